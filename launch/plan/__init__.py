@@ -3,7 +3,8 @@
     estimate, modes                        the plan of a recipe; the same GPUs in other modes. Start at `estimate.plan`
     evaluation                             the plan of an evaluation
     report, alternatives                   the table for the terminal, and its lines about alternatives
-    lengths, parallelism, phase            sequence lengths, parallel groups, phases of a step
+    lengths, data_lengths                  sequence lengths, and those of the data that are here
+    parallelism, phase                     parallel groups, phases of a step
     engine_sizes, deterministic            sequences that an engine runs; the price of policy.deterministic
     train_time, generate_time, colocation  seconds of phases on train ranks, generate ranks and shared GPUs
     step_phases, step_time                 the phases of a step, and its duration when they overlap

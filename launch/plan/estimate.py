@@ -16,6 +16,7 @@ from launch.plan import (
     advice,
     calibration,
     colocation,
+    data_lengths,
     generate_time,
     gpu_check,
     lengths,
@@ -230,6 +231,9 @@ def plan(
     step, or a plan.hardware that does not measure the recipe's GPUs.
     """
     recipe = gpu_check.sized(recipe)
+    known = data_lengths.measure(recipe, pending)
+    if known and known.longest and recipe.plan.longest_tokens is None:
+        recipe = replace(recipe, plan=replace(recipe.plan, longest_tokens=known.longest))
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
@@ -240,7 +244,7 @@ def plan(
         choice=choice,
         models=models,
         shapes=shapes,
-        lengths=lengths.assumed(recipe, *means),
+        lengths=lengths.assumed(recipe, *means, data=(known.mean, known.source) if known else None),
         train=memory.train(recipe, shapes),
         generate=_generate_memory(recipe, shapes),
         reward=memory.reward(recipe, shapes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from launch.plan.memory_parts import longest_sequence
 from pipeline.config import Recipe, generates
 
 PROMPT_TOKENS = 256  # the default, unless a quarter of data.max_input_seq_length is less
@@ -65,22 +66,34 @@ class Lengths:
         return self.limit if math.isinf(scale) else min(self.limit, scale * (math.log(max(1.0, answers)) + EULER))
 
 
-def assumed(recipe: Recipe, prompt: float | None = None, answer: float | None = None, where: str = "") -> Lengths:
-    """Return the lengths of a recipe: plan.prompt_tokens and plan.answer_tokens, else means of an earlier run, else a guess.
+def assumed(
+    recipe: Recipe,
+    prompt: float | None = None,
+    answer: float | None = None,
+    where: str = "",
+    data: tuple[float, str] | None = None,
+) -> Lengths:
+    """Return the lengths of a recipe: plan.prompt_tokens and plan.answer_tokens, else of an earlier run, else of the data.
 
-    prompt, answer: means of the run in `where`. An offline algorithm's has one mean, of whole sequences: that is `answer`.
+    Without these, a guess. prompt, answer: means of the run in `where`. An offline algorithm's has one mean, of whole
+    sequences: that is `answer`. data: (mean tokens of its prompts, or of an offline algorithm's sequences; of what).
     """
-    total, given = recipe.policy.max_total_sequence_length, recipe.plan
-    if not generates(recipe) and answer is not None and given.prompt_tokens is None and given.answer_tokens is None:
-        return Lengths(0.0, min(answer, total), total, f"sequences of {answer:,.0f} tokens, the mean in {where}")
+    total, given = longest_sequence(recipe), recipe.plan
+    if not generates(recipe) and given.prompt_tokens is None and given.answer_tokens is None and (answer or data):
+        mean, of = (answer, f"the mean in {where}") if answer else data or (0.0, "")
+        return Lengths(0.0, min(mean, total), total, f"sequences of {mean:,.0f} tokens, {of}")
+    if prompt is None and data and generates(recipe):
+        prompt, where_prompt = data[0], data[1]
+    else:
+        where_prompt = f"the mean in {where}"
     sources, guess = [], min(PROMPT_TOKENS, PROMPT_SHARE * recipe.data.max_input_seq_length, total / 2)
-    prompt, source = _first("prompts", given.prompt_tokens, prompt, guess, where)
+    prompt, source = _first("prompts", given.prompt_tokens, prompt, guess, where_prompt)
     prompt = min(prompt, total - 1)
     sources.append(source)
     limit = total - prompt
     if generates(recipe):
         limit = min(limit, recipe.policy.generation.max_new_tokens)
-    answer, source = _first("answers", given.answer_tokens, answer, ANSWER_SHARE * limit, where)
+    answer, source = _first("answers", given.answer_tokens, answer, ANSWER_SHARE * limit, f"the mean in {where}")
     sources.append(source)
     return Lengths(prompt, min(answer, limit), limit, "; ".join(sources))
 
@@ -90,5 +103,5 @@ def _first(what: str, key: float | None, run: float | None, guess: float, where:
     if key is not None:
         return key, f"{what} of {key:,.0f} tokens: {name}"
     if run is not None:
-        return run, f"{what} of {run:,.0f} tokens, the mean in {where}"
+        return run, f"{what} of {run:,.0f} tokens, {where}"
     return guess, f"{what} of {guess:,.0f} tokens, a guess; set {name} to change it"

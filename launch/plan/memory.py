@@ -19,7 +19,17 @@ from dataclasses import replace
 
 from launch.plan.memory_fsdp import FSDPMemory
 from launch.plan.memory_megatron import MegatronMemory, stages
-from launch.plan.memory_parts import RUNTIME, Parts, RankBatches, TrainMemory, TrainModel, add_parts, models, rank_batches
+from launch.plan.memory_parts import (
+    RUNTIME,
+    Parts,
+    RankBatches,
+    TrainMemory,
+    TrainModel,
+    add_parts,
+    longest_sequence,
+    models,
+    rank_batches,
+)
 from launch.plan.parallelism import Parallelism, engines, train_parallelism
 from pipeline.config import (
     PRECISIONS,
@@ -106,13 +116,21 @@ def staging(recipe: Recipe, shape: ModelShape, layout: Parallelism) -> float:
 def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str, ...]:
     found = [
         f"microbatches of {of_rank.train_tokens:,} tokens with a gradient and {of_rank.forward_tokens:,} without",
-        "packed batches in which all sequences of a step have policy.max_total_sequence_length",
+        f"packed batches in which all sequences of a step have {longest_sequence(recipe):,} tokens ({_longest_source(recipe)})",
     ]
     if cuda:
         found.append(f"{RUNTIME / 2**30:g} GiB for CUDA's context, libraries and NCCL; no fragmentation")
         if uses_megatron(recipe.policy):
             found.append("TransformerEngine is installed; tokens spread evenly over experts")
     return tuple(found)
+
+
+def _longest_source(recipe: Recipe) -> str:
+    """Return the key of the length that bounds memory."""
+    longest = longest_sequence(recipe)
+    if longest == recipe.policy.max_total_sequence_length:
+        return "policy.max_total_sequence_length"
+    return "data.max_input_seq_length" if longest == recipe.data.max_input_seq_length else "plan.longest_tokens"
 
 
 def stage_memories(model: TrainModel, layout: Parallelism, cuda: bool) -> list[ModelMemory]:

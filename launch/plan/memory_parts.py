@@ -1,6 +1,6 @@
 """Define the reported parts of a rank's memory, and the models and microbatches that determine them.
 
-Lengths are not known before a run, so microbatches are assumed to be as full as the recipe allows.
+Microbatches are assumed to be as full as the recipe and the longest sequence of its data allow.
 """
 
 from __future__ import annotations
@@ -146,11 +146,22 @@ def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]
     return found
 
 
+def longest_sequence(recipe: Recipe) -> int:
+    """Return the most tokens of a sequence: an offline algorithm has no longer records, which it drops or refuses."""
+    longest = recipe.policy.max_total_sequence_length
+    if config.generates(recipe):
+        return longest
+    return min(longest, recipe.data.max_input_seq_length, recipe.plan.longest_tokens or longest)
+
+
 def rank_batches(recipe: Recipe, data_ranks: int) -> RankBatches:
-    """Return the microbatches of a rank. data_ranks: the number of data-parallel train ranks."""
+    """Return the microbatches of a rank. data_ranks: the number of data-parallel train ranks.
+
+    With packing a microbatch is full, whatever the mean length is. Without, all its sequences are the longest.
+    """
     algorithm, policy = build(recipe), recipe.policy
     together, needs = algorithm.sequences_per_item, algorithm.needs
-    longest, packing = policy.max_total_sequence_length, policy.sequence_packing
+    longest, packing = longest_sequence(recipe), policy.sequence_packing
     update = -(-policy.train_global_batch_size // data_ranks) * together * longest
     train, forward = (size * together * longest for size in (policy.train_micro_batch_size, policy.logprob_batch_size))
     if packing.enabled:

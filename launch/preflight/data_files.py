@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.model_files import hub_cache
 from pipeline import user_files
-from pipeline.config import NAMED_DATASETS, DatasetConfig, Problem, RecipeError
+from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, Problem, RecipeError
+from pipeline.data import named
 from pipeline.data.arrow_records import ArrowRecords
 from pipeline.data.records import parse_record
 
@@ -76,6 +78,41 @@ def first_records(
     except _LeftToTheJob as error:
         notes.append(f"{key}: the job checks the records of {name}: {error}")
         return None
+
+
+def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | None:
+    """Return the first records of a data set in the hub's cache, if it has Parquet files whose names begin with the split.
+
+    They are not all that the job reads: another file may have longer ones. Raises RecipeError for a file that cannot be read.
+    """
+    name = dataset.dataset_name
+    if name is None or name in GENERATED_DATASETS or Path(name).exists():
+        return None
+    known = NAMED_DATASETS.get(name)
+    folder = _hub_snapshot(known.repository if known else name, dataset.kwargs.get("revision"))
+    split = dataset.split or (known.split if known else "train")
+    subset = dataset.subset or (known.subsets[0] if known and known.subsets else None)
+    paths = sorted(folder.rglob(f"{split}-*.parquet")) if folder else []
+    paths = [path for path in paths if subset is None or subset in path.parts]
+    if not paths:
+        return None
+    try:
+        records = _of_parquet(FirstRecords(f"{key}.dataset_name", paths[0], rows=True), dataset, most)
+    except _LeftToTheJob:
+        return None
+    if known:
+        records.found = [(number, named.record(dataset, row)) for number, row in records.found]
+    return records
+
+
+def _hub_snapshot(repository: str, revision: str | None) -> Path | None:
+    """Return the folder of a repository's files in the hub's cache; None if it is not there."""
+    folder = hub_cache() / f"datasets--{repository.replace('/', '--')}"
+    try:
+        found = folder / "snapshots" / (revision or user_files.read_text(folder / "refs/main").strip())
+    except (OSError, ValueError):
+        return None
+    return found if found.is_dir() else None
 
 
 # ---- JSONL -------------------------------------------------------------------------------------------------------------------

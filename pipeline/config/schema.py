@@ -235,6 +235,13 @@ class PlanConfig:
     answer_tokens: Annotated[
         Float | None, Field(description="Mean tokens of an answer. null: estimated as in launch/plan/lengths.py.")
     ] = None
+    longest_tokens: Annotated[
+        Positive | None,
+        Field(
+            description="Tokens of the longest sequence of an offline algorithm's data, which bounds memory. null: as read if all"
+            " records are in small JSONL files here, else data.max_input_seq_length, which the run enforces."
+        ),
+    ] = None
     hardware: Annotated[
         Line | None,
         Field(

@@ -104,6 +104,12 @@ class Encoder(RecordReader):
             raise ValueError("no token remains to learn: the first token of a text has no context")
         return _int32(tokens), mask
 
+    def count(self, example: Example) -> int:
+        """Return the number of tokens of an example, without learning which of them count."""
+        if isinstance(example, Turns):
+            return len(self._bare_tokens(self.template.text(example.messages, **example.options)))
+        return len(self._plain.ended(self._plain.tokens((example.prompt or "") + example.text)))
+
     def _encode_text(self, example: Continuation) -> tuple[list[int], np.ndarray]:
         """Return a plain text, ended by the end-of-sequence token, and its loss mask.
 

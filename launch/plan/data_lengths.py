@@ -1,0 +1,127 @@
+"""Measure the lengths of the recipe's data where its records and the tokenizer are here: JSONL, Parquet, the hub's cache.
+
+The first records of each data set are encoded as the job encodes them. Their mean prices a step. Memory is bounded by the
+longest sequence, so only data of which every record was encoded bound it: small JSONL files. Records that are longer than
+data.max_input_seq_length do not count, since the job drops or refuses them. Not read: generated data, and your own callables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launch import bounded, model_readings
+from launch.model_readings import ModelReading
+from launch.preflight import data_files, record_counts
+from launch.preflight.data_files import SCAN_BYTES, FirstRecords
+from pipeline import config
+from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
+from pipeline.data import named
+from pipeline.data.chat import Encoder
+
+MOST_RECORDS = 1000  # of a data set
+MOST_CHARACTERS = 2 << 20  # of their JSON: about a second of encoding
+
+
+@dataclass(frozen=True, slots=True)
+class DataLengths:
+    """Lengths of the recipe's data, in tokens."""
+
+    mean: float  # of prompts; for an offline algorithm of whole sequences. Of training data, by their weights
+    longest: int | None  # sequence of all data; None if some records were not read, or if the algorithm samples
+    source: str  # for the report
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What was read of one data set."""
+
+    lengths: Sequence[int]
+    complete: bool  # whether these are all of its records
+
+
+def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> DataLengths | None:
+    """Return the lengths of the training data; None if those of one data set cannot be read here."""
+    if not config.trains(recipe):
+        return None
+    try:
+        reading = model_readings.read("policy", recipe.policy, pending)
+        if reading is None or (reading.problems and recipe.data.apply_chat_template):
+            return None
+        sets = config.keyed_sets(recipe.data)
+        trained = len(config.training_sets(recipe.data))
+        found = []
+        for number, (key, dataset) in enumerate(sets.items()):
+            one = _read(recipe, key, dataset, reading)
+            if one is None and number < trained:
+                return None
+            found.append(one)
+    except (RecipeError, ValueError, bounded.Unbounded):  # the checks of the recipe report it
+        return None
+    of_training = [(dataset, one) for dataset, one in zip([*sets.values()][:trained], found, strict=False) if one]
+    weights = [dataset.weight or record_counts.count(dataset) or len(one.lengths) for dataset, one in of_training]
+    means = [sum(one.lengths) / len(one.lengths) for _, one in of_training]
+    mean = sum(weight * each for weight, each in zip(weights, means, strict=True)) / sum(weights)
+    complete = not generates(recipe) and all(one and one.complete for one in found)
+    longest = max(length for one in found if one for length in one.lengths) if complete else None
+    count = sum(len(one.lengths) for _, one in of_training)
+    which = "all records" if all(one.complete for _, one in of_training) else f"the first {count:,} records"
+    return DataLengths(mean, longest, f"the mean of {which} of {', '.join([*sets][:trained])}")
+
+
+def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> _Read | None:
+    """Return the lengths of the first records of a data set, as the job encodes them; None if there are none here."""
+    records = data_files.first_records(key, dataset, [], MOST_RECORDS, recipe.data.bad_records == "drop")
+    if records is None:
+        records, dataset = (
+            data_files.first_cached(key, dataset, MOST_RECORDS),
+            named.columns(dataset, recipe.algorithm in PAIRED),
+        )
+    if records is None or not records.found:
+        return None
+    rows = _bounded([record for _, record in records.found])
+    if dataset.dataset_name not in config.NAMED_DATASETS:
+        dataset = config.recognize_columns(recipe, key, dataset, rows).dataset
+
+    def work() -> list[int]:
+        tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
+        encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
+        return [length for row in rows for length in _lengths(recipe, encoder, row)]
+
+    limit = recipe.data.max_input_seq_length
+    lengths = [length for length in bounded.call(work) if length <= limit]
+    complete = len(rows) == len(records.found) and not records.bad and _is_whole(dataset, records)
+    return _Read(lengths, complete) if lengths else None
+
+
+def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]:
+    """Return the tokens of a record's prompt, of its sequence, or of both sequences of a pair; none if it is bad."""
+    try:
+        if generates(recipe):
+            return [len(encoder.prompt(row))]
+        if recipe.algorithm in PAIRED:
+            return [encoder.count(example) for example in encoder.pair(row)]
+        return [encoder.count(encoder.example(row))]
+    except Exception:  # a template may raise anything, and the job drops or refuses the record
+        return []
+
+
+def _bounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first records that have MOST_CHARACTERS together, at least one."""
+    left, found = MOST_CHARACTERS, []
+    for row in rows:
+        left -= len(json.dumps(row, default=str))
+        if left < 0 and found:
+            break
+        found.append(row)
+    return found
+
+
+def _is_whole(dataset: DatasetConfig, records: FirstRecords) -> bool:
+    """Return whether the records are all of a JSONL file."""
+    if dataset.data_path is None or records.path.stat().st_size > SCAN_BYTES:
+        return False
+    return record_counts.count(replace(dataset, max_samples=None, split_validation_size=0, repeat=1)) == len(records.found)

@@ -1,0 +1,157 @@
+"""The plan takes the lengths of data that are here: means for its times, and the longest sequence for memory."""
+
+import json
+
+import pytest
+
+from launch.plan import data_lengths
+from launch.plan.memory_parts import longest_sequence, rank_batches
+from pipeline import config
+from pipeline.config import RECIPES
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.mixture import build_streams
+from tests.launch.plan.plans import planned
+
+LIMIT = 128
+KEYS = (
+    f"policy.tokenizer.name={RECIPES}/tiny",
+    f"policy.model_name={RECIPES}/tiny",
+    f"policy.max_total_sequence_length={LIMIT}",
+)
+UNPACKED = ("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=2", "policy.train_global_batch_size=64")
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return a function that writes records with answers of these lengths, and returns the file."""
+
+    def write(*answers: int, name: str = "data"):
+        path = tmp_path / f"{name}.jsonl"
+        records = ({"input": f"1+{number % 10}", "output": "7" * length} for number, length in enumerate(answers))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    return write
+
+
+def keys(section: str = "sft", path="", *more: str) -> list[str]:
+    """Return the keys of a recipe without validation, with its training data from a file."""
+    none = ("data.validation=null", f"{section}.val_at_end=false", f"{section}.val_at_start=false", f"{section}.val_period=0")
+    train = (*source("train", path), *none) if path else none
+    return [*KEYS, "run_dir=runs/none", *train, "checkpointing.metric_name=null", *more]
+
+
+def source(name: str, path) -> tuple[str, ...]:
+    return f"data.{name}.dataset_name=null", f"data.{name}.kwargs={{}}", f"data.{name}.data_path={path}"
+
+
+def of_file(path, *more: str, section: str = "sft"):
+    return config.load(f"tiny_{section}", keys(section, path, *more))
+
+
+def test_lengths_are_those_that_the_job_trains_on(written):
+    recipe = of_file(written(3, 9, 50, 21))
+    found = data_lengths.measure(recipe)
+    stream, _ = build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))
+    lengths = [len(sample.tokens) for sample in stream.take(4)]
+    assert found.longest == max(lengths) and found.mean == pytest.approx(sum(lengths) / 4)
+    assert found.source == "the mean of all records of data.train"
+
+
+def test_the_longest_sequence_bounds_memory_and_the_mean_does_not(written):
+    path, without = written(3, 9, 50, 21), planned("tiny_sft", *KEYS, *UNPACKED)
+    found = planned("tiny_sft", *keys("sft", path, *UNPACKED))
+    known = data_lengths.measure(of_file(path))
+    assert rank_batches(found.recipe, 1).train_tokens == 2 * known.longest > 2 * known.mean
+    assert rank_batches(without.recipe, 1).train_tokens == 2 * LIMIT
+    assert found.train.parts["activations"] < without.train.parts["activations"]
+    assert found.lengths.sequence == pytest.approx(known.mean)
+    assert f"all sequences of a step have {known.longest} tokens (plan.longest_tokens)" in " ".join(found.train.assumptions)
+    packed = ("policy.train_global_batch_size=64", "policy.sequence_packing.train_mb_tokens=256")
+    full = planned("tiny_sft", *keys("sft", path, *packed))
+    assert rank_batches(full.recipe, 1).train_tokens == 256  # short sequences fill a microbatch just as well
+
+
+def test_a_part_of_the_records_bounds_nothing(written, monkeypatch):
+    path = written(*[3] * 20, 100)
+    monkeypatch.setattr(data_lengths, "MOST_RECORDS", 20)
+    found = data_lengths.measure(of_file(path))
+    assert found.longest is None and found.source == "the mean of the first 20 records of data.train"
+    monkeypatch.setattr(data_lengths, "MOST_RECORDS", 21)
+    assert data_lengths.measure(of_file(path)).longest > 100
+    monkeypatch.setattr(data_lengths, "MOST_CHARACTERS", 200)
+    assert data_lengths.measure(of_file(path)).longest is None
+    path.write_text(path.read_text() + "no record\n")
+    monkeypatch.undo()
+    assert data_lengths.measure(of_file(path, "data.bad_records=drop")).longest is None  # it may be read otherwise there
+
+
+def test_validation_data_bound_memory_too(written):
+    train, validation = written(3, 4), written(60, name="validation")
+    both = (*source("train", train), *source("validation", validation))
+    found = data_lengths.measure(config.load("tiny_sft", [*KEYS, *both]))
+    assert found.longest > 60 > found.mean
+    assert data_lengths.measure(config.load("tiny_sft", [*KEYS, *source("train", train)])).longest is None  # generated
+
+
+def test_the_run_drops_or_refuses_longer_records(written):
+    short = "data.max_input_seq_length=40"
+    assert longest_sequence(of_file(written(3, 50), short)) == 40
+    assert data_lengths.measure(of_file(written(3, 50), short)).longest < 40
+    assert longest_sequence(of_file(written(3), "plan.longest_tokens=30")) == 30
+    assert longest_sequence(of_file(written(3), "plan.longest_tokens=3000")) == LIMIT
+    assert longest_sequence(config.load("tiny_grpo", [*KEYS, short, "plan.longest_tokens=30"])) == LIMIT  # of answers
+
+
+def test_keys_and_measured_runs_come_before_the_data(written):
+    path = written(3, 9)
+    found = planned("tiny_sft", *keys("sft", path, "plan.longest_tokens=99", "plan.prompt_tokens=20", "plan.answer_tokens=30"))
+    assert found.recipe.plan.longest_tokens == 99 and found.lengths.sequence == 50
+
+
+def test_prompts_of_an_algorithm_that_samples(written):
+    path = written(1, 1, 1)
+    answers = "data.train.output_key=output"
+    found = planned("tiny_grpo", *keys("grpo", path, answers))
+    known = data_lengths.measure(of_file(path, answers, section="grpo"))
+    assert known.longest is None and found.lengths.prompt == known.mean >= 3
+    assert f"prompts of {known.mean:,.0f} tokens, the mean of all records of data.train" in found.lengths.source
+
+
+def test_sequences_of_a_pair_count_one_by_one(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "1+2", "chosen": "3", "rejected": "4" * 40}) + "\n")
+    sizes = ("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1", "policy.train_global_batch_size=8")
+    found = planned("tiny_dpo", *keys("dpo", path, *sizes))
+    longest = found.recipe.plan.longest_tokens
+    assert longest > 40 and rank_batches(found.recipe, 1).train_tokens == 2 * longest
+
+
+def test_data_in_the_hubs_cache(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "datasets--org--set"
+    folder = repository / "snapshots/abc/data"
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    for split, length in (("train", 10), ("test", 90)):
+        table = pyarrow.table({"input": ["1+2"] * 3, "output": ["7" * length] * 3})
+        pyarrow.parquet.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+
+    def cached(name: str, *more: str):
+        of_hub = (f"data.train.dataset_name=org/{name}", "data.train.kwargs={}", *more)
+        return config.load("tiny_sft", keys("sft", "", *of_hub))
+
+    found = data_lengths.measure(cached("set"))
+    assert 10 < found.mean < 40 and found.longest is None  # of one file
+    assert data_lengths.measure(cached("set", "data.train.split=test")).mean > 90
+    assert data_lengths.measure(cached("other")) is None
+
+
+def test_data_that_cannot_be_read_are_left_to_a_guess(written, tmp_path):
+    assert data_lengths.measure(config.load("tiny_sft", KEYS)) is None  # generated
+    assert data_lengths.measure(of_file(tmp_path / "absent.jsonl")) is None
+    assert data_lengths.measure(of_file(written(3), f"policy.tokenizer.name={tmp_path}")) is None
