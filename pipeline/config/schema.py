@@ -238,8 +238,8 @@ class PlanConfig:
     longest_tokens: Annotated[
         Positive | None,
         Field(
-            description="Tokens of the longest sequence of an offline algorithm's data, which bounds memory. null: as read if all"
-            " records are in small JSONL files here, else data.max_input_seq_length, which the run enforces."
+            description="Tokens of the longest sequence of an offline algorithm's data, which bounds memory. null: as read if"
+            " all records are in small JSONL files here, else data.max_input_seq_length, which the run enforces."
         ),
     ] = None
     hardware: Annotated[
