@@ -58,7 +58,7 @@ from launch.plan.memory_parts import TrainModel
 from pipeline.models.mixers import DeltaNet
 from pipeline.models.shape import ModelShape
 
-ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all models with its architecture
+ROTARY = 64  # qk_rope_head_dim in the config.json of DeepSeek-V3 and of all models with its architecture
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from pipeline.models.tensors import Part, Tensor, experts
 from pipeline.refit.tables import LayoutTable
 
 _SIZE = "policy.generation.vllm_cfg.tensor_parallel_size"
-_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary is padded to a multiple of it, then cut
+_PADDING = 64
+"""vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary is padded to a multiple of it, then cut
+(vllm/model_executor/layers/vocab_parallel_embedding.py)."""
 _EVERYWHERE: dict[str, tuple[Part, ...]] = {  # tensors that vLLM's models have on every stage, besides the stage's layers
     "qwen3_moe": ("embedding", "norm", "output"),
     "mixtral": ("embedding", "norm", "output"),

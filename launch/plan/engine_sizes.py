@@ -15,8 +15,8 @@ from pipeline.config.hardware import memory_gb
 from pipeline.models.shape import ModelShape
 
 GIB = 2**30
-LARGE, MIDDLE = 160, 70  # GiB of a GPU
-OF_CPUS = 256, 4096  # sequences and tokens of each rank
+LARGE, MIDDLE = 160, 70  # GiB of a GPU (vllm/engine/arg_utils.py)
+OF_CPUS = 256, 4096  # sequences and tokens of each rank (vllm/engine/arg_utils.py)
 
 
 def engine_sizes(recipe: Recipe, shape: ModelShape) -> tuple[int, int]:

@@ -31,10 +31,10 @@ from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 
 LABEL, WIDTH = 14, 120
-CHARACTERS = 4.0  # of a token of text
-CHOICE_TOKENS = 8  # of a choice whose text is not read
+CHARACTERS = 4.0  # of a token of text, as is assumed
+CHOICE_TOKENS = 8  # of a choice whose text is not read, as is assumed
 GIVEN, MEASURED, GUESSED = "plan.prompt_tokens", "characters / 4", "guessed"
-LEAST = {GIVEN: 1.0, MEASURED: 1 / 3, GUESSED: 0.0}  # the part of an estimate that prompts have in any case, by its source
+LEAST = {GIVEN: 1.0, MEASURED: 1 / 3, GUESSED: 0.0}  # the assumed least part of an estimate of prompts, by its source
 READ = ("choices", "continuation", "perplexity", "preference")  # kinds whose questions engines only read
 SAMPLED = 200  # questions whose texts are measured
 

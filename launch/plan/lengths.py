@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from launch.plan.memory_parts import longest_sequence
 from pipeline.config import Recipe, generates
 
-PROMPT_TOKENS = 256  # the default, unless a quarter of data.max_input_seq_length is less
-PROMPT_SHARE = 0.25
-ANSWER_SHARE = 0.5  # of the longest possible answer
-EULER = 0.5772156649
+PROMPT_TOKENS = 256  # assumed, unless a quarter of data.max_input_seq_length is less
+PROMPT_SHARE = 0.25  # assumed
+ANSWER_SHARE = 0.5  # of the longest possible answer, as is assumed
+EULER = 0.5772156649  # Euler's constant
 
 
 @dataclass(frozen=True, slots=True)

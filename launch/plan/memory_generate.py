@@ -31,13 +31,17 @@ from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes
 from pipeline.models.shape import ModelShape
 
-ROOM = 0.8  # share of a GPU for an engine's weights; the rest holds a KV cache
+ROOM = 0.8  # share of a GPU for an engine's weights, as is assumed for advice; the rest holds a KV cache
 BLOCK = {True: 16, False: 128}  # tokens of a block of the KV cache, on a GPU and on a CPU (vllm/platforms/cpu.py)
 CPU_CACHE_BYTES = 4 << 30  # at most, unless one sequence needs more: pipeline/generate/vllm.py
 VOCABULARY_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py
-SAMPLER_COPIES = 6  # of float32 logits in the profiled sampler: sorted values, 64-bit indices, probabilities, sums, a mask
-GRAPHS = 1.0 * 2**30  # bytes for CUDA graphs unless enforce_eager. Assumed, not measured
-FP8_BYTES = 1 + 4 / 128**2  # bytes of a weight, with a float32 scale for each block of 128 x 128
+SAMPLER_COPIES = 6
+"""Copies of float32 logits in the profiled sampler: sorted values, 64-bit indices, probabilities, sums, a mask
+(vllm/v1/sample/ops/topk_topp_sampler.py)."""
+GRAPHS = 1.0 * 2**30
+"""Bytes for CUDA graphs unless enforce_eager. Assumed, between what vLLM said of Llama 4 Maverick on 8 H100, 1.40 GiB (SGLang
+issue 8538), and of graphs for up to 16 sequences, 0.36 GiB (github.com/gpustack/runner/pull/251)."""
+FP8_BYTES = 1 + 4 / 128**2  # of a weight, with a float32 scale for 128 x 128 of them (pipeline/generate/vllm.py)
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of an element, by vllm_kwargs.kv_cache_dtype
 STATE_BYTES = {"float16": 2, "bfloat16": 2}  # of an element of a state, by vllm_kwargs.mamba_ssm_cache_dtype; else float32
 CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)

@@ -28,10 +28,13 @@ PARTS = (
     "KV cache",
     "runtime",  # on a GPU: CUDA context, workspaces of libraries, NCCL, CUDA graphs
 )
-RUNTIME = 2.0 * 2**30  # bytes of a GPU outside of tensors. Assumed, not measured
+RUNTIME = 2.0 * 2**30
+"""Bytes of a GPU outside of tensors. CUDA's context takes 0.3 to 0.5 GiB of them (PyTorch issues 107667 and 81257), and NCCL
+10 MB for each channel and neighbour of a communicator (`memory_generate.CHANNEL_BYTES`). How much these, and workspaces of
+libraries, are together is assumed."""
 TOKEN_BYTES = 8 + 8 + 1 + 4 + 4  # bytes a token: token, position, mask, log-prob, advantage (pipeline.types.PackedBatch)
-FIELD_BYTES = 4  # bytes a token of each value that a forward pass adds: old or reference log-prob, value
-TEACHER_BYTES = 8 + 4  # bytes for each of the teacher's K tokens at each position: token, log-prob
+FIELD_BYTES = 4  # likewise of each value that a forward pass adds: old or reference log-prob, value (pipeline.types)
+TEACHER_BYTES = 8 + 4  # for each of the teacher's K tokens at each position: token, log-prob (pipeline.types)
 
 
 @dataclass(frozen=True)

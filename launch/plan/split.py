@@ -9,7 +9,7 @@ from launch.placement import Changes
 from pipeline import config
 from pipeline.config import Recipe, collected, generates
 
-WORTH = 0.03  # share of a step: a smaller gain is within the error of the estimate
+WORTH = 0.03  # share of a step: a smaller gain is assumed to be within the error of the estimate
 MOST = 32  # divisions that are tried: about 3% of the nodes lie between two of them
 
 

@@ -36,7 +36,7 @@ from pipeline.models.shape import ModelShape
 
 OPTIMIZER_BYTES = 30
 """Bytes that an update moves for each parameter: float32 weight, gradient and two moments are read, all but the gradient are
-written, and a copy in bfloat16."""
+written, and a copy in bfloat16. Counted, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
