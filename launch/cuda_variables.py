@@ -1,30 +1,18 @@
-"""Set the variables that CUDA, its allocator and Triton read early, so ranks need them before Python starts."""
+"""Set the variables that CUDA and Triton read early, so ranks need them before Python starts."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from pipeline.config import Recipe, hardware, uses_megatron
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of one variable, the strongest first (c10/core/AllocatorConfig.h)."""
 EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 
 
 def for_train_ranks(recipe: Recipe) -> dict[str, str]:
     """Return the variables of train ranks. The recipe's own variables override them."""
-    found: dict[str, str] = {}
-    if not recipe.cluster.train.gpus_per_node:
-        return found
-    if not {*ALLOCATORS} & {*os.environ, *_own(recipe)}:
-        # Packed batches differ in length, so fixed segments would fragment. vLLM's sleep mode has an allocator of its own.
-        found[ALLOCATOR] = "expandable_segments:True"
-    if _relies_on_the_order_of_kernels(recipe):
-        found[CONNECTIONS] = "1"
-    return found
+    return {CONNECTIONS: "1"} if recipe.cluster.train.gpus_per_node and _relies_on_the_order_of_kernels(recipe) else {}
 
 
 def for_generate_ranks(recipe: Recipe) -> dict[str, str]:

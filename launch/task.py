@@ -18,6 +18,9 @@ from submitit.core.job_environment import JobEnvironment
 from launch.executors.base import own_pickle
 from pipeline import caches, rank_log, signals
 
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of one variable, the strongest first (c10/core/AllocatorConfig.h)."""
+
 
 class HetstepJobEnvironment(JobEnvironment):
     """submitit's description of a rank, read from the environment that all executors set."""
@@ -68,6 +71,16 @@ def run(folder: str) -> int:
     return 0
 
 
+def set_allocator() -> None:
+    """Set expandable segments on a rank that trains or scores on GPUs, unless the user, the image or the node has set any name.
+
+    Packed batches differ in length, so fixed segments would fragment. vLLM's sleep mode has an allocator of its own.
+    """
+    has_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") != ""  # the executors' value for components without GPUs
+    if os.environ["HETSTEP_COMPONENT"] != "generate" and has_gpus and not any(name in os.environ for name in ALLOCATORS):
+        os.environ[ALLOCATORS[0]] = "expandable_segments:True"
+
+
 def main(folder: str) -> None:
     """Install the signal handlers, run the rank, and end the process with its status."""
     rank = int(os.environ["HETSTEP_RANK"])
@@ -76,6 +89,7 @@ def main(folder: str) -> None:
         signals.watch(Path(path))
     rank_log.set_up()
     caches.use_node_folders()
+    set_allocator()
     status = run(folder)
     sys.stdout.flush()
     sys.stderr.flush()

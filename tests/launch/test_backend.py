@@ -1,11 +1,12 @@
 """The choice of the train backend, and what a model's config.json rules out. The configs are real families' sizes."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
-from launch import backend, cuda_variables, run_setup
+from launch import backend, cuda_variables, run_setup, task
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.components import components
 from launch.model_files import PendingModel
@@ -268,25 +269,31 @@ def test_engines_in_float32_do_not_round_to_tf32(load, overrides, value):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "shell", "value"),
+    ("component", "variables", "value"),
     [
-        ([], {}, "expandable_segments:True"),
-        (["cluster.train.gpus_per_node=0", "cluster.train.ranks_per_node=2"], {}, None),
-        (["cluster.train.env_vars={PYTORCH_ALLOC_CONF: 'max_split_size_mb:64'}"], {}, "max_split_size_mb:64"),
-        (["cluster.train.env_vars={PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:64'}"], {}, None),
-        ([f"{KEY}.env_vars={{PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:64'}}"], {}, None),
-        ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("train", {}, "expandable_segments:True"),
+        ("reward", {"CUDA_VISIBLE_DEVICES": "0,1"}, "expandable_segments:True"),
+        ("train", {"CUDA_VISIBLE_DEVICES": ""}, None),
+        ("train", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("train", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("generate", {}, None),
     ],
 )
-def test_memory_of_train_ranks_does_not_fragment(load, monkeypatch, overrides, shell, value):
-    """The new name of the variable overrides the old one, so it is not set where the user has set either."""
-    for name in cuda_variables.ALLOCATORS:
+def test_memory_of_train_ranks_does_not_fragment(monkeypatch, component, variables, value):
+    """The new name of the variable overrides the old one, so a rank sets it only where neither is: an image may have either."""
+    for name in (*task.ALLOCATORS, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    for name, given in shell.items():
+    for name, given in ({"HETSTEP_COMPONENT": component} | variables).items():
         monkeypatch.setenv(name, given)
-    found = components(load(model("llama"), f"{KEY}.enabled=true", "cluster.train.gpus_per_node=2", *overrides))
-    assert found["train"].env_vars.get("PYTORCH_ALLOC_CONF") == value
-    assert "PYTORCH_ALLOC_CONF" not in found["generate"].env_vars  # vLLM's sleep mode uses an allocator of its own
+    task.set_allocator()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == value
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+
+
+def test_the_launcher_sets_no_allocator(load):
+    """The variable would override what the image or the node sets under the old name."""
+    found = components(load(model("llama"), f"{KEY}.enabled=true", "cluster.train.gpus_per_node=2"))
+    assert not {*task.ALLOCATORS} & {name for component in found.values() for name in component.env_vars}
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------------
