@@ -66,7 +66,10 @@ def problem() -> str:
 
 
 def of_device(root: str, device: str) -> str:
-    """Return the cache folder of a device below `root`; `root` if it is that folder. device: such as "3-GPU-1b2c"."""
+    """Return the cache folder of a device below `root`; `root` if it is that folder. device: such as "3-1b2c".
+
+    Code for another device below `root`, such as of `vllm serve`, does not serve: launch/OPERATIONS.md, "Compiled code".
+    """
     path = Path(root)
     return root if path.name == f"device-{device}" else str(path / f"device-{device}")
 
