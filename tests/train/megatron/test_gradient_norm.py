@@ -2,9 +2,11 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.train.megatron import backend as backend_module
 from pipeline.train.megatron import gradient_norm
@@ -99,3 +101,25 @@ def check_groups(layout: Layout, folder: Path, family: str) -> None:
 
 def test_another_norm_of_megatron_is_refused(models):
     layouts.run(functools.partial(check_groups, family="qwen3"), TP2, models)
+
+
+def test_megatrons_float32_norm_of_a_large_embedding_is_accepted_on_cpus(monkeypatch):
+    for group in ("tensor_group", "expert_tensor_group"):
+        monkeypatch.setattr(gradient_norm, group, lambda: dist.group.WORLD)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each thread adds a part
+    try:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        local = {"embedding": SimpleNamespace(tensor=parameter, first=True, cut=True, expert=False)}
+        gradient_norm.set_flags(local)
+        gradients = [(parameter, parameter, torch.randn(1 << 27, generator=torch.Generator().manual_seed(0)))]
+        subject = gradient_norm.GradientNorm(local, dist.group.WORLD, torch.device("cpu"))
+        norm, of_megatron = subject.norm(gradients), torch.norm(gradients[0][2]).item()
+        assert abs(of_megatron / norm - 1) > gradient_norm.SAME
+        subject.check(gradients, norm, lambda: of_megatron)
+        with pytest.raises(RuntimeError, match="Megatron-Core's gradient norm is"):
+            subject.check(gradients, norm, lambda: 3 * norm)
+    finally:
+        torch.set_num_threads(threads)
+        dist.destroy_process_group()
