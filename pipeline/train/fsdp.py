@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -135,16 +134,19 @@ class FSDPBackend(TrainBackend):
         self._check(batches)
         if not batches:
             raise ValueError("a step needs at least one batch")
-        shares = self._differentiate(batches, loss)
+        shares: list[LossOutput] = []
+
+        def differentiate() -> float:
+            shares[:] = self._differentiate(batches, loss)
+            return self._gradients.norm()
+
+        try:
+            norm = self._scale.finite_norm(differentiate, self.device)
+        except FloatingPointError:
+            self._optimizer.zero_grad(set_to_none=True)
+            raise
         # Context- and tensor-parallel peers have the same batches, so only one of them counts.
         metrics = reduce_outputs(shares, counts=self._layout.leads_batch, group=self._group, device=self.device)
-        norm = self._gradients.norm()
-        while not math.isfinite(norm):
-            if not self._scale.overflowed():
-                self._optimizer.zero_grad(set_to_none=True)
-                raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
-            self._differentiate(batches, loss)
-            norm = self._gradients.norm()
         self._scale.stepped()
         self._gradients.clip(norm, self._policy.max_grad_norm)
         metrics |= {"grad_norm": norm, "lr": self._schedule.lr}

@@ -1,13 +1,18 @@
 """Scale losses in float16, whose smallest number is 6e-8, so that small gradients do not become 0.
 
 Gradients are divided by the scale before their norm is computed. If one overflows, the step is computed again with half of the
-scale, so no update is lost. The constants are those of torch.amp.GradScaler, which skips such a step. The smallest scale is
-Megatron-LM's (megatron/training/arguments.py, --min-loss-scale).
+scale, so no update is lost. A gradient that is not finite at the smallest scale either is no overflow. The constants are those
+of torch.amp.GradScaler, which skips such a step. The smallest scale is Megatron-LM's (megatron/training/arguments.py,
+--min-loss-scale).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 INITIAL = 2.0**16
 GROWTH_STEPS = 2000
@@ -23,12 +28,33 @@ class LossScale:
         self.factor = INITIAL if self._dynamic else SMALLEST
         self._steps = 0  # since the last change
 
-    def overflowed(self) -> bool:
-        """Halve the scale after an overflow, and return whether to compute the step again."""
-        if self.factor <= SMALLEST:
-            return False
-        self.factor, self._steps = self.factor / 2, 0
-        return True
+    def finite_norm(self, differentiate: Callable[[], float], device: torch.device) -> float:
+        """Return the gradient's norm, with half of the scale as long as it overflows.
+
+        differentiate: computes the gradient with this scale, and returns its norm. Each call draws the same random numbers.
+        Raises FloatingPointError if the gradient is not finite with the smallest scale either.
+        """
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        states = [generator.get_state() for generator in generators]
+
+        def again(factor: float) -> float:
+            self.factor = factor
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            return differentiate()
+
+        norm, factor = differentiate(), self.factor
+        if math.isfinite(norm):
+            return norm
+        if factor <= SMALLEST or not math.isfinite(again(SMALLEST)):
+            self.factor = factor
+            raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        while not math.isfinite(norm) and factor > SMALLEST:
+            factor, self._steps = factor / 2, 0
+            norm = again(factor)
+        return norm
 
     def stepped(self) -> None:
         """Count a step without overflow."""

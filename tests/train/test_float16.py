@@ -1,10 +1,12 @@
 """float16: losses are scaled, a step that overflows is computed again, and a resumed run continues with the same scale."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from pipeline.config import LoRAConfig
 from pipeline.train import loss_scale
 from pipeline.train.loss_scale import INITIAL, LossScale
 from pipeline.train.shards import local
@@ -59,6 +61,20 @@ def test_a_step_that_overflows_is_computed_again(models):
 
 
 @pytest.mark.usefixtures("realm")
+def test_a_step_that_is_computed_again_draws_the_same_dropout(models):
+    batches, found = [cases.pack([0, 1]), cases.pack([2, 3])], []
+    for factor in (INITIAL, 2.0**40):
+        torch.manual_seed(0)
+        policy, adapters = cases.policy(models / "qwen3_tied", precision="float16"), LoRAConfig(True, dim=4, dropout=0.5)
+        trained = ranks.backend(policy, lora_cfg=adapters)
+        trained._scale.factor = factor
+        norm = trained.step(batches, cases.loss).metrics["grad_norm"]
+        found.append((norm, torch.get_rng_state().tolist()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=0.01)
+    assert found[0][1] == found[1][1]  # the next step draws what it would have drawn
+
+
+@pytest.mark.usefixtures("realm")
 def test_a_gradient_that_is_never_finite_ends_the_step(models):
     trained = ranks.backend(cases.policy(models / "qwen3_tied", precision="float16"))
     before = [local(p).clone() for p in trained._parameters.values()]
@@ -71,7 +87,7 @@ def test_a_gradient_that_is_never_finite_ends_the_step(models):
 
     with pytest.raises(FloatingPointError, match="the step was not taken"):
         trained.step([cases.pack([0])], broken)
-    assert calls == [2.0**power for power in range(16, -1, -1)]
+    assert calls == [2.0**16, 1.0] and trained._scale.factor == 2.0**16
     assert all(torch.equal(old, local(p)) for old, p in zip(before, trained._parameters.values(), strict=True))
 
 
@@ -89,7 +105,8 @@ def test_a_resumed_run_has_the_same_scale(models, tmp_path):
 
 def test_the_scale_doubles_after_many_steps_and_is_1_in_other_precisions():
     scale = LossScale("float16")
-    assert scale.overflowed() and scale.factor == INITIAL / 2
+    norms = iter((math.inf, 1.0, 2.0))
+    assert scale.finite_norm(lambda: next(norms), torch.device("cpu")) == 2.0 and scale.factor == INITIAL / 2
     for _ in range(loss_scale.GROWTH_STEPS):
         scale.stepped()
     assert scale.record() == [INITIAL, 0]
@@ -97,4 +114,6 @@ def test_the_scale_doubles_after_many_steps_and_is_1_in_other_precisions():
     plain.restore([2.0**7, 3])
     for _ in range(loss_scale.GROWTH_STEPS):
         plain.stepped()
-    assert plain.factor == 1 and not plain.overflowed()
+    with pytest.raises(FloatingPointError):
+        plain.finite_norm(lambda: math.nan, torch.device("cpu"))
+    assert plain.factor == 1
