@@ -2,8 +2,8 @@
 
 gloo listens on the address that the host name resolves to. Debian and Ubuntu resolve it to 127.0.1.1 (/etc/hosts), to which no
 other node can connect, and on a node with several networks it may be an address that other nodes have no route to. The path to
-rank 0 works: each rank has a connection to its store. If a user has set GLOO_SOCKET_IFNAME, it stays. If all ranks are on one
-node, the interface is loopback, to which no other node can connect.
+rank 0 works: each rank has a connection to its store. If a user has set GLOO_SOCKET_IFNAME, it stays, for NCCL as well. If all
+ranks are on one node, the interface is loopback, to which no other node can connect.
 
 NCCL by itself starts over the first interface that is neither loopback nor Docker's. On nodes with a management or a storage
 network that may be one that leads to no other node, and then the first collective hangs.
@@ -57,8 +57,11 @@ def find_interface(address: str) -> str | None:
     return None
 
 
-def check_user_setting() -> bool:
-    """Return whether the user has set GLOO_SOCKET_IFNAME. Raises RecipeError if this node lacks an interface in it."""
+def keep_user_setting() -> bool:
+    """Return whether the user has set GLOO_SOCKET_IFNAME, and let NCCL follow it.
+
+    Raises RecipeError if this node lacks an interface in it.
+    """
     given = os.environ.get(VARIABLE, "")
     here = psutil.net_if_addrs()
     for name in filter(None, given.split(",")):
@@ -68,6 +71,8 @@ def check_user_setting() -> bool:
                     VARIABLE, "not-a-choice", f"got {name!r}; expected one of {', '.join(here)}. Try one that every node has"
                 )
             )
+    if given:
+        _set_for_nccl([name for name in given.split(",") if name])
     return bool(given)
 
 
@@ -82,8 +87,13 @@ def use_interface_of(address: str) -> None:
         message = f"got no interface with {address}, where other nodes reach this one; it has {found}. Try the one they reach"
         raise RecipeError(Problem(VARIABLE, "missing-value", message))
     os.environ[VARIABLE] = name
-    if not is_loopback(address) and not _set_for_nccl() and _leaves_data_alone(name):
-        os.environ[NCCL_VARIABLE] = f"={name}"  # "=": exactly this name, not all that begin with it
+    _set_for_nccl([name])
+
+
+def _set_for_nccl(names: list[str]) -> None:
+    """Set NCCL's variable to these interfaces, unless it is set, one is loopback, or its data may use others."""
+    if not _is_set_for_nccl() and find_interface(LOOPBACK) not in names and _leaves_data_alone(names):
+        os.environ[NCCL_VARIABLE] = f"={','.join(names)}"  # "=": exactly these names, not all that begin with them
 
 
 def has_rdma() -> bool:
@@ -91,19 +101,19 @@ def has_rdma() -> bool:
     return RDMA.is_dir() and any(RDMA.iterdir())
 
 
-def _set_for_nccl() -> bool:
+def _is_set_for_nccl() -> bool:
     """Return whether the user or the site has chosen NCCL's interface."""
     files = map(Path, map(os.path.expanduser, NCCL_FILES))
     return NCCL_VARIABLE in os.environ or any(NCCL_VARIABLE in path.read_text() for path in files if os.access(path, os.R_OK))
 
 
-def _leaves_data_alone(name: str) -> bool:
-    """Return whether NCCL's data does not slow down if NCCL uses this interface alone.
+def _leaves_data_alone(names: list[str]) -> bool:
+    """Return whether NCCL's data does not slow down if NCCL uses these interfaces alone.
 
     The variable also limits the sockets that carry data, and these are used only without RDMA.
     """
     if has_rdma() and not {"NCCL_NET", "NCCL_IB_DISABLE"} & os.environ.keys():  # with either, sockets may carry the data
         return True
     states = psutil.net_if_stats()
-    others = [state for other, state in states.items() if other != name and not other.startswith(UNUSED)]
-    return not any(state.isup and state.speed >= states[name].speed for state in others)
+    others = [state for other, state in states.items() if other not in names and not other.startswith(UNUSED)]
+    return not any(state.isup and state.speed >= max(states[name].speed for name in names) for state in others)

@@ -365,7 +365,7 @@ def _choose_interface(world: World) -> None:
     It is the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then it is the one at which
     other nodes reach rank 0. If all ranks are on one node it is loopback, whatever name they use for rank 0.
     """
-    set_by_user = network_interface.check_user_setting()
+    set_by_user = network_interface.keep_user_setting()
     own_address, _ = world.store.addresses()
     over_loopback = network_interface.is_loopback(own_address)
     if world.rank == 0:

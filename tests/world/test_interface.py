@@ -103,10 +103,10 @@ def test_each_rank_uses_the_interface_that_leads_to_rank_0(join):
 
 def test_the_users_interface_is_kept_and_must_exist(monkeypatch):
     monkeypatch.setenv(network_interface.VARIABLE, "lo")
-    assert network_interface.check_user_setting()
+    assert network_interface.keep_user_setting()
     monkeypatch.setenv(network_interface.VARIABLE, "lo,eth77")
     with refused((network_interface.VARIABLE, "not-a-choice")):
-        network_interface.check_user_setting()
+        network_interface.keep_user_setting()
 
 
 def test_an_address_that_this_machine_does_not_have_is_named():
@@ -126,14 +126,17 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(network_interface, "RDMA", tmp_path / "infiniband")
     monkeypatch.setattr(network_interface, "NCCL_FILES", (str(tmp_path / "nccl.conf"),))
 
-    def choose(rdma: int = 0, file: str = "", address: str = "10.0.0.1", **speeds: int) -> str | None:
+    def choose(rdma: int = 0, file: str = "", address: str = "10.0.0.1", gloo: str = "", **speeds: int) -> str | None:
         for i in range(rdma):
             (tmp_path / f"infiniband/mlx5_{i}").mkdir(parents=True)
         if file:
             (tmp_path / "nccl.conf").write_text(file)
         states = {name: SimpleNamespace(isup=bool(speed), speed=speed) for name, speed in speeds.items()}
         monkeypatch.setattr(network_interface.psutil, "net_if_stats", lambda: states)
-        network_interface.use_interface_of(address)
+        monkeypatch.setattr(network_interface.psutil, "net_if_addrs", lambda: states)
+        monkeypatch.setenv(network_interface.VARIABLE, gloo)
+        if not network_interface.keep_user_setting():
+            network_interface.use_interface_of(address)
         return os.environ.get(network_interface.NCCL_VARIABLE)
 
     return choose
@@ -149,6 +152,10 @@ def machine(monkeypatch, tmp_path):
         ({"eth0": 1000, "ib0": 200000, "rdma": 8}, "=eth0"),  # data does not use sockets
         ({"eth0": 1000, "file": "NCCL_SOCKET_IFNAME=bond0\n"}, None),
         ({"eth0": 1000, "address": "127.0.0.1"}, None),
+        ({"eth0": 1000, "eth1": 1000, "gloo": "eth1,eth0"}, "=eth1,eth0"),  # the user's choice for gloo
+        ({"eth0": 1000, "ib0": 200000, "gloo": "ib0"}, "=ib0"),
+        ({"eth0": 1000, "ib0": 200000, "gloo": "eth0"}, None),
+        ({"eth0": 1000, "lo": 65536, "gloo": "lo"}, None),
     ],
 )
 def test_nccl_starts_over_the_interface_that_leads_to_rank_0(machine, given, chosen):
