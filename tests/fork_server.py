@@ -104,6 +104,7 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., int | None], arguments: tuple, environment: Mapping[str, str], output: Path):
+        output.touch()  # so that a test may read it before the process writes
         self._process = context().Process(target=_play, args=(function, arguments, dict(environment), str(output)))
         self._process.start()
         self.pid = self._process.pid

@@ -178,7 +178,8 @@ def _nvidia_smi(query: str) -> tuple[list[list[str]], str]:
         return [], f"nvidia-smi did not answer within {SMI_S:g} s"
     if answer.returncode:
         return [], f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())[:300]}"
-    return [line.split(", ") for line in answer.stdout.splitlines()], ""
+    rows = [line.split(", ") for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == query.count(",") + 1], ""  # warnings, as of the infoROM, may stand among them
 
 
 # ---- the node ---------------------------------------------------------------------------------------------------------------

@@ -133,7 +133,6 @@ def nvidia_smi(tmp_path, monkeypatch):
         program.chmod(0o755)
 
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(probe, "SMI_S", 0.5)
     return make
 
 
@@ -150,6 +149,13 @@ def test_the_states_of_gpus(nvidia_smi, rows):
     )
 
 
+def test_lines_of_nvidia_smi_that_are_no_rows_are_passed_over(nvidia_smi):
+    warning = "WARNING: infoROM is corrupted at gpu 0000:3B:00.0"
+    nvidia_smi(f"case $1 in --query-gpu=*) echo '{STATES}';; *) echo '{ROWS}';; esac; echo; echo '{warning}'")
+    states, why = probe.gpu_states()
+    assert why == "" and list(states) == ["aa-1", "bb-2", "cc-3"]
+
+
 def test_an_nvidia_smi_that_does_not_know_rows_is_no_fault(nvidia_smi):
     nvidia_smi(f"case $1 in --query-gpu=*) echo '{STATES}';; *) echo 'Invalid combination of input arguments'; exit 2;; esac")
     states, why = probe.gpu_states()
@@ -163,7 +169,9 @@ def test_an_nvidia_smi_that_does_not_know_rows_is_no_fault(nvidia_smi):
         ("exec sleep 100", "nvidia-smi did not answer within 0.5 s"),
     ],
 )
-def test_faults_of_nvidia_smi(nvidia_smi, script, why):
+def test_faults_of_nvidia_smi(nvidia_smi, monkeypatch, script, why):
+    if "sleep" in script:
+        monkeypatch.setattr(probe, "SMI_S", 0.5)
     nvidia_smi(script)
     assert probe.gpu_states() == ({}, why)
 

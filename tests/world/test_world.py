@@ -16,6 +16,7 @@ import pytest
 
 from pipeline import config, world
 from pipeline.world import WorkerGroups
+from tests.fork_server import Program
 from tests.launch.model import write_recipe
 from tests.world.worlds import SIZE
 
@@ -70,6 +71,12 @@ def test_paths_of_a_refit_are_opened_before_vllm_takes_memory(workers, peers, mo
         assert not opened and broadcasts.pop() == (0, "refit")
     monkeypatch.setattr(world, "MOST_PATHS", 3)
     assert world._refit_peers(one) == []
+
+
+def test_a_ranks_log_can_be_read_before_the_rank_runs(tmp_path):
+    program = Program(time.sleep, (0,), os.environ, tmp_path / "log")
+    assert (tmp_path / "log").read_text() == ""
+    assert program.wait(100) == 0
 
 
 def test_messages_and_realms(start):
