@@ -129,10 +129,11 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     else:
         yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model, served)
     yield from _check_attention(section, policy, model)
-    if section == "policy" and generates(recipe) and policy.generation.backend == "vllm":
+    samples = section == "policy" and generates(recipe) and not config.only_scores(recipe)
+    if samples and policy.generation.backend == "vllm":
         yield from _check_generator(key, policy.model_name, model)
         yield from _check_served_precision(policy, model)
-    if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
+    if samples and model.get("num_attention_heads"):
         yield from _check_engine(policy.generation.vllm_cfg, model)
         yield from _check_sampled_length(recipe, model)
 

@@ -55,7 +55,8 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
 
 def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
     if section == "policy":
-        return build(recipe).needs.head if config.trains(recipe) else "logprobs"
+        of_evaluation = "rewards" if config.only_scores(recipe) else "logprobs"
+        return build(recipe).needs.head if config.trains(recipe) else of_evaluation
     if section == "value":
         return "values"
     reward_models = ("evaluate.reward_model", f"env.{config.reward_environment(recipe)}")

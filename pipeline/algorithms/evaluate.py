@@ -264,7 +264,7 @@ class Evaluate(OnlineAlgorithm):
                 known = ", ".join(name for name, kind in environments.items() if kind == "llm_judge") or "none"
                 message = f"got {judge.env_name}; expected a key of env of kind llm_judge: {known}"
                 yield Problem("evaluate.judge.env_name", "not-a-choice", message)
-        elif judge.model_name is None and judged and not self._scores_policy:
+        elif judge.model_name is None and judged and not only_scores(self.recipe):
             message = f"got null; expected a judge of {', '.join(judged)}: a model, or evaluate.judge.env_name"
             yield Problem("evaluate.judge.model_name", "missing-value", message)
 
@@ -273,17 +273,20 @@ class Evaluate(OnlineAlgorithm):
         if preference and all(preference) and self.section.reward_model.model_name is None:
             message = "got null, and all tasks are of kind preference. Try ${policy.model_name} to evaluate a reward model"
             yield Problem("evaluate.reward_model.model_name", "missing-value", message)
-        if self._scores_policy and not any(preference):
+        if only_scores(self.recipe) and not any(preference):
             message = "got policy.model_name, so that only tasks of kind preference are asked; expected one"
             yield Problem("evaluate.reward_model.model_name", "contradiction", message)
-        if self._scores_policy and self.section.checkpoint is not None:
+        if only_scores(self.recipe) and self.section.checkpoint is not None:
             message = "got a checkpoint of a reward model; expected null. Try its hf/ folder as policy.model_name"
             yield Problem("evaluate.checkpoint", "unsupported", message)
 
-    @property
-    def _scores_policy(self) -> bool:
-        """True if the evaluated model is a reward model."""
-        return self.section.reward_model.model_name == self.recipe.policy.model_name
+
+def only_scores(recipe: Any) -> bool:
+    """Return whether the model that an evaluation evaluates is a reward model, which generates nothing.
+
+    recipe: a `pipeline.config.Recipe`.
+    """
+    return recipe.algorithm == "evaluate" and recipe.evaluate.reward_model.model_name == recipe.policy.model_name
 
 
 def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:

@@ -87,6 +87,7 @@ from pipeline.config.models import (
     evaluated_reward_model,
     judge_policy,
     models,
+    only_scores,
     reward_environment,
     reward_model,
     reward_model_policy,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from pipeline.algorithms import build
-from pipeline.algorithms.evaluate import JUDGED
+from pipeline.algorithms.evaluate import JUDGED, only_scores
 from pipeline.algorithms.served_models import ServedModelConfig
 from pipeline.algorithms.teachers import SECTION, loaded_teachers
 from pipeline.config.environments import EnvironmentConfig
@@ -119,8 +119,7 @@ def served_models(recipe: Recipe) -> dict[str, PolicyConfig]:
     kinds = {task.kind for task in recipe.evaluate.tasks.values()}
     if recipe.evaluate.reward_model.model_name is not None and "preference" in kinds:
         found["evaluate.reward_model"] = evaluated_reward_model(recipe)
-    generates_too = recipe.evaluate.reward_model.model_name != recipe.policy.model_name
-    if recipe.evaluate.judge.model_name is not None and generates_too and kinds & set(JUDGED):
+    if recipe.evaluate.judge.model_name is not None and not only_scores(recipe) and kinds & set(JUDGED):
         found["evaluate.judge"] = judge_policy(recipe)
     return found
 
@@ -131,7 +130,7 @@ def skipped_tasks(recipe: Recipe) -> dict[str, str]:
     if reward_model is None:
         why = "evaluate.reward_model.model_name is null, so no reward model scores preferences"
         return {name: why for name, task in tasks if task.kind == "preference"}
-    if reward_model == recipe.policy.model_name:
+    if only_scores(recipe):
         why = "the evaluated model is a reward model, which does not generate"
         return {name: why for name, task in tasks if task.kind != "preference"}
     return {}
@@ -144,7 +143,7 @@ def engine_models(recipe: Recipe, engines: int) -> tuple[EngineModel, ...]:
     served = served_models(recipe)
     others: list[EngineModel] = []
     if "evaluate.reward_model" in served:
-        if recipe.evaluate.reward_model.model_name == recipe.policy.model_name:
+        if only_scores(recipe):
             return ("reward_model",) * engines
         others += ["reward_model"] * recipe.evaluate.reward_model.engines
     if "evaluate.judge" in served:

@@ -11,10 +11,10 @@ from launch import backend, run_setup
 from launch.components import components
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
-from launch.preflight import input_files, weight_files
+from launch.preflight import architecture, input_files, weight_files
 from pipeline import config
 from tests.launch.model import write_model, write_recipe, write_weights
-from tests.problems import refused
+from tests.problems import named, refused
 
 JUDGE = {
     "model_type": "llama",
@@ -66,6 +66,18 @@ def test_a_valid_reward_model_passes(load):
     check(load())
     check(load(*APART))
     check(load("env.judge.hf_config_overrides={num_labels: 1}", id2label={"0": "no", "1": "yes"}))
+
+
+@pytest.mark.parametrize("model", ["judge", "model"])
+def test_an_evaluated_model_is_a_reward_model_or_one_that_samples(load, tmp_path, model):
+    """Of the suite of reward models, which samples nothing."""
+    load()
+    write_weights(tmp_path / "model")
+    keys = [f"policy.model_name={tmp_path / model}", f"run_dir={tmp_path}/run", "policy.max_total_sequence_length=32"]
+    recipe = config.load("suites/reward", keys)
+    found = named([*architecture.problems(recipe), *weight_files.problems(recipe)])
+    of_scorer = {("evaluate.reward_model.model_name", "unavailable-model"), ("policy.model_name", "unavailable-model")}
+    assert found == (of_scorer if model == "model" else set())
 
 
 @pytest.mark.parametrize(
