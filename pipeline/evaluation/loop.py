@@ -68,7 +68,7 @@ def evaluate(
         harness = _harness(recipe, tokenizer)
     ready.result()
     startup.enter("load the weights")
-    max_num_seqs = max(generate.load().result())
+    of_ranks = dict(zip(workers.generate, generate.load().result(), strict=True))
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     groups = [
         RpcGroup(client, world, ranks, GenerateRole, timeouts, role if world.rank in ranks else None)
@@ -78,7 +78,7 @@ def evaluate(
     encrypts = recipe.checkpointing.encryption.enabled
     logs = {task.name: AnswerLog(run_dir, task.name, retry, key, encrypts) for task in asking}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
-    engines = models.engines(recipe, groups, max_num_seqs, supervisor)
+    engines = models.engines(recipe, groups, [of_ranks[first] for first, *_ in workers.engines], supervisor)
     for name, why in skipped.items():
         logger.info(f"task {name} is skipped: {why}")
     startup.enter("first answers")

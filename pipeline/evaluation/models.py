@@ -14,14 +14,15 @@ from pipeline.evaluation.reward_engines import RewardEngines
 from pipeline.rpc import RpcGroup
 
 
-def engines(recipe: Recipe, groups: Sequence[RpcGroup], max_num_seqs: int, check: Callable[[], None]) -> Engines:
+def engines(recipe: Recipe, groups: Sequence[RpcGroup], max_num_seqs: Sequence[int], check: Callable[[], None]) -> Engines:
     """Return the engines of the evaluated model, with the judge and the reward model beside them.
 
-    groups: all engines. max_num_seqs: sequences that one of them decodes at once.
+    groups: all engines. max_num_seqs: sequences that each decodes at once.
     """
     served = list(zip(engine_models(recipe, len(groups)), groups, strict=True))
     of = {model: [group for other, group in served if other == model] for model, _ in served}
-    found = Engines(of.get("policy", []), max_num_seqs, check)
+    most = max((number for (model, _), number in zip(served, max_num_seqs, strict=True) if model == "policy"), default=0)
+    found = Engines(of.get("policy", []), most, check)
     found.judge = _judge(recipe, of.get("judge", []), check)
     if rewards := of.get("reward_model"):
         ranks = engine_ranks(recipe.policy.generation.vllm_cfg)

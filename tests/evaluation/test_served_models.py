@@ -4,6 +4,8 @@ import pytest
 
 from pipeline import config
 from pipeline.config import RECIPES, engine_models, served_models, skipped_tasks
+from pipeline.evaluation import models as evaluation_models
+from pipeline.evaluation.engines import AHEAD
 from tests.problems import named
 
 CHAT, SAFETY, REWARD = (str(RECIPES / f"suites/{name}.yaml") for name in ("chat", "safety", "reward"))
@@ -67,6 +69,17 @@ def test_tasks_that_do_not_apply_are_skipped():
     assert set(skipped_tasks(loaded(CHAT, JUDGE, PAIRS, OWN).recipe)) == set()
     assert "pairs" not in skipped_tasks(loaded(CHAT, PAIRS, f"{KEY}=${{policy.model_name}}").recipe)
     assert {"alpaca_eval", "mt_bench"} <= set(skipped_tasks(loaded(CHAT, PAIRS, f"{KEY}=${{policy.model_name}}").recipe))
+
+
+def test_the_evaluated_model_gets_as_many_questions_as_its_own_engines_decode(monkeypatch):
+    """The judge's engine, of a smaller model, may decode more."""
+    monkeypatch.setattr(evaluation_models, "_judge", lambda *_: None)
+    recipe = loaded(CHAT, JUDGE).recipe
+    found = evaluation_models.engines(recipe, ["p", "p", "p", "j"], [4, 4, 4, 1024], lambda: None)
+    assert found._most == AHEAD * 4
+    recipe = loaded(REWARD).recipe
+    monkeypatch.setattr(evaluation_models, "RewardEngines", lambda *_: None)
+    assert evaluation_models.engines(recipe, ["r", "r"], [0, 0], lambda: None)._most == 0
 
 
 def test_the_judges_configuration():
