@@ -75,8 +75,10 @@ def choose(
     """
     if not open_keys(recipe):
         return recipe, ""
-    if before is not None and (kept := _kept(recipe, before)) is not None:
-        return _with(recipe, kept), f"{_shown(kept)}, as the run began"
+    if before is not None and (kept := _kept(recipe, before)):
+        recipe = _with(recipe, kept)
+        if not open_keys(recipe):
+            return recipe, f"{_shown(kept)}, as the run began"
     settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
     if shapes is None or not train.gpus_per_node:
         why = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
@@ -186,15 +188,13 @@ def _megatron(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterat
     yield True, "full", given.recompute_method, given.recompute_num_layers
 
 
-def _kept(recipe: Recipe, before: Recipe) -> Setting | None:
-    """Return the earlier values of the open keys; None if other keys changed with which they do not agree."""
+def _kept(recipe: Recipe, before: Recipe) -> Setting:
+    """Return the earlier values of the open keys, without those of recomputation if other keys of it changed."""
     section, given = _section(recipe)
-    names = [name for name in NAMES if hasattr(given, name)]
-    values = {name: _value(before, f"{section}.{name}") for name in names}
-    kept = {key: _value(before, key) for key in open_keys(recipe)}
-    agree = all(getattr(given, name) in (None, value) for name, value in values.items())
-    chosen = all(kept.get(key, "") is not None for key in (f"{section}.{NAMES[0]}", f"{section}.{NAMES[1]}", TOKENS))
-    return kept if agree and chosen else None
+    values = {f"{section}.{name}": _value(before, f"{section}.{name}") for name in NAMES if hasattr(given, name)}
+    agree = all(_value(recipe, key) in (None, value) for key, value in values.items())
+    keys = [key for key in open_keys(recipe) if key == TOKENS or agree]
+    return {key: _value(before, key) for key in keys}
 
 
 def _section(recipe: Recipe) -> tuple[str, Any]:

@@ -153,6 +153,7 @@ def test_a_continued_run_keeps_what_was_chosen(tmp_path):
     given = config.load("llama8b_grpo", [f"run_dir={tmp_path}", f"{FSDP}.activation_checkpointing=true"])
     changed, _ = backend.choose(given, before=run_setup.earlier(given))
     assert changed.policy.dtensor_cfg.activation_checkpointing  # a value that the user now gives
+    assert not run_setup.differences(first, changed)  # microbatches stay, which a continued run must not change
 
 
 def test_the_submission_stores_the_choice(capsys, tmp_path):
