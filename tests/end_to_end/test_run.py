@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pipeline import config
 from pipeline.metrics import read, read_rollouts
 from tests.end_to_end.runs import LOCAL, SLURM, Fault, submit
 
@@ -128,3 +129,27 @@ def test_a_finished_run_does_nothing_more(local):
     again = submit(local.folder, *VLLM, *LOCAL, *EXPORTED)
     assert again.status == 0, again.output
     assert local.metrics() == before
+
+
+@pytest.mark.full
+def test_the_engines_log_probs_replace_a_pass_and_a_choice_is_kept(tmp_path):
+    """Both updates of a step have ratios to the engines. Recomputation and microbatches are chosen once, for both attempts."""
+    section, packing = "policy.dtensor_cfg", "policy.sequence_packing"
+    null = (
+        f"{section}.activation_checkpointing=null",
+        f"{section}.recompute_granularity=null",
+        f"{packing}.train_mb_tokens=null",
+    )
+    keys = (*LOCAL, *null, "loss_fn.use_generation_logprobs=true", "cluster.generate.ranks_per_node=1")
+    first = submit(tmp_path / "run", *keys, "grpo.max_num_steps=1")
+    assert first.status == 0, first.output
+    assert f"{section}.activation_checkpointing=true {packing}.train_mb_tokens=4096" in " ".join(first.output.split())
+    second = submit(tmp_path / "run", *keys, "grpo.max_num_steps=2")
+    assert second.status == 0, second.output
+    assert "as the run began" in second.output
+    policy = config.read(tmp_path / "run/recipe.yaml").policy
+    assert policy.dtensor_cfg.activation_checkpointing and policy.sequence_packing.train_mb_tokens == 4096
+    one, two = second.metrics()
+    for line in (one, two):
+        assert line["train/sampling_importance_ratio"] == pytest.approx(1)
+        assert line["train/ratio_max"] > 1 > line["train/ratio_min"]
