@@ -236,7 +236,7 @@ class MegatronMemory:
         Selective recomputation of core attention keeps as much as flash attention does; other modules are not counted.
         """
         settings = self.model.policy.megatron_cfg
-        return settings.activation_checkpointing and settings.recompute_granularity != "selective"
+        return settings.activation_checkpointing is True and settings.recompute_granularity != "selective"
 
     def _kept(self, layer: LayerActivations) -> float:
         """Return the bytes that a layer keeps from the forward pass to the backward pass."""
