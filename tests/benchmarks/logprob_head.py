@@ -177,7 +177,7 @@ def config_of(shape: Shape) -> LlamaConfig:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.logprob_head")
-    parser.add_argument("cases", nargs="*", choices=CASES, default=["32M", "135M"])
+    parser.add_argument("cases", nargs="*", metavar="CASE", default=["32M", "135M"], help=", ".join(CASES))
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--times", type=int, default=3)
