@@ -54,13 +54,7 @@ def test_paths_of_a_refit_are_opened_before_vllm_takes_memory(workers, peers, mo
     for rank in range(4):
         opened.clear()
         one = SimpleNamespace(
-            rank=rank,
-            component=workers.name(rank),
-            workers=workers,
-            carrier="cpu",
-            spanning=None,
-            refit="refit",
-            nodes=lambda: "abbc",
+            rank=rank, component=workers.name(rank), workers=workers, carrier="cpu", spanning=None, refit="refit"
         )
         one.phase = lambda phase, verb: nullcontext()
         world.connect(one)
