@@ -26,12 +26,12 @@ from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 
 SPARE, SPARE_OF_MIXTURES = 0.08, 0.2
-"""Assumed: share of a GPU's memory for the estimate's error and for what `launch/plan/memory.py` does not count: fragmentation and, in
-mixtures of experts, the ranks whose experts receive more tokens than the even share."""
+"""Assumed: share of a GPU's memory for the estimate's error and for what `launch/plan/memory.py` does not count, fragmentation
+and, in mixtures of experts, the ranks whose experts receive more tokens than the even share."""
 NEAR = 0.01  # assumed: relative difference of times below which the estimate prefers none
 SMALLEST, LARGEST = 4096, 16384
-"""Assumed: tokens of microbatches that are tried, where sequences are no longer. At 4,096 tokens a product of bfloat16 matrices takes
-thousands of operations for each byte that it reads, so larger ones make it no faster."""
+"""Assumed: tokens of microbatches that are tried, where sequences are no longer. At 4,096 tokens a product of bfloat16 matrices
+takes thousands of operations for each byte that it reads, so larger ones make it no faster."""
 TOKENS = "policy.sequence_packing.train_mb_tokens"
 NAMES = ("activation_checkpointing", "recompute_granularity", "recompute_method", "recompute_num_layers")
 """Keys of a backend's section. The last two are Megatron-Core's, and null has a meaning of its own there."""
