@@ -227,7 +227,10 @@ class LoggerConfig(_Trackers):
 
 @dataclass
 class PlanConfig:
-    """Assumptions of the plan where no earlier run provides a measurement. They do not change the run."""
+    """Assumptions of the plan where no earlier run provides a measurement.
+
+    They change nothing in the run but what submission chooses by the plan: recomputation and microbatches that are left open.
+    """
 
     prompt_tokens: Annotated[
         Float | None, Field(description="Mean tokens of a prompt. null: estimated as in launch/plan/lengths.py.")
