@@ -129,7 +129,8 @@ def _longest_source(recipe: Recipe) -> str:
     """Return the key of the length that bounds memory."""
     longest = longest_sequence(recipe)
     if longest == recipe.policy.max_total_sequence_length:
-        return "policy.max_total_sequence_length"
+        hint = "; if no record is as long, set data.max_input_seq_length or plan.longest_tokens" * (not generates(recipe))
+        return f"policy.max_total_sequence_length{hint}"
     return "data.max_input_seq_length" if longest == recipe.data.max_input_seq_length else "plan.longest_tokens"
 
 
