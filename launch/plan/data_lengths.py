@@ -86,26 +86,26 @@ def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadin
     if dataset.dataset_name not in config.NAMED_DATASETS:
         dataset = config.recognize_columns(recipe, key, dataset, rows).dataset
 
-    def work() -> list[int]:
+    def work() -> list[list[int]]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
         encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
-        return [length for row in rows for length in _lengths(recipe, encoder, row)]
+        return [_lengths(recipe, encoder, row) for row in rows]
 
-    limit = recipe.data.max_input_seq_length
-    lengths = [length for length in bounded.call(work) if length <= limit]
-    complete = len(rows) == len(records.found) and not records.bad and _is_whole(dataset, records)
+    limit, of_rows = recipe.data.max_input_seq_length, bounded.call(work)
+    lengths = [length for found in of_rows for length in found if length <= limit]
+    complete = len(rows) == len(records.found) and all(of_rows) and not records.bad and _is_whole(dataset, records)
     return _Read(lengths, complete) if lengths else None
 
 
 def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]:
-    """Return the tokens of a record's prompt, of its sequence, or of both sequences of a pair; none if it is bad."""
+    """Return the tokens of a record: of its prompt, its sequence or both of a pair; none if it cannot be read here."""
     try:
         if generates(recipe):
             return [len(encoder.prompt(row))]
         if recipe.algorithm in PAIRED:
             return [encoder.count(example) for example in encoder.pair(row)]
         return [encoder.count(encoder.example(row))]
-    except Exception:  # a template may raise anything, and the job drops or refuses the record
+    except Exception:  # a template may raise anything; the job may drop, refuse or read the record
         return []
 
 
