@@ -45,15 +45,19 @@ class LossScale:
                 generator.set_state(state)
             return differentiate()
 
-        norm, factor = differentiate(), self.factor
-        if math.isfinite(norm):
-            return norm
-        if factor <= SMALLEST or not math.isfinite(again(SMALLEST)):
-            self.factor = factor
-            raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        norm, first = differentiate(), self.factor
+        factor, overflows = first, False  # until a pass with the smallest scale is finite
         while not math.isfinite(norm) and factor > SMALLEST:
-            factor, self._steps = factor / 2, 0
+            factor = factor / 2
             norm = again(factor)
+            if not (math.isfinite(norm) or overflows):
+                overflows = math.isfinite(again(SMALLEST))
+                if not overflows:
+                    break
+        if not math.isfinite(norm):
+            self.factor = first
+            raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        self._steps = 0 if factor < first else self._steps
         return norm
 
     def stepped(self) -> None:

@@ -87,7 +87,7 @@ def test_a_gradient_that_is_never_finite_ends_the_step(models):
 
     with pytest.raises(FloatingPointError, match="the step was not taken"):
         trained.step([cases.pack([0])], broken)
-    assert calls == [2.0**16, 1.0] and trained._scale.factor == 2.0**16
+    assert calls == [2.0**16, 2.0**15, 1.0] and trained._scale.factor == 2.0**16
     assert all(torch.equal(old, local(p)) for old, p in zip(before, trained._parameters.values(), strict=True))
 
 
@@ -105,8 +105,17 @@ def test_a_resumed_run_has_the_same_scale(models, tmp_path):
 
 def test_the_scale_doubles_after_many_steps_and_is_1_in_other_precisions():
     scale = LossScale("float16")
-    norms = iter((math.inf, 1.0, 2.0))
-    assert scale.finite_norm(lambda: next(norms), torch.device("cpu")) == 2.0 and scale.factor == INITIAL / 2
+    passes: list[float] = []
+
+    def norm(largest: float) -> float:
+        passes.append(scale.factor)
+        return math.nan if scale.factor > largest else 2.0
+
+    assert scale.finite_norm(lambda: norm(INITIAL / 2), torch.device("cpu")) == 2.0
+    assert passes == [INITIAL, INITIAL / 2] and scale.factor == INITIAL / 2
+    scale.factor, passes[:] = INITIAL * 4, []
+    assert scale.finite_norm(lambda: norm(INITIAL / 2), torch.device("cpu")) == 2.0
+    assert passes == [INITIAL * 4, INITIAL * 2, 1.0, INITIAL, INITIAL / 2] and scale.factor == INITIAL / 2
     for _ in range(loss_scale.GROWTH_STEPS):
         scale.stepped()
     assert scale.record() == [INITIAL, 0]

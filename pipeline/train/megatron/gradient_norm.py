@@ -25,8 +25,6 @@ from pipeline.train.megatron.local_tensors import LocalTensor
 
 SAME = 0.01
 """Largest relative difference of norms that should be equal, of gradients that kernels compute in another order."""
-LANES = 8
-"""Float32 sums among which a thread of torch.norm, Megatron-Core's on CPUs, divides a tensor with AVX2; AVX-512 has 16."""
 
 Gradient = tuple[torch.nn.Parameter, torch.nn.Parameter, torch.Tensor]
 """(parameter of the model, the optimizer's flat range of it, the gradient of that range)."""
@@ -61,7 +59,6 @@ class GradientNorm:
         parameters' names, on all ranks.
         """
         gradients = list(gradients)
-        longest = max((gradient.numel() for _, _, gradient in gradients), default=0)
         other = of_megatron()
         miscounted = [
             name
@@ -71,7 +68,7 @@ class GradientNorm:
         ]
         found = [
             json.loads(mine)
-            for mine in all_gather_bytes(self._group, json.dumps([miscounted, self._unequal(gradients), longest]).encode())
+            for mine in all_gather_bytes(self._group, json.dumps([miscounted, self._unequal(gradients)]).encode())
         ]
         miscounted, unequal = (sorted({name for mine in found for name in mine[i]}) for i in (0, 1))
         if unequal:
@@ -80,19 +77,22 @@ class GradientNorm:
             )
         if miscounted:
             raise RuntimeError(f"Megatron-Core's gradient norm counts {_listed(miscounted)} twice or never")
-        if not math.isclose(norm, other, rel_tol=self._tolerance(max(mine[2] for mine in found))):
+        if self._device.type == "cpu":
+            norm = self._with_float32_sums(gradients)
+        if not math.isclose(norm, other, rel_tol=SAME):
             raise RuntimeError(
                 f"Megatron-Core's gradient norm is {other:.6g}; by the layout of the parameters it is {norm:.6g}"
             )
 
-    def _tolerance(self, longest: int) -> float:
-        """Return the largest relative difference of the norms. longest: elements of the largest gradient of a rank.
+    def _with_float32_sums(self, gradients: Iterable[Gradient]) -> float:
+        """Return the norm as torch.norm sums it, which Megatron-Core calls on CPUs. Collective over the component.
 
-        A float32 sum of n squares is off by less than n / 2^24 of itself (Higham, Accuracy and Stability of Numerical
-        Algorithms, section 4.2), and its root by half of that. torch.norm of 134 million elements is off by 1.4% in one thread
-        of a CPU. Kernels of GPUs add few numbers in a row.
+        One thread adds many squares in a row: the norm of 134 million elements is 1.4% too small, that of more even smaller.
         """
-        return SAME + (longest / LANES / 2**25 if self._device.type == "cpu" else 0.0)
+        norms = [torch.norm(gradient).double() for parameter, _, gradient in gradients if self._local[id(parameter)][1].first]
+        mine = sum((norm * norm for norm in norms), start=torch.zeros((), dtype=torch.float64))
+        dist.all_reduce(mine, group=self._group)
+        return math.sqrt(mine.item())
 
     def _unequal(self, gradients: Iterable[Gradient]) -> list[str]:
         """Return the names of whole parameters whose gradients differ between tensor-parallel ranks."""
