@@ -6,9 +6,10 @@ module and recomputed layers. Both have the same random weights, SmolLM2's vocab
     chunked   `pipeline/train/logprobs.py`: logits of --chunk tokens at a time, computed again in the backward pass
     whole     torch's cross entropy of float32 logits of all tokens [T, V], as trainers without a fused head have it
 
-Printed: the medians of the step's CPU seconds and of the memory that it adds, the peak of the process's resident set during
-the step less its size before (weights, and Adam's moments, which a short step allocated); then by how much log-probs differ at
-most, and gradients relative to the largest. Megatron-Core and tensor-parallel ranks compute the same function, each its rows.
+Printed: the medians of the step's CPU seconds and of the memory that it adds: the peak of the process's resident set, in the
+forward and backward passes and in the whole step with AdamW's temporaries, less its size before (weights, and moments, which a
+short step allocated); then by how much log-probs differ at most, and gradients relative to the largest. Megatron-Core and
+tensor-parallel ranks compute the same function, each its rows.
 """
 
 from __future__ import annotations
@@ -99,22 +100,28 @@ def take_step(case: str, head: str, tokens: int, chunk: int, folder: Path) -> di
         optimizer=OptimizerConfig(kwargs={"lr": 0.0}),
     )
     backend: Any = train.build(policy, dist.group.WORLD, 0, ModelRole())
-    memory, logprobs = Memory(), torch.empty(0)
+    memory, logprobs, found = Memory(), torch.empty(0), dict[str, float]()
 
     def step(batch: PackedBatch) -> None:
         def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
             nonlocal logprobs
             assert outputs.logprobs is not None
             logprobs = outputs.logprobs.detach()
+            # Only the engine knows when a backward pass has ended.
+            outputs.logprobs.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(backward_ends))
             return sft_loss(outputs, batch, GlobalCounts(int(batch.loss_mask.sum()), 1))
 
         backend.step([batch], loss)
 
+    def backward_ends() -> None:
+        found["passes"] = memory.added()
+
+    memory.reset()
     step(batch_of(64))
     memory.reset()
     begin = time.process_time()
     step(batch_of(tokens))
-    found = {"seconds": time.process_time() - begin, "bytes": float(memory.added())}
+    found |= {"seconds": time.process_time() - begin, "step": memory.added()}
     gradients = {name: parameter.grad for name, parameter in backend._model.hf.named_parameters()}
     torch.save({"log-probs": logprobs, **gradients}, folder / f"{head}.pt")
     dist.destroy_process_group()
@@ -146,15 +153,18 @@ def compare(case: str, tokens: int, chunk: int, times: int) -> None:
     print(f"\n{case}: {size / 1e6:.1f}M parameters, {tokens} tokens, chunks of {chunk}; medians of {times}, range in brackets")
     medians = {}
     for head in HEADS:
-        seconds, nbytes = ([one[what] for one in found[head]] for what in ("seconds", "bytes"))
-        medians[head] = statistics.median(seconds), statistics.median(nbytes)
-        print(
-            f"  {head:10s} {medians[head][0]:7.2f} CPU s ({min(seconds):.2f} to {max(seconds):.2f})"
-            f" {medians[head][1] / 1e6:8,.0f} MB added ({min(nbytes) / 1e6:,.0f} to {max(nbytes) / 1e6:,.0f})"
-        )
-    second, memory = (one / other for one, other in zip(*(medians[head] for head in HEADS), strict=True))
+        taken = {what: [one[what] for one in found[head]] for what in ("seconds", "passes", "step")}
+        medians[head] = [statistics.median(values) for values in taken.values()]
+        ranges = [f"{medians[head][0]:7.2f} CPU s ({min(taken['seconds']):.2f} to {max(taken['seconds']):.2f})"]
+        ranges += [
+            f"{statistics.median(values) / 1e6:7,.0f} MB in the {what} ({min(values) / 1e6:,.0f} to {max(values) / 1e6:,.0f})"
+            for what, values in taken.items()
+            if what != "seconds"
+        ]
+        print(f"  {head:8s}", "  ".join(ranges))
+    ratios = [f"{one / other:.2f}" for one, other in zip(*(medians[head] for head in HEADS), strict=True)]
     logits = f"float32 logits of all tokens take {4 * tokens * VOCABULARY / 1e6:,.0f} MB"
-    print(f"  chunked / whole: CPU seconds {second:.2f}, memory {memory:.2f}; {logits}")
+    print(f"  chunked / whole: CPU seconds {ratios[0]}, memory of the passes {ratios[1]}, of the step {ratios[2]}; {logits}")
     differences = {name: float((ours[name] - tensor).abs().max()) for name, tensor in others.items()}
     logprobs = differences.pop("log-probs")
     gradients = max(differences.values()) / max(float(others[name].abs().max()) for name in differences)
