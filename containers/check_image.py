@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.problems import Problem, format_problems
 
 FOLDER = Path(__file__).resolve().parent
-RELEASES = {"train": {"transformer_engine": "2.17", "flash_attn_3": "3.0.0"}, "generate": {"vllm": "0.32.0"}}
+RELEASES = {"train": {"transformer_engine": "2.17"}, "generate": {"vllm": "0.32.0"}}
+if platform.machine() == "x86_64":
+    RELEASES["train"]["flash_attn_3"] = "3.0.0"
 """Packages of the base or of another index, as beginnings of version numbers."""
 RANKS_IMPORT = ("launch.task", "pipeline.main")
 ALSO = {"train": ("megatron.core",), "generate": ("vllm",)}

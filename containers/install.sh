@@ -12,8 +12,8 @@ python3 -m venv --system-site-packages --without-pip /opt/hetstep
 PIP_CONSTRAINT='' python3 -m pip --python /opt/hetstep/bin/python install --no-cache-dir --no-deps --only-binary=:all: \
     --ignore-installed --requirement "$folder/$kind/requirements.txt"
 if [[ $kind == train ]]; then
-    # FlashAttention-3, which PyPI does not have: PyTorch's own build, for any torch from 2.9 on (LibTorch's stable ABI).
-    PIP_CONSTRAINT='' python3 -m pip --python /opt/hetstep/bin/python install --no-cache-dir --no-deps --only-binary=:all: \
+    # FlashAttention-3 for Hopper, which PyPI does not have: PyTorch's own build, for any torch from 2.9 on (LibTorch's stable ABI).
+    [[ $(uname -m) != x86_64 ]] || PIP_CONSTRAINT='' python3 -m pip --python /opt/hetstep/bin/python install --no-cache-dir --no-deps --only-binary=:all: \
         --index-url https://download.pytorch.org/whl/cu130 flash-attn-3==3.0.0
 else # NVIDIA's image has all this, and is only checked
     apt-get update

@@ -224,7 +224,7 @@ class LossConfig:
         Field(
             description="Use the engines' own log-probs as those of pi_old, which saves a forward pass over the step's samples."
             " The ratio then also covers older weights and different rounding in the engines, so no other weights are used;"
-            " its clip bounds them too."
+            " its clip bounds them too. Metrics of the mismatch then compare the engines with the current policy."
         ),
     ] = False
     use_cispo: Annotated[Bool, Field(description="CISPO's loss: clipped ratios, without a gradient, weight log pi.")] = False

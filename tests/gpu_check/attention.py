@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
-from pipeline.train import attention
+from pipeline.train import attention, kernels
 from pipeline.train.attention import AttentionKind, attend
 from pipeline.train.deterministic import switch_on
 from pipeline.train.packing import Packing
@@ -28,6 +29,7 @@ LENGTHS = {"full": ((12,), (5, 150, 1, 130, 12), (2000,), (700, 1300)), "tiny": 
 REPEATED = {"full": (1500, 1500), "tiny": (100, 100)}
 NEAR = 0.03
 """Largest difference, as a share of the largest entry: bfloat16 has 8 bits, and gradients are sums of rounded products."""
+FLASH_3 = "FlashAttention-3"
 KERNELS = {"_varlen": "varlen", "flex": "flex", "_per_run": "blocks"}  # the functions that `attend` chooses from
 
 
@@ -36,6 +38,8 @@ def check(place: Place) -> Measurement:
     measured, repeated = Measurement(), {True: [], False: []}
     cases = {kind: functools.partial(_near, place, measured, kind) for kind in KINDS}
     measured.attempt(cases)
+    if place.device == "cuda" and kernels._has_flash_attention_3(torch.device("cuda", 0)):  # then train ranks use it
+        measured.attempt({FLASH_3: functools.partial(_near_by_flash_attention_3, place, measured)})
     for on in (False, True):
         measured.attempt({f"{kind}, repeated": functools.partial(_repeat, place, repeated[on], kind, on) for kind in KINDS})
     measured.details = {"equal": repeated[False], "equal with deterministic operators": repeated[True]}
@@ -45,7 +49,16 @@ def check(place: Place) -> Measurement:
     return measured
 
 
-def _near(place: Place, measured: Measurement, kind: str) -> None:
+def _near_by_flash_attention_3(place: Place, measured: Measurement) -> None:
+    activate_flash_attention_impl("FA3")
+    try:
+        for kind in KINDS:
+            _near(place, measured, kind, f", {FLASH_3}")
+    finally:
+        restore_flash_attention_impl()
+
+
+def _near(place: Place, measured: Measurement, kind: str, by: str = "") -> None:
     """Add the largest difference of outputs and gradients."""
     worst = 0.0
     for lengths in LENGTHS[place.size]:
@@ -58,7 +71,7 @@ def _near(place: Place, measured: Measurement, kind: str) -> None:
         theirs = _pass(exact, kind, lengths)
         for one, other in zip(ours, theirs, strict=True):
             worst = max(worst, ((one.double() - other).abs().max() / other.abs().max()).item())
-    measured.limit(kind, worst, NEAR)
+    measured.limit(f"{kind}{by}", worst, NEAR)
 
 
 def _repeat(place: Place, same: list[str], kind: str, on: bool) -> None:

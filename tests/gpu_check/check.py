@@ -7,11 +7,12 @@ import json
 import os
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 from tests.gpu_check import table
-from tests.gpu_check.measurement import Place
+from tests.gpu_check.measurement import Place, said
 from tests.gpu_check.parts import MACHINE, Part, every, missing
 from tests.gpu_check.processes import Processes
 from tests.gpu_check.table import CUT, FAILED, LATE, LEFT_OUT, Result
@@ -22,7 +23,7 @@ NOTHING_TO_CHECK = 2
 NO_TIME = "no time"
 
 
-class Ended(Exception):
+class Ended(BaseException):
     """A signal ends the check."""
 
 
@@ -74,7 +75,11 @@ class Check:
         if result is None:
             print(f"{part.name} ...", flush=True)
             self._running = part, begin
-            result = self._processes.run(part, min(left, own))
+            try:
+                result = self._processes.run(part, min(left, own))
+            except Exception as error:  # of its command or of the reading of its output
+                traceback.print_exc()
+                result = Result(part.name, FAILED, said(error))
             if result.outcome == LATE:
                 result.outcome = CUT if left < own else FAILED
             self._running = None

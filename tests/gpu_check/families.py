@@ -102,6 +102,7 @@ def _compare(place: Place, measured: Measurement, backend: Backend, model: Path,
             f"{model.name} waits in layers": len(waits.inside),
             f"{model.name} waits in a step": len(of_step.places),
         }
+        # Not Counters, whose keys dataclasses.asdict turns into pairs.
         measured.details[model.name] = {"in layers": dict(Counter(waits.inside)), "in a step": dict(Counter(of_step.places))}
 
 

@@ -9,12 +9,12 @@ import platform
 import resource
 import shutil
 import subprocess
-import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pipeline import c_compiler
 from tests.gpu_check.measurement import Measurement, Place
 
 PACKAGES = ("torch", "vllm", "megatron", "transformer_engine", "transformers", "triton")
@@ -43,8 +43,7 @@ def describe(place: Place) -> Measurement:
 
     measured = Measurement({"import torch, s": time.perf_counter() - start})
     gpus = range(torch.cuda.device_count()) if place.device == "cuda" else ()
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    lacking = c_compiler.missing()
     measured.details = {
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
         "memory_gb": [torch.cuda.mem_get_info(i)[1] / 1e9 for i in gpus],  # all that CUDA shows
@@ -53,8 +52,7 @@ def describe(place: Place) -> Measurement:
         "nccl": list(torch.cuda.nccl.version()) if gpus else None,
         "torch_build": f"{torch.__version__} ({torch.version.git_version})",
         "versions": versions(),
-        "C compiler": compiler,
-        "Python.h": header.exists(),
+        "lacking": lacking,
         "varlen_attn": _varlen_arguments(),
         "nvidia-smi": _nvidia_smi() if gpus else None,
         "host": _host(),
@@ -62,10 +60,8 @@ def describe(place: Place) -> Measurement:
     if place.device == "cuda" and not gpus:
         return measured  # the check ends
     imports = measured.details["import"] = {name: _import(name) for name in IMPORTS}
-    if gpus and not compiler:
-        measured.problems.append("there is no C compiler, which Triton needs. Try apt-get install gcc")
-    if gpus and not header.exists():
-        measured.problems.append(f"there is no {header}, which Triton needs. Try apt-get install python3-dev")
+    if gpus and lacking:
+        measured.problems.append(f"there is no {lacking}, which Triton needs")
     measured.numbers |= {f"import {name}, s": seconds for name, seconds in imports.items() if isinstance(seconds, float)}
     measured.note = "; ".join(f"{name}: {error}" for name, error in imports.items() if isinstance(error, str))
     return measured

@@ -70,7 +70,7 @@ def every(place: Place) -> list[Part]:
     decoder = ("vllm",) if vllm else ()
     return [
         Part(MACHINE, (12, 20), TORCH, ("machine", "describe")),
-        Part("attention", (60, 5), PIPELINE, ("attention", "check")),
+        Part("attention", (60, 5), MODELS, ("attention", "check")),
         Part("world", (20, 15), PIPELINE, ("worlds", "check")),
         Part("families: FSDP2", (20, 5), MODELS, ("families", "fsdp2")),
         Part("train: FSDP2 eager", (35, 5), RECIPES, ("training", "step", "FSDP2 eager")),

@@ -18,6 +18,8 @@ from tests.gpu_check.parts import MACHINE, Part
 from tests.gpu_check.table import FAILED, LATE, PASSED, Result
 
 ROOT = Path(__file__).parents[2]
+ENDS_S = 10.0
+"""Time for a killed process to end."""
 RUN_ENDS_S = 30.0
 """Time for a run's controller to end its ranks and itself."""
 START_S = 10.0
@@ -115,7 +117,8 @@ def _end(process: subprocess.Popen, run_dir: Path | None = None) -> None:
     """End the processes of a part: its process group and, for a run, the controller with its ranks."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for the GPU's driver does not end
+        process.wait(ENDS_S)
     for stream in (process.stdin, process.stdout):
         if stream:
             with contextlib.suppress(BrokenPipeError):

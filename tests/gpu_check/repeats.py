@@ -29,8 +29,9 @@ def training(place: Place) -> Measurement:
     os.environ |= SHARED | OF_TRAINING
     ranks.join(place.device)
     size, measured = REPEATED[place.size], Measurement()
-    for name, on in (("default", False), ("deterministic", True)):
+    for name, on in (("deterministic", True), ("default", False)):  # FlashAttention-3, a default, stays for the process
         same, seconds = _steps(place, on)
+        torch.use_deterministic_algorithms(False)
         measured.numbers |= {f"{name}, equal": float(same), f"{name}, s": seconds}
     if not measured.numbers["deterministic, equal"]:
         measured.problems.append(f"{TIMES} deterministic backward passes differ")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ def process(place: Place) -> Measurement:
 
 def gpus(place: Place) -> Measurement:
     return Measurement({"gpus": place.gpus})
+
+
+def counts(place: Place) -> Measurement:
+    return Measurement(details={"waits": Counter(["a.py:1"])})
 
 
 def fails(place: Place) -> Measurement:

@@ -100,6 +100,15 @@ def test_a_part_that_hangs_fails_and_the_others_run(course, monkeypatch):
     assert (found["hangs"]["outcome"], found["hangs"]["log"].strip()) == (FAILED, "far")
 
 
+def test_an_error_in_reading_a_part_s_output_fails_that_part_alone(course):
+    def judge(*_):
+        return {}["time/step"]
+
+    status, found = course(dataclasses.replace(program("pass", "unread"), judge=judge), program("pass", "other"))
+    assert status == 1 and found["other"]["outcome"] == PASSED
+    assert (found["unread"]["outcome"], found["unread"]["note"]) == (FAILED, "KeyError: 'time/step'")
+
+
 def test_what_a_part_lacks_is_named(course):
     lacking = dataclasses.replace(program("raise SystemExit(1)", "lacking"), needs=("numpy", "no_such_package"))
     status, found = course(lacking)

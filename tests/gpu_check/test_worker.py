@@ -43,6 +43,13 @@ def test_a_part_of_its_own_has_a_process_of_its_own(processes):
     assert processes.run(called("process"), 60).numbers["pid"] not in (shared, own, later)
 
 
+def test_an_answer_that_json_cannot_hold_is_a_problem_of_its_part(processes):
+    """dataclasses.asdict makes pairs of a Counter's keys."""
+    result = processes.run(called("counts"), 60)
+    assert (result.outcome, result.note) == (FAILED, "TypeError: keys must be str, int, float, bool or None, not tuple")
+    assert processes.run(called("process"), 60).outcome == PASSED
+
+
 def test_what_is_printed_is_no_result(processes):
     assert processes.run(called("prints"), 60).note == "measured"
     assert "printed by Python\nprinted by C" in processes.log

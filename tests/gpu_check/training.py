@@ -72,6 +72,7 @@ def _measure(place: Place, name: str, size: Size, count: int = 1) -> tuple[Numbe
     recipe = case.load()
     shapes = case.shapes(recipe)
     phases: dict[str, float] = {}
+    held = torch.cuda.memory_allocated() if place.device == "cuda" else 0  # by an earlier part
     start = time.perf_counter()
     run = Run(recipe, dist.get_rank(), shapes["policy"].vocabulary, _timed(phases))
     numbers: Numbers = {"set up, s": time.perf_counter() - start, "compile, s": phases.get("compile")}
@@ -84,7 +85,7 @@ def _measure(place: Place, name: str, size: Size, count: int = 1) -> tuple[Numbe
     numbers |= {"tokens/s": tokens / spent, "step, s": spent, "TFLOP/s a rank": rate / 1e12, "MFU": None}
     if place.device == "cuda":
         peak = next((hardware.gpu(each).bf16_tflops for each in PEAKS if each in torch.cuda.get_device_name().lower()), None)
-        numbers |= {"MFU": peak and rate / 1e12 / peak, "GB": torch.cuda.max_memory_allocated() / 1e9}
+        numbers |= {"MFU": peak and rate / 1e12 / peak, "GB": (torch.cuda.max_memory_allocated() - held) / 1e9}
         predicted = memory.train(recipe, shapes)
         own = predicted.total - predicted.parts.get("runtime", 0.0)
         own -= memory.staging(recipe, shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
@@ -92,7 +93,7 @@ def _measure(place: Place, name: str, size: Size, count: int = 1) -> tuple[Numbe
     if "compile" in phases and count == 1:
         numbers |= _other_packings(run, size)
     if place.device == "cuda":
-        numbers["GB reserved"] = torch.cuda.max_memory_reserved() / 1e9
+        numbers |= {"GB reserved": torch.cuda.max_memory_reserved() / 1e9, "GB left by earlier parts": held / 1e9}
     return numbers, shapes["policy"].parameters
 
 

@@ -23,15 +23,15 @@ def main(device: str, size: str, folder: str) -> None:
         os.dup2(2, 1)
         for line in sys.stdin:
             gpus, module, function, *arguments = json.loads(line)
-            place, measured, failed = Place(device, size, gpus, Path(folder)), Measurement(), False
+            place, failed = Place(device, size, gpus, Path(folder)), False
             try:
                 measured = getattr(importlib.import_module(f"tests.gpu_check.{module}"), function)(place, *arguments)
+                answer = json.dumps(asdict(measured))
                 _clean()
             except Exception as error:
                 traceback.print_exc()
-                measured.problems.append(said(error))
-                failed = True
-            print(json.dumps(asdict(measured)), file=answers, flush=True)
+                answer, failed = json.dumps(asdict(Measurement(problems=[said(error)]))), True
+            print(answer, file=answers, flush=True)
             if failed:
                 return
 
