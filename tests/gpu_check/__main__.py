@@ -14,15 +14,34 @@ No network is needed. The status is 0 if no part failed or was cut, 1 if one was
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.gpu_check.check import NOTHING_TO_CHECK, Check
-from tests.gpu_check.measurement import Place
+from tests.gpu_check.measurement import Place, said
 from tests.gpu_check.parts import TORCH, every, missing
 
 OPTIONS = {"total": "840", "parts": "", "out": "", "after": "", "size": "full", "device": "cuda"}
+
+
+def _problem(options: dict[str, str]) -> str:
+    """Return what is wrong with the values of the options; "" if nothing is."""
+    for name, choices in (("device", ("cuda", "cpu")), ("size", ("full", "tiny"))):
+        if options[name] not in choices:
+            return f"{name}: got {options[name]}; expected {' or '.join(choices)}"
+    if not re.fullmatch(r"[1-9]\d*", options["total"]):
+        return f"total: got {options['total']}; expected a number of seconds"
+    if options["out"] and not Path(options["out"]).absolute().parent.is_dir():
+        return f"out: got {options['out']}; its folder does not exist"
+    try:
+        if options["after"]:
+            json.loads(Path(options["after"]).read_text())["results"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"after: got {options['after']}; expected the file of an earlier check ({said(error)})"
+    return ""
 
 
 def main(arguments: list[str]) -> int:
@@ -33,6 +52,9 @@ def main(arguments: list[str]) -> int:
             print(f"gpu_check: got {argument}; expected one of {', '.join(f'{each}=...' for each in OPTIONS)}")
             return NOTHING_TO_CHECK
         options[name] = value
+    if problem := _problem(options):
+        print(f"gpu_check: {problem}")
+        return NOTHING_TO_CHECK
     if absent := missing(*TORCH):
         print(f"gpu_check: this Python ({sys.executable}) has no {absent[0]}. Try make setup, or make gpu-check PYTHON=...")
         return NOTHING_TO_CHECK

@@ -71,9 +71,9 @@ class Check:
         """Run a part in what is left of the time, or leave it out."""
         begin = time.monotonic()
         left, own = self._ends - begin, _limit(part, self._place)
+        print(f"{part.name} ...", flush=True)
         result = self._left_out(part, left)
         if result is None:
-            print(f"{part.name} ...", flush=True)
             self._running = part, begin
             try:
                 result = self._processes.run(part, min(left, own))
@@ -115,7 +115,8 @@ class Check:
             part, begin = self._running
             result = Result(part.name, CUT, f"ended by {signal.Signals(number).name}")
             self._add(result, begin)
-            self._results[part.name] = result
+            if part.name != MACHINE or not self._machine:  # an earlier check has described it
+                self._results[part.name] = result
         self._write()
         raise Ended
 

@@ -58,6 +58,39 @@ def test_without_torch_the_check_says_so(monkeypatch, capsys):
     assert "has no no_such_package. Try make setup" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("size=huge", "size: got huge; expected full or tiny"),
+        ("device=tpu", "device: got tpu; expected cuda or cpu"),
+        ("total=abc", "total: got abc; expected a number of seconds"),
+        ("total=-5", "total: got -5; expected"),
+        ("after=/etc/passwd", "after: got /etc/passwd; expected the file of an earlier check (JSONDecodeError"),
+        ("after=no/file", "after: got no/file; expected"),
+        ("out=/no/folder/x.json", "out: got /no/folder/x.json; its folder does not exist"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_anything_runs(option, said, capsys):
+    assert main(["device=cpu", option]) == 2
+    assert f"gpu_check: {said}" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_the_machine_that_an_earlier_check_described(tmp_path):
+    described = [dataclasses.asdict(Result(MACHINE, PASSED, details={"gpus": ["H100"]}))]
+    record = check._heading(place(tmp_path)) | {"machine": {}, "results": described}
+    (tmp_path / "first.json").write_text(json.dumps(record))
+    options = {"total": "600", "out": str(tmp_path / "out.json"), "after": str(tmp_path / "first.json")}
+    running = Check(place(tmp_path), options)
+    running._processes._log.touch()
+    running._running = called("machine", name=MACHINE), time.monotonic()
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(check.Ended):
+        running._cut(signal.SIGTERM, None)
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
+        signal.signal(number, handler)
+    assert json.loads((tmp_path / "out.json").read_text())["machine"] == {"gpus": ["H100"]}
+
+
 def test_an_unknown_option_or_part_is_refused_with_the_known_ones(capsys, tmp_path):
     assert main(["devise=cpu"]) == 2
     assert "got devise=cpu; expected one of total=..., parts=..." in capsys.readouterr().out
