@@ -79,7 +79,7 @@ def assumed(
     sequences: that is `answer`. data: (mean tokens of its prompts, or of an offline algorithm's sequences; of what).
     """
     total, given = longest_sequence(recipe), recipe.plan
-    if not generates(recipe) and given.prompt_tokens is None and given.answer_tokens is None and (answer or data):
+    if not generates(recipe) and given.answer_tokens is None and (answer or data):
         mean, of = (answer, f"the mean in {where}") if answer else data or (0.0, "")
         return Lengths(0.0, min(mean, total), total, f"sequences of {mean:,.0f} tokens, {of}")
     if prompt is None and data and generates(recipe):

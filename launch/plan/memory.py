@@ -131,7 +131,8 @@ def _longest_source(recipe: Recipe) -> str:
     if longest == recipe.policy.max_total_sequence_length:
         hint = "; if no record is as long, set data.max_input_seq_length or plan.longest_tokens" * (not generates(recipe))
         return f"policy.max_total_sequence_length{hint}"
-    return "data.max_input_seq_length" if longest == recipe.data.max_input_seq_length else "plan.longest_tokens"
+    limited = longest == recipe.data.max_input_seq_length
+    return "data.max_input_seq_length" if limited else "plan.longest_tokens, or the longest record"
 
 
 def stage_memories(model: TrainModel, layout: Parallelism, cuda: bool) -> list[ModelMemory]:

@@ -176,17 +176,22 @@ class RewardedAlgorithm(OnlineAlgorithm):
                 "loss_fn.use_importance_sampling_correction",
                 loss.use_importance_sampling_correction,
                 False,
-                "as pi_old / pi_generate is 1 and the ratio corrects by itself",
+                "the ratio corrects by itself",
             ),
-            ("loss_fn.force_on_policy_ratio", loss.force_on_policy_ratio, False, "which takes pi as pi_old"),
-            ("loss_fn.disable_ppo_ratio", loss.disable_ppo_ratio, False, "whose loss has no ratio to correct with"),
-            ("loss_fn.use_kl_in_reward", loss.use_kl_in_reward, False, "which reads pi_old of the train ranks"),
-            (f"{self.name}.seq_logprob_error_threshold", threshold, None, "which compares pi_old with pi_generate"),
+            ("loss_fn.force_on_policy_ratio", loss.force_on_policy_ratio, False, "it takes the current policy as the old one"),
+            ("loss_fn.disable_ppo_ratio", loss.disable_ppo_ratio, False, "then the loss has no ratio to correct with"),
+            ("loss_fn.use_kl_in_reward", loss.use_kl_in_reward, False, "it reads the train ranks' log-probs of the old policy"),
+            (
+                f"{self.name}.seq_logprob_error_threshold",
+                threshold,
+                None,
+                "it compares engines with the train ranks' old policy",
+            ),
         ):
             if given != right:
                 shown, expected = str(given).lower(), "null" if right is None else "false"
                 message = f"got {shown}; expected {expected} with loss_fn.use_generation_logprobs=true"
-                yield Problem(key, "contradiction", f"{message}: {why}. Try loss_fn.use_generation_logprobs=false")
+                yield Problem(key, "contradiction", f"{message}: {why}. Try {key}={expected}")
 
     def _check_truncation(self) -> Iterator[Problem]:
         loss, key = self.recipe.loss_fn, "loss_fn.truncated_importance_sampling"
@@ -199,7 +204,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
                     yield Problem(f"{key}_{name}", "has-no-effect", message)
             return
         if not loss.use_importance_sampling_correction:
-            message = f"got {kind}; expected null, as no weights are used. Try loss_fn.use_importance_sampling_correction=true"
+            cure = "null" if loss.use_generation_logprobs else f"{kind} with loss_fn.use_importance_sampling_correction=true"
+            message = f"got {kind}; expected null, as no weights are used. Try {key}_type={cure}"
             yield Problem(f"{key}_type", "has-no-effect", message)
         if high is None:
             yield Problem(f"{key}_ratio", "missing-value", f"got null; expected a bound above 0 with {key}_type={kind}")

@@ -69,7 +69,7 @@ class MegatronOptimizerConfig:
         ),
     ] = False
     bf16: Annotated[Bool | None, Field(description="Whether policy.precision is bfloat16. Other values are refused.")] = None
-    fp16: Annotated[Bool, OnlyDefault("policy.precision=bfloat16 needs no loss scaling")] = False
+    fp16: Annotated[Bool, OnlyDefault("float16 trains with FSDP2 alone, see policy.precision")] = False
     params_dtype: Annotated[Text, OnlyDefault("main weights are float32")] = "float32"
     use_distributed_optimizer: Annotated[
         Bool, OnlyDefault("the optimizer's state is always sharded over the data-parallel ranks")
@@ -229,7 +229,11 @@ class MegatronConfig:
         Field(description="recompute_granularity=full: how layers are grouped. null: uniform."),
     ] = None
     recompute_num_layers: Annotated[
-        Positive | None, Field(description="recompute_granularity=full: layers per group. null: 1.")
+        Positive | None,
+        Field(
+            description="recompute_granularity=full: layers per group; with block, the layers of a stage that are recomputed."
+            " null: 1."
+        ),
     ] = None
     recompute_modules: Annotated[
         list[Text] | None, Field(description="recompute_granularity=selective: modules by Megatron's names. null: [core_attn].")

@@ -127,9 +127,9 @@ class DataConfig:
         dict[str, DatasetConfig],
         Field(description="Several validation data sets by name, each with its own metrics, in place of validation."),
     ] = field(default_factory=dict)
-    max_input_seq_length: Annotated[Positive, Field(description="Maximum tokens of a prompt.")] = interpolation(
-        "${policy.max_total_sequence_length}"
-    )
+    max_input_seq_length: Annotated[
+        Positive, Field(description="Maximum tokens of a prompt; for offline algorithms, of a sequence.")
+    ] = interpolation("${policy.max_total_sequence_length}")
     overlong_prompts: Annotated[
         Literal["error", "drop"],
         Field(description="What to do with a prompt that exceeds max_input_seq_length or leaves no room for an answer."),
