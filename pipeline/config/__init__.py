@@ -125,6 +125,7 @@ from pipeline.config.schema import (
     Recipe,
     adapters,
     ahead,
+    compiles,
     engine_ranks,
     expert_tensor_parallel_size,
     generates,

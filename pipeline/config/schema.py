@@ -350,6 +350,19 @@ def uses_megatron(policy: PolicyConfig) -> bool:
     return policy.megatron_cfg.enabled is True
 
 
+def compiles(policy: PolicyConfig, mixture: bool) -> bool:
+    """Return whether FSDP2 compiles a model's decoder layers on GPUs.
+
+    mixture: whether the model has experts, state spaces or delta nets, as `ModelShape.mixture` says.
+    """
+    dtensor = policy.dtensor_cfg
+    if dtensor.compile is not None:
+        return dtensor.compile
+    draws = dtensor.lora_cfg.enabled and dtensor.lora_cfg.dropout > 0
+    sharded, selective = dtensor.tensor_parallel_size > 1, dtensor.recompute_granularity == "selective"
+    return not (mixture or sharded or selective or dtensor.use_liger_kernel or draws)
+
+
 def needs_triton(recipe: Recipe, component: str) -> bool:
     """Return whether a component's ranks compile kernels on GPUs and cannot run without: those of vLLM and Megatron-Core.
 

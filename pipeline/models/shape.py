@@ -93,6 +93,11 @@ class ModelShape:
         return self.family == "deepseek_v3"
 
     @property
+    def mixture(self) -> bool:
+        """Return whether layers have experts, state spaces or delta nets, which FSDP2 does not compile by default."""
+        return self.experts > 0 or self.state is not None
+
+    @property
     def mean_width(self) -> float:
         """Intermediate size of MLPs, the mean over layers without experts."""
         return self.dense_width * self.mlp_layers / max(1, self.dense_layers)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.config import PolicyConfig, Problem, RecipeError, compiles
 from pipeline.train.inductor import NEEDS, missing_dependency
 from pipeline.train.packed_attention import NAME, packed_attention
 from pipeline.types import PackedBatch
@@ -48,11 +48,8 @@ def should_compile(policy: PolicyConfig, device: torch.device, mixture: bool) ->
     does, because compiled layers run trial batches. If a rank cannot compile, rank 0 logs which rank and why. Raises
     RecipeError if the key is true and this rank cannot compile the model.
     """
-    dtensor, requested = policy.dtensor_cfg, policy.dtensor_cfg.compile
-    tensor_size, selective = dtensor.tensor_parallel_size, dtensor.recompute_granularity == "selective"
-    others = mixture or tensor_size > 1 or selective or dtensor.use_liger_kernel
-    others = others or (dtensor.lora_cfg.enabled and dtensor.lora_cfg.dropout > 0)
-    if requested is False or (requested is None and (device.type not in DEVICES or others)):
+    requested, tensor_size = policy.dtensor_cfg.compile, policy.dtensor_cfg.tensor_parallel_size
+    if not (compiles(policy, mixture) if device.type in DEVICES else requested):
         return False
     if requested and tensor_size > 1:
         message = f"got true with policy.dtensor_cfg.tensor_parallel_size={tensor_size}; expected 1. Try false"
