@@ -1,5 +1,6 @@
 """Compare compiled decoder layers with eager ones, on the CPU with Inductor's C++."""
 
+import json
 import sysconfig
 
 import pytest
@@ -8,10 +9,11 @@ import torch._dynamo
 import torch._inductor.config
 
 from pipeline import builds, c_compiler
+from pipeline.models.shape import ModelShape
 from pipeline.train import compiled as subject
 from pipeline.train import inductor
 from pipeline.train.fsdp import FSDPBackend
-from tests.train import cases, compiled, ranks
+from tests.train import attention_models, cases, compiled, ranks
 from tests.train.ranks import Layout
 
 ONE = Layout(1, 1)
@@ -91,6 +93,17 @@ def test_null_compiles_dense_layers_on_gpus(monkeypatch):
     assert wanted(True, "cpu") and wanted(True, "cuda", mixture=True)
     with pytest.raises(ValueError, match=r"dtensor_cfg\.compile: got true with .*tensor_parallel_size=2; expected 1"):
         wanted(True, "cuda", tensor=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_text"])
+def test_the_plan_knows_which_models_compile(family, models, realm, monkeypatch, tmp_path):
+    """A ModelShape says of a model what `should_compile` learns from its modules."""
+    attention_models.write(tmp_path, [family] if family not in cases.FAMILIES else [])
+    folder = (models if family in cases.FAMILIES else tmp_path) / family
+    built = []
+    monkeypatch.setattr(subject, "should_compile", lambda policy, device, mixture: built.append(mixture))
+    ranks.backend(cases.policy(folder), ONE)
+    assert built == [ModelShape.of(json.loads((folder / "config.json").read_text())).mixture] == [family != "llama"]
 
 
 def test_without_a_compiler():
