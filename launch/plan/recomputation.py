@@ -47,7 +47,7 @@ class Tried:
     recipe: Recipe
     setting: Setting
     seconds: float  # of a step on the train ranks
-    nbytes: float  # on the fullest GPU during training
+    nbytes: float  # on the fullest GPU in the train rank's turn: the others are the same with all settings
     recomputed: float  # share of a forward pass's matrix products
 
     @property
@@ -117,7 +117,7 @@ def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
     """Return the setting to choose, and all that fit into `room` bytes of a GPU."""
     fitting = [one for one in tried if one.nbytes <= room]
     if not fitting:
-        return min(tried, key=lambda one: one.nbytes), fitting
+        return min(tried, key=lambda one: (one.nbytes, one.seconds)), fitting
     least = min(one.seconds for one in fitting)
     return min((one for one in fitting if one.seconds <= (1 + NEAR) * least), key=lambda one: one.preference), fitting
 
@@ -133,11 +133,11 @@ def _tried(
 ) -> Tried:
     """engine: the memory of the generate rank that shares the GPU."""
     train = memory.train(recipe, shapes)
-    nbytes = train.total if engine is None else max(turn.total for turn in colocation.turns(recipe, train, engine))
+    turns = {turn.name: turn.total for turn in colocation.turns(recipe, train, engine)} if engine else {}
     phases = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
     size = recipe.policy.megatron_cfg.pipeline_model_parallel_size
     recomputed = flops.recomputed(recipe.policy, shapes["policy"], size, 0.0)
-    return Tried(recipe, setting, sum(phase.seconds for phase in phases), nbytes, recomputed)
+    return Tried(recipe, setting, sum(phase.seconds for phase in phases), turns.get("training", train.total), recomputed)
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,14 @@ def test_a_gpu_that_an_engine_shares_has_less_room():
     assert tokens[0] == tokens[1] and held[0] > held[1]
 
 
+def test_an_engine_that_fills_its_turn_leaves_the_choice_to_training():
+    full, roomy = (
+        chosen("qwen3_1p7b_grpo_single_gpu", f"policy.generation.vllm_cfg.gpu_memory_utilization={share}")
+        for share in (0.95, 0.5)
+    )
+    assert full[1].recomputation == roomy[1].recomputation and ", the fastest of the " in full[1].recomputation
+
+
 @pytest.mark.parametrize(
     "given",
     [
