@@ -13,7 +13,7 @@ from launch.plan.memory import train
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.parallelism import train_parallelism
-from pipeline.config import Recipe, ranks, uses_megatron
+from pipeline.config import Recipe, compiles, ranks, uses_megatron
 from pipeline.models.shape import ModelShape
 
 GB = 1e9
@@ -60,7 +60,7 @@ def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Rec
     section = "policy.megatron_cfg" if uses_megatron(recipe.policy) else "policy.dtensor_cfg"
     for text, changed in _changed(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True):
         yield text, changed
-        if not uses_megatron(recipe.policy) and not recipe.policy.dtensor_cfg.compile:
+        if not uses_megatron(recipe.policy) and not compiles(recipe.policy, shape.mixture):
             yield f"{text} {section}.{SELECTIVE}", set_key(changed, f"{section}.recompute_granularity", "selective")
     for key in (f"{packing}.train_mb_tokens", f"{packing}.logprob_mb_tokens"):
         yield from _changed(recipe, key, lambda tokens: tokens // 2 if tokens // 2 >= longest else None)

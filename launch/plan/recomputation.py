@@ -1,10 +1,11 @@
 """Choose what the backward pass recomputes, and the tokens of its microbatches: keys that a recipe leaves null.
 
-Every setting of these keys is tried: nothing recomputed, FSDP2's selective recomputation, whole layers, and with Megatron-Core
-whole layers of a part of each stage; each with microbatches from the longest sequence upwards. The fastest one that leaves
-`spare` of a GPU's memory is chosen. Among settings within NEAR of it, less recomputation wins, then larger microbatches, which
-need fewer gathers of weights and fewer kernels. If none leaves so much, the setting with the least memory is chosen. If memory
-is unknown (no GPUs, no model yet, or a family without a plan), whole layers are recomputed, in the smallest microbatches.
+Every setting of these keys is tried: nothing recomputed, whole layers, with FSDP2 selective recomputation where layers run
+eagerly, and with Megatron-Core whole layers of a part of each stage; each with microbatches from the longest sequence upwards.
+The fastest one that leaves `spare` of a GPU's memory is chosen. Among settings within NEAR of it, less recomputation wins, then
+larger microbatches, which need fewer gathers of weights and fewer kernels. If none leaves so much, the setting with the least
+memory is chosen. If memory is unknown (no GPUs, no model yet, or a family without a plan), whole layers are recomputed, in the
+smallest microbatches.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from launch.plan.memory_megatron import stages
 from launch.plan.memory_parts import GenerateMemory, TrainModel
 from pipeline import config
 from pipeline.algorithms import build
-from pipeline.config import DTensorConfig, Recipe, hardware, uses_megatron
+from pipeline.config import Recipe, compiles, hardware, uses_megatron
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 
@@ -147,7 +148,7 @@ def _settings(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterat
     """Yield every setting of the open keys that agrees with the other keys, the one with the least memory last."""
     section, given = _section(recipe)
     keys = open_keys(recipe)
-    ways = _megatron(recipe, shapes) if uses_megatron(recipe.policy) else _fsdp(given)
+    ways = _megatron(recipe, shapes) if uses_megatron(recipe.policy) else _fsdp(recipe, shapes)
     for values in ways:
         way = dict(zip(NAMES, values, strict=False))
         if any(getattr(given, name) not in (None, value) for name, value in way.items()):
@@ -164,10 +165,10 @@ def _tokens(recipe: Recipe) -> Iterator[int]:
     yield from (least << power for power in range(doublings, -1, -1))
 
 
-def _fsdp(given: DTensorConfig) -> Iterator[tuple[Any, ...]]:
-    """Yield values of NAMES. Compiled operators cannot be selected."""
+def _fsdp(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[tuple[Any, ...]]:
+    """Yield values of NAMES. Selective recomputation would make layers eager that otherwise compile, and so run faster."""
     yield False, "full"
-    if not given.compile:
+    if not compiles(recipe.policy, shapes is not None and shapes["policy"].mixture):
         yield True, "selective"
     yield True, "full"
 

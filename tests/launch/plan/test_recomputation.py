@@ -15,7 +15,7 @@ from tests.launch.plan.plans import planned, table
 FSDP, MEGATRON, TOKENS = "policy.dtensor_cfg", "policy.megatron_cfg", recomputation.TOKENS
 OF_FSDP = [
     (f"{FSDP}.activation_checkpointing={on}", f"{FSDP}.recompute_granularity={what}")
-    for on, what in (("false", "full"), ("true", "selective"), ("true", "full"))
+    for on, what in (("false", "full"), ("true", "full"))
 ]
 ALL_OR_NONE = [
     (f"{MEGATRON}.activation_checkpointing=false", f"{MEGATRON}.recompute_granularity=full"),
@@ -79,11 +79,28 @@ def test_less_memory_means_more_recomputation():
     """A plan with other GPUs or in another mode chooses anew, as its submission would."""
     mine, key = planned("llama8b_grpo"), "cluster.train.gpu_memory_gb"
     assert not mine.recipe.policy.dtensor_cfg.activation_checkpointing
-    for room, granularity, fits in ((45, "selective", True), (32, "full", True), (20, "full", False)):
+    for room, fits in ((45, True), (32, True), (20, False)):
         other = elsewhere(mine, config.changed(mine.recipe, {key: room}))
         dtensor = other.recipe.policy.dtensor_cfg
-        assert (dtensor.activation_checkpointing, dtensor.recompute_granularity, other.fits) == (True, granularity, fits)
+        assert (dtensor.activation_checkpointing, dtensor.recompute_granularity, other.fits) == (True, "full", fits)
         assert other.recipe == chosen("llama8b_grpo", f"{key}={room}")[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "granularity"),
+    [
+        ((), "full"),  # on GPUs null compiles
+        ((f"{FSDP}.compile=false",), "selective"),
+        ((f"{FSDP}.use_liger_kernel=true",), "selective"),
+        ((f"{FSDP}.tensor_parallel_size=2",), "selective"),
+        ((f"{FSDP}.recompute_granularity=selective",), "selective"),
+    ],
+)
+def test_only_eager_layers_recompute_selectively(keys, granularity):
+    """Selective recomputation would make compiled layers eager, which the plan does not price."""
+    room = 38 if f"{FSDP}.tensor_parallel_size=2" in keys else 45
+    dtensor = chosen("llama8b_grpo", f"cluster.train.gpu_memory_gb={room}", *keys)[0].policy.dtensor_cfg
+    assert (dtensor.activation_checkpointing, dtensor.recompute_granularity) == (True, granularity)
 
 
 def test_a_gpu_that_an_engine_shares_has_less_room():
