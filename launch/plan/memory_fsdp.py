@@ -26,6 +26,7 @@ from launch.plan.fsdp_splits import held, whole_mixers
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
 from launch.plan.parallelism import Parallelism
 from launch.plan.refit_adapters import LINEAR
+from pipeline.config import compiles, trial_lengths
 from pipeline.train.adapters.described import expert_entries, experts, is_adapted
 
 
@@ -174,6 +175,21 @@ class FSDPMemory:
             yield "log-probs of the reference", add_parts(forward, {"other models": self.reference})
         if self.model.trained:
             yield from self._training(batches)
+        if compiles(self.model.policy, self.model.shape.mixture) and (self.cuda or self.model.policy.dtensor_cfg.compile):
+            yield from self._trial()
+
+    def _trial(self) -> Iterator[tuple[str, Parts]]:
+        """Yield the phases of the microbatch with which compiled layers start, before there are moments.
+
+        It may be larger than those of the data.
+        """
+        tokens = sum(trial_lengths(self.model.policy))
+        if not self.model.trained:
+            yield "trial of compiled layers", self._forward(tokens / self.layout.context)
+            return
+        later = {"optimizer": -self.resident.get("optimizer", 0.0)}
+        for phase, parts in self._training(RankBatches(tokens, 0, 1, 0.0)):
+            yield f"{phase} in the trial of compiled layers", add_parts(parts, later)
 
     def _forward(self, tokens: float) -> Parts:
         hidden = self.model.size * tokens * self.model.shape.hidden / (self.layout.tensor if self.layout.sequence else 1)

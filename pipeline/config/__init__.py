@@ -134,6 +134,7 @@ from pipeline.config.schema import (
     runs_ahead,
     section,
     trains,
+    trial_lengths,
     uses_megatron,
 )
 from pipeline.config.teachers import TeachersConfig

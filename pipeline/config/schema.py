@@ -363,6 +363,13 @@ def compiles(policy: PolicyConfig, mixture: bool) -> bool:
     return not (mixture or sharded or selective or dtensor.use_liger_kernel or draws)
 
 
+def trial_lengths(policy: PolicyConfig) -> tuple[int, ...]:
+    """Return the lengths of the sequences with which compiled layers start: a full microbatch of the longest that may come."""
+    longest, packing = policy.max_total_sequence_length, policy.sequence_packing
+    count = max(1, packing.train_tokens // longest) if packing.enabled else policy.train_micro_batch_size
+    return (longest,) * count
+
+
 def needs_triton(recipe: Recipe, component: str) -> bool:
     """Return whether a component's ranks compile kernels on GPUs and cannot run without: those of vLLM and Megatron-Core.
 

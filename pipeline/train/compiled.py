@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from pipeline.config import PolicyConfig, Problem, RecipeError, compiles
+from pipeline.config import PolicyConfig, Problem, RecipeError, compiles, trial_lengths
 from pipeline.train.inductor import NEEDS, missing_dependency
 from pipeline.train.packed_attention import NAME, packed_attention
 from pipeline.types import PackedBatch
@@ -125,9 +125,7 @@ def trial_batches(policy: PolicyConfig, device: torch.device) -> Iterator[Packed
 
     For few tokens Inductor may need another graph: its C++ code sums more than 4,096 numbers in another way than fewer.
     """
-    longest, packing = policy.max_total_sequence_length, policy.sequence_packing
-    count = max(1, packing.train_tokens // longest) if packing.enabled else policy.train_micro_batch_size
-    for lengths in ((longest,) * count, (2,)):
+    for lengths in (trial_lengths(policy), (2,)):
         positions = torch.arange(lengths[0], device=device).repeat(len(lengths))
         zeros = torch.zeros(len(positions), device=device)
         yield PackedBatch(

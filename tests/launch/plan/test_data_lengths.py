@@ -73,6 +73,21 @@ def test_the_longest_sequence_bounds_memory_and_the_mean_does_not(written):
     assert rank_batches(full.recipe, 1).train_tokens == 256  # short sequences fill a microbatch just as well
 
 
+@pytest.mark.parametrize(
+    "sizes", [UNPACKED, ("policy.sequence_packing.train_mb_tokens=4096", "policy.train_global_batch_size=64")]
+)
+def test_compiled_layers_start_with_the_longest_sequences_that_may_come(sizes):
+    """Shorter records do not shorten these. The optimizer has no moments yet."""
+    held = [
+        planned("tiny_sft", *KEYS, *sizes, f"policy.dtensor_cfg.compile={compiled}", f"plan.longest_tokens={longest}").train
+        for compiled, longest in (("true", 3), ("true", LIMIT), ("false", LIMIT), ("false", 3))
+    ]
+    activations = [one.parts.get("activations", 0.0) for one in held]
+    assert activations[0] == activations[1] == activations[2] > activations[3]
+    assert held[3].total < held[0].total < held[1].total == held[2].total
+    assert held[0].phase.endswith("in the trial of compiled layers, policy") and "optimizer" not in held[0].parts
+
+
 def test_a_part_of_the_records_bounds_nothing(written, monkeypatch):
     path = written(*[3] * 20, 100)
     monkeypatch.setattr(data_lengths, "MOST_RECORDS", 20)
