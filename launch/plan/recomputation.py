@@ -48,7 +48,7 @@ class Tried:
     recipe: Recipe
     setting: Setting
     seconds: float  # of a step on the train ranks
-    nbytes: float  # on the fullest GPU in the train rank's turn: the others are the same with all settings
+    nbytes: float  # as `_bytes` returns them
     recomputed: float  # share of a forward pass's matrix products
 
     @property
@@ -71,13 +71,16 @@ def choose(
 ) -> tuple[Recipe, str]:
     """Return the recipe without open keys, and the choice with its reason: one line, empty if no key is open.
 
-    shapes: of all models; None if they are not known. before: the recipe with which the run began, whose values stay. lengths:
-    of the data; None: those that the recipe assumes.
+    shapes: of all models; None if they are not known. before: the recipe with which the run began, whose values stay.
+    But if these do not fit other GPUs, another recomputation is chosen, which computes the same bits. lengths: of the data;
+    None: those that the recipe assumes.
     """
     if not open_keys(recipe):
         return recipe, ""
     if before is not None and (kept := _kept(recipe, before)):
-        recipe = _with(recipe, kept)
+        same = _with(recipe, kept)
+        anew = shapes is not None and not open_keys(same) and not _fits(same, shapes) and _compile_alike(recipe, same, shapes)
+        recipe = _with(recipe, {TOKENS: kept[TOKENS]} if TOKENS in kept else {}) if anew else same
         if not open_keys(recipe):
             return recipe, f"{_shown(kept)}, as the run began"
     settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
@@ -125,20 +128,29 @@ def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
 
 def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, ModelShape], lengths: Lengths) -> list[Tried]:
     """Return the estimates of a recipe with each setting."""
-    engine = memory_generate.generate(recipe, shapes["policy"]) if config.colocated(recipe) else None
+    engine = _engine(recipe, shapes)
     return [_tried(_with(recipe, setting), setting, shapes, lengths, engine) for setting in settings]
+
+
+def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
+    """Return the memory of the generate rank that shares a train rank's GPU; None without one."""
+    return memory_generate.generate(recipe, shapes["policy"]) if config.colocated(recipe) else None
+
+
+def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMemory | None) -> float:
+    """Return the bytes of the fullest GPU in the train rank's turn: other turns are the same with all settings."""
+    train = memory.train(recipe, shapes)
+    turns = {turn.name: turn.total for turn in colocation.turns(recipe, train, engine)} if engine else {}
+    return turns.get("training", train.total)
 
 
 def _tried(
     recipe: Recipe, setting: Setting, shapes: Mapping[str, ModelShape], lengths: Lengths, engine: GenerateMemory | None
 ) -> Tried:
-    """engine: the memory of the generate rank that shares the GPU."""
-    train = memory.train(recipe, shapes)
-    turns = {turn.name: turn.total for turn in colocation.turns(recipe, train, engine)} if engine else {}
     phases = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
     size = recipe.policy.megatron_cfg.pipeline_model_parallel_size
     recomputed = flops.recomputed(recipe.policy, shapes["policy"], size, 0.0)
-    return Tried(recipe, setting, sum(phase.seconds for phase in phases), turns.get("training", train.total), recomputed)
+    return Tried(recipe, setting, sum(phase.seconds for phase in phases), _bytes(recipe, shapes, engine), recomputed)
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------------
@@ -196,6 +208,17 @@ def _kept(recipe: Recipe, before: Recipe) -> Setting:
     agree = all(_value(recipe, key) in (None, value) for key, value in values.items())
     keys = [key for key in open_keys(recipe) if key == TOKENS or agree]
     return {key: _value(before, key) for key in keys}
+
+
+def _fits(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
+    train = recipe.cluster.train
+    return not train.gpus_per_node or _bytes(recipe, shapes, _engine(recipe, shapes)) <= hardware.memory_gb(train) * 1e9
+
+
+def _compile_alike(recipe: Recipe, other: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
+    """Return whether both recipes compile layers or neither does: compiled layers round differently."""
+    mixture = shapes["policy"].mixture
+    return compiles(recipe.policy, mixture) == compiles(other.policy, mixture)
 
 
 def _section(recipe: Recipe) -> tuple[str, Any]:

@@ -32,8 +32,8 @@ MEGATRON_MODEL_TYPES = (
 IGNORED = "Has no effect: "
 RECOMPUTE = (
     "Recompute activations in the backward pass. null: submit.py chooses the fastest setting that fits by the plan, prints it"
-    " and stores it, and a continued run keeps it. Without GPUs, or for a model without a plan, it takes the one with the least"
-    " memory."
+    " and stores it, and a continued run keeps it while it fits. Without GPUs, or for a model without a plan, it takes the one"
+    " with the least memory."
 )
 
 

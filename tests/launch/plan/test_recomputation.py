@@ -164,7 +164,7 @@ def test_a_continued_run_keeps_what_was_chosen(tmp_path):
     run_setup.prepare(first, tmp_path, "")
     for more in (
         (),
-        ("cluster.train.gpu_memory_gb=30",),
+        ("cluster.train.gpu_memory_gb=60",),
         ("cluster.train.gpus_per_node=0", "cluster.generate.gpus_per_node=0"),
     ):
         again = config.load("llama8b_grpo", [f"run_dir={tmp_path}", *more])
@@ -179,6 +179,23 @@ def test_a_continued_run_keeps_what_was_chosen(tmp_path):
     changed, _ = backend.choose(given, before=run_setup.earlier(given))
     assert changed.policy.dtensor_cfg.activation_checkpointing  # a value that the user now gives
     assert not run_setup.differences(first, changed)  # microbatches stay, which a continued run must not change
+
+
+def test_a_run_continued_on_smaller_gpus_recomputes_more(tmp_path):
+    """Recomputation computes the same bits. Other microbatches would not, and neither would layers that are compiled now."""
+    small = ("cluster.train.gpu_memory_gb=44", f"run_dir={tmp_path}")
+    as_before = config.load("llama8b_grpo", list(small))
+    for given, full in (((), True), (OF_FSDP[0], False)):
+        before, _ = chosen("llama8b_grpo", f"run_dir={tmp_path}", f"{TOKENS}=5000", *given)
+        assert not before.policy.dtensor_cfg.activation_checkpointing
+        continued, choice = backend.choose(config.load("llama8b_grpo", [*small, *given]), before=before)
+        dtensor = continued.policy.dtensor_cfg
+        assert (dtensor.activation_checkpointing, dtensor.recompute_granularity) == (full, "full")
+        assert continued.policy.sequence_packing.train_mb_tokens == 5000 and not run_setup.differences(before, continued)
+        assert choice.recomputation.endswith(", as the run began") is not full
+    eager = {f"{FSDP}.activation_checkpointing": True, f"{FSDP}.recompute_granularity": "selective"}
+    continued, _ = backend.choose(as_before, before=config.changed(before, eager))
+    assert continued.policy.dtensor_cfg.recompute_granularity == "selective"
 
 
 def test_the_submission_stores_the_choice(capsys, tmp_path):
