@@ -2,7 +2,8 @@
 
 The measured GPU's name chooses its description, and the components of that GPU take the measurements:
 
-    train: FSDP2, FSDP2 eager, Megatron-Core    `dense_training`: MFU of the backend that the policy uses
+    train: FSDP2, FSDP2 eager, Megatron-Core    `dense_training`: MFU of the backend that the policy uses, without the optimizer's
+                                                seconds, which the plan adds
     decode: vllm                                `engine_step_ms`: what its seconds are longer than those of the GPU's work
     offload                                     `page_locked`: the slower of both directions
     refit: shared GPU                           `ipc_gb_per_s`, `gloo_gb_per_s`: of one of the two processes that receive
@@ -24,7 +25,8 @@ from typing import Any, TypeGuard
 
 from launch.plan import generate_time
 from launch.plan.lengths import Lengths
-from launch.plan.parallelism import Links
+from launch.plan.parallelism import GIGA, Links
+from launch.plan.train_time import OPTIMIZER_BYTES
 from pipeline import config, user_files
 from pipeline.config import PRECISIONS, ComponentConfig, Problem, Recipe, RecipeError, hardware, uses_megatron
 from pipeline.config.hardware import HARDWARE, GPUSpec
@@ -35,12 +37,14 @@ FORMAT = 1
 """Of the file, as in tests/gpu_check/check.py."""
 KEY = "plan.hardware"
 RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`
+TRAINED = 1_498_482_688
+"""Parameters of the model that FORMAT trains: tests/gpu_check/sizes.py."""
 PASSED, LEFT_OUT = "passed", "left out"
 OUTCOMES = (PASSED, "failed", "cut", LEFT_OUT)
 NUMBERS = {
-    "train: FSDP2": ("MFU", "GB", "plan's GB"),
-    "train: FSDP2 eager": ("MFU", "GB", "plan's GB"),
-    "train: Megatron-Core": ("MFU", "GB", "plan's GB"),
+    "train: FSDP2": ("MFU", "step, s", "GB", "plan's GB"),
+    "train: FSDP2 eager": ("MFU", "step, s", "GB", "plan's GB"),
+    "train: Megatron-Core": ("MFU", "step, s", "GB", "plan's GB"),
     "decode: vllm": ("s",),
     "offload": ("again to the host, GB/s", "again to the device, GB/s"),
     "refit: shared GPU": ("IPC GB/s", "host GB/s"),
@@ -68,6 +72,7 @@ class GPUCheck:
     gpu: str  # the name of its description in recipes/hardware
     memory_gb: float  # of the GPU with the least
     numbers: Mapping[str, Mapping[str, float]]  # by part and name, of parts that passed
+    rates: Mapping[str, float]  # by part that trains: the share of the peak that matrix products reach
     decoded: Decoded | None
 
 
@@ -113,7 +118,8 @@ def _read(path: str, _changed: int) -> GPUCheck:
     if not numbers:
         raise _refused(path, "no measurement that a plan takes", f"at least one of {', '.join(NUMBERS)}")
     decoded = _decoded(path, parts[DECODE][1]) if DECODE in numbers else None
-    return GPUCheck(Path(path), date, gpu, memory, numbers, decoded)
+    rates = {name: _rate(path, name, of, hardware.gpu(gpu)) for name, of in numbers.items() if "MFU" in of}
+    return GPUCheck(Path(path), date, gpu, memory, numbers, rates, decoded)
 
 
 def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
@@ -164,6 +170,19 @@ def _decoded(path: str, details: Mapping[str, Any]) -> Decoded:
         raise _refused(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
     requests, prompt, answer = map(int, sizes)
     return Decoded(shape, requests, prompt, answer)
+
+
+def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> float:
+    """Return the share of the peak with which the plan of the measured step takes the measured seconds.
+
+    MFU is of the whole step. The plan of one rank adds the optimizer to matrix products.
+    """
+    spent, optimizer = numbers["step, s"], TRAINED * OPTIMIZER_BYTES / (GIGA * spec.hbm_gb_per_s * spec.assumed.bandwidth)
+    rate = numbers["MFU"] * spent / (spent - optimizer) if spent > optimizer else math.inf
+    if rate > 1:
+        expected = f"a step in which matrix products have time beside the optimizer, {optimizer:.2g} s"
+        raise _refused(path, f"{part}: step, s {spent:.3g} with MFU {numbers['MFU']:.3g}", expected)
+    return rate
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -224,8 +243,8 @@ def values(recipe: Recipe, component: ComponentConfig) -> list[Value]:
 def _values(recipe: Recipe, found: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
     numbers, part = found.numbers, _trained(recipe)
     rate = spec.assumed.dense_training
-    if part in numbers and PRECISIONS[recipe.policy.precision] == 2:
-        rate = numbers[part]["MFU"]
+    if part in found.rates and PRECISIONS[recipe.policy.precision] == 2:
+        rate = found.rates[part]
         yield Value("dense_training", rate, part)
     if found.decoded and recipe.policy.generation.backend == "vllm":
         yield Value("engine_step_ms", _overhead(found.decoded, numbers[DECODE]["s"], spec, rate), DECODE)

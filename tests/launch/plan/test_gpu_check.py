@@ -5,18 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan import colocation, gpu_check
+from launch.plan import colocation, gpu_check, train_time
+from launch.plan.lengths import Lengths
 from pipeline import config
 from pipeline.config.hardware import gpu
+from pipeline.models import flops
 from tests.gpu_check.check import FORMAT
 from tests.gpu_check.measurement import Place
 from tests.gpu_check.parts import every
+from tests.gpu_check.sizes import SIZES, training_case
+from tests.gpu_check.training import STEPS
 from tests.launch.plan.plans import planned, table
 from tests.problems import named, refused
 
 SAMPLE = Path(__file__).with_name("artificial_gpu_check.json")
 MEASURED = f"plan.hardware={SAMPLE}"
 EAGER = "policy.dtensor_cfg.compile=false"
+OPTIMIZER = gpu_check.TRAINED * 30 / (3350e9 * 0.6)  # seconds, of the H100
+EAGER_RATE = 0.25 * 0.5447103672837694 / (0.5447103672837694 - OPTIMIZER)
+MEGATRON_RATE = 0.45 * 0.30261687071320525 / (0.30261687071320525 - OPTIMIZER)
 
 
 @pytest.fixture
@@ -38,19 +45,34 @@ def changed(tmp_path):
 def test_measured_values_replace_assumed_ones():
     found, before = planned("llama8b_grpo_sync", EAGER, MEASURED), planned("llama8b_grpo_sync", EAGER)
     measured, assumed = gpu_check.gpu(found.recipe, found.recipe.cluster.train).assumed, gpu("h100").assumed
-    assert measured.dense_training == 0.25 and measured.page_locked == pytest.approx(40 / 64)
+    assert measured.dense_training == pytest.approx(EAGER_RATE) and measured.page_locked == pytest.approx(40 / 64)
     assert (measured.ipc_gb_per_s, measured.gloo_gb_per_s) == (50, 3)
     assert 0 < measured.engine_step_ms < 1.6384e3 / 256  # a step's milliseconds, of which the GPU works in some
     assert (measured.bandwidth, measured.mixture_training, measured.host) == (0.6, assumed.mixture_training, assumed.host)
     assert found.recipe.cluster.train.gpu_memory_gb == 84.4  # of the smaller GPU
     one, other = (next(p for p in each.phases if "update" in p.name).parts["matrix products"] for each in (found, before))
-    assert one / other == pytest.approx(assumed.dense_training / 0.25)
+    assert one / other == pytest.approx(assumed.dense_training / EAGER_RATE)
+
+
+@pytest.mark.parametrize("part", ["FSDP2", "FSDP2 eager", "Megatron-Core"])
+def test_the_plan_of_the_measured_step_takes_the_measured_seconds(changed, part):
+    place, size = Place("cuda", "full", 1, Path("unused")), SIZES["full"]
+    keys = STEPS[part]
+    case = training_case(place, size, *keys)
+    shapes = case.shapes(case.load())
+    work = 3 * flops.forward(shapes["policy"], size.sequences * size.length, size.sequences * size.length**2 / 2)
+    numbers = {"step, s": 0.5, "MFU": work / 0.5 / (gpu("h100").bf16_tflops * 1e12), "GB": 20.0, "plan's GB": 21.0}
+    path = changed(f"train: {part}", outcome="passed", numbers=numbers)
+    recipe = training_case(place, size, *keys, f"plan.hardware={path}").load()
+    measured = gpu_check.gpu(recipe, recipe.cluster.train)
+    planned_step = train_time.phases(recipe, shapes, Lengths(0, size.length, size.length, ""), measured)
+    assert sum(phase.seconds for phase in planned_step) == pytest.approx(0.5)
 
 
 def test_the_share_of_the_peak_is_of_the_backend_that_trains():
     keys = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
     recipe = planned("llama8b_grpo_sync", *keys, MEASURED).recipe
-    assert gpu_check.gpu(recipe, recipe.cluster.train).assumed.dense_training == 0.45
+    assert gpu_check.gpu(recipe, recipe.cluster.train).assumed.dense_training == pytest.approx(MEGATRON_RATE)
     recipe = planned("llama8b_grpo_sync", MEASURED).recipe  # compiled layers were left out
     assert gpu_check.gpu(recipe, recipe.cluster.train).assumed.dense_training == gpu("h100").assumed.dense_training
 
@@ -66,7 +88,7 @@ def test_turns_take_the_measured_rates():
 
 def test_the_report_says_what_is_measured_and_what_is_assumed():
     told = table(planned("llama8b_grpo_sync", EAGER, MEASURED))
-    assert f"measured h100 by {SAMPLE} of 2000-01-01, with small models: matrix products reach 25.0% of the peak" in told
+    assert f"measured h100 by {SAMPLE} of 2000-01-01, with small models: matrix products reach 26.1% of the peak" in told
     assert "Still assumed: mixture_training, bandwidth, host, all_reduce_us" in told
     assert "the memory of a step is 0.95 of the planned one (train: FSDP2 eager)" in told
     assert "published steps" not in told  # their range is of assumed values
@@ -76,7 +98,7 @@ def test_the_report_says_what_is_measured_and_what_is_assumed():
 def test_only_the_components_of_the_measured_gpu_take_it():
     found = planned("llama8b_grpo_sync", EAGER, "cluster.generate.gpu=h200", MEASURED)
     cluster = found.recipe.cluster
-    assert gpu_check.gpu(found.recipe, cluster.train).assumed.dense_training == 0.25
+    assert gpu_check.gpu(found.recipe, cluster.train).assumed.dense_training == pytest.approx(EAGER_RATE)
     assert gpu_check.gpu(found.recipe, cluster.generate) == gpu("h200") and cluster.generate.gpu_memory_gb is None
     with refused(("plan.hardware", "contradiction")):
         planned("llama8b_grpo_sync", "cluster.train.gpu=b200", "cluster.generate.gpu=h200", MEASURED)
@@ -104,6 +126,7 @@ def test_only_the_components_of_the_measured_gpu_take_it():
         ("decode: vllm", {"details": {"answer": 0}}, "details"),
         ("train: FSDP2 eager", {"numbers": {"MFU": None}}, "MFU None"),
         ("train: FSDP2 eager", {"numbers": {"MFU": 1.5}}, "MFU 1.5"),
+        ("train: FSDP2 eager", {"numbers": {"step, s": 0.02}}, "step, s 0.02 with MFU 0.25"),
     ],
 )
 def test_a_file_that_is_no_such_measurement_is_refused(changed, part, values, why):
