@@ -2,8 +2,8 @@
 
 The measured GPU's name chooses its description, and the components of that GPU take the measurements:
 
-    train: FSDP2, FSDP2 eager, Megatron-Core    `dense_training`: MFU of the backend that the policy uses, without the optimizer's
-                                                seconds, which the plan adds
+    train: FSDP2, FSDP2 eager, Megatron-Core    `dense_training`: MFU of the backend that the policy uses, and of compiled or
+                                                eager layers, without the optimizer's seconds, which the plan adds
     decode: vllm                                `engine_step_ms`: what its seconds are longer than those of the GPU's work
     offload                                     `page_locked`: the slower of both directions
     refit: shared GPU                           `ipc_gb_per_s`, `gloo_gb_per_s`: of one of the two processes that receive
@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from launch.model_files import planning_config
 from launch.plan import generate_time
 from launch.plan.lengths import Lengths
 from launch.plan.parallelism import GIGA, Links
 from launch.plan.train_time import OPTIMIZER_BYTES
 from pipeline import config, user_files
-from pipeline.config import PRECISIONS, ComponentConfig, Problem, Recipe, RecipeError, hardware, uses_megatron
+from pipeline.config import PRECISIONS, ComponentConfig, Problem, Recipe, RecipeError, compiles, hardware, uses_megatron
 from pipeline.config.hardware import HARDWARE, GPUSpec
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
@@ -257,10 +258,19 @@ def _values(recipe: Recipe, found: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
 
 
 def _trained(recipe: Recipe) -> str:
-    """Return the part that measures the backend which the policy uses."""
+    """Return the part that measures the backend which the policy uses, with compiled or eager layers as it trains."""
     if uses_megatron(recipe.policy):
         return "train: Megatron-Core"
-    return "train: FSDP2 eager" if recipe.policy.dtensor_cfg.compile is False else "train: FSDP2"
+    return "train: FSDP2" if compiles(recipe.policy, _mixture(recipe)) else "train: FSDP2 eager"
+
+
+def _mixture(recipe: Recipe) -> bool:
+    """Return whether the policy's model is a mixture; False for a model that a run is still to write."""
+    try:
+        model = planning_config(recipe.policy)
+        return model is not None and ModelShape.of(model).mixture
+    except RecipeError:
+        return False
 
 
 def _overhead(decoded: Decoded, measured: float, spec: GPUSpec, rate: float) -> float:

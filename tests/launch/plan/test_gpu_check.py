@@ -77,6 +77,26 @@ def test_the_share_of_the_peak_is_of_the_backend_that_trains():
     assert gpu_check.gpu(recipe, recipe.cluster.train).assumed.dense_training == gpu("h100").assumed.dense_training
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "compiled"),
+    [
+        ("llama8b_sft", "policy.dtensor_cfg.compile=null", True),
+        ("llama8b_sft", "policy.dtensor_cfg.tensor_parallel_size=2", False),
+        ("llama8b_sft", "policy.dtensor_cfg.recompute_granularity=selective", False),
+        ("llama8b_sft", "policy.dtensor_cfg.use_liger_kernel=true", False),
+        ("llama8b_sft", "policy.model_name=Qwen/Qwen3.5-9B", False),  # delta nets
+        ("llama8b_sft", "policy.model_name=Qwen/Qwen3-30B-A3B", False),
+        ("llama8b_lora", "policy.dtensor_cfg.lora_cfg.dropout=0.1", False),
+    ],
+)
+def test_the_rate_of_compiled_layers_is_taken_where_a_run_compiles_them(changed, name, key, compiled):
+    numbers = {"MFU": 0.5, "step, s": 0.3, "GB": 19.0, "plan's GB": 20.0}
+    path = changed("train: FSDP2", outcome="passed", numbers=numbers)
+    recipe = config.load(name, ["run_dir=runs/none", key, f"plan.hardware={path}"])
+    (rate,) = (v for v in gpu_check.values(recipe, recipe.cluster.train) if v.field == "dense_training")
+    assert rate.part == ("train: FSDP2" if compiled else "train: FSDP2 eager")
+
+
 def test_turns_take_the_measured_rates():
     keys = ("policy.generation.colocated.enabled=true", "cluster.generate.nodes=1")
     found, before = planned("llama8b_grpo_sync", *keys, MEASURED), planned("llama8b_grpo_sync", *keys)
