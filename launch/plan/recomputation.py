@@ -20,6 +20,7 @@ from launch.plan.advice import set_key
 from launch.plan.lengths import Lengths, assumed
 from launch.plan.memory_megatron import stages
 from launch.plan.memory_parts import GenerateMemory, TrainModel
+from launch.plan.parallelism import train_parallelism
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe, compiles, hardware, uses_megatron
@@ -31,8 +32,8 @@ SPARE, SPARE_OF_MIXTURES = 0.08, 0.2
 and, in mixtures of experts, the ranks whose experts receive more tokens than the even share."""
 NEAR = 0.01  # assumed: relative difference of times below which the estimate prefers none
 SMALLEST, LARGEST = 4096, 16384
-"""Assumed: tokens of microbatches that are tried, where sequences are no longer. At 4,096 tokens a product of bfloat16 matrices
-takes thousands of operations for each byte that it reads, so larger ones make it no faster."""
+"""Assumed: a context-parallel rank's tokens of microbatches that are tried, where sequences are no longer. At 4,096 tokens a
+product of bfloat16 matrices takes thousands of operations for each byte that it reads, so larger ones make it no faster."""
 TOKENS = "policy.sequence_packing.train_mb_tokens"
 NAMES = ("activation_checkpointing", "recompute_granularity", "recompute_method", "recompute_num_layers")
 """Keys of a backend's section. The last two are Megatron-Core's, and null has a meaning of its own there."""
@@ -172,8 +173,9 @@ def _settings(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterat
 
 def _tokens(recipe: Recipe) -> Iterator[int]:
     """Yield tokens of a microbatch, the most first. The longest sequence, or pair of sequences, fits."""
-    least = max(SMALLEST, recipe.policy.max_total_sequence_length * build(recipe).sequences_per_item)
-    doublings = max(1, LARGEST // least).bit_length() - 1
+    context = train_parallelism(recipe.policy, recipe.cluster.train).context
+    least = max(context * SMALLEST, recipe.policy.max_total_sequence_length * build(recipe).sequences_per_item)
+    doublings = max(1, context * LARGEST // least).bit_length() - 1
     yield from (least << power for power in range(doublings, -1, -1))
 
 
