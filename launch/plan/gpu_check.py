@@ -18,7 +18,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -73,6 +74,7 @@ class GPUCheck:
     gpu: str  # the name of its description in recipes/hardware
     memory_gb: float  # of the GPU with the least
     numbers: Mapping[str, Mapping[str, float]]  # by part and name, of parts that passed
+    unmeasured: Mapping[str, str]  # of parts in NUMBERS that failed or were cut: how they ended
     rates: Mapping[str, float]  # by part that trains: the share of the peak that matrix products reach
     decoded: Decoded | None
 
@@ -116,11 +118,13 @@ def _read(path: str, _changed: int) -> GPUCheck:
     gpu, memory = _machine(path, machine)
     parts = dict(_part(path, result) for result in results)
     numbers = {name: parts[name][0] for name in NUMBERS if name in parts and parts[name][0]}
+    unmeasured = {name: parts[name][2] for name in NUMBERS if name in parts and parts[name][2]}
     if not numbers:
-        raise _refused(path, "no measurement that a plan takes", f"at least one of {', '.join(NUMBERS)}")
+        got = "; ".join(["no measurement that a plan takes", *(f"{name} {ended}" for name, ended in unmeasured.items())])
+        raise _refused(path, got, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
     decoded = _decoded(path, parts[DECODE][1]) if DECODE in numbers else None
     rates = {name: _rate(path, name, of, hardware.gpu(gpu)) for name, of in numbers.items() if "MFU" in of}
-    return GPUCheck(Path(path), date, gpu, memory, numbers, rates, decoded)
+    return GPUCheck(Path(path), date, gpu, memory, numbers, unmeasured, rates, decoded)
 
 
 def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
@@ -137,19 +141,17 @@ def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
     return base, min(memory)
 
 
-def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[str, Any]]]:
-    """Return (part, (its numbers that are read, its details)); no numbers of a part that was left out."""
+def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[str, Any], str]]:
+    """Return (part, (its numbers that are read, its details, "" or how it failed or was cut)); numbers if it has passed."""
     name = result.get("part") if isinstance(result, dict) else None
     outcome = result.get("outcome") if isinstance(result, dict) else None
     if not isinstance(name, str) or outcome not in OUTCOMES:
         raise _refused(path, f"the part {name!r} with the outcome {outcome!r}", f"an outcome of {', '.join(OUTCOMES)}")
-    wanted = NUMBERS.get(name, ())
+    wanted, note = NUMBERS.get(name, ()), result.get("note")
     if not wanted or outcome == LEFT_OUT:
-        return name, ({}, {})
+        return name, ({}, {}, "")
     if outcome != PASSED:
-        raise _refused(
-            path, f"{name}: {outcome} ({result.get('note')})", "parts that passed", hint=f"parts={name.split(':')[0]}"
-        )
+        return name, ({}, {}, " ".join(filter(None, [outcome, note and f"({note})"])))
     numbers, details = result.get("numbers"), result.get("details")
     if not isinstance(numbers, dict) or not isinstance(details, dict):
         raise _refused(path, f"{name} without numbers or details", "both")
@@ -157,7 +159,7 @@ def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[
         value = numbers.get(number)
         if not _is_number(value) or (number == "MFU" and value > 1):
             raise _refused(path, f"{name}: {number} {value!r}", f"a number above 0{' and at most 1' * (number == 'MFU')}")
-    return name, ({number: float(numbers[number]) for number in wanted}, details)
+    return name, ({number: float(numbers[number]) for number in wanted}, details, "")
 
 
 def _decoded(path: str, details: Mapping[str, Any]) -> Decoded:
@@ -190,9 +192,15 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _refused(path: str, got: str, expected: str, code: str = "bad-format", hint: str = "") -> RecipeError:
-    again = f'Try make gpu-check ARGS="{hint or "out=FILE"}" on that GPU'
-    return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. {again}"))
+def _refused(path: str, got: str, expected: str, code: str = "bad-format", again: str = "") -> RecipeError:
+    again = again or 'make gpu-check ARGS="out=FILE"'
+    return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. Try {again} on that GPU"))
+
+
+def _again(path: Path | str, parts: Iterable[str]) -> str:
+    """Return the command that runs these parts of a file again."""
+    given = shlex.join([f"after={path}", f"out={path}", f"parts={','.join(parts)}"])
+    return f'make gpu-check ARGS="{given}"'
 
 
 # ---- what it changes ----------------------------------------------------------------------------------------------------
@@ -296,7 +304,10 @@ SHOWN = {
 
 
 def described(recipe: Recipe, component: ComponentConfig) -> str:
-    """Return which values of a component's GPU are measured, and which are still assumed; "" if none is measured."""
+    """Return which values of a component's GPU are measured, which are still assumed, and which parts failed or were cut.
+
+    Return "" if the GPU is not the measured one.
+    """
     found = of_recipe(recipe)
     if found is None or found.gpu != component.gpu:
         return ""
@@ -308,4 +319,8 @@ def described(recipe: Recipe, component: ComponentConfig) -> str:
         shown.append(f"the memory of a step is {share:.2f} of the planned one ({_trained(recipe)})")
     assumed = [name for name in hardware.assumptions() if name not in {value.field for value in taken}]
     where = f"{found.gpu} by {found.path} of {found.date}, with small models"
-    return f"{where}: {'; '.join(shown)}. Still assumed: {', '.join(assumed)}"
+    lines = f"{where}: {'; '.join(shown)}. Still assumed: {', '.join(assumed)}"
+    if not found.unmeasured:
+        return lines
+    failed = "; ".join(f"{part} {ended}" for part, ended in found.unmeasured.items())
+    return f"{lines}. Not measured: {failed}. Try {_again(found.path, found.unmeasured)} on that GPU"

@@ -44,11 +44,15 @@ class Check:
         return self._results[MACHINE].details if MACHINE in self._results else {}
 
     def run(self, wanted: tuple[str, ...]) -> int:
-        """Run the parts whose names begin so, and return the status."""
+        """Run the parts whose names begin so, and return the status.
+
+        Parts that are named run again, and replace what an earlier check found of them.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._cut)
         try:
             first, *others = every(self._place)
+            named = "" not in wanted
             self._run(first)
             gpus = self._machine.get("gpus", [])
             if self._machine and self._place.device == "cuda" and not gpus:
@@ -57,7 +61,7 @@ class Check:
             self._place = self._processes.place = dataclasses.replace(self._place, gpus=len(gpus))
             self._write()
             for part in others if self._machine else []:
-                if part.name.startswith(wanted) and part.name not in self._kept:
+                if part.name.startswith(wanted) and (named or part.name not in self._kept):
                     self._run(part)
                     self._write()
         except Ended:
@@ -84,7 +88,8 @@ class Check:
                 result.outcome = CUT if left < own else FAILED
             self._running = None
             self._add(result, begin)
-        self._results[part.name] = result
+        if result.outcome != LEFT_OUT or part.name not in self._kept:
+            self._results[part.name] = result
         print(f"    {result.outcome}: {table.row(result)}", flush=True)
 
     def _left_out(self, part: Part, left: float) -> Result | None:

@@ -29,11 +29,11 @@ def course(tmp_path, monkeypatch):
     """Return a function that runs these parts after a machine without GPUs, and returns (status, results by part)."""
     machine = called("machine", name=MACHINE)
 
-    def run(*others: Part, **options: str) -> tuple[int, dict[str, dict]]:
+    def run(*others: Part, wanted: tuple[str, ...] = ("",), **options: str) -> tuple[int, dict[str, dict]]:
         monkeypatch.setattr(check, "every", lambda _: [machine, *others])
         monkeypatch.setattr(signal, "signal", lambda *_: None)
         options = {"total": "600", "out": str(tmp_path / "out.json"), "after": "", **options}
-        status = Check(place(tmp_path), options).run(("",))
+        status = Check(place(tmp_path), options).run(wanted)
         return status, written(Path(options["out"]))
 
     return run
@@ -169,6 +169,23 @@ def test_a_second_call_takes_the_first_ones_results(course, tmp_path):
         "kept": "first",
         "again": "again",
         "cut": "again",
+    }
+
+
+def test_a_second_call_runs_named_parts_again(course, tmp_path):
+    """Their results replace the first ones, unless they do not fit in the time."""
+    failed, passed, other = (program("print('again')", name) for name in ("train: a", "train: b", "other"))
+    long = dataclasses.replace(program("print('again')", "train: long"), seconds=(1e4, 1e4))
+    first = tmp_path / "first.json"
+    outcomes = {"train: a": FAILED, "train: b": PASSED, "train: long": PASSED, "other": FAILED}
+    earlier = [dataclasses.asdict(Result(name, outcome, "first")) for name, outcome in outcomes.items()]
+    first.write_text(json.dumps(check._heading(place(tmp_path)) | {"machine": {}, "results": earlier}))
+    _, found = course(failed, passed, long, other, wanted=("train",), after=str(first), out=str(first))
+    assert {name: (found[name]["outcome"], found[name]["note"]) for name in outcomes} == {
+        "train: a": (PASSED, "again"),
+        "train: b": (PASSED, "again"),
+        "train: long": (PASSED, "first"),
+        "other": (FAILED, "first"),
     }
 
 

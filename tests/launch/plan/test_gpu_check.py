@@ -115,6 +115,30 @@ def test_the_report_says_what_is_measured_and_what_is_assumed():
     assert "measured h100" not in table(planned("llama8b_grpo_sync"))
 
 
+@pytest.mark.parametrize(("outcome", "note"), [("failed", "IndexError: 3"), ("cut", "ended by SIGTERM")])
+def test_a_part_that_failed_leaves_the_others(changed, outcome, note):
+    path = changed("train: Megatron-Core", outcome=outcome, note=note, numbers={"MFU": None})
+    found = planned("llama8b_grpo_sync", EAGER, f"plan.hardware={path}")
+    assert gpu_check.gpu(found.recipe, found.recipe.cluster.train).assumed.dense_training == pytest.approx(EAGER_RATE)
+    told = table(found)
+    assert f"Not measured: train: Megatron-Core {outcome} ({note}). Try" in told
+    assert f"""make gpu-check ARGS="after={path} out={path} 'parts=train: Megatron-Core'" on that GPU""" in told
+    assert "Not measured" not in table(planned("llama8b_grpo_sync", EAGER, MEASURED))
+
+
+def test_a_file_whose_parts_all_failed_is_refused(tmp_path):
+    record = json.loads(SAMPLE.read_text())
+    for one in record["results"]:
+        one["outcome"] = "failed"
+    path = tmp_path / "failed.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(config.RecipeError) as error:
+        planned("llama8b_grpo_sync", f"plan.hardware={path}")
+    (problem,) = error.value.problems
+    assert "; offload failed (0.000262 GB); " in problem.message, problem.message
+    assert f'make gpu-check ARGS="after={path} out={path} ' in problem.message
+
+
 def test_only_the_components_of_the_measured_gpu_take_it():
     found = planned("llama8b_grpo_sync", EAGER, "cluster.generate.gpu=h200", MEASURED)
     cluster = found.recipe.cluster
@@ -138,8 +162,6 @@ def test_only_the_components_of_the_measured_gpu_take_it():
         ("", {"results": []}, "no measurement that a plan takes"),
         ("", {"results": [3]}, "the part None"),
         ("", {"date": 3}, "without machine, date or results"),
-        ("offload", {"outcome": "failed"}, "offload: failed"),
-        ("decode: vllm", {"outcome": "cut"}, "decode: vllm: cut"),
         ("decode: vllm", {"outcome": "late"}, "the outcome 'late'"),
         ("decode: vllm", {"numbers": {"s": float("nan")}}, "s nan"),
         ("decode: vllm", {"details": {"model": {}}}, "a model that cannot be planned"),
