@@ -6,8 +6,13 @@ The measured GPU's name chooses its description, and the components of that GPU 
                                                 eager layers, without the optimizer's seconds, which the plan adds
     decode: vllm                                `engine_step_ms`: what its seconds are longer than those of the GPU's work
     offload                                     `page_locked`: the slower of both directions
-    refit: shared GPU                           `ipc_gb_per_s`, `gloo_gb_per_s`: of one of the two processes that receive
+    refit: shared GPU                           `ipc_gb_per_s`: all bytes into the GPU. `gloo_gb_per_s`: those into a process,
+                                                without the copies to and from the host, which the plan adds
     machine                                     `memory_gb`: all that CUDA shows
+
+Two train and two generate processes share the GPU of that refit; in a run there is one of each on a GPU. By CUDA IPC the GPU
+moves the bytes, for one process at a time, so one process is taken to receive as fast as both together. If launches set the
+pace and not the GPU, that is up to twice too fast. Over gloo each process has processor threads of its own, and keeps its pace.
 
 All other values stay assumed. tests/gpu_check writes the file; a change of it that this module has to know changes FORMAT.
 """
@@ -38,7 +43,7 @@ from pipeline.models.shape import ModelShape
 FORMAT = 1
 """Of the file, as in tests/gpu_check/check.py."""
 KEY = "plan.hardware"
-RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`
+RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`, which get equally many bytes
 TRAINED = 1_498_482_688
 """Parameters of the model that FORMAT trains: tests/gpu_check/sizes.py."""
 PASSED, LEFT_OUT = "passed", "left out"
@@ -257,12 +262,15 @@ def _values(recipe: Recipe, found: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
         yield Value("dense_training", rate, part)
     if found.decoded and recipe.policy.generation.backend == "vllm":
         yield Value("engine_step_ms", _overhead(found.decoded, numbers[DECODE]["s"], spec, rate), DECODE)
+    copies = spec.assumed.page_locked * spec.host_gb_per_s
     if "offload" in numbers:
-        slowest = min(numbers["offload"].values())
-        yield Value("page_locked", slowest / spec.host_gb_per_s, "offload")
+        copies = min(numbers["offload"].values())
+        yield Value("page_locked", copies / spec.host_gb_per_s, "offload")
     if (name := "refit: shared GPU") in numbers:
-        yield Value("ipc_gb_per_s", numbers[name]["IPC GB/s"] / RECEIVERS, name)
-        yield Value("gloo_gb_per_s", numbers[name]["host GB/s"] / RECEIVERS, name)
+        yield Value("ipc_gb_per_s", numbers[name]["IPC GB/s"], name)
+        each = 1 / numbers[name]["host GB/s"] - 2 / copies  # seconds of a GB over gloo, beside its copies to and from the host
+        if each > 0:
+            yield Value("gloo_gb_per_s", 1 / each / RECEIVERS, name)
 
 
 def _trained(recipe: Recipe) -> str:

@@ -46,7 +46,6 @@ def test_measured_values_replace_assumed_ones():
     found, before = planned("llama8b_grpo_sync", EAGER, MEASURED), planned("llama8b_grpo_sync", EAGER)
     measured, assumed = gpu_check.gpu(found.recipe, found.recipe.cluster.train).assumed, gpu("h100").assumed
     assert measured.dense_training == pytest.approx(EAGER_RATE) and measured.page_locked == pytest.approx(40 / 64)
-    assert (measured.ipc_gb_per_s, measured.gloo_gb_per_s) == (50, 3)
     assert 0 < measured.engine_step_ms < 1.6384e3 / 256  # a step's milliseconds, of which the GPU works in some
     assert (measured.bandwidth, measured.mixture_training, measured.host) == (0.6, assumed.mixture_training, assumed.host)
     assert found.recipe.cluster.train.gpu_memory_gb == 84.4  # of the smaller GPU
@@ -104,6 +103,24 @@ def test_turns_take_the_measured_rates():
     one, other = (next(p.seconds for p in each.phases if p.name == named_turn) for each in (found, before))
     assert one / other == pytest.approx(0.8 / (40 / 64))
     assert "62% of the host link's 64 GB/s" in colocation.assumed(found.recipe)
+
+
+@pytest.mark.parametrize("by", ["ipc", "host"])
+def test_the_plan_of_the_measured_refit_takes_the_measured_seconds(by):
+    """Two processes share the GPU there: each gets half of the bytes, and copies of both pass the one link to the host."""
+    keys = ("policy.generation.colocated.enabled=true", "cluster.generate.nodes=1")
+    recipe = planned("llama8b_grpo_sync", *keys, f"policy.generation.colocated.refit={by}", MEASURED).recipe
+    parts = colocation.refit(recipe, 1e9, None).parts
+    if by == "ipc":
+        assert parts == {"CUDA IPC": pytest.approx(1 / 100)}
+    else:
+        assert parts["gloo"] / 2 + parts["to and from the host"] == pytest.approx(1 / 6)
+
+
+def test_a_refit_that_is_faster_than_its_copies_measures_no_gloo(changed):
+    path = changed("refit: shared GPU", numbers={"host GB/s": 21.0})
+    recipe = planned("llama8b_grpo_sync", f"plan.hardware={path}").recipe
+    assert gpu_check.gpu(recipe, recipe.cluster.train).assumed.gloo_gb_per_s == gpu("h100").assumed.gloo_gb_per_s
 
 
 def test_the_report_says_what_is_measured_and_what_is_assumed():
