@@ -3,7 +3,7 @@
     total=SECONDS     how long it may take, 840 by default. A part that does not fit in what is left is left out
     parts=NAME,NAME   only the parts whose names begin so, such as parts=train,decode
     out=FILE          for the results. By default $OUT/gpu_check.json if the variable OUT names a folder, else gpu_check.json
-    after=FILE        take the results of an earlier call, and run only the parts that had no time in it
+    after=FILE        take the results of an earlier call, and run the parts that had no time in it, or those in `parts`
     size=tiny, device=cpu   for tests of this program: the tests that need a GPU are only collected
 
 The parts come in the order of what they tell. One whose packages or GPUs are missing is left out. The results are written after
