@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.plan import colocation, memory, memory_generate, train_time
+from launch.plan import colocation, gpu_check, memory, memory_generate, train_time
 from launch.plan.advice import set_key
 from launch.plan.lengths import Lengths, assumed
 from launch.plan.memory_megatron import stages
@@ -89,8 +89,9 @@ def choose(
         why = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
         return _with(recipe, settings[-1]), f"{_shown(settings[-1])}, which needs the least memory, because {why}"
     tried = try_all(recipe, settings, shapes, lengths or assumed(recipe))
-    best, fitting = fastest(tried, (1 - spare(shapes)) * hardware.memory_gb(train) * 1e9)
-    held = f"{best.nbytes / 1e9:.1f} of {hardware.memory_gb(train):g} GB"
+    memory_gb = _memory_gb(recipe)
+    best, fitting = fastest(tried, (1 - spare(shapes)) * memory_gb * 1e9)
+    held = f"{best.nbytes / 1e9:.1f} of {memory_gb:g} GB"
     if not fitting:
         return best.recipe, f"{_shown(best.setting)}, which needs the least memory: {held}. None leaves {spare(shapes):.0%}"
     of = f"the fastest of the {len(fitting)} settings of {len(tried)} that leave {spare(shapes):.0%} of a GPU's memory"
@@ -135,7 +136,7 @@ def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, Mo
 
 def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
     """Return the memory of the generate rank that shares a train rank's GPU; None without one."""
-    return memory_generate.generate(recipe, shapes["policy"]) if config.colocated(recipe) else None
+    return memory_generate.generate(gpu_check.sized(recipe), shapes["policy"]) if config.colocated(recipe) else None
 
 
 def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMemory | None) -> float:
@@ -148,7 +149,7 @@ def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMem
 def _tried(
     recipe: Recipe, setting: Setting, shapes: Mapping[str, ModelShape], lengths: Lengths, engine: GenerateMemory | None
 ) -> Tried:
-    phases = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
+    phases = train_time.phases(recipe, shapes, lengths, gpu_check.gpu(recipe, recipe.cluster.train))
     size = recipe.policy.megatron_cfg.pipeline_model_parallel_size
     recomputed = flops.recomputed(recipe.policy, shapes["policy"], size, 0.0)
     return Tried(recipe, setting, sum(phase.seconds for phase in phases), _bytes(recipe, shapes, engine), recomputed)
@@ -213,8 +214,14 @@ def _kept(recipe: Recipe, before: Recipe) -> Setting:
 
 
 def _fits(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
-    train = recipe.cluster.train
-    return not train.gpus_per_node or _bytes(recipe, shapes, _engine(recipe, shapes)) <= hardware.memory_gb(train) * 1e9
+    if not recipe.cluster.train.gpus_per_node:
+        return True
+    return _bytes(recipe, shapes, _engine(recipe, shapes)) <= _memory_gb(recipe) * 1e9
+
+
+def _memory_gb(recipe: Recipe) -> float:
+    """Return the memory of a train rank's GPU, as plan.hardware measured it if that is given."""
+    return hardware.memory_gb(gpu_check.sized(recipe).cluster.train)
 
 
 def _compile_alike(recipe: Recipe, other: Recipe, shapes: Mapping[str, ModelShape]) -> bool:

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +109,22 @@ def test_only_eager_layers_recompute_selectively(keys, granularity):
 def test_context_parallel_ranks_share_a_microbatch(size):
     recipe = config.load("llama8b_grpo", ["run_dir=runs/none", f"{FSDP}.context_parallel_size={size}"])
     assert list(recomputation._tokens(recipe)) == [16384 * size, 8192 * size, 4096 * size]
+
+
+def test_the_choice_is_of_the_gpu_that_plan_hardware_measured(tmp_path):
+    record = json.loads(Path(__file__).with_name("artificial_gpu_check.json").read_text())
+    record["machine"]["memory_gb"] = [40.0, 40.0]
+    (path := tmp_path / "measured.json").write_text(json.dumps(record))
+    keys = (f"{FSDP}.compile=false", f"plan.hardware={path}")
+    recipe, choice = chosen("llama8b_grpo", *keys)
+    assert recipe.policy.dtensor_cfg.activation_checkpointing and " of 40 GB" in choice.recomputation
+    assert recipe.cluster.train.gpu_memory_gb is None  # which the recipe does not say
+    shapes = backend._known_shapes(recipe, [])
+    measured, assumed = (
+        recomputation.try_all(each, [{}], shapes, lengths.assumed(each))[0].seconds
+        for each in (recipe, config.changed(recipe, {"plan.hardware": None}))
+    )
+    assert measured > 1.5 * assumed  # matrix products reach 25 % of the peak
 
 
 def test_a_gpu_that_an_engine_shares_has_less_room():
