@@ -94,8 +94,9 @@ def choose(
     held = f"{best.nbytes / 1e9:.1f} of {memory_gb:g} GB"
     if not fitting:
         return best.recipe, f"{_shown(best.setting)}, which needs the least memory: {held}. None leaves {spare(shapes):.0%}"
-    of = f"the fastest of the {len(fitting)} settings of {len(tried)} that leave {spare(shapes):.0%} of a GPU's memory"
-    return best.recipe, f"{_shown(best.setting)}, {of}: {held}"
+    of = f"the fastest of the {len(fitting)} settings of {len(tried)} that leave"
+    of = of if len(fitting) > 1 else f"the only setting of {len(tried)} that leaves"
+    return best.recipe, f"{_shown(best.setting)}, {of} {spare(shapes):.0%} of a GPU's memory: {held}"
 
 
 def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape], lengths: Lengths) -> Recipe:
