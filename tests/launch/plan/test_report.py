@@ -51,7 +51,8 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
         ["rollout and training overlap"],
         ["rollouts in flight"],
     ),
-    ("llama8b_grpo", *LAYERS): (["recompute_granularity=selective would fit and take"], []),
+    ("llama8b_grpo", *LAYERS): ([], ["recompute_granularity=selective"]),  # which compiled layers do not have
+    ("llama8b_grpo", *LAYERS, "policy.dtensor_cfg.compile=false"): (["recompute_granularity=selective would fit and take"], []),
     ("llama70b_grpo", "policy.megatron_cfg.activation_checkpointing=true", "policy.megatron_cfg.recompute_method=uniform"): (
         ["policy.megatron_cfg.activation_checkpointing=false", "would fit and take"],
         [],
@@ -216,9 +217,9 @@ def test_the_ranks_of_a_reward_model_are_listed():
 
 def test_recomputing_less_is_proposed_where_it_fits():
     key = "policy.dtensor_cfg"
-    tokens = "policy.sequence_packing.train_mb_tokens=8192"
+    eager, tokens = f"{key}.compile=false", "policy.sequence_packing.train_mb_tokens=8192"
     totals = {
-        name: planned("llama8b_grpo", tokens, *(f"{key}.{change}" for change in changes)).train.total
+        name: planned("llama8b_grpo", eager, tokens, *(f"{key}.{change}" for change in changes)).train.total
         for name, changes in {
             "nothing": ["activation_checkpointing=false", "recompute_granularity=full"],
             "selective": ["activation_checkpointing=true", "recompute_granularity=selective"],
@@ -227,11 +228,12 @@ def test_recomputing_less_is_proposed_where_it_fits():
     }
     assert totals["full"] < totals["selective"] < totals["nothing"]
 
-    def advised(below: str, above: str) -> list[str]:
+    def advised(below: str, above: str, *given: str) -> list[str]:
         room = f"cluster.train.gpu_memory_gb={(totals[below] + totals[above]) / 2e9}"
-        return planned("llama8b_grpo", tokens, f"{key}.activation_checkpointing=false", FULL, room).advice()
+        return planned("llama8b_grpo", *given, tokens, f"{key}.activation_checkpointing=false", FULL, room).advice()
 
     both = f"{key}.activation_checkpointing=true {key}.recompute_granularity=selective: "
-    first, *others = advised("selective", "nothing")
+    first, *others = advised("selective", "nothing", eager)
     assert first.startswith(both) and not any("activation_checkpointing" in other for other in others)
-    assert not any("selective" in text for text in advised("full", "selective"))
+    assert not any("selective" in text for text in advised("full", "selective", eager))
+    assert not any("selective" in text for text in advised("selective", "nothing"))  # it would make compiled layers eager
