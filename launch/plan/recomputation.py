@@ -83,20 +83,20 @@ def choose(
         anew = shapes is not None and not open_keys(same) and not _fits(same, shapes) and _compile_alike(recipe, same, shapes)
         recipe = _with(recipe, {TOKENS: kept[TOKENS]} if TOKENS in kept else {}) if anew else same
         if not open_keys(recipe):
-            return recipe, f"{_shown(kept)}, as the run began"
+            return recipe, _line(kept, "as the run began")
     settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
     if shapes is None or not train.gpus_per_node:
         why = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
-        return _with(recipe, settings[-1]), f"{_shown(settings[-1])}, which needs the least memory, because {why}"
+        return _with(recipe, settings[-1]), _line(settings[-1], f"which needs the least memory, because {why}")
     tried = try_all(recipe, settings, shapes, lengths or assumed(recipe))
     memory_gb = _memory_gb(recipe)
     best, fitting = fastest(tried, (1 - spare(shapes)) * memory_gb * 1e9)
     held = f"{best.nbytes / 1e9:.1f} of {memory_gb:g} GB"
     if not fitting:
-        return best.recipe, f"{_shown(best.setting)}, which needs the least memory: {held}. None leaves {spare(shapes):.0%}"
+        return best.recipe, _line(best.setting, f"which needs the least memory: {held}. None leaves {spare(shapes):.0%}")
     of = f"the fastest of the {len(fitting)} settings of {len(tried)} that leave"
     of = of if len(fitting) > 1 else f"the only setting of {len(tried)} that leaves"
-    return best.recipe, f"{_shown(best.setting)}, {of} {spare(shapes):.0%} of a GPU's memory: {held}"
+    return best.recipe, _line(best.setting, f"{of} {spare(shapes):.0%} of a GPU's memory: {held}")
 
 
 def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape], lengths: Lengths) -> Recipe:
@@ -248,7 +248,8 @@ def _with(recipe: Recipe, setting: Setting) -> Recipe:
     return recipe
 
 
-def _shown(setting: Setting) -> str:
-    """Return the keys without those that keep their default, null or whole layers."""
+def _line(setting: Setting, why: str) -> str:
+    """Return the choice with its reason, without keys that keep their default, null or whole layers; empty if all do."""
     given = {key: value for key, value in setting.items() if value not in (None, "full")}
-    return " ".join(config.format_override(key, value) for key, value in given.items())
+    shown = " ".join(config.format_override(key, value) for key, value in given.items())
+    return f"{shown}, {why}" if shown else ""

@@ -228,3 +228,9 @@ def test_the_submission_stores_the_choice(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "# recomputation: policy.dtensor_cfg.activation_checkpointing=false" in printed
     assert "    train_mb_tokens: 4096\n" in printed and "train_mb_tokens: null" not in printed
+
+
+def test_a_choice_that_selects_no_key_is_not_told():
+    """Without recomputation, its granularity has no effect."""
+    recipe, choice = chosen("llama70b_grpo", *ALL_OR_NONE[0][:1], f"{TOKENS}=4096")
+    assert choice.recomputation == "" and not recipe.policy.megatron_cfg.activation_checkpointing
