@@ -45,7 +45,7 @@ FORMAT = 1
 KEY = "plan.hardware"
 RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`, which get equally many bytes
 TRAINED = 1_498_482_688
-"""Parameters of the model that FORMAT trains: tests/gpu_check/sizes.py."""
+"""Parameters of the measured model of FORMAT: tests/gpu_check/sizes.py."""
 PASSED, LEFT_OUT = "passed", "left out"
 OUTCOMES = (PASSED, "failed", "cut", LEFT_OUT)
 NUMBERS = {

@@ -49,7 +49,7 @@ def describe(place: Place) -> Measurement:
         "memory_gb": [torch.cuda.mem_get_info(i)[1] / 1e9 for i in gpus],  # all that CUDA shows
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "nccl": list(torch.cuda.nccl.version()) if gpus else None,
+        "NCCL": list(torch.cuda.nccl.version()) if gpus else None,
         "torch_build": f"{torch.__version__} ({torch.version.git_version})",
         "versions": versions(),
         "lacking": lacking,
