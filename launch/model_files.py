@@ -165,12 +165,21 @@ def _in_cache(name: str) -> Path | None:
     """Return the snapshot of `main`, which transformers reads, if it has a config.json."""
     if _looks_like_path(name):
         return None
-    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    snapshot = hub_snapshot("models", name)
+    return snapshot if snapshot and (snapshot / "config.json").exists() else None
+
+
+def hub_snapshot(kind: str, repository: str, revision: str | None = None) -> Path | None:
+    """Return the folder of a repository's files in the hub's cache; None if it is not there.
+
+    kind: models or datasets. revision: None for that of `main`.
+    """
+    folder = hub_cache() / f"{kind}--{repository.replace('/', '--')}"
     try:
-        snapshot = repository / "snapshots" / user_files.read_text(repository / "refs/main", 1024).strip()
+        snapshot = folder / "snapshots" / (revision or user_files.read_text(folder / "refs/main", 1024).strip())
     except (OSError, ValueError):
         return None
-    return snapshot if (snapshot / "config.json").exists() else None
+    return snapshot if snapshot.is_dir() else None
 
 
 def read_json(path: Path, most: int = user_files.MAX_TEXT) -> dict[str, Any]:

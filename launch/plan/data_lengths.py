@@ -37,7 +37,7 @@ class DataLengths:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What was read of one data set."""
+    """The lengths of the records that were read of one data set."""
 
     lengths: Sequence[int]
     complete: bool  # whether these are all of its records

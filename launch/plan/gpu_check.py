@@ -41,7 +41,7 @@ from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 
 FORMAT = 1
-"""Of the file, as in tests/gpu_check/check.py."""
+"""The version of the file's format, as in tests/gpu_check/check.py."""
 KEY = "plan.hardware"
 RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`, which get equally many bytes
 TRAINED = 1_498_482_688
@@ -139,10 +139,10 @@ def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
         raise _refused(path, f"machine.gpus {gpus!r}", "one or several GPUs of one kind")
     if not isinstance(memory, list) or len(memory) != len(gpus) or not all(map(_is_number, memory)):
         raise _refused(path, f"machine.memory_gb {memory!r}", "a number for each GPU")
-    names = sorted((file.stem for file in HARDWARE.glob("*.yaml")), key=len, reverse=True)  # gb200 before b200
-    base = next((name for name in names if name in str(gpus[0]).lower()), None)
+    base = hardware.of_device(str(gpus[0]))
     if base is None:
-        raise _refused(path, f"the GPU {gpus[0]!r}", f"one of recipes/hardware: {', '.join(sorted(names))}")
+        names = sorted(file.stem for file in HARDWARE.glob("*.yaml"))
+        raise _refused(path, f"the GPU {gpus[0]!r}", f"one of recipes/hardware: {', '.join(names)}")
     return base, min(memory)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.model_files import hub_cache
+from launch.model_files import hub_snapshot
 from pipeline import user_files
 from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, Problem, RecipeError
 from pipeline.data import named
@@ -89,7 +89,7 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
     if name is None or name in GENERATED_DATASETS or Path(name).exists():
         return None
     known = NAMED_DATASETS.get(name)
-    folder = _hub_snapshot(known.repository if known else name, dataset.kwargs.get("revision"))
+    folder = hub_snapshot("datasets", known.repository if known else name, dataset.kwargs.get("revision"))
     split = dataset.split or (known.split if known else "train")
     subset = dataset.subset or (known.subsets[0] if known and known.subsets else None)
     paths = sorted(folder.rglob(f"{split}-*.parquet")) if folder else []
@@ -103,16 +103,6 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
     if known:
         records.found = [(number, named.record(dataset, row)) for number, row in records.found]
     return records
-
-
-def _hub_snapshot(repository: str, revision: str | None) -> Path | None:
-    """Return the folder of a repository's files in the hub's cache; None if it is not there."""
-    folder = hub_cache() / f"datasets--{repository.replace('/', '--')}"
-    try:
-        found = folder / "snapshots" / (revision or user_files.read_text(folder / "refs/main").strip())
-    except (OSError, ValueError):
-        return None
-    return found if found.is_dir() else None
 
 
 # ---- JSONL -------------------------------------------------------------------------------------------------------------------

@@ -88,6 +88,12 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
     return GPUSpec(name=path.stem, **numbers, assumed=Assumed(**{name: float(value) for name, value in assumed.items()}))
 
 
+def of_device(name: str) -> str | None:
+    """Return the name of the description of a GPU that CUDA calls `name`, such as h100; None if recipes/hardware has none."""
+    described = sorted((file.stem for file in HARDWARE.glob("*.yaml")), key=len, reverse=True)  # gb200 before b200
+    return next((each for each in described if each in name.lower()), None)
+
+
 def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:
     """Yield (code, message) for each problem of a description. prefix: of its keys."""
     wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}

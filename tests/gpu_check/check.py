@@ -18,7 +18,7 @@ from tests.gpu_check.processes import Processes
 from tests.gpu_check.table import CUT, FAILED, LATE, LEFT_OUT, Result
 
 FORMAT = 1
-"""Of the file: launch/plan/gpu_check.py reads it, and changes with it."""
+"""The version of the file's format. launch/plan/gpu_check.py reads the file, and changes with it."""
 NOTHING_TO_CHECK = 2
 NO_TIME = "no time"
 

@@ -33,7 +33,7 @@ FIELDS = (
     "remapped_rows.pending",
     "remapped_rows.failure",
 )
-"""Of `nvidia-smi --help-query-gpu`."""
+"""Fields that `nvidia-smi --help-query-gpu` explains."""
 
 
 def describe(place: Place) -> Measurement:

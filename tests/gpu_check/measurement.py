@@ -1,4 +1,4 @@
-"""What a measurement finds, and where it measures."""
+"""The result of a measurement, and the place where parts measure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Numbers = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where to measure, and how much."""
+    """The device, the size and the folder with which parts measure."""
 
     device: str  # cuda or cpu
     size: str  # full or tiny

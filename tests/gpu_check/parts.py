@@ -53,7 +53,7 @@ def _there(module: str) -> bool:
 
 PIPELINE = (*TORCH, "yaml", "omegaconf", "pydantic", "pydantic_core", "annotated_types", "typing_inspection")
 PIPELINE += ("typing_extensions", "msgspec", "psutil")
-"""What every part but the first imports."""
+"""Modules that every part but the first imports."""
 MODELS = (*PIPELINE, "transformers", "safetensors")
 RECIPES = (*MODELS, "antlr4", "jinja2")  # of parts that read a recipe and build its roles
 MEGATRON = ("megatron.core",)

@@ -66,7 +66,7 @@ def _refits(place: Place, half: int, kinds: dict[str, tuple[str, bool]], apart: 
 
 @dataclass
 class Report:
-    """What a rank reports."""
+    """The measurements of a rank."""
 
     plan: RefitPlan
     names: list[str]  # of all tensors

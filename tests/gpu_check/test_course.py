@@ -156,7 +156,7 @@ def test_a_part_for_several_gpus_is_left_out_on_one(tmp_path):
 
 
 def test_a_second_call_takes_the_first_ones_results(course, tmp_path):
-    """What had no time, or was cut, runs again."""
+    """Parts that had no time, or were cut, run again."""
     kept, again, cut = (program("print('again')", name) for name in ("kept", "again", "cut"))
     earlier = [Result("kept", FAILED, "first"), Result("again", LEFT_OUT, "no time (needs about 9 s, 1 s are left)")]
     earlier.append(Result("cut", CUT, "ended by SIGTERM"))

@@ -34,7 +34,6 @@ STEPS = {
 """Keys by the name of a training step. On a GPU layers are compiled where no key says otherwise."""
 COMPILE = "policy.dtensor_cfg.compile=true"
 WARM_UP = 2
-PEAKS = ("gb200", "b200", "h200", "h100")  # in recipes/hardware/; the first that a GPU's name contains
 
 
 def step(place: Place, name: str) -> Measurement:
@@ -84,8 +83,9 @@ def _measure(place: Place, name: str, size: Size, count: int = 1) -> tuple[Numbe
     rate = 3 * flops.forward(shapes["policy"], tokens, pairs) / spent / count
     numbers |= {"tokens/s": tokens / spent, "step, s": spent, "TFLOP/s a rank": rate / 1e12, "MFU": None}
     if place.device == "cuda":
-        peak = next((hardware.gpu(each).bf16_tflops for each in PEAKS if each in torch.cuda.get_device_name().lower()), None)
-        numbers |= {"MFU": peak and rate / 1e12 / peak, "GB": (torch.cuda.max_memory_allocated() - held) / 1e9}
+        described = hardware.of_device(torch.cuda.get_device_name())
+        numbers |= {"MFU": rate / 1e12 / hardware.gpu(described).bf16_tflops if described else None}
+        numbers |= {"GB": (torch.cuda.max_memory_allocated() - held) / 1e9}
         predicted = memory.train(recipe, shapes)
         own = predicted.total - predicted.parts.get("runtime", 0.0)
         own -= memory.staging(recipe, shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))

@@ -70,7 +70,7 @@ def test_a_valid_reward_model_passes(load):
 
 @pytest.mark.parametrize("model", ["judge", "model"])
 def test_an_evaluated_model_is_a_reward_model_or_one_that_samples(load, tmp_path, model):
-    """Of the suite of reward models, which samples nothing."""
+    """The suite of reward models samples nothing."""
     load()
     write_weights(tmp_path / "model")
     keys = [f"policy.model_name={tmp_path / model}", f"run_dir={tmp_path}/run", "policy.max_total_sequence_length=32"]
