@@ -15,7 +15,7 @@ help:  ## List the targets.
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-20s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) slurm  ## Make .venv with all packages, and install Slurm for the tests where this user may.
-	@if command -v nvidia-smi >/dev/null; then $(BIN)/python -m pipeline.c_compiler; fi
+	@if command -v nvidia-smi >/dev/null; then $(BIN)/python -m pipeline.node.c_compiler; fi
 
 # On a machine with an NVIDIA GPU the packages come from the `gpu` extra, elsewhere from the CPU lock.
 $(READY): $(LOCK) pyproject.toml

@@ -3,9 +3,9 @@
 Finds what ranks need and the image lacks, or the other image has in another version. Writes its build of PyTorch, with CUDA and
 NCCL, to the file BUILD. OTHER is the file that this left in the other image, where that was built first.
 
-Ranks of both images form one world, so their builds must agree as pipeline/builds.py says. Where they differ in anything else,
-the whole of both is told, for whoever looks for a reason later. Ends with status 1 and what is wrong. Leaves out whether there
-are GPUs: an image is built where there are none.
+Ranks of both images form one world, so their builds must agree as pipeline/node/builds.py says. Where they differ in anything
+else, the whole of both is told, for whoever looks for a reason later. Ends with status 1 and what is wrong. Leaves out whether
+there are GPUs: an image is built where there are none.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of containers/
 
-from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
-from pipeline.problems import Problem, format_problems
+from pipeline.node.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
+from pipeline.recipe.problems import Problem, format_problems
 
 FOLDER = Path(__file__).resolve().parent
 RELEASES = {"train": {"transformer_engine": "2.17"}, "generate": {"vllm": "0.32.0"}}
 if platform.machine() == "x86_64":
     RELEASES["train"]["flash_attn_3"] = "3.0.0"
 """Packages of the base or of another index, as beginnings of version numbers."""
-RANKS_IMPORT = ("launch.task", "pipeline.main")
+RANKS_IMPORT = ("launch.executors.rank_task", "pipeline.main")
 ALSO = {"train": ("megatron.core",), "generate": ("vllm",)}
 
 
@@ -73,7 +73,7 @@ def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[Problem]:
 
 def kernel_problems(kind: str) -> Iterator[Problem]:
     """Yield what ranks lack for their kernels: functions of PyTorch, or what Triton compiles with."""
-    from pipeline import c_compiler, torch_features
+    from pipeline.node import c_compiler, torch_features
 
     if kind == "train" and (lacking := torch_features.lacking()):
         yield Problem("torch", "wrong-version", f"has no {', '.join(lacking)}, which train ranks call. Take another base")

@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import audit_check, command_line, console
-from launch.audit_log import ACTIONS, Action
-from launch.command_line import Key
-from launch.terminal import on_one_line
+from launch.governance import audit_check
+from launch.runs.audit_log import ACTIONS, Action
+from launch.terminal import command_line, console
+from launch.terminal.command_line import Key
+from launch.terminal.safe_text import on_one_line
 from pipeline.config import Problem
 
 HEADER = ("line", "time (UTC)", "user", "host", "action", "subject", "details")

@@ -26,13 +26,15 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import command_line, slurm_client
-from launch.command_line import Key
+from launch.executors import slurm_client
 from launch.executors.record import read_record
-from launch.run_folder import RunFolder
-from launch.slurm_client import SlurmError
-from pipeline import environment_names, secrets, small_files, user_files
-from pipeline.config import Problem, RecipeError
+from launch.executors.slurm_client import SlurmError
+from launch.runs.run_folder import RunFolder
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
+from pipeline.config import Problem, RecipeError, environment_names
+from pipeline.files import small_files
+from pipeline.recipe import secrets, user_files
 
 PATTERNS = (
     *("recipe.yaml", "batch.sh", "manifest.json", "job.json", "done.json", "metrics.jsonl", "steer.jsonl"),

@@ -18,20 +18,21 @@ from typing import Annotated, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line
-from launch.command_line import Key
-from launch.evaluations import folder as evaluations
-from launch.evaluations import sources
-from launch.evaluations.folder import CONTAMINATION, EvaluationFolder
 from launch.evaluations.overlap import WORDS, OverlapSearch
-from launch.units import plural
-from pipeline import config, small_files
+from launch.runs import evaluation_folder as evaluations
+from launch.runs import evaluation_sources
+from launch.runs.evaluation_folder import CONTAMINATION, EvaluationFolder
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
+from launch.terminal.units import plural
+from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, section, training_sets
 from pipeline.data.datasets import load_split, readable
-from pipeline.evaluation import data
-from pipeline.evaluation.base import Question
+from pipeline.evaluation import task_data
+from pipeline.evaluation.questions import Question
 from pipeline.evaluation.scores import as_json
 from pipeline.evaluation.statistics import interval
+from pipeline.files import small_files
 
 PROGRESS = 100_000
 """Records between two lines about progress."""
@@ -83,12 +84,12 @@ def contamination(evaluation: EvaluationFolder, run: Path, words: int = WORDS) -
             unreadable[name] = "a task of lm-evaluation-harness, whose data are its own"
             continue
         try:
-            questions = data.read(name, recipe.evaluate.tasks[name]).questions
+            questions = task_data.read(name, recipe.evaluate.tasks[name]).questions
         except RecipeError as error:
             unreadable[name] = str(error)
             continue
         searches[name] = OverlapSearch.of({question.id: _text(question) for question in questions}, words)
-    records = _search(sources.read_run(run), list(searches.values()))
+    records = _search(evaluation_sources.read_run(run), list(searches.values()))
     tasks: dict[str, Any] = {name: _scores(evaluation, name, search) for name, search in searches.items()}
     tasks |= {name: {"unreadable": why} for name, why in unreadable.items()}
     return {"run": str(run), "words": words, "records": records, "tasks": tasks}

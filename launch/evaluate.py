@@ -19,16 +19,19 @@ from typing import Annotated, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, submit, troubleshooting
-from launch.command_line import Key
-from launch.evaluations import background, sources, submission, suites
-from launch.evaluations.background import FollowRequest
-from launch.evaluations.submission import Evaluation
-from launch.trust import Trust, trusting
-from launch.units import is_count
-from pipeline import config, secrets
+from launch.evaluations import evaluation_job
+from launch.evaluations.evaluation_job import Evaluation
+from launch.recipes.trust import Trust, trusting
+from launch.runs import evaluation_sources, follower_process, suites
+from launch.runs.follower_process import FollowRequest
+from launch.submission import foreground, preview
+from launch.terminal import command_line, troubleshooting
+from launch.terminal.command_line import Key
+from launch.terminal.units import is_count
+from pipeline import config
 from pipeline.config import Problem, RecipeError, reference, refuse
-from pipeline.problem_codes import CODES
+from pipeline.recipe import secrets
+from pipeline.recipe.problem_codes import CODES
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 
@@ -110,14 +113,14 @@ def execute(request: EvaluateRequest) -> int:
     if request.help is not None:
         print(troubleshooting.explained(request.help) if request.help in CODES else reference.explained(request.help))
         return 0
-    submit.handle_signals()
+    foreground.handle_signals()
     if request.step == "follow":
         assert request.run is not None, "EvaluateRequest.problems lets no such request pass"
         return _follow(request, request.run)
     status = 0
     for evaluation in evaluations(request):
         status = _one(request, evaluation) or status
-        if status == submit.CANCELLED:
+        if status == foreground.CANCELLED:
             break
     return status
 
@@ -129,12 +132,12 @@ def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
         return 0
     if request.plan or request.dry_run:
         with trusting(Trust.EVERYTHING if request.trust else None):
-            found = submission.examine(evaluation, dry=True)
-        return submit.show_plan(found) if request.plan else submit.dry_run(found)
-    other = submission.read_complete(request.compare) if request.compare else None
-    status = submission.run(evaluation, request.detach)
+            found = evaluation_job.examine(evaluation, dry=True)
+        return preview.show_plan(found) if request.plan else preview.dry_run(found)
+    other = evaluation_job.read_complete(request.compare) if request.compare else None
+    status = evaluation_job.run(evaluation, request.detach)
     if other and status == 0:
-        submission.print_comparison(other, evaluation.run_dir)
+        evaluation_job.print_comparison(other, evaluation.run_dir)
     return status
 
 
@@ -142,18 +145,22 @@ def evaluations(request: EvaluateRequest) -> Iterator[Evaluation]:
     """Yield the evaluations of the command, oldest checkpoint first. Raises RecipeError."""
     if request.run is None:
         assert request.model is not None and request.suite is not None, "EvaluateRequest.problems lets no such request pass"
-        source = sources.of_model(request.model, suites.find(request.suite)[0])
-        yield submission.read(request.suite, source, request.overrides)
+        source = evaluation_sources.of_model(request.model, suites.find(request.suite)[0])
+        yield evaluation_job.read(request.suite, source, request.overrides)
         return
-    recipe = sources.read_run(request.run)
+    recipe = evaluation_sources.read_run(request.run)
     suite, more = _suite(request, recipe)
     name = suites.find(suite)[0]
     if request.step == "all":
-        found = list(sources.available(request.run, name).values()) or [sources.select(request.run, name, None)]
+        found = list(evaluation_sources.available(request.run, name).values()) or [
+            evaluation_sources.select(request.run, name, None)
+        ]
     else:
-        found = [sources.select(request.run, name, None if request.step is None else int(request.step))]
+        found = [evaluation_sources.select(request.run, name, None if request.step is None else int(request.step))]
     for each in found:
-        yield submission.read(suite, sources.of_checkpoint(request.run, recipe, each, name), request.overrides, more)
+        yield evaluation_job.read(
+            suite, evaluation_sources.of_checkpoint(request.run, recipe, each, name), request.overrides, more
+        )
 
 
 def _suite(request: EvaluateRequest, recipe: config.Recipe) -> tuple[str, dict[str, Any]]:
@@ -163,18 +170,18 @@ def _suite(request: EvaluateRequest, recipe: config.Recipe) -> tuple[str, dict[s
     if recipe.evaluation.suite is None:
         message = "got no suite, and the run's recipe has no evaluation.suite; expected suite=NAME, a file in recipes/suites/"
         raise RecipeError(Problem("suite", "missing-value", message))
-    return recipe.evaluation.suite, background.keys_of(recipe.evaluation)
+    return recipe.evaluation.suite, follower_process.keys_of(recipe.evaluation)
 
 
 def _follow(request: EvaluateRequest, run_dir: Path) -> int:
-    recipe = sources.read_run(run_dir)
+    recipe = evaluation_sources.read_run(run_dir)
     suite, more = _suite(request, recipe)
     period = request.period or (recipe.evaluation.period if request.suite is None else 1)
     from launch.evaluations import follower  # imports rich
 
     if request.detach:
         work = FollowRequest(run_dir, request.suite, request.period, tuple(request.overrides))
-        print(background.start(work, suites.find(suite)[0]))
+        print(follower_process.start(work, suites.find(suite)[0]))
         return 0
     work = FollowRequest(run_dir, request.suite, period, tuple(request.overrides), more)
     return follower.CheckpointFollower(work, suite).follow()

@@ -19,16 +19,17 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import audit_log, command_line, model_card, run_keys
-from launch.ancestry import records
-from launch.command_line import Key
-from launch.run_folder import RunFolder, read_recipe
-from pipeline import checkpoint as checkpoints
-from pipeline import verification
+from launch.governance import export_lineage, model_card
+from launch.runs import audit_log, run_keys
+from launch.runs.run_folder import RunFolder, read_recipe
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
 from pipeline.algorithms import build
-from pipeline.checkpoint import Checkpoint, Checkpoints
+from pipeline.checkpoints import checkpoint as checkpoints
+from pipeline.checkpoints import verification
+from pipeline.checkpoints.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import Problem, Recipe, RecipeError
-from pipeline.storage import StorageError
+from pipeline.files.storage import StorageError
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _export(request: ExportRequest, recipe: Recipe) -> Path:
     # Imported late, because they import torch, and a wrong command line fails fast.
     from pipeline.models.hugging_face import model_config
     from pipeline.train.adapters.peft_files import export_adapters
-    from pipeline.train.export import export_checkpoint
+    from pipeline.train.hf_export import export_checkpoint
 
     head = build(recipe).needs.head
     try:
@@ -94,7 +95,7 @@ def _export(request: ExportRequest, recipe: Recipe) -> Path:
     form = "adapter" if request.adapter else "hf"
     receipt = audit_log.record("export", request.run, {"step": checkpoint.step, "format": form, "out": str(folder)})
     (export_adapters if request.adapter else export_checkpoint)(checkpoint.folder, recipe.policy, folder, head, key)
-    records.write(request.run, checkpoint, folder, form, receipt)
+    export_lineage.write(request.run, checkpoint, folder, form, receipt)
     (folder / model_card.FILE).write_text(model_card.text(RunFolder.at(request.run), checkpoint.step), encoding="utf-8")
     return folder
 

@@ -18,10 +18,10 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console
-from launch.ancestry import tree
 from launch.api import provenance
-from launch.command_line import Key
+from launch.governance import tree
+from launch.terminal import command_line, console
+from launch.terminal.command_line import Key
 from pipeline.config import Problem
 
 

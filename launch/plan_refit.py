@@ -22,17 +22,18 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import backend, command_line, recipes
-from launch.command_line import Key
-from launch.model_files import is_local, read_json
-from launch.plan import refit_picture
+from launch.plan import backend_choice, refit_picture
 from launch.plan.estimate import needed_model
-from launch.plan.parallelism import parallel_sizes
+from launch.plan.rank_division import parallel_sizes
 from launch.plan.refit import RefitPrediction, predict
 from launch.preflight import architecture
-from launch.units import plural as _plural
-from launch.units import seconds as _seconds
-from launch.units import size as _size
+from launch.recipes import reading
+from launch.recipes.model_files import is_local, read_json
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
+from launch.terminal.units import plural as _plural
+from launch.terminal.units import seconds as _seconds
+from launch.terminal.units import size as _size
 from pipeline.config import (
     PRECISIONS,
     Problem,
@@ -113,18 +114,18 @@ def model_folder(model_config: Path | None) -> Iterator[Path | None]:
         yield Path(folder)
 
 
-def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backend.BackendChoice]:
+def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backend_choice.BackendChoice]:
     """Return the recipe as `launch/submit.py` reads it, without the model's weights. Raises RecipeError."""
     overrides = [*request.overrides, "policy.random_init=true"]
     if folder:
         overrides.append(f"policy.model_name={folder}")
-    recipe = recipes.load(request.recipe, overrides)
+    recipe = reading.load(request.recipe, overrides)
     if not generates(recipe) or not trains(recipe):
         message = f"got {recipe.algorithm}, which makes no refits; expected an online algorithm such as grpo"
         raise RecipeError(Problem("algorithm", "unsupported", message))
     if not folder and (model := needed_model(recipe)):
-        recipe = recipes.load(request.recipe, [*overrides, f"policy.model_name={model}"])
-    recipe, choice = backend.choose(recipe)
+        recipe = reading.load(request.recipe, [*overrides, f"policy.model_name={model}"])
+    recipe, choice = backend_choice.choose(recipe)
     assert choice is not None, "it trains"
     if is_local(recipe.policy.model_name):
         refuse(architecture.problems(recipe))
@@ -134,13 +135,13 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
 # ---- the report ---------------------------------------------------------------------------------------------------------
 
 
-def report(predicted: RefitPrediction, choice: backend.BackendChoice) -> str:
+def report(predicted: RefitPrediction, choice: backend_choice.BackendChoice) -> str:
     """Return the text of a prediction: the setup, a table of what ranks move, and the verdict."""
     parts = (_headline(predicted, choice), _table(predicted), _verdict(predicted))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _headline(predicted: RefitPrediction, choice: backend.BackendChoice) -> list[str]:
+def _headline(predicted: RefitPrediction, choice: backend_choice.BackendChoice) -> list[str]:
     recipe, parameters = predicted.recipe, predicted.parameters
     cluster, policy, network = recipe.cluster, recipe.policy, recipe.cluster.network
     vllm, megatron, dtensor = policy.generation.vllm_cfg, policy.megatron_cfg, policy.dtensor_cfg

@@ -23,12 +23,12 @@ from typing import Annotated, Literal
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console
-from launch.ancestry.model_registry import STAGES, Stage
 from launch.api import provenance
 from launch.api.provenance import ModelVersion
-from launch.command_line import Key
-from launch.terminal import on_one_line
+from launch.governance.model_registry import STAGES, Stage
+from launch.terminal import command_line, console
+from launch.terminal.command_line import Key
+from launch.terminal.safe_text import on_one_line
 from pipeline.config import Problem
 from pipeline.config.cluster import AUDIT_AUTO
 

@@ -20,10 +20,10 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import command_line
-from launch.command_line import Key
 from launch.serving import settings
 from launch.serving.access import new_token
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
 from pipeline.config import Problem, RecipeError
 
 PACKAGES = ("fastapi", "uvicorn")

@@ -20,8 +20,9 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, run_changes, steering
-from launch.command_line import Key
+from launch.runs import run_changes, steer_request
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class SteerRequest:
 
     run: Annotated[Path, Key("RUN_DIR", "the run's folder", bare=True)]
     wait: Annotated[bool, Key("false", "return as soon as the change is requested")] = True
-    timeout: Annotated[float, Key("SECONDS", "how long to wait for the end of the step; default: 600")] = steering.TIMEOUT_S
+    timeout: Annotated[float, Key("SECONDS", "how long to wait for the end of the step; default: 600")] = (
+        steer_request.TIMEOUT_S
+    )
     overrides: Annotated[list[str], Key("key=value", "a live key of the recipe and its new value", others=True)] = field(
         default_factory=list
     )
@@ -43,13 +46,13 @@ def main(arguments: list[str]) -> int:
 
 def execute(request: SteerRequest) -> int:
     """Ask for the change, wait for it, and print the step. Raises RecipeError."""
-    asked = steering.ask(request.run, request.overrides)
+    asked = steer_request.ask(request.run, request.overrides)
     if not request.wait:
         print(f"change {asked.number} is asked, for the end of the step. See: python launch/status.py {request.run}")
         return 0
     try:
-        answer = steering.wait(request.run, asked, request.timeout)
-    except steering.NotAnswered as late:
+        answer = steer_request.wait(request.run, asked, request.timeout)
+    except steer_request.NotAnswered as late:
         print(late, file=sys.stderr)
         return 1
     print(f"change {answer.request} took effect after step {answer.step}: from step {answer.step + 1} on")

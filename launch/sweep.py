@@ -23,21 +23,21 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console
-from launch.command_line import Key
 from launch.pages.document import add_plotly
-from launch.search import command as search
-from launch.sweeps import baseline, submission, suite, verdict
-from launch.sweeps.folder import LOCK_S, PROBE_S, SweepFolder, SweepPlan
-from launch.sweeps.html_report import page
+from launch.recipes.trust import Trust, trusting
+from launch.sweeps import baseline, job_submission, suite, verdict
 from launch.sweeps.jobs import jobs_of
 from launch.sweeps.queue import Queue
+from launch.sweeps.search import command as search
+from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, SweepFolder, SweepPlan
+from launch.sweeps.sweep_page import page
 from launch.sweeps.text_reports import junit, markdown
 from launch.sweeps.verdict import GateResult, SweepResult
-from launch.terminal import on_one_line, plain
-from launch.trust import Trust, trusting
+from launch.terminal import command_line, console
+from launch.terminal.command_line import Key
+from launch.terminal.safe_text import on_one_line, plain
 from pipeline.config import Problem
-from pipeline.storage import write_durably
+from pipeline.files.storage import write_durably
 
 POLL_S = 2.0
 
@@ -138,7 +138,7 @@ def begin(request: SweepRequest) -> int:
             return 0 if over["passed"] else 1
         print(f"{folder.title}: {len(folder.plan.jobs)} jobs, in {folder.path}", flush=True)
         if executor == "local":
-            submission.run_here(folder)
+            job_submission.run_here(folder)
             return report(folder)
         if not _submit(folder):
             return report(folder)
@@ -164,18 +164,19 @@ def _submit(folder: SweepFolder, own: str | None = None) -> bool:
     job_states = folder.job_states(queue)
     checker = folder.check_job(queue, other_than=own)
     live = [each for each in job_states if each.state == "live"]
-    todo = submission.due(job_states, folder.suite.retries)
+    todo = job_submission.due(job_states, folder.suite.retries)
     if checker:
         todo = [each for each in todo if each.state == "missing"]
     if not live and not todo:
         return checker is not None
-    submission.submit_all(folder, todo, live)
+    job_submission.submit_all(folder, todo, live)
     if checker and not todo:
         print(f"{len(live)} jobs are active; Slurm job {checker} checks them")
         return True
     waits_for = folder.live_job_ids(Queue("slurm"))
     print(
-        f"the check: Slurm job {submission.submit_check(folder, waits_for)}, when {len(waits_for)} jobs have ended", flush=True
+        f"the check: Slurm job {job_submission.submit_check(folder, waits_for)}, when {len(waits_for)} jobs have ended",
+        flush=True,
     )
     return True
 
@@ -229,7 +230,7 @@ def follow(folder: SweepFolder) -> int:
     while not (over := verdict.read(folder.path)):
         queue = Queue("slurm")
         job_states = folder.job_states(queue)
-        submission.print_changes(job_states, printed)
+        job_submission.print_changes(job_states, printed)
         if not folder.check_job(queue) and not verdict.read(folder.path):
             time.sleep(POLL_S)  # it may have submitted the next check, or be writing the verdict
             if not folder.check_job(Queue("slurm")) and not verdict.read(folder.path):

@@ -15,12 +15,12 @@ from typing import Annotated, Literal
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line
-from launch.command_line import Key
-from launch.run_folder import RunFolder
-from launch.traces import merged_trace, step_picture
-from launch.traces.rank_traces import attempt_traces, idle_share, trace_with_step
-from launch.units import is_count, plural, size
+from launch.drawing import merged_trace, step_picture
+from launch.drawing.rank_traces import attempt_traces, idle_share, trace_with_step
+from launch.runs.run_folder import RunFolder
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
+from launch.terminal.units import is_count, plural, size
 from pipeline.config import Problem, RecipeError
 
 ALL_TIME = (float("-inf"), float("inf"))

@@ -20,15 +20,16 @@ import yaml
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line
-from launch.command_line import Key
-from launch.run_folder import read_recipe
-from pipeline import config, rank_log
+from launch.runs.run_folder import read_recipe
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
+from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError
+from pipeline.files import rank_log
 from pipeline.trackers import TRACKERS
 from pipeline.tracking.feed import Feed, brief, enabled
 from pipeline.tracking.position import FOLDER
-from pipeline.tracking.process import alone
+from pipeline.tracking.tracking_process import alone
 
 
 def _names(text: str) -> list[str]:

@@ -14,29 +14,30 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline import config, verification
+from pipeline import config
 from pipeline.algorithms.advantages import normalization
-from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
+from pipeline.algorithms.algorithm import Algorithm, OnlineAlgorithm
 from pipeline.algorithms.early_stop import EarlyStop
-from pipeline.attempt import Attempt
-from pipeline.checkpoint import Checkpoints, version_problem
-from pipeline.colocation import Colocation
+from pipeline.checkpoints import verification
+from pipeline.checkpoints.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, RecipeError, only_evaluates
 from pipeline.data import epochs
 from pipeline.data.batches import split_batch
 from pipeline.data.mixture import Mixture
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import Stream
-from pipeline.deadline import Deadline
-from pipeline.metrics import Metrics
+from pipeline.job.attempt import Attempt
+from pipeline.job.deadline import Deadline
+from pipeline.job.startup import Startup
 from pipeline.monitor.learning import LearningMonitor
 from pipeline.monitor.steps import StepMonitor
+from pipeline.observe.metrics import Metrics
+from pipeline.observe.rank_timeline import Timeline
+from pipeline.observe.rollout_metrics import mean_metrics, validation_metrics
+from pipeline.refit.colocation import Colocation
 from pipeline.rollout.collectors import Collector, Prompts
-from pipeline.rollout_metrics import mean_metrics, validation_metrics
 from pipeline.rpc import RpcGroup
-from pipeline.startup import Startup
-from pipeline.steering import Steering
-from pipeline.timeline import Timeline
+from pipeline.steering.live_changes import Steering
 from pipeline.train.background_worker import BackgroundWorker
 from pipeline.types import DataParallelRank, Prompt, RolloutGroup, Sample
 

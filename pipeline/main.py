@@ -8,34 +8,37 @@ from typing import Any
 
 import torch
 
-from pipeline import algorithms, config, node_checks, rpc, small_files, user_code, verification
-from pipeline.algorithms.base import OnlineAlgorithm
-from pipeline.attempt import Attempt
-from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
-from pipeline.colocation import Colocation
+from pipeline import algorithms, config, node_checks, rpc
+from pipeline.algorithms.algorithm import OnlineAlgorithm
+from pipeline.checkpoints import verification
+from pipeline.checkpoints.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import Recipe, refuse
 from pipeline.coordinator import RunParts, run_offline, run_online
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
-from pipeline.deadline import Deadline
-from pipeline.lineage import END_S, Hashing
+from pipeline.files import small_files
+from pipeline.files.input_records import END_S, Hashing
+from pipeline.files.storage import RetryPolicy, retrying, wait_for
+from pipeline.job.attempt import Attempt
+from pipeline.job.deadline import Deadline
+from pipeline.job.startup import SETTING_UP, Startup
+from pipeline.job.watchdog import Failure, Watchdog
+from pipeline.job.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 from pipeline.monitor import running
 from pipeline.monitor.steps import StepMonitor
-from pipeline.refit.base import Refit
+from pipeline.recipe import user_code
 from pipeline.refit.broadcast import BroadcastRefit
+from pipeline.refit.colocation import Colocation
 from pipeline.refit.coordination import RefitCoordinator
 from pipeline.refit.planned import PlannedRefit
+from pipeline.refit.protocol import Refit
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.rollout import collectors
+from pipeline.rollout.scoring import Scoring
 from pipeline.rpc import RpcClient, RpcGroup
-from pipeline.scoring import Scoring
-from pipeline.startup import SETTING_UP, Startup
-from pipeline.storage import RetryPolicy, retrying, wait_for
-from pipeline.tracking import beside
+from pipeline.tracking import supervision
 from pipeline.types import Prompt
-from pipeline.watchdog import Failure, Watchdog
-from pipeline.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
@@ -128,7 +131,7 @@ def _coordinate(
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
-    trackers = beside.start(recipe, run_dir, attempt.folder)
+    trackers = supervision.start(recipe, run_dir, attempt.folder)
     train = RpcGroup(client, world, workers.train, TrainRole, timeouts, role)
     retry = RetryPolicy(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = _unlocked(recipe, run_dir, attempt, retry, train)
@@ -168,7 +171,7 @@ def _coordinate(
         step = run_offline(run, algorithm, stream, [item for item in validation if not isinstance(item, Prompt)])
     if not run.left:
         _end(run, step)
-    beside.finish(trackers, left=bool(run.left))
+    supervision.finish(trackers, left=bool(run.left))
 
 
 def _end(run: RunParts, step: int) -> None:
@@ -193,7 +196,7 @@ def _unlocked(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolic
 
 
 def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> None:
-    from pipeline.evaluation.loop import evaluate
+    from pipeline.evaluation.evaluation_loop import evaluate
 
     storage_s = storage_timeout_s(recipe.cluster.timeouts)
     attempt = Attempt(world.info.folder, storage_s)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.world import carriers
+from pipeline.job.world import carriers
 
 
 def join(device: torch.device, **place: Any) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from launch import submit
 from launch.preflight import compiler
-from pipeline import c_compiler, config
+from pipeline import config
+from pipeline.node import c_compiler
 from tests.launch.model import write_recipe
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import caches
+from pipeline.node import caches
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ def test_a_folder_that_others_can_write_holds_no_code(temporary):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may mount")
 def test_a_file_system_without_execution_holds_no_code(temporary):
     mount = f"mount -t tmpfs -o noexec none {temporary} && {sys.executable} -c"
-    program = "from pipeline import caches; print(caches.node_folder())"
+    program = "from pipeline.node import caches; print(caches.node_folder())"
     temporary.mkdir()
     answer = subprocess.run(
         ["unshare", "-m", "bash", "-c", f"{mount} '{program}'"], cwd=ROOT, env=os.environ, capture_output=True, text=True

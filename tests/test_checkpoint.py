@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import checkpoint, config
-from pipeline.checkpoint import COMPLETE, VERSION, Checkpoint, Checkpoints, superfluous, version_problem
+from pipeline import config
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import COMPLETE, VERSION, Checkpoint, Checkpoints, superfluous, version_problem
 from pipeline.config import CheckpointingConfig
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.colocation import Colocation
+from pipeline.refit.colocation import Colocation
 
 # Memory of each on a GPU. The engine's cache is as large as the whole trainer.
 TRAINER, ENGINE = {"weights": 1, "rest": 3}, {"weights": 1, "cache": 4}
@@ -102,7 +102,9 @@ def test_engines_that_slept_get_the_same_weights_again(incremental):
 
 def test_moves_around_a_checkpoint_are_reported_with_the_next_refit(monkeypatch):
     gpu = GPU()
-    monkeypatch.setattr("pipeline.colocation.time", SimpleNamespace(perf_counter=lambda: len(gpu.told)))  # a second for each
+    monkeypatch.setattr(
+        "pipeline.refit.colocation.time", SimpleNamespace(perf_counter=lambda: len(gpu.told))
+    )  # a second for each
     colocation = Colocation(True, gpu, gpu, gpu)
     assert colocation.refit(0)["time/sharing"] == 4
     with colocation.training(), colocation.generating():

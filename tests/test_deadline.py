@@ -10,8 +10,8 @@ import time
 import pytest
 
 from pipeline.config import CheckpointingConfig
-from pipeline.deadline import Deadline
-from pipeline.values import seconds
+from pipeline.job.deadline import Deadline
+from pipeline.recipe.values import seconds
 
 START = 1_000_000.0
 HOUR = 3600.0
@@ -139,7 +139,7 @@ def test_durations():
 
 STUCK = """
 import ctypes, sys, threading, time
-from pipeline import signals
+from pipeline.job import signals
 signals.install(int(sys.argv[1]))
 def watch():
     while not (came := signals.received()):
@@ -174,7 +174,7 @@ def test_a_signal_is_seen_while_the_main_thread_is_stuck(rank, sent, came):
 WATCHING = """
 import sys, time
 from pathlib import Path
-from pipeline import signals
+from pipeline.job import signals
 signals.WATCH_S = 0.01
 signals.install(0)
 signals.watch(Path(sys.argv[1]))
@@ -209,7 +209,7 @@ def test_a_missing_launcher_file_is_looked_for_again(tmp_path):
 
 FORKED = """
 import multiprocessing, signal, time
-from pipeline import signals
+from pipeline.job import signals
 signals.install(0)
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
 child.start()

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from containers.check_image import RELEASES, differences, kernel_problems, main, pins, problems
-from pipeline import c_compiler, torch_features
+from pipeline.node import c_compiler, torch_features
 from tests.problems import named
 from tests.test_imports import imports
 

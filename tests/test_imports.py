@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,74 +12,105 @@ import pytest
 from pipeline.config import GENERATED_DATASETS, KINDS
 
 ROOT = Path(__file__).parent.parent
-# Each line may import from its own part and from the lines below it. Parts on one line do not import each other.
-DOWNHILL = [
-    ("main",),
-    ("coordinator",),
-    ("evaluation",),
-    ("scoring", "deadline", "colocation", "monitor", "steering", "tracking"),
-    ("roles",),
-    ("rollout", "refit"),
-    ("train", "generate", "environments", "rpc", "node_checks"),
-    ("watchdog", "metrics", "rollout_metrics", "verification"),
-    ("world", "checkpoint", "data", "models", "attempt", "tensorboard_writer", "steer_files", "environment_names"),
-    ("config", "store"),
-    ("algorithms", "trackers"),
-    ("types", "boxes"),
-    ("lineage",),
-    ("digests", "small_files"),
-    (
-        "builds",
-        "c_compiler",
-        "caches",
-        "encoding",
-        "memory_kills",
-        "network_interface",
-        "storage",
-        "signals",
-        "startup",
-        "timeline",
-        "torch_features",
-        "sandbox",
-        "user_code",
-        "rank_log",
-        "warning_file",
-    ),
-    ("encryption",),
-    ("secrets", "spans", "user_files"),
-    ("problems", "values"),
-    ("problem_codes",),
-]
+# A room is a package or a module at the top of `pipeline/` or `launch/`. Each line is a floor: a room imports from itself and
+# from the floors below it, also inside functions. Rooms of one floor do not import each other. `launch` imports from any room
+# of `pipeline`, which knows nothing of `launch`.
+FLOORS = {
+    "pipeline": [
+        ("main",),
+        ("evaluation",),
+        ("coordinator",),
+        ("roles",),
+        ("rollout", "refit", "steering"),
+        ("monitor", "node_checks", "rpc"),
+        ("environments", "generate", "job", "tracking", "train"),
+        ("checkpoints", "data", "models", "observe"),
+        ("config", "store"),
+        ("files",),
+        ("algorithms", "encryption", "node", "trackers"),
+        ("recipe", "sandbox", "boxes", "types"),
+    ],
+    "launch": [
+        ("audit", "hetstep_sbatch", "lineage", "registry", "serve"),
+        ("serving",),
+        ("api",),
+        ("bundle", "contamination", "evaluate", "export", "plan_refit", "report"),
+        ("status", "steer", "submit", "sweep", "timeline", "track"),
+        ("sweeps",),
+        ("evaluations",),
+        ("governance",),
+        ("submission",),
+        ("pages", "plan"),
+        ("drawing",),
+        ("runs",),
+        ("preflight",),
+        ("executors",),
+        ("recipes",),
+        ("terminal",),
+    ],
+}
+FLOOR = {tree: {room: floor for floor, rooms in enumerate(floors) for room in rooms} for tree, floors in FLOORS.items()}
+PATHS = sorted(path for tree in FLOORS for path in ROOT.glob(f"{tree}/**/*.py"))
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
-LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}
 
 
-def imports(path: Path) -> list[str]:
-    """Return the modules that a file imports, anywhere in it."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in PATHS}
+
+
+def statements(path: Path) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports anywhere in a file, but for those of annotations alone (`if TYPE_CHECKING:`)."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert isinstance(node, ast.Import) or node.level == 0, f"{path}: relative import"
+            yield node
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            waiting += ast.iter_child_nodes(node)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports. `from package import module` is the import of a module too."""
+    for node in statements(path):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found += [f"{node.module}.{alias.name}" if node.module == "pipeline" else node.module for alias in node.names]
-    return found
+            yield from (alias.name for alias in node.names)
+        elif node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [name for name in names if name in MODULES]
+            yield from modules
+            if len(modules) < len(names):
+                yield node.module
 
 
-def part(module: str) -> str:
-    return module.split(".")[1]
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("pipeline/**/*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_pipeline_imports_run_downhill(path):
-    if path == ROOT / "pipeline/__init__.py":
-        return
-    own = path.relative_to(ROOT / "pipeline").parts[0].removesuffix(".py")
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_downhill(path):
+    tree, *rooms = module_of(path).split(".")
+    if not rooms:
+        return  # pipeline/__init__.py and launch/__init__.py
     for module in imports(path):
-        assert not module.startswith("launch"), f"{module}: the pipeline does not know the launcher"
-        if module.startswith("pipeline."):
-            other = part(module)
-            assert other == own or LEVEL[own] < LEVEL[other], f"{own} must not import {module}"
+        to, *names = module.split(".")
+        assert (tree, to) != ("pipeline", "launch"), f"{module}: the pipeline does not know the launcher"
+        if to == tree and names[0] != rooms[0]:
+            assert FLOOR[tree][rooms[0]] < FLOOR[tree][names[0]], f"{rooms[0]} must not import {module}"
+
+
+def test_every_room_has_a_floor():
+    for tree in FLOORS:
+        rooms = {module.split(".")[1] for module in MODULES if module.startswith(f"{tree}.")}
+        assert rooms == set(FLOOR[tree]), tree
+
+
+def test_no_package_has_one_file_and_no_two_files_one_name():
+    names = Counter(path.name for path in PATHS if path.name != "__init__.py")
+    assert len(names) > 500 and {name for name, count in names.items() if count > 1} == {
+        "evaluate.py"
+    }  # a command and its section
+    sizes = Counter(path.parent for path in PATHS if path.name != "__init__.py")
+    assert len(sizes) > 25 and not [str(folder) for folder, count in sizes.items() if count < 2]
 
 
 def _cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -91,25 +123,23 @@ def _cycle(graph: dict[str, set[str]]) -> list[str]:
         if module in done:
             return []
         for other in sorted(graph[module]):
-            if found := follow(other, [*path, module]):
-                return found
+            if cycle := follow(other, [*path, module]):
+                return cycle
         done.add(module)
         return []
 
-    return next((found for module in sorted(graph) if (found := follow(module, []))), [])
+    return next((cycle for module in sorted(graph) if (cycle := follow(module, []))), [])
 
 
 def test_no_modules_import_each_other():
-    """Imports inside functions count, and so do those for type annotations alone."""
-    paths = {_module(path): path for folder in ("pipeline", "launch") for path in ROOT.glob(f"{folder}/**/*.py")}
-    graph = {module: set(_imported(path, paths)) - {module} for module, path in paths.items()}
+    graph = {module: {name for name in imports(path) if name in MODULES} - {module} for module, path in MODULES.items()}
     for registry, names in (("pipeline.config.environments", KINDS), ("pipeline.data.datasets", GENERATED_DATASETS)):
         graph[registry] |= {dotted.rpartition(".")[0] for dotted in names.values()}  # these names import them
-    assert len(graph) > 300 and not _cycle(graph)
+    assert len(graph) > 500 and not _cycle(graph)
 
 
 def test_algorithms_do_not_import_their_registry():
-    """The registry imports them by name, which `_imported` does not see."""
+    """The registry imports them by name, which `imports` does not see."""
     files = set(ROOT.glob("pipeline/algorithms/*.py")) - {ROOT / "pipeline/algorithms/__init__.py"}
     assert len(files) > 10 and not [path.name for path in files if "pipeline.algorithms" in imports(path)]
 
@@ -119,21 +149,8 @@ def test_a_cycle_is_found():
     assert _cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-def _module(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _imported(path: Path, modules: Container[str]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom):
-            names = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (name if name in modules else node.module for name in names if name in modules or node.module in modules)
-
-
-LAUNCH = sorted(ROOT.glob("launch/**/*.py"))
-IN_THE_JOB = ("task.py", "export.py")  # these run where torch is installed
+LAUNCH = [path for path in PATHS if path.is_relative_to(ROOT / "launch")]
+IN_THE_JOB = ("rank_task.py", "export.py")  # these run where torch is installed
 LEFT_OUT = (*IN_THE_JOB, "study.py")  # the package of the latter, Optuna, need not be installed
 
 
@@ -144,11 +161,11 @@ def test_launch_imports_no_library_of_the_job(path):
 
 
 def test_launch_runs_without_the_libraries_of_the_job():
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in LAUNCH if path.name not in LEFT_OUT]
+    modules = [module_of(path) for path in LAUNCH if path.name not in LEFT_OUT]
     program = f"""
 import importlib, sys
 sys.modules |= dict.fromkeys({HEAVY})
 for module in {modules}:
-    importlib.import_module(module.removesuffix(".__init__"))
+    importlib.import_module(module)
 """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config import Recipe, config_tree, live_keys, load, schema_validation
 from pipeline.config.live_keys import Change
-from pipeline.problems import RecipeError
+from pipeline.recipe.problems import RecipeError
 
 FSDP = ("policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false")
 MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")

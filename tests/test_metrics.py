@@ -10,13 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.config import LoggerConfig
-from pipeline.metrics import (
-    Metrics,
-    Reader,
-    read,
-    read_rollouts,
-)
-from pipeline.rollout_metrics import is_right, mean_metrics, pass_at_k, rollout_metrics, validation_metrics
+from pipeline.observe.metrics import Metrics, Reader, read, read_rollouts
+from pipeline.observe.rollout_metrics import is_right, mean_metrics, pass_at_k, rollout_metrics, validation_metrics
 from pipeline.types import NOTHING_SAID, Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.problems import refused
 

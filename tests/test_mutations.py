@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch import recipes
+from launch.recipes import reading
 from pipeline import config
 from pipeline.config import config_tree, interpolation
 from pipeline.config.loading import RECIPES
@@ -109,7 +109,7 @@ def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
     path.write_text(json.dumps(tree, ensure_ascii=False).replace("Infinity", ".inf").replace("NaN", ".nan"))
     loaded = None
     try:
-        loaded = recipes.inspect(str(path))
+        loaded = reading.inspect(str(path))
         problems = loaded.problems
         again = config.problems(loaded.recipe)
         if not problems:
@@ -151,7 +151,7 @@ def test_the_unchanged_recipes_are_valid(tmp_path):
     for name in OURS:
         assert config.inspect(name).problems == []
     (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL))
-    loaded = recipes.inspect(str(tmp_path / "theirs.yaml"))
+    loaded = reading.inspect(str(tmp_path / "theirs.yaml"))
     assert loaded.problems == []
     assert loaded.recipe.policy.train_global_batch_size == 32
 
@@ -159,7 +159,7 @@ def test_the_unchanged_recipes_are_valid(tmp_path):
 def test_nemo_rls_command_line_keys_are_translated_and_ours_kept(tmp_path):
     (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL, indent=1))
     path = str(tmp_path / "theirs.yaml")
-    loaded = recipes.inspect(path, ["grpo.num_prompts_per_step=16", "cluster.train.nodes=3", "cluster.num_nodes=4"])
+    loaded = reading.inspect(path, ["grpo.num_prompts_per_step=16", "cluster.train.nodes=3", "cluster.num_nodes=4"])
     assert loaded.recipe.policy.train_global_batch_size == 64
     assert loaded.recipe.cluster.train.nodes == 3
     assert loaded.origins["grpo.num_prompts_per_step"].startswith("the command line")
@@ -168,7 +168,7 @@ def test_nemo_rls_command_line_keys_are_translated_and_ours_kept(tmp_path):
     (line,) = [number for number, text in enumerate(lines, 1) if '"num_generations_per_prompt"' in text]
     assert f"theirs.yaml:{line}" in loaded.origins["grpo.num_generations_per_prompt"]
     assert loaded.notes and all("\n" not in note for note in loaded.notes)
-    (problem,) = recipes.inspect(path, ["grpo.max_num_steps=many"]).problems
+    (problem,) = reading.inspect(path, ["grpo.max_num_steps=many"]).problems
     assert (problem.origin, problem.key, problem.code) == ("the command line", "grpo.max_num_steps", "wrong-type")
 
 

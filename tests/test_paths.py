@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from launch.prepare import run_order
+from launch.submission.prepare import run_order
 from pipeline import config
 
 ROOT = config.RECIPES.parent

@@ -12,7 +12,7 @@ from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.environments.math import _MathWorker
 from pipeline.rollout import environment_process
-from pipeline.store.process import start
+from pipeline.store.child_process import start
 from tests.launch.model import write_recipe
 
 
@@ -61,4 +61,4 @@ def test_ranks_and_their_controller(here):
     assert local.start_controller(here / "none", dict(os.environ), here / "log").wait(60) == 1
     assert "FileNotFoundError" in (here / "log").read_text()
     script = slurm.batch_script(here, "a", ClusterConfig(), {"train": ComponentConfig()})
-    assert " -P -u -m launch.task " in script
+    assert " -P -u -m launch.executors.rank_task " in script

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.algorithms.sft import SFTConfig
-from pipeline.attempt import Attempt, Superseded
-from pipeline.checkpoint import Checkpoints
-from pipeline.colocation import Colocation
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, LoggerConfig
 from pipeline.coordinator import NothingSaved, RunParts
-from pipeline.deadline import Deadline
-from pipeline.metrics import Metrics, read
+from pipeline.job.attempt import Attempt, Superseded
+from pipeline.job.deadline import Deadline
+from pipeline.observe.metrics import Metrics, read
+from pipeline.refit.colocation import Colocation
 
 POSITION = {"epoch": 0, "index": 8}
 

@@ -3,9 +3,9 @@
 import json
 import time
 
-from launch import startup_stages
-from launch.run_setup import append_manifest
-from pipeline.startup import SETTING_UP, Startup
+from launch.runs import startup_stages
+from launch.runs.run_setup import append_manifest
+from pipeline.job.startup import SETTING_UP, Startup
 from tests.launch import made_runs
 
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import steer_files
 from pipeline.config import Recipe, live_keys, load
-from pipeline.steer_files import path_of
-from pipeline.steering import MARKER, Steering
-from pipeline.storage import NO_RETRIES
+from pipeline.files.storage import NO_RETRIES
+from pipeline.steering import steer_files
+from pipeline.steering.live_changes import MARKER, Steering
+from pipeline.steering.steer_files import path_of
 from tests.data.test_mixture import mixture
 
 LR = "policy.optimizer.kwargs.lr"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import timeline
-from pipeline.spans import WAITING, Merger, Span, category, span
-from pipeline.timeline import Timeline, Writer
-from pipeline.world import RankInfo, WorkerGroups, World
+from pipeline.job.world import RankInfo, WorkerGroups, World
+from pipeline.observe import rank_timeline
+from pipeline.observe.rank_timeline import Timeline, Writer
+from pipeline.observe.spans import WAITING, Merger, Span, category, span
 
 ABOUT = {"rank": 0, "realm": "train", "engine": None, "node": "a"}
 BEGAN = {"began": 1_700_000_000.0}
@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(timeline, "time", made)
+    monkeypatch.setattr(rank_timeline, "time", made)
     return made
 
 
@@ -195,7 +195,7 @@ def write(path: Path, events: list, flushes: int) -> int:
 
 
 def test_a_files_growth_is_constant_per_doubling_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "DOUBLING_BYTES", 8192)
+    monkeypatch.setattr(rank_timeline, "DOUBLING_BYTES", 8192)
     sizes = []
     for length in (4000, 8000, 16000, 32000):  # the worst case: no span is like the one before
         events = [(0.02 * i, 0.02 * (i + 1), f"verb {i % 7}", "") for i in range(length)]
@@ -286,7 +286,7 @@ def test_without_a_file_no_events_are_kept(clock):
 RANK = """
 import sys, time
 from pathlib import Path
-from pipeline.timeline import Timeline
+from pipeline.observe.rank_timeline import Timeline
 
 timeline = Timeline({"rank": 3, "realm": "train", "engine": None, "node": "a"}, {"train": (3,)})
 timeline.write(Path(sys.argv[1]))
@@ -322,7 +322,7 @@ def test_a_rank_that_ends_writes_everything(tmp_path):
 
 
 def test_a_failing_disk_loses_only_the_file_and_is_reported_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(timeline, "MOST_UNWRITTEN", 5)
+    monkeypatch.setattr(rank_timeline, "MOST_UNWRITTEN", 5)
     (tmp_path / "timeline").write_text("in the way")
     ended = iter([[(float(i), float(i + 1), f"verb {i}", "")] for i in range(20)])
     under_way = (99.0, 99.5, "idle", "")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from pipeline import torch_features
+from pipeline.node import torch_features
 from tests import torch_builds
 
 

@@ -8,19 +8,20 @@ import sys
 
 import pytest
 
-from launch import recipes, submit
-from launch.executors.base import ROOT
-from launch.model_files import read_json
+from launch import submit
+from launch.executors.executor import ROOT
 from launch.preflight import data_files
-from pipeline import user_files
+from launch.recipes import reading
+from launch.recipes.model_files import read_json
 from pipeline.config import hardware
 from pipeline.data.datasets import JSONLRecords
 from pipeline.data.file_tokenizer import read_tokenizer
 from pipeline.encryption.key import obtain
 from pipeline.evaluation.judge_prompts import JudgePrompt
-from pipeline.lineage import sha256
+from pipeline.files.input_records import sha256
 from pipeline.models.weight_files import file_fault
-from pipeline.problems import RecipeError
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import RecipeError
 from tests.launch.test_user_imports import SMALL
 from tests.problems import refused
 
@@ -48,7 +49,7 @@ def test_readers_refuse_what_is_no_regular_file(special):
     with refused(("data.train.data_path", "unreadable")):
         list(data_files.lines_of("data.train.data_path", special))
     with pytest.raises(RecipeError):
-        recipes.load(str(special))
+        reading.load(str(special))
     with pytest.raises(RecipeError):
         hardware.gpu(str(special))
     with pytest.raises(RecipeError):

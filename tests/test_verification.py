@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import checkpoint, verification
 from pipeline.boxes import whole
-from pipeline.checkpoint import COMPLETE, ROLLOUTS, Checkpoint, Checkpoints
+from pipeline.checkpoints import checkpoint, verification
+from pipeline.checkpoints.checkpoint import COMPLETE, ROLLOUTS, Checkpoint, Checkpoints
 from pipeline.config import CheckpointingConfig, EncryptionConfig, RecipeError
-from pipeline.digests import MANIFEST, add_manifest
 from pipeline.encryption import EncryptionKey
+from pipeline.files.digests import MANIFEST, add_manifest
 from pipeline.train.shards import collect_shards, read_shards
 from pipeline.train.tensor_files import write_tensors
 from tests.encryption.keys import random_key

@@ -8,7 +8,7 @@
     evaluations   evaluate, and an evaluation's scores
     sweeps        sweep, and its verdict
     provenance    lineage, made_from, and the registry of models
-    errors        the errors above `pipeline.problems`
+    errors        the errors above `pipeline.recipe.problems`
 
 Nothing here prints unless the caller asks with `progress=True`, handles signals, changes the working directory or the
 environment, or ends the process. Only an export imports torch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.problems import HetstepError, Problem
+from pipeline.recipe.problems import HetstepError, Problem
 
 
 class RunFailed(HetstepError):

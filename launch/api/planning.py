@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.api.overrides import Overrides, arguments, at_argument, naming_arguments
-from launch.plan import evaluation, modes, report
+from launch.plan import evaluation, modes, plan_table
 from launch.plan.estimate import Plan
 from launch.plan.evaluation import EvaluationPlan
-from launch.prepare import Prepared, examine
-from launch.trust import Trust, trusting
+from launch.recipes.trust import Trust, trusting
+from launch.submission.prepare import Prepared, examine
 from pipeline.config import Problem, Recipe, RecipeError, uses_megatron
 
 
@@ -102,7 +102,7 @@ def _figures(requested: Prepared, made: Plan) -> dict[str, Any]:
         "gpu_hours": made.gpu_hours if timed else None,
         "submissions": made.submissions if timed else None,
         "checkpoint_bytes": made.checkpoint_bytes,
-        "text": report.text(made, modes.compare(made)),
+        "text": plan_table.text(made, modes.compare(made)),
     }
 
 

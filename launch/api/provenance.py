@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launch.ancestry import drawing, graph, search, tree
-from launch.ancestry.graph import Lineage, LineageNode
-from launch.ancestry.model_registry import Registry, Stage
-from launch.ancestry.search import Descendant
-from launch.terminal import on_one_line
-from launch.units import plural
+from launch.governance import graph, lineage_drawing, search, tree
+from launch.governance.graph import Lineage, LineageNode
+from launch.governance.model_registry import Registry, Stage
+from launch.governance.search import Descendant
+from launch.terminal.safe_text import on_one_line
+from launch.terminal.units import plural
 from pipeline.config.cluster import AUDIT_AUTO
-from pipeline.lineage import HashCache
+from pipeline.files.input_records import HashCache
 
 RUNS = "runs"
 COUNTED = ("run", "checkpoint", "export", "evaluation")
@@ -44,7 +44,7 @@ class LineageView:
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Write a picture of all of it, an .svg or a page, .html, and return its path. Raises RecipeError for another name."""
         file = Path(path).absolute()
-        drawing.write(self.graph, list(self.nodes), file)
+        lineage_drawing.write(self.graph, list(self.nodes), file)
         return file
 
     def _beyond(self, down: bool) -> list[LineageNode]:

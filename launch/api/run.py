@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from launch import run_control, run_keys, run_state
 from launch.api.errors import NotEnded, RunFailed
-from launch.executors.base import RunJob
+from launch.executors.executor import RunJob
 from launch.executors.record import read_record
-from launch.run_folder import RunFolder
-from launch.run_state import StateName
-from launch.slurm_client import SlurmError
-from pipeline.checkpoint import Checkpoint, complete_in
+from launch.executors.slurm_client import SlurmError
+from launch.runs import run_keys, run_state
+from launch.runs.run_folder import RunFolder
+from launch.runs.run_state import StateName
+from launch.submission import run_control
+from pipeline.checkpoints.checkpoint import Checkpoint, complete_in
 from pipeline.config import Problem, Recipe, RecipeError
 from pipeline.config import read as read_recipe
-from pipeline.metrics import Reader, read_rollouts
+from pipeline.observe.metrics import Reader, read_rollouts
 
 ENDED = ("done", "failed", "stopped")
 
@@ -46,9 +47,9 @@ class RunStatus:
         return self.state in ENDED
 
     def __str__(self) -> str:
-        from launch import status  # imports rich
+        from launch.runs import status_text
 
-        return status.text(dict(self.values))
+        return status_text.text(dict(self.values))
 
 
 class BaseRun:
@@ -75,7 +76,7 @@ class BaseRun:
 
     def status(self) -> RunStatus:
         """Return the state of the run. Queries its job, within seconds."""
-        from launch import run_summary  # imports rich
+        from launch.runs import run_summary  # imports rich
 
         run = RunFolder.at(self.folder)
         found = run_summary.whole(run, run_state.state(run))
@@ -107,7 +108,7 @@ class BaseRun:
             return self.status()
         from rich.console import Console
 
-        from launch.follow import Follower, MetricsTail, failure  # they import rich
+        from launch.runs.follow import Follower, MetricsTail, failure  # they import rich
 
         job, metrics = self._attached(), MetricsTail(self.folder)
         metrics.new_lines()
@@ -197,10 +198,10 @@ class BaseRun:
         Args:
             out: the page; None: `report.html` in the run's folder.
         """
-        from launch import report
+        from launch.pages import report_page
 
         path = self.folder / "report.html" if out is None else Path(out).absolute()
-        report.write(report.read([self.folder]), path)
+        report_page.write(report_page.read([self.folder]), path)
         return path
 
     # ---- its end --------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ class BaseRun:
             raise NotEnded(self.folder, str(late)) from None
         found = self.status()
         if found.state == "failed":
-            from launch.follow import failure
+            from launch.runs.follow import failure
 
             raise RunFailed(self.folder, failure(self.folder, job, ended))
         return found

@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import recipes, run_control, run_setup
-from launch.api.evaluations import EvaluationRun
+from launch.api.evaluating import EvaluationRun
 from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.training import Run
 from launch.executors import allocation
-from launch.executors.base import ROOT
-from launch.prepare import Prepared, folder_name, prepare
-from launch.run_folder import RunFolder
+from launch.executors.executor import ROOT
+from launch.recipes import reading
+from launch.runs import run_setup
+from launch.runs.run_folder import RunFolder
+from launch.submission import run_control
+from launch.submission.prepare import Prepared, folder_name, prepare
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError
 
@@ -124,4 +126,4 @@ def recipe(name: str | os.PathLike[str], overrides: Overrides | None = None, /, 
         RecipeError: for problems of the recipe, all at once in `problems`. Files and the cluster are not looked at.
     """
     with naming_arguments(keywords):
-        return recipes.load(os.fspath(name), arguments(overrides, keywords))
+        return reading.load(os.fspath(name), arguments(overrides, keywords))

@@ -12,23 +12,24 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from launch import audit_log, run_control
 from launch.api.errors import NotEnded, RunFailed
 from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.training import Run
-from launch.detached import start_detached
-from launch.executors.base import ROOT
+from launch.executors.detached import start_detached
+from launch.executors.executor import ROOT
 from launch.executors.slurm import HetSlurmJob
-from launch.failure_logs import tail
-from launch.search import checks
-from launch.search import command as search
-from launch.search.trial import Trial
-from launch.slurm_client import SlurmError
+from launch.executors.slurm_client import SlurmError
+from launch.runs import audit_log
+from launch.runs.failure_logs import tail
+from launch.submission import run_control
 from launch.sweeps import suite as suites
-from launch.sweeps.folder import PROBE_S, SweepFolder
 from launch.sweeps.jobs import jobs_of
 from launch.sweeps.queue import Queue
+from launch.sweeps.search import command as search
+from launch.sweeps.search import search_checks
+from launch.sweeps.search.trial import Trial
 from launch.sweeps.suite import LoadedSuite
+from launch.sweeps.sweep_folder import PROBE_S, SweepFolder
 from launch.sweeps.verdict import read as read_verdict
 from pipeline.config import Problem, RecipeError
 
@@ -75,7 +76,7 @@ class SweepRun:
             return {}
         found: dict[str, str] = {each.job.name: each.state for each in folder.job_states(Queue(folder.plan.executor))}
         searched = folder.suite.search
-        if searched is None or any(checks.installed(searched)):
+        if searched is None or any(search_checks.installed(searched)):
             return found
         return found | {each.name: "pruned" for each in self.trials() if each.state == "pruned"}
 

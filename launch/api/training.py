@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch import steering
 from launch.api.errors import NotEnded
-from launch.api.evaluations import EvaluationRun, evaluate
+from launch.api.evaluating import EvaluationRun, evaluate
 from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.run import BaseRun
+from launch.runs import steer_request
 
 
 class Run(BaseRun):
@@ -22,7 +22,7 @@ class Run(BaseRun):
         overrides: Overrides | None = None,
         *,
         wait: bool = True,
-        timeout: float | None = steering.TIMEOUT_S,
+        timeout: float | None = steer_request.TIMEOUT_S,
         **keywords: Any,
     ) -> int | None:
         """Change live keys of the run between two steps: `run.steer(policy__optimizer__kwargs__lr=1e-6)`.
@@ -43,12 +43,12 @@ class Run(BaseRun):
             NotEnded: after `timeout`; the request stays, and takes effect later.
         """
         with naming_arguments(keywords):
-            asked = steering.ask(self.folder, arguments(overrides, keywords))
+            asked = steer_request.ask(self.folder, arguments(overrides, keywords))
         if not wait:
             return None
         try:
-            return steering.wait(self.folder, asked, timeout).step
-        except steering.NotAnswered as late:
+            return steer_request.wait(self.folder, asked, timeout).step
+        except steer_request.NotAnswered as late:
             raise NotEnded(self.folder, str(late)) from None
 
     def evaluate(

@@ -10,17 +10,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch import folder_lock, follow, run_setup
-from launch.evaluations import background, kept, sources, submission, suites, tables
-from launch.evaluations.background import FollowRequest
-from launch.evaluations.submission import Evaluation
-from launch.executors.base import RunJob
+from launch.evaluations import evaluation_job
+from launch.evaluations.evaluation_job import Evaluation
+from launch.executors.executor import RunJob
 from launch.executors.record import read_record
-from launch.run_folder import RunFolder
-from launch.run_state import state
-from launch.terminal import plain
-from pipeline import checkpoint
-from pipeline.checkpoint import Checkpoint
+from launch.runs import (
+    evaluation_sources,
+    folder_lock,
+    follow,
+    follower_process,
+    run_setup,
+    score_tables,
+    suites,
+    waiting_checkpoints,
+)
+from launch.runs.follower_process import FollowRequest
+from launch.runs.run_folder import RunFolder
+from launch.runs.run_state import state
+from launch.terminal.safe_text import plain
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import Checkpoint
 from pipeline.config import Problem, Recipe, RecipeError
 
 POLL_S = 2.0
@@ -43,7 +52,7 @@ class CheckpointFollower:
         self.request, self.suite = request, suite
         self.run_dir = request.run_dir
         self.name = suites.find(suite)[0]
-        self.folder = self.run_dir / sources.FOLDER / self.name
+        self.folder = self.run_dir / evaluation_sources.FOLDER / self.name
         self.seen: dict[Path, Checkpoint] = {}  # complete checkpoints of the run
         self.due: dict[int, Checkpoint] = {}  # kept, and not evaluated
         self.tries: dict[int, int] = {}
@@ -60,14 +69,14 @@ class CheckpointFollower:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             with folder_lock.held(self.folder, "run", LOCK_WAIT_S):
-                background.write_record(self.folder, self.request, self.failed)
+                follower_process.write_record(self.folder, self.request, self.failed)
                 self._adopt()
                 while self._step():
                     time.sleep(POLL_S)
         except RecipeError as error:
             if error.problems[0].code != "in-use":
                 raise
-            record = background.read_record(self.folder)
+            record = follower_process.read_record(self.folder)
             who = f"process {record.pid} on {record.host}" if record else "another process"
             message = f"{who} follows the evaluations of {self.run_dir} by {self.name} already; see {self.folder.parent}"
             raise RecipeError(Problem("run", "in-use", message)) from None
@@ -75,7 +84,7 @@ class CheckpointFollower:
 
     def _adopt(self) -> None:
         """Take over what an earlier follower has kept."""
-        for folder in kept.folders(self.folder):
+        for folder in waiting_checkpoints.folders(self.folder):
             if run_setup.ended_well(folder.parent):
                 _release_judged(folder.parent)
             elif found := checkpoint.read(folder):
@@ -83,7 +92,7 @@ class CheckpointFollower:
 
     def _step(self) -> bool:
         """Do what can be done now, and return whether anything may be left."""
-        recipe = sources.read_run(self.run_dir)
+        recipe = evaluation_sources.read_run(self.run_dir)
         has_ended = self._has_ended()
         self._keep(recipe, has_ended)
         if self.running:
@@ -111,12 +120,12 @@ class CheckpointFollower:
         }
         found = {one.step: one for one in self.seen.values()}
         for step, one in found.items():
-            folder = sources.evaluation_folder(self.run_dir, self.name, step)
+            folder = evaluation_sources.evaluation_folder(self.run_dir, self.name, step)
             if step in self.due or step in self.failed or run_setup.ended_well(folder):
                 continue
             if self.is_due(recipe, step) or (has_ended and step == max(found)):
                 try:
-                    kept.keep(one.folder, folder)
+                    waiting_checkpoints.keep(one.folder, folder)
                 except RecipeError as error:
                     if error.problems[0].code != "no-checkpoint":  # else the run removed it before we could
                         raise
@@ -132,10 +141,10 @@ class CheckpointFollower:
     # ---- jobs -----------------------------------------------------------------------------------------------------------
 
     def _start(self, recipe: Recipe, found: Checkpoint) -> None:
-        source = sources.of_checkpoint(self.run_dir, recipe, found, self.name)
+        source = evaluation_sources.of_checkpoint(self.run_dir, recipe, found, self.name)
         try:
-            evaluation = submission.read(self.suite, source, self.request.overrides, self._more())
-            job = run_setup.live_job(evaluation.run_dir) or submission.start(evaluation)
+            evaluation = evaluation_job.read(self.suite, source, self.request.overrides, self._more())
+            job = run_setup.live_job(evaluation.run_dir) or evaluation_job.start(evaluation)
         except RecipeError as error:
             self.retry_at = time.monotonic() + RETRY_S
             self._say(f"step {found.step} was not submitted: {error}")
@@ -167,8 +176,8 @@ class CheckpointFollower:
         if run_setup.ended_well(evaluation.run_dir):
             self.due.pop(step, None)
             _release_judged(evaluation.run_dir)
-            scores = tables.read(evaluation.run_dir)
-            self._say(f"step {step}: {tables.short(scores) if scores else 'done'}")
+            scores = score_tables.read(evaluation.run_dir)
+            self._say(f"step {step}: {score_tables.short(scores) if scores else 'done'}")
             return
         why = follow.failure(evaluation.run_dir, job, status)
         self._say("\n".join([f"step {step}: {why[0]}", *why[1:]]))
@@ -181,10 +190,10 @@ class CheckpointFollower:
             return
         self.failed[step] = why
         self.due.pop(step, None)
-        background.write_record(self.folder, self.request, self.failed)
-        folder = sources.evaluation_folder(self.run_dir, self.name, step)
+        follower_process.write_record(self.folder, self.request, self.failed)
+        folder = evaluation_sources.evaluation_folder(self.run_dir, self.name, step)
         if any(one.step == step for one in self.seen.values()):
-            kept.release(folder)
+            waiting_checkpoints.release(folder)
         self._say(
             f"step {step} is given up after {TRIES} tries; what it lacks: python launch/evaluate.py"
             f" run={self.run_dir} suite={self.suite} step={step}"
@@ -196,5 +205,5 @@ class CheckpointFollower:
 
 def _release_judged(folder: Path) -> None:
     """Release the checkpoint of a complete evaluation, unless answers still have to be judged, which loads it again."""
-    if submission.is_complete(folder):
-        kept.release(folder)
+    if evaluation_job.is_complete(folder):
+        waiting_checkpoints.release(folder)

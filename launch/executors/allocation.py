@@ -6,7 +6,7 @@ launch/hetstep.sbatch, the steps and their end are as in a job of `launch/submit
 records that job. The allocation's time limit counts, not cluster.time_min.
 
 In a heterogeneous allocation the k-th component runs in the k-th part. In a plain one each component has nodes of its own, in
-the same order. The step of a colocated component (launch/nodes.py) overlaps that of the component before it.
+the same order. The step of a colocated component (launch/executors/nodes.py) overlaps that of the component before it.
 `launch/preflight/current_allocation.py` checks that the allocation is large enough.
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 from submitit.local import local
 from typing_extensions import override
 
-from launch.detached import start_detached
 from launch.executors import slurm
-from launch.executors.base import JobStatus
+from launch.executors.detached import start_detached
+from launch.executors.executor import JobStatus
 from launch.executors.local import HetLocalJob, start_time
-from launch.nodes import ColocatedComponent
+from launch.executors.nodes import ColocatedComponent
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 IN_BATCH = "HETSTEP_SBATCH"

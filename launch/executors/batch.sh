@@ -66,7 +66,7 @@ begin_attempt() {
     export HETSTEP_SIGNALS=$attempt/signals
 }
 
-# tell_ranks SIGTERM|SIGUSR2: pass a signal to rank 0, which handles it like its own; see pipeline/signals.py. The signal is
+# tell_ranks SIGTERM|SIGUSR2: pass a signal to rank 0, which handles it like its own; see pipeline/job/signals.py. The signal is
 # appended to an existing file, because NFS may hide a new file from other nodes for a minute. Does nothing before the ranks start.
 tell_ranks() {
     [[ ${attempt:-} ]] || return 0

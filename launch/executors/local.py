@@ -33,29 +33,29 @@ from submitit.core.core import Job
 from submitit.local import local
 from typing_extensions import override
 
-from launch import gpus, task
-from launch.attempts import KILLED
-from launch.detached import start_detached
-from launch.executors import forks
-from launch.executors.base import ROOT, JobStatus
-from launch.nodes import COMPILERS, MOST_COMPILERS, hosts, shares_gpus
-from pipeline import small_files
+from launch.executors import forks, gpus, rank_task
+from launch.executors.detached import start_detached
+from launch.executors.executor import ROOT, JobStatus
+from launch.executors.nodes import COMPILERS, MOST_COMPILERS, hosts, shares_gpus
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
-from pipeline.memory_kills import MemoryKills
-from pipeline.storage import REMEDY, write_durably
-from pipeline.warning_file import MEMORY_CHECKS, last_warning
+from pipeline.files import small_files
+from pipeline.files.storage import REMEDY, write_durably
+from pipeline.node.memory_kills import MemoryKills
+from pipeline.observe.warning_file import MEMORY_CHECKS, last_warning
 
 GRACE_S = 2.0
 """Time between SIGTERM and SIGKILL."""
 REQUEUE = 75
 """Exit status of verdict.sh that requests a restart of all ranks."""
 SECONDARY_STATUSES = (123, 124)
-"""Exit statuses of ranks that ended because of another one: EXIT_WITH_ANOTHER and EXIT_STATUS of pipeline/watchdog.py."""
+"""Exit statuses of ranks that ended because of another one: EXIT_WITH_ANOTHER and EXIT_STATUS of pipeline/job/watchdog.py."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 VERDICT_S = 600.0
 """Time limit of verdict.sh, which only reads and writes files of the run folder."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 DISK_ERROR = re.compile("|".join(map(re.escape, map(os.strerror, DISK_ERRORS))))
+KILLED = "killed"
+"""The file of an attempt that names the first rank that a signal ended."""
 TAIL_BYTES = 256 << 10
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
@@ -99,7 +99,7 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
 
 def rank_command(run_dir: Path) -> list[str]:
     """Return the command that starts a rank."""
-    return [sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
+    return [sys.executable, "-P", "-u", "-m", "launch.executors.rank_task", f"{run_dir}/submitit"]
 
 
 def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
@@ -241,7 +241,7 @@ class Controller:
         """Return the id of the process. It leads a process group, so that its children end with it."""
         begin = functools.partial(_begin, os.getpid())
         if self.fork:
-            rank_main = functools.partial(task.main, f"{self.run_dir}/submitit")
+            rank_main = functools.partial(rank_task.main, f"{self.run_dir}/submitit")
             return forks.start(rank_main, environment, log, begin)
         process = subprocess.Popen(
             rank_command(self.run_dir),
@@ -405,7 +405,7 @@ class HetLocalExecutor(local.LocalExecutor):
     @override
     def submit(self, fn: Callable[..., Any], *args: object, **kwargs: object) -> Job[Any]:
         """Submit `fn(*args, **kwargs)` for every rank. Ranks of the pipeline share its imports if possible."""
-        self.fork = fn.__module__ == task.__name__ and forks.possible(self.environments)
+        self.fork = fn.__module__ == rank_task.__name__ and forks.possible(self.environments)
         return super().submit(fn, *args, **kwargs)
 
     def _num_tasks(self) -> int:

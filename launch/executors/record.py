@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.executors.allocation import AllocationJob
-from launch.executors.base import RunJob
+from launch.executors.executor import RunJob
 from launch.executors.local import HetLocalJob
 from launch.executors.slurm import HetSlurmJob
-from launch.slurm_client import cluster_name
-from pipeline import small_files
+from launch.executors.slurm_client import cluster_name
 from pipeline.config import Problem, RecipeError
+from pipeline.files import small_files
 
 REMEDY = "Try to delete it, once no job writes into the folder: the same submission then goes on from the last checkpoint"
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from launch import slurm_client
-from launch.executors import allocation
+from launch.executors import allocation, slurm_client
 from pipeline.config import Recipe
 
 DESCRIPTIONS = {

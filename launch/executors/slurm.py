@@ -1,9 +1,10 @@
 """Run the components as one Slurm job, with one background srun per component.
 
-The job is heterogeneous if components have nodes of their own. Each component has its own srun, because a container image is
-an option of a whole srun. Slurm numbers ranks per step, so the batch script gives each step its first global rank. batch.sh has
-the code before and after the steps, launch/nodes.py the options of allocation and steps. Job arrays are not supported, because
-Slurm refuses them for het jobs. Options, states and pitfalls: https://slurm.schedmd.com/heterogeneous_jobs.html
+The job is heterogeneous if components have nodes of their own. Each component has its own srun, because a container image is an
+option of a whole srun. Slurm numbers ranks per step, so the batch script gives each step its first global rank. batch.sh has
+the code before and after the steps, launch/executors/nodes.py the options of allocation and steps. Job arrays are not
+supported, because Slurm refuses them for het jobs. Options, states and pitfalls:
+https://slurm.schedmd.com/heterogeneous_jobs.html
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from pathlib import Path
 from submitit.slurm import slurm
 from typing_extensions import override
 
-from launch import containers, nodes, slurm_client, slurm_environment
-from launch.executors.base import ROOT, JobStatus
-from launch.nodes import NodeShare
-from launch.slurm_client import TERMINAL, JobComponent, SlurmError
+from launch.executors import containers, nodes, slurm_client, slurm_environment
+from launch.executors.executor import ROOT, JobStatus
+from launch.executors.nodes import NodeShare
+from launch.executors.slurm_client import TERMINAL, JobComponent, SlurmError
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 GONE = "GONE"
@@ -151,7 +152,7 @@ def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Pat
     images without PMIx.
     """
     component = share.component
-    command = [component.python or sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
+    command = [component.python or sys.executable, "-P", "-u", "-m", "launch.executors.rank_task", f"{run_dir}/submitit"]
     if component.env_vars:  # not export, because bash evaluates assignments to RANDOM and others
         command = ["env", *(f"{key}={value}" for key, value in component.env_vars.items()), *command]
     task = [

@@ -9,7 +9,7 @@
 #     75   requeue: why start all ranks again, from the last checkpoint
 #     else stop: why    STATUS, or 1 if STATUS is 0 or 75
 #
-# The rules, in this order (the files are those of pipeline/attempt.py):
+# The rules, in this order (the files are those of pipeline/job/attempt.py):
 #  1. done.json exists: done, however the ranks ended after they wrote it.
 #  2. A later attempt of another job has taken over the run (`current`): stop, or the two jobs would take over in turn.
 #  3. The ranks exited on purpose (`requeue` exists, and no failure.json): requeue, if REQUEUE; but stop if neither this attempt
@@ -104,7 +104,7 @@ judge() {
     else
         why="crashed with status $status"
         if first=$(failed_first) && [[ $first ]]; then
-            # A rank exits with 123 or 124 because of another one (pipeline/watchdog.py).
+            # A rank exits with 123 or 124 because of another one (pipeline/job/watchdog.py).
             [[ $status == 12[34] ]] && why=crashed
             why="$why: $first failed first"
         fi

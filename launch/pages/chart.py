@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from launch.pages.html import Html, data, tag
+from launch.drawing.html import Html, data, tag
 
 POINTS = 1000
 """Most points of a series: charts are seldom wider in pixels."""

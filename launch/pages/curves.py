@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
-from launch.run_changes import text
-from launch.run_folder import OTHER_PHASES, STEP_PHASES, MetricColumns, RunFolder, phases
+from launch.runs.run_changes import text
+from launch.runs.run_folder import OTHER_PHASES, STEP_PHASES, MetricColumns, RunFolder, phases
 
 ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
 BANDS = (("min", "max"), ("p01", "p99"))

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.drawing.html import Html, data, tag, text
 from launch.pages.chart import swatch
-from launch.pages.html import Html, data, tag, text
-from pipeline.storage import write_durably
+from pipeline.files.storage import write_durably
 
 HERE = Path(__file__).parent
-SCRIPTS = ("charts.js", "drawings.js", "samples.js")
+STYLE = HERE.parent / "drawing/page.css"
+SCRIPTS = (HERE / "charts.js", HERE / "drawings.js", HERE / "samples.js")
 PLOTLY = "plotly.min.js"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates, which broken text may contain and UTF-8 cannot encode."""
@@ -63,8 +64,8 @@ def add_plotly(folder: Path) -> bool:
 
 def document(title: str, sections: Sequence[Section], runs: Sequence[str] = (), intro: Html | None = None) -> str:
     """Return the whole page. runs: names for the colours of charts; several get buttons that hide them."""
-    style = _read("page.css")
-    scripts = [_read(name) for name in SCRIPTS]
+    style = _read(STYLE)
+    scripts = [_read(path) for path in SCRIPTS]
     nonce = secrets.token_urlsafe(16)
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: blob:; style-src 'unsafe-inline';"
@@ -115,10 +116,10 @@ def details(summary: str, *content: Html, open_: bool = False) -> Html:
     return tag("details", tag("summary", summary), text(*content), open=open_)
 
 
-def _read(name: str) -> str:
-    source = (HERE / name).read_text(encoding="utf-8")
+def _read(path: Path) -> str:
+    source = path.read_text(encoding="utf-8")
     if "</" in source:
-        raise ValueError(f"{name}: '</' may end the element that it is put into")
+        raise ValueError(f"{path.name}: '</' may end the element that it is put into")
     return source
 
 

@@ -1,5 +1,5 @@
 // Draws each <figure class="drawing"> by Plotly as it is described, with axes of its own. Texts are escaped where they are made
-// (drawing.py).
+// (figures.py).
 "use strict";
 (() => {
   if (!window.Plotly) return; // charts.js says so

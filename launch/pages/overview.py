@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from launch import run_changes, run_files
-from launch.attempts import AttemptFolder
+from launch.drawing.html import Html, table, tag, text
 from launch.pages.chart import swatch
 from launch.pages.curves import LabelledRun
-from launch.pages.html import Html, table, tag, text
-from launch.run_folder import MetricColumns, last_active
-from launch.run_state import RunState
-from launch.units import plural
+from launch.runs import run_changes, run_files
+from launch.runs.attempts import AttemptFolder
+from launch.runs.run_folder import MetricColumns, last_active
+from launch.runs.run_state import RunState
+from launch.terminal.units import plural
 from pipeline.config.formatting import on_one_line
 
 OUTCOMES = ("val/accuracy", "val/reward", "val/loss", "train/reward", "train/loss")

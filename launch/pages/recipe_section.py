@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from launch.drawing.html import Html, table, tag, text
 from launch.pages.chart import swatch
 from launch.pages.document import details
-from launch.pages.html import Html, table, tag, text
-from launch.run_folder import RunFolder
-from pipeline import environment_names
+from launch.runs.run_folder import RunFolder
+from pipeline.config import environment_names
 
 MISSING = "-"
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from launch import run_keys
+from launch.drawing.html import Html, data, tag
+from launch.drawing.step_picture import pick_evenly
 from launch.pages.chart import Chart, Mark, Series
-from launch.pages.html import Html, data, tag
-from launch.traces.step_picture import pick_evenly
-from pipeline import user_files
+from launch.runs import run_keys
 from pipeline.config import RecipeError
 from pipeline.encryption import EncryptionKey, is_encrypted
-from pipeline.metrics import read_rollouts
+from pipeline.observe.metrics import read_rollouts
+from pipeline.recipe import user_files
 
 KINDS = {"step": "training", "val": "validation"}
 FILES = 200

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.pages.html import Html, tag
-from launch.run_folder import RunFolder
-from launch.traces import rank_traces, step_picture
+from launch.drawing import rank_traces, step_picture
+from launch.drawing.html import Html, tag
+from launch.runs.run_folder import RunFolder
 
 PIXELS = 1000
 """Shorter spans are merged."""

@@ -12,7 +12,7 @@ from typing import Any
 from launch.plan.memory import train
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.parallelism import train_parallelism
+from launch.plan.rank_division import train_parallelism
 from pipeline.config import Recipe, compiles, ranks, uses_megatron
 from pipeline.models.shape import ModelShape
 

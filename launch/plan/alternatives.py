@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from launch.plan import generate_time, modes, recomputation, split
 from launch.plan.estimate import Plan, step_elsewhere
 from launch.plan.modes import Mode
-from launch.plan.parallelism import engines
-from launch.units import plural, seconds
+from launch.plan.rank_division import engines
+from launch.terminal.units import plural, seconds
 from pipeline import config
 from pipeline.config import ahead, runs_ahead
 

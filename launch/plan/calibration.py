@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from launch import run_keys
 from launch.plan.phase import CLOCKS, Phase
+from launch.runs import run_keys
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, generates, runs_ahead
-from pipeline.metrics import read, read_rollouts
+from pipeline.observe.metrics import read, read_rollouts
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch import bounded, model_readings
-from launch.model_readings import ModelReading
-from launch.preflight import data_files, record_counts
+from launch.preflight import bounded, data_files, model_readings, record_counts
 from launch.preflight.data_files import SCAN_BYTES, FirstRecords
+from launch.preflight.model_readings import ModelReading
 from pipeline import config
 from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
 from pipeline.data import named

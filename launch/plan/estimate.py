@@ -10,12 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch import backend, recipes
-from launch.model_files import is_inside, planning_config
 from launch.plan import (
     advice,
+    backend_choice,
     calibration,
-    colocation,
     data_lengths,
     generate_time,
     gpu_check,
@@ -23,6 +21,7 @@ from launch.plan import (
     memory,
     memory_generate,
     recomputation,
+    shared_gpus,
     split,
     step_time,
 )
@@ -35,6 +34,8 @@ from launch.plan.split import Split
 from launch.plan.step_phases import priced, step_phases, validation_seconds
 from launch.plan.step_time import StepTime
 from launch.preflight.disk_space import saved_bytes
+from launch.recipes import reading
+from launch.recipes.model_files import is_inside, planning_config
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig
@@ -49,7 +50,7 @@ class Plan:
     """The plan of one recipe: memory, durations, and whether it fits."""
 
     recipe: Recipe
-    choice: backend.BackendChoice
+    choice: backend_choice.BackendChoice
     models: Mapping[str, Mapping[str, Any]]  # config.json, by the sections of config.models
     shapes: Mapping[str, ModelShape]  # by the sections of config.models
     lengths: Lengths
@@ -115,18 +116,18 @@ class Plan:
         return sum(c.nodes * c.gpus_per_node for name, c in config.components(self.recipe).items() if name not in guests)
 
     @cached_property
-    def turns(self) -> tuple[colocation.TurnMemory, ...]:
+    def turns(self) -> tuple[shared_gpus.TurnMemory, ...]:
         """Return the memory of a GPU that a train and a generate rank share, for each turn; empty if no GPU is shared."""
         if self.generate is None or not config.colocated(self.recipe) or not self.recipe.cluster.train.gpus_per_node:
             return ()
-        return colocation.turns(self.recipe, self.train, self.generate)
+        return shared_gpus.turns(self.recipe, self.train, self.generate)
 
     @property
     def host(self) -> float:
         """Return the bytes of host memory of a train rank and the generate rank that shares its GPU."""
         if self.generate is None or not self.turns:
             return self.train.host
-        return colocation.host(self.recipe, self.train, self.generate)
+        return shared_gpus.host(self.recipe, self.train, self.generate)
 
     @property
     def gpu_hours(self) -> float | None:
@@ -222,7 +223,7 @@ def _of_gpu(count: float, component: config.ComponentConfig, phase: str = "") ->
 
 
 def plan(
-    recipe: Recipe, choice: backend.BackendChoice, before: Path | None = None, pending: Sequence[os.PathLike] = ()
+    recipe: Recipe, choice: backend_choice.BackendChoice, before: Path | None = None, pending: Sequence[os.PathLike] = ()
 ) -> Plan:
     """Return the plan of a recipe for which the train backend is chosen.
 
@@ -346,7 +347,7 @@ def needed_model(recipe: Recipe) -> str | None:
     if Path(recipe.policy.model_name).is_dir():
         return None
     for name in recipe.needs:
-        needed = recipes.load(name, [f"run_dir=runs/{config.name_of(name)}"])
+        needed = reading.load(name, [f"run_dir=runs/{config.name_of(name)}"])
         if is_inside(recipe.policy.model_name, [Path(needed.run_dir)]):
             return needed_model(needed) or needed.policy.model_name
     return None
@@ -371,7 +372,7 @@ def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitP
     if not _can_be_timed(recipe, generate):
         return []
     if generate is not None and config.colocated(recipe):
-        return [colocation.refit(recipe, generate.received, refit)]
+        return [shared_gpus.refit(recipe, generate.received, refit)]
     return [Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)})] if refit else []
 
 

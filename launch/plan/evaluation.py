@@ -17,18 +17,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.model_files import planning_config
-from launch.plan import deterministic, generate_time, gpu_check, lengths, memory_generate
+from launch.plan import deterministic_cost, generate_time, gpu_check, lengths, memory_generate
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
-from launch.plan.parallelism import engines, parallel_sizes
+from launch.plan.rank_division import engines, parallel_sizes
 from launch.preflight import input_files
-from launch.units import plural, seconds, size
-from pipeline import user_files
+from launch.recipes.model_files import planning_config
+from launch.terminal.units import plural, seconds, size
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
+from pipeline.recipe import user_files
 
 LABEL, WIDTH = 14, 120
 CHARACTERS = 4.0  # of a token of text, as is assumed
@@ -164,10 +164,10 @@ def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
 
 def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, float | None]:
     """Return (questions, mean tokens of a prompt, mean tokens of the choices); None if the data cannot be read here."""
-    from pipeline.evaluation import data  # imports numpy
+    from pipeline.evaluation import task_data  # imports numpy
 
     with collected([]):  # other checks report it
-        found = data.read(name, task)
+        found = task_data.read(name, task)
         some = found.questions[:SAMPLED]
         if not some:
             return 0, None, None
@@ -273,7 +273,7 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
     if measured := gpu_check.described(plan.recipe, plan.recipe.cluster.generate):
         yield from _row("measured", measured)
     if plan.gpus and plan.recipe.policy.deterministic:
-        yield from _row("deterministic", deterministic.assumed(plan.recipe))
+        yield from _row("deterministic", deterministic_cost.assumed(plan.recipe))
     given = plan.recipe.plan.answer_tokens
     answers = "answers of half of max_new_tokens" if given is None else f"answers of {given:g} tokens"
     yield from _row(

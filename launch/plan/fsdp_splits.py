@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from launch.plan.parallelism import Parallelism
-from pipeline.models.base import Split
+from launch.plan.rank_division import Parallelism
+from pipeline.models.family import Split
 from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import Tensor
 

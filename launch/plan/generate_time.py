@@ -19,12 +19,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.plan import deterministic
+from launch.plan import deterministic_cost
 from launch.plan.engine_sizes import engine_sizes
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
-from launch.plan.parallelism import GIGA, Links, engines
 from launch.plan.phase import Phase
+from launch.plan.rank_division import GIGA, Links, engines
 from pipeline.config import PRECISIONS, OnlineConfig, Recipe, engine_ranks, hardware, section
 from pipeline.config.hardware import GPUSpec
 from pipeline.models import flops
@@ -137,7 +137,7 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
         generation.vllm_cfg.tensor_parallel_size if vllm else 1,
         network.latency_us,
         fp8=vllm and generation.vllm_cfg.precision == "fp8",
-        slowdown=deterministic.generation(recipe.policy),
+        slowdown=deterministic_cost.generation(recipe.policy),
     )
 
 

@@ -29,16 +29,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from launch.model_files import planning_config
 from launch.plan import generate_time
 from launch.plan.lengths import Lengths
-from launch.plan.parallelism import GIGA, Links
+from launch.plan.rank_division import GIGA, Links
 from launch.plan.train_time import OPTIMIZER_BYTES
-from pipeline import config, user_files
+from launch.recipes.model_files import planning_config
+from pipeline import config
 from pipeline.config import PRECISIONS, ComponentConfig, Problem, Recipe, RecipeError, compiles, hardware, uses_megatron
 from pipeline.config.hardware import HARDWARE, GPUSpec
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
+from pipeline.recipe import user_files
 
 FORMAT = 1
 """The version of the file's format, as in tests/gpu_check/check.py."""

@@ -30,7 +30,7 @@ from launch.plan.memory_parts import (
     models,
     rank_batches,
 )
-from launch.plan.parallelism import Parallelism, engines, train_parallelism
+from launch.plan.rank_division import Parallelism, engines, train_parallelism
 from pipeline.config import (
     PRECISIONS,
     Recipe,
@@ -46,7 +46,7 @@ ModelMemory = FSDPMemory | MegatronMemory
 
 
 def train(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory:
-    """Return the memory of the fullest train rank. shapes: by the sections of `pipeline.config.models(recipe)`."""
+    """Return the memory of the fullest train rank. shapes: by the sections of `pipeline.config.other_models(recipe)`."""
     component, layout = recipe.cluster.train, train_parallelism(recipe.policy, recipe.cluster.train)
     cuda, of_rank = component.gpus_per_node > 0, rank_batches(recipe, layout.data)
     found = peak(models(recipe, shapes), layout, cuda, of_rank)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan import frozen
+from launch.plan import frozen_counts
 from launch.plan.activations import (
     LayerActivations,
     RankMicrobatch,
@@ -24,10 +24,10 @@ from launch.plan.activations import (
 )
 from launch.plan.fsdp_splits import held, whole_mixers
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
-from launch.plan.parallelism import Parallelism
+from launch.plan.rank_division import Parallelism
 from launch.plan.refit_adapters import LINEAR
 from pipeline.config import compiles, trial_lengths
-from pipeline.train.adapters.described import expert_entries, experts, is_adapted
+from pipeline.train.adapters.adapted_layers import expert_entries, experts, is_adapted
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class FSDPMemory:
     @property
     def _frozen(self) -> float:
         """Return the parameters that this rank holds and does not train: frozen by patterns, kept in policy.precision."""
-        found, whole = frozen.tensors(self.model), self.model.shape.routed
+        found, whole = frozen_counts.tensors(self.model), self.model.shape.routed
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
-        share = frozen.routed(found) / whole if whole else 0.0
+        share = frozen_counts.routed(found) / whole if whole else 0.0
         return held(found, self.layout) / self.layout.shard + share * experts
 
     @property

@@ -25,7 +25,7 @@ from launch.plan.activations import latent_projections
 from launch.plan.engine_layouts import engine_stages
 from launch.plan.engine_sizes import engine_sizes
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
-from launch.plan.parallelism import engines
+from launch.plan.rank_division import engines
 from pipeline.config import PRECISIONS, Problem, Recipe, colocated, ranks_per_node, refits_by_ipc, refuse, trains
 from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan import frozen
+from launch.plan import frozen_counts
 from launch.plan.activations import (
     LayerActivations,
     RankMicrobatch,
@@ -22,7 +22,7 @@ from launch.plan.activations import (
     megatron_layer,
 )
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
-from launch.plan.parallelism import Parallelism
+from launch.plan.rank_division import Parallelism
 from pipeline.train.adapters.modules import adapts_experts
 
 
@@ -119,7 +119,7 @@ class MegatronMemory:
         router = self.model.shape.hidden * self.model.shape.experts
         dense -= self.stage.sparse * router if settings.freeze_moe_router else 0.0
         of_stage = range(self.stage.start, self.stage.start + self.stage.layers)
-        fixed = frozen.of_stage(self.model, self.layout, of_stage, self.stage.first, self.stage.last)
+        fixed = frozen_counts.of_stage(self.model, self.layout, of_stage, self.stage.first, self.stage.last)
         dense, experts = dense - fixed[0], experts - fixed[1]
         if adapted := settings.peft.enabled:
             dense, experts = self._adapters(settings.peft.dim)

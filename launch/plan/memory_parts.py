@@ -100,7 +100,7 @@ class RankBatches:
 
 @dataclass(frozen=True, slots=True)
 class TrainModel:
-    """A model of the train ranks, and what it is used for (`pipeline.train.base.Use`)."""
+    """A model of the train ranks, and what it is used for (`pipeline.train.train_backend.Use`)."""
 
     policy: PolicyConfig
     shape: ModelShape

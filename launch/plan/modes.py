@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch import placement
-from launch.placement import Changes
-from launch.plan import split
+from launch.plan import placement, split
 from launch.plan.estimate import Plan, elsewhere, step_elsewhere
+from launch.plan.placement import Changes
 from pipeline import config
 from pipeline.algorithms.ahead import section_of, settings
 from pipeline.config import Problem, Recipe, RecipeError, collected

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pipeline.boxes import Box
 from pipeline.config import MegatronLoRAConfig, refuse
-from pipeline.models.base import Parameter
+from pipeline.models.family import Parameter
 from pipeline.models.tensors import Tensor
 from pipeline.train.adapters.module_layers import AdaptedModule, not_served_modules, options
 from pipeline.train.adapters.modules import choose

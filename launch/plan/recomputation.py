@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.plan import colocation, gpu_check, memory, memory_generate, train_time
+from launch.plan import gpu_check, memory, memory_generate, shared_gpus, train_time
 from launch.plan.advice import set_key
 from launch.plan.lengths import Lengths, assumed
 from launch.plan.memory_megatron import stages
 from launch.plan.memory_parts import GenerateMemory, TrainModel
-from launch.plan.parallelism import train_parallelism
+from launch.plan.rank_division import train_parallelism
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe, compiles, hardware, uses_megatron
@@ -143,7 +143,7 @@ def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory 
 def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMemory | None) -> float:
     """Return the bytes of the fullest GPU in the train rank's turn: other turns are the same with all settings."""
     train = memory.train(recipe, shapes)
-    turns = {turn.name: turn.total for turn in colocation.turns(recipe, train, engine)} if engine else {}
+    turns = {turn.name: turn.total for turn in shared_gpus.turns(recipe, train, engine)} if engine else {}
     return turns.get("training", train.total)
 
 

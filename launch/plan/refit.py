@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from launch.model_files import planning_config
+from launch.recipes.model_files import planning_config
 from pipeline.config import PRECISIONS, Recipe, colocated, ranks, ranks_per_node
 from pipeline.models.shape import ModelShape
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from pipeline.boxes import Box, whole
 from pipeline.config import LoRAConfig, refuse
-from pipeline.models.base import Split
+from pipeline.models.family import Split
 from pipeline.models.tensors import Tensor
-from pipeline.train.adapters.described import experts, is_adapted, not_served
+from pipeline.train.adapters.adapted_layers import experts, is_adapted, not_served
 from pipeline.train.adapters.spec import A, AdapterSpec, B
 
 LINEAR = ("attention", "mlp", "shared")  # parts of a model with linear layers, whose adapters engines can serve

@@ -42,8 +42,8 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models import decoder, gpt_oss, qwen3_5
-from pipeline.models.base import Parameter
 from pipeline.models.config_json import check_fsdp
+from pipeline.models.family import Parameter
 from pipeline.models.sizes import sizes
 from pipeline.models.tensors import experts, tensors
 from pipeline.refit.tables import LayoutTable

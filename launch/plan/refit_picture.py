@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from launch.pages.html import Html, tag
+from launch.drawing.html import Html, tag
+from launch.drawing.step_picture import LEFT, RIGHT, WIDTH, axis, svg_document
 from launch.plan.refit_time import GIGA, RefitSimulation
-from launch.traces.step_picture import LEFT, RIGHT, WIDTH, axis, svg_document
 
 PARTS = {"pack": "c4", "wire": "c0", "apply": "c2"}  # -> a colour class of the page
 LANE, GAP, FLIGHT = 15, 10, 110  # heights: of a bar, of which a rank has three; between ranks; of the bytes in flight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from launch.placement import Changes
+from launch.plan.placement import Changes
 from pipeline import config
 from pipeline.config import Recipe, collected, generates
 

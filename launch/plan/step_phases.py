@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launch.plan import colocation, generate_time, gpu_check, memory, train_time
+from launch.plan import generate_time, gpu_check, memory, shared_gpus, train_time
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.phase import Phase
@@ -37,7 +37,7 @@ def step_phases(
     found += [score] if score else []
     found += train
     if config.colocated(recipe):
-        found += colocation.phases(recipe, memory.train(recipe, shapes), generate)
+        found += shared_gpus.phases(recipe, memory.train(recipe, shapes), generate)
     return found
 
 

@@ -22,11 +22,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from launch.plan import deterministic
+from launch.plan import deterministic_cost
 from launch.plan.fsdp_splits import whole_mixers
 from launch.plan.lengths import Lengths
-from launch.plan.parallelism import GIGA, Links, Parallelism, train_parallelism
 from launch.plan.phase import Phase
+from launch.plan.rank_division import GIGA, Links, Parallelism, train_parallelism
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, uses_megatron
@@ -67,7 +67,7 @@ class Job:
         assumed = self.gpu.assumed
         share = assumed.mixture_training if self.shape.experts else assumed.dense_training
         peak = self.gpu.fp32_tflops if self.policy.precision == "float32" else self.gpu.bf16_tflops
-        return share * peak * 1e12 / deterministic.training(self.policy)
+        return share * peak * 1e12 / deterministic_cost.training(self.policy)
 
     def forward_flops(self, count: float) -> float:
         """Return the operations of a forward pass of `count` sequences."""

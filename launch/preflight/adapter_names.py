@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.config import LoRAConfig, Problem
 from pipeline.models.sizes import MODEL_TYPES
 from pipeline.models.tensors import tensors
-from pipeline.train.adapters.described import experts, is_adapted, not_served
+from pipeline.train.adapters.adapted_layers import experts, is_adapted, not_served
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 ADAPTED = ("attention", "mlp", "shared")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launch.model_files import is_inside, model_folder, planning_config
 from launch.preflight import adapter_names, frozen_parameters, libraries
+from launch.recipes.model_files import is_inside, model_folder, planning_config
 from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import (
@@ -33,7 +33,7 @@ from pipeline.models.mixers import has_states
 from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.train.adapters import modules
-from pipeline.train.adapters.described import family_not_served
+from pipeline.train.adapters.adapted_layers import family_not_served
 from pipeline.train.adapters.module_layers import not_served_modules
 from pipeline.train.adapters.spec import refits_adapters
 

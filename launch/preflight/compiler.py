@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch import containers
-from pipeline import c_compiler, config
+from launch.executors import containers
+from pipeline import config
 from pipeline.config import Problem, Recipe
+from pipeline.node import c_compiler
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:

@@ -14,14 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import model_readings
-from launch.components import components
-from launch.containers import OPTIONS
-from launch.executors.base import ROOT
-from launch.model_files import hf_home, is_inside, is_local, model_folder
-from launch.preflight import user_imports
-from launch.preflight.weight_files import fault_code
-from pipeline import config, user_files
+from launch.executors.components import components
+from launch.executors.containers import OPTIONS
+from launch.executors.executor import ROOT
+from launch.preflight import model_readings, user_imports
+from launch.preflight.model_weights import fault_code
+from launch.recipes.model_files import hf_home, is_inside, is_local, model_folder
+from pipeline import config
 from pipeline.config import (
     GENERATED_DATASETS,
     ComponentConfig,
@@ -33,7 +32,8 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models.weight_files import file_fault
-from pipeline.values import VARIABLE
+from pipeline.recipe import user_files
+from pipeline.recipe.values import VARIABLE
 
 SQUASHFS = b"hsqs"  # first bytes of a squashfs file; bytes 40 to 48 are its length
 FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")

@@ -11,11 +11,11 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.components import components
-from launch.nodes import NODE_KEYS, allocation_options, hosts
+from launch.executors.components import components
+from launch.executors.nodes import NODE_KEYS, allocation_options, hosts
+from launch.executors.slurm_client import SlurmError, gpus, host_names, run_command
 from launch.preflight.slurm_request import ComponentRequest, requests
-from launch.slurm_client import SlurmError, gpus, host_names, run_command
-from launch.units import plural
+from launch.terminal.units import plural
 from pipeline.config import Problem, Recipe
 
 # `Nodes=n[1-2] CPU_IDs=0-7,16 Mem=1024 GRES=gpu:h100:8(IDX:0-7)`; Mem is 0 where Slurm does not hand out memory.

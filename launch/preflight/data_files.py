@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.model_files import hub_snapshot
-from pipeline import user_files
+from launch.recipes.model_files import hub_snapshot
 from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, Problem, RecipeError
 from pipeline.data import named
 from pipeline.data.arrow_records import ArrowRecords
 from pipeline.data.records import parse_record
+from pipeline.recipe import user_files
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
 SCAN_LINE = 8 << 20  # longest line there

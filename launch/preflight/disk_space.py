@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.components import components
-from launch.containers import CONVERSIONS
-from launch.model_files import hf_home, is_inside, model_folder, planning_config
-from launch.units import size
+from launch.executors.components import components
+from launch.executors.containers import CONVERSIONS
+from launch.recipes.model_files import hf_home, is_inside, model_folder, planning_config
+from launch.terminal.units import size
 from pipeline import config
 from pipeline.config import (
     PRECISIONS,
@@ -100,7 +100,7 @@ def _device(path: Path) -> int:
 def _of_one_disk(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None) -> Iterator[Problem]:
     folder = nearest_existing(uses[0].folder)
     disk = os.statvfs(folder)
-    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # storage.py reports this
+    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # file_systems.py reports this
         return
     free, needed, files = disk.f_bavail * disk.f_frsize, sum(use.nbytes for use in uses), sum(use.files for use in uses)
     key, terms = max(uses, key=lambda use: use.nbytes).key, "; ".join(use.what for use in uses)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline import checkpoint, config
+from pipeline import config
+from pipeline.checkpoints import checkpoint
 from pipeline.config import Problem, Recipe, RecipeError
 
 

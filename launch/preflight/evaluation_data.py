@@ -13,8 +13,8 @@ from launch.preflight import data_files, input_files
 from pipeline.algorithms.evaluate import FORMATS, TaskConfig
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.data.records import parse_record
-from pipeline.evaluation import data
-from pipeline.evaluation.base import Format
+from pipeline.evaluation import task_data
+from pipeline.evaluation.questions import Format
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -32,7 +32,7 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
     form: Format | None = None
     if task.format in FORMATS:
         try:
-            form = data.load_format(key, task)
+            form = task_data.load_format(key, task)
         except RecipeError as error:
             yield from error.problems
             return
@@ -47,7 +47,7 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
     found: list[Problem] = []
     for split in _splits(task):
         with collected(found):
-            files += data.data_files(f"{key}.data", given, split)
+            files += task_data.data_files(f"{key}.data", given, split)
     yield from found
     for file in files:
         yield from _check_file(f"{key}.data", file, form, given.bad_records == "drop")
@@ -70,7 +70,7 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
             try:
                 record = parse_record(line)
                 if form is not None:
-                    data.to_question(form, record, number)
+                    task_data.to_question(form, record, number)
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from found

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.config import PolicyConfig, Problem, uses_megatron
-from pipeline.models import frozen
+from pipeline.models import frozen_names
 from pipeline.models.config_json import parse_config
 from pipeline.models.sizes import MODEL_TYPES
 
@@ -15,6 +15,6 @@ def problems(section: str, policy: PolicyConfig, model: Mapping[str, Any], value
     """Yield the problems of a model's patterns. model: its config.json. values: whether it has a value head."""
     if not policy.freeze_parameters or model.get("model_type") not in MODEL_TYPES:
         return
-    groups = frozen.known_groups(model, parse_config(model), uses_megatron(policy), values)
+    groups = frozen_names.known_groups(model, parse_config(model), uses_megatron(policy), values)
     names = [name for sources in groups.values() for name in sources]
-    yield from frozen.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")
+    yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")

@@ -14,11 +14,19 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launch.model_files import hf_home, hub_cache
-from launch.preflight import architecture, data_files, data_records, libraries, model_tokenizers, prompt_tokens, teachers
+from launch.preflight import (
+    architecture,
+    data_files,
+    data_records,
+    libraries,
+    model_tokenizers,
+    prompt_tokens,
+    teacher_vocabulary,
+)
 from launch.preflight.data_files import FirstRecords
 from launch.preflight.rendered_records import RenderedRecords
-from pipeline import config, user_files
+from launch.recipes.model_files import hf_home, hub_cache
+from pipeline import config
 from pipeline.config import (
     DATASET_CARDS,
     GENERATED_DATASETS,
@@ -32,6 +40,7 @@ from pipeline.config import (
     nearest_dataset,
 )
 from pipeline.data.records import check_prompt_text
+from pipeline.recipe import user_files
 
 LONGEST = 256  # tokens are counted for this many of the longest prompts, and for as many of the first ones
 SHOWN_FAULTS = 5  # faults reported per data file
@@ -53,7 +62,7 @@ def problems(
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
-    yield from teachers.problems(recipe, tokenizer, pending)
+    yield from teacher_vocabulary.problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if config.trains(recipe) else ():
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch import containers
-from launch.model_files import read_json
+from launch.executors import containers
 from launch.preflight import signatures, trackers
+from launch.recipes.model_files import read_json
 from pipeline.algorithms import build
 from pipeline.config import (
     OptimizerConfig,
@@ -73,7 +73,14 @@ RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
     "attention_dropout": "ratios to the policy that sampled would be noise",
     "hidden_dropout": "ratios to the policy that sampled would be noise",
 }
-MEGATRON_ADAM = {"lr", "betas", "eps", "weight_decay", "fused", "foreach"}  # see pipeline/train/megatron/optimizer.py
+MEGATRON_ADAM = {
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "fused",
+    "foreach",
+}  # see pipeline/train/megatron/distributed_optimizer.py
 HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
 UNFIT = {  # classes of torch that a recipe cannot use -> the reason
     "torch.optim.Optimizer": "is the base of optimizers",

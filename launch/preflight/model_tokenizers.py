@@ -6,9 +6,9 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
-from launch import model_readings
-from launch.model_files import is_inside, model_config, model_folder
-from launch.model_readings import ModelReading
+from launch.preflight import model_readings
+from launch.preflight.model_readings import ModelReading
+from launch.recipes.model_files import is_inside, model_config, model_folder
 from pipeline import config
 from pipeline.config import PolicyConfig, Problem, Recipe, collected
 from pipeline.data.templates import choose_template, folder_template

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from launch.model_files import read_json
 from launch.preflight.data_files import FirstRecords
-from pipeline import user_files
+from launch.recipes.model_files import read_json
 from pipeline.config import Problem, Recipe, generates, trains
 from pipeline.data.file_tokenizer import read_tokenizer
+from pipeline.recipe import user_files
 
 
 def notes(recipe: Recipe) -> Iterator[str]:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.units import plural
-from pipeline import user_files
+from launch.terminal.units import plural
 from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, only_evaluates, section, training_sets, trains
 from pipeline.data import epochs
+from pipeline.recipe import user_files
 
 SCAN_BYTES = 32 << 20
 """Size of a file whose lines are counted, within tens of milliseconds. A larger one is likely to fill a step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launch import bounded
+from launch.preflight import bounded
 from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
 from pipeline.data.file_tokenizer import FileTokenizer
 from pipeline.data.records import RecordReader, Turns

@@ -13,15 +13,15 @@ import pwd
 from collections.abc import Iterator
 from itertools import combinations
 
-from launch import slurm_client
-from launch.components import components
+from launch.executors import slurm_client
+from launch.executors.components import components
+from launch.executors.slurm_client import SlurmError
 from launch.preflight import container_images, slurm_limits, slurm_request, squashfuse
 from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, counted
 from launch.preflight.slurm_refusals import RefusalExaminer
 from launch.preflight.slurm_request import ComponentRequest
 from launch.preflight.slurm_sbatch import SbatchTester, option_problems
-from launch.slurm_client import SlurmError
 from pipeline.config import Problem, Recipe
 
 

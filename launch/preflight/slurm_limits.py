@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launch.executors.slurm_client import Fields, SlurmError, minutes, run_command, tres
 from launch.preflight.slurm_request import ComponentRequest
-from launch.slurm_client import Fields, SlurmError, minutes, run_command, tres
 from pipeline.config import Problem
 
 ASSOCIATION = (

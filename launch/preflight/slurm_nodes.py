@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from launch.executors.slurm_client import Fields, configuration, gpus, minutes, parse_records, run_command
 from launch.preflight.slurm_request import ComponentRequest
-from launch.slurm_client import Fields, configuration, gpus, minutes, parse_records, run_command
 from pipeline.config import Problem
 
 UNAVAILABLE = frozenset(

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from launch.executors.slurm_client import SlurmError, host_names
 from launch.preflight import slurm_limits
 from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, partition_problems
 from launch.preflight.slurm_request import ComponentRequest, option_name
 from launch.preflight.slurm_sbatch import SbatchTester
-from launch.slurm_client import SlurmError, host_names
 from pipeline.config import Problem
 
 MISFIT = re.compile(r"configuration is not available|nodes? (are|is|not) (busy|not available|available)", re.I)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch import slurm_environment
-from launch.components import components
+from launch.executors import slurm_environment
+from launch.executors.components import components
+from launch.executors.nodes import NODE_KEYS, groups, hosts, memory, shares_gpus, takes_whole_nodes
 from launch.executors.slurm import request_options
-from launch.nodes import NODE_KEYS, groups, hosts, memory, shares_gpus, takes_whole_nodes
-from launch.slurm_client import megabytes
+from launch.executors.slurm_client import megabytes
 from pipeline.config import ComponentConfig, Recipe, ranks_per_node
 
 KEYS = {

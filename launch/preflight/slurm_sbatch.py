@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from launch import slurm_client
+from launch.executors import slurm_client
 from launch.executors.slurm import directives
+from launch.executors.slurm_client import SlurmError, host_names
+from launch.executors.slurm_environment import unset_for_sbatch
 from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import ComponentRequest, option_name
-from launch.slurm_client import SlurmError, host_names
-from launch.slurm_environment import unset_for_sbatch
 from pipeline.config import Problem
 
 TESTS_S = 40.0

@@ -13,7 +13,7 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.slurm_client import Fields
+from launch.executors.slurm_client import Fields
 
 TRUE = ("1", "y", "yes", "on", "true")
 DEPTH = 4  # of includes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from launch import containers
+from launch.executors import containers
 from pipeline.config import Problem, Recipe
 from pipeline.trackers import TRACKERS
 from pipeline.tracking.feed import enabled

@@ -1,8 +1,8 @@
 """Check the user's own code before the job imports it: that it exists and is a valid environment, tool or data set.
 
-What is trusted (`launch/trust.py`) is imported, in a separate process, which ends after PROBE_S. Of other code the source is
-read. Where the ranks use another Python than this machine, packages or GPUs that only they may have are noted, and the source
-alone is checked.
+What is trusted (`launch/recipes/trust.py`) is imported, in a separate process, which ends after PROBE_S. Of other code the
+source is read. Where the ranks use another Python than this machine, packages or GPUs that only they may have are noted, and
+the source alone is checked.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import bounded, containers
-from launch.executors.base import ROOT
-from launch.preflight import user_source
-from launch.trust import Trust, trusted_folders
+from launch.executors import containers
+from launch.executors.executor import ROOT
+from launch.preflight import bounded, user_source
+from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS
 from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, trains
 
@@ -86,7 +86,7 @@ def folder_of(path: str, recipe: Recipe) -> Path | None:
 
 
 Replies = Mapping[str, dict[str, Any]] | str
-"""The reply of `launch/probe.py` by key, or why there is none."""
+"""The reply of `launch/preflight/user_code_probe.py` by key, or why there is none."""
 
 
 def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
@@ -161,7 +161,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
 def _probe(
     recipe: Recipe, references: list[CodeReference], trust: Trust = Trust.EVERYTHING, trusted: Sequence[Path] = ()
 ) -> Replies:
-    """Return the reply of `launch/probe.py` by key, or why there is none. trusted: the folders to search, unless all are."""
+    """Return the reply of `user_code_probe.py` by key, or why there is none. trusted: the folders to search, unless all are."""
     everything = trust is Trust.EVERYTHING
     request = {
         "folders": recipe.module_folders if everything else [*map(str, trusted)],
@@ -172,7 +172,7 @@ def _probe(
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.probe", str(reply)],
+            [sys.executable, "-P", "-m", "launch.preflight.user_code_probe", str(reply)],
             env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ a class that lacks methods, parameters that do not fit. It does not see what onl
 names that are made at run time or by several statements, and what decorators and foreign base classes add. Such code
 passes.
 
-Sources of any length and depth are read, so callers bound the time (`launch/bounded.py`).
+Sources of any length and depth are read, so callers bound the time (`launch/preflight/bounded.py`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from launch.preflight.stand_ins import UNKNOWN, bindings, class_of, function_of, may_bind, statements
-from pipeline import user_code, user_files
 from pipeline.environments import custom
+from pipeline.recipe import user_code, user_files
 
 MAX_SOURCE = 4 << 20
 """Largest module, in bytes."""
 MAX_MODULES = 200
 """Most modules that are read for one name."""
-OURS = ("pipeline.environments.base", "pipeline.environments.tool", "pipeline.evaluation.base")
+OURS = ("pipeline.environments.environment", "pipeline.environments.tool", "pipeline.evaluation.questions")
 """Modules with base classes for users. They are part of Hetstep, and are imported."""
 BASES = {"abc.ABC": abc.ABC, "typing.Protocol": Protocol}
 
 
 class CodeFault(Exception):
-    """The code cannot be used; `reply` says why, as `launch/probe.py` does."""
+    """The code cannot be used; `reply` says why, as `launch/preflight/user_code_probe.py` does."""
 
     def __init__(self, **reply: Any) -> None:
         super().__init__(str(reply))
@@ -45,7 +45,7 @@ class CodeFault(Exception):
 
 
 def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what `launch/probe.py` replies for code at a dotted path, as far as its source shows it.
+    """Return what `launch/preflight/user_code_probe.py` replies for code at a dotted path, as far as its source shows it.
 
     folders: that are searched, in order, after installed packages. kwargs: names under `env.NAME.kwargs`.
     """

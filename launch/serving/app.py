@@ -12,20 +12,20 @@ from fastapi.responses import Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
+from launch.executors.slurm_client import SlurmError
 from launch.serving.access import AccessError, Refused, Users
-from launch.serving.answers import malformed, problems_body
 from launch.serving.authentication import Authentication
+from launch.serving.body_limits import BodyLimit
 from launch.serving.changes import AT_ONCE, REFUSED, changing
+from launch.serving.error_body import malformed, problems_body
 from launch.serving.exports import Exports
-from launch.serving.limits import BodyLimit
 from launch.serving.pages import pages
 from launch.serving.plans import ClientGone, Plans
 from launch.serving.routes import reading
 from launch.serving.run_cache import RunCache
 from launch.serving.settings import ServiceConfig
 from launch.serving.sweep_routes import Sweeps, sweeps
-from launch.slurm_client import SlurmError
-from pipeline.problems import HetstepError, Problem
+from pipeline.recipe.problems import HetstepError, Problem
 
 API = "/api/v1"
 STATUS = {

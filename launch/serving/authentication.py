@@ -7,9 +7,9 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 from launch.serving.access import COOKIE, AccessError, Refused, Users
-from launch.serving.answers import problems_body
-from launch.serving.limits import Application, Receive, Send
-from pipeline.problems import Problem
+from launch.serving.body_limits import Application, Receive, Send
+from launch.serving.error_body import problems_body
+from pipeline.recipe.problems import Problem
 
 OPEN = ("/login", "/logout")
 """The paths that need no token: a browser's cookie does not count for POST, and signing out only forgets it."""

@@ -16,15 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 import anyio.to_thread
 from fastapi import APIRouter, Request
 
-from launch import audit_log, steering
-from launch.api import evaluations, submitting
+from launch.api import evaluating, submitting
 from launch.api.overrides import arguments, naming_arguments
 from launch.api.training import Run
-from launch.evaluations import suites
-from launch.prepare import Prepared
+from launch.recipes.trust import Trust, trusting
+from launch.runs import audit_log, steer_request, suites
 from launch.serving import governed
 from launch.serving.access import AccessError, User
-from launch.serving.models import (
+from launch.serving.bodies import (
     ChangeAsked,
     ChangeBody,
     EvaluationAnswer,
@@ -39,7 +38,7 @@ from launch.serving.models import (
 )
 from launch.serving.routes import runs, sender
 from launch.serving.run_cache import SEPARATOR
-from launch.trust import Trust, trusting
+from launch.submission.prepare import Prepared
 from pipeline.config import RECIPES, Problem, RecipeError, config_tree, interpolation
 
 REFUSED = {status: {"model": ProblemsAnswer} for status in (401, 403, 404, 409, 413, 422)}
@@ -181,7 +180,7 @@ def change(request: Request, run_id: str, body: ChangeBody) -> ChangeAsked:
     checked(request, run_id)
     check_overrides(request, body.overrides)
     with naming_arguments(), closed():
-        asked = steering.ask(runs(request).folder(run_id), arguments(body.overrides, {}))
+        asked = steer_request.ask(runs(request).folder(run_id), arguments(body.overrides, {}))
     runs(request).forget(run_id)
     return ChangeAsked(number=asked.number)
 
@@ -205,7 +204,7 @@ def evaluate(request: Request, run_id: str, body: EvaluationBody) -> EvaluationA
     if body.suite and not body.suite.startswith(f"{suites.HARNESS}:"):
         refuse_file("suite", body.suite, suites.SUITES)
     with closed():
-        found = evaluations.evaluate(body.suite, body.overrides, run=runs(request).folder(run_id), step=body.step)
+        found = evaluating.evaluate(body.suite, body.overrides, run=runs(request).folder(run_id), step=body.step)
     runs(request).forget(run_id)
     return EvaluationAnswer(folder=str(found.folder), job_id=found.job_id)
 

@@ -9,12 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
-from launch import audit_log
-from launch.detached import start_detached
-from launch.executors.base import ROOT
-from launch.serving.models import ExportAnswer
-from pipeline import user_files
+from launch.executors.detached import start_detached
+from launch.executors.executor import ROOT
+from launch.runs import audit_log
+from launch.serving.bodies import ExportAnswer
 from pipeline.config import Problem, RecipeError
+from pipeline.recipe import user_files
 
 KINDS = ("hf", "adapter")
 MAX_EXPORTS = 2

@@ -12,15 +12,15 @@ from fastapi import APIRouter, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from launch import status
+from launch.drawing.html import Html, table, tag
 from launch.pages.document import PLOTLY
-from launch.pages.html import Html, table, tag
+from launch.runs import status_text
 from launch.serving.access import COOKIE, AccessError
 from launch.serving.routes import runs, sender
 
 COOKIE_S = 12 * 3600
 SWAGGER = ("swagger-ui-bundle.js", "swagger-ui.css")
-STYLE = Path(__file__).parent.parent / "pages" / "page.css"
+STYLE = Path(__file__).parents[1] / "drawing/page.css"
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'self'; style-src 'unsafe-inline'"
 
 pages = APIRouter(include_in_schema=False)
@@ -66,7 +66,7 @@ def logout() -> Response:
 @pages.get("/")
 def overview(request: Request) -> HTMLResponse:
     """Return the lists of runs and of sweeps, each with a link to its report."""
-    header = ("run", "owner", *status.HEADER[:-1])
+    header = ("run", "owner", *status_text.HEADER[:-1])
     user = sender(request)
     form = tag("form", tag("button", f"Sign out {user.name}", type="submit"), method="post", action="/logout")
     found = table(header, [_row(line) for line in runs(request).lines()])
@@ -87,7 +87,7 @@ def _sweeps(request: Request) -> Iterator[Html]:
 
 def _row(line: dict[str, Any]) -> Sequence[object]:
     link = tag("a", line["id"], href=f"/runs/{line['id']}/report")
-    return (link, line["owner"], *status.row(line)[:-1])
+    return (link, line["owner"], *status_text.row(line)[:-1])
 
 
 @pages.get("/runs/{run_id}/report")

@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 from launch.api import planning
-from launch.slurm_client import SlurmError
-from launch.trust import Trust, trusting
+from launch.executors.slurm_client import SlurmError
+from launch.recipes.trust import Trust, trusting
 from pipeline.config.interpolation import without_environment
-from pipeline.problems import HetstepError, Problem
+from pipeline.recipe.problems import HetstepError, Problem
 from pipeline.sandbox.linux import PR_SET_PDEATHSIG, prctl
 
 MEMORY = 8 << 30

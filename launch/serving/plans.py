@@ -16,8 +16,8 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from launch import audit_log
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
+from launch.runs import audit_log
 from pipeline.config import Problem, RecipeError
 
 AT_ONCE = 4

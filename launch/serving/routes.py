@@ -8,10 +8,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from launch.api.run import BaseRun
+from launch.runs.status_text import plain_values
 from launch.serving.access import User
-from launch.serving.models import CheckpointAnswer, ExportAnswer, Me, MetricsAnswer, RunList
+from launch.serving.bodies import CheckpointAnswer, ExportAnswer, Me, MetricsAnswer, RunList
 from launch.serving.run_cache import RunCache
-from launch.status import plain_values
 
 MAX_RUNS = 1000
 """Runs in one answer."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from launch import run_state, run_summary, status
 from launch.api.run import ENDED
-from launch.run_folder import RunFolder, find
+from launch.runs import run_state, run_summary, status_text
+from launch.runs.run_folder import RunFolder, find
 from launch.serving.access import AccessError
 from launch.serving.settings import ServiceConfig
 from pipeline.config import RecipeError
@@ -108,14 +108,14 @@ class RunCache:
 
     def report(self, run_id: str) -> str:
         """Return the report of a run as HTML, which loads plotly.min.js beside its address. Raises RecipeError."""
-        from launch import report
+        from launch.pages import report_page
 
         folder = self.folder(run_id)
 
         def written() -> tuple[str, tuple[Any, ...] | None]:
-            mark, labelled = self._mark(folder), report.read([folder])
+            mark, labelled = self._mark(folder), report_page.read([folder])
             states = run_state.states([each.run for each in labelled])
-            return report.page(labelled, states), mark if states[0].name in ENDED else None
+            return report_page.page(labelled, states), mark if states[0].name in ENDED else None
 
         self._drop_reports()
         return self.kept((run_id, "report"), written, folder)
@@ -157,7 +157,7 @@ class RunCache:
                 why = str(error) if isinstance(error, RecipeError | OSError) else f"{type(error).__name__}: {error}"
                 found |= {"folder": str(folder), "state": "unknown", "why": why}
             may_change = found["state"] not in ENDED or bool(found.get("evaluations"))  # evaluations go on after a run's end
-            return status.plain_values(found), None if may_change else mark
+            return status_text.plain_values(found), None if may_change else mark
 
         return self.kept((run_id, kind), made, folder)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.config import Problem, RecipeError, config_tree, refuse, schema_validation
-from pipeline.values import Float, Positive, Text
+from pipeline.recipe.values import Float, Positive, Text
 
 Role = Literal["viewer", "submitter", "admin"]
 """viewer reads every run; submitter also submits, and changes runs of their own; admin changes every run."""

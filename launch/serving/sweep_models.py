@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from launch.api.sweeps import SweepState
-from launch.serving.models import Body, Overrides, RecipeName, RunName
+from launch.serving.bodies import Body, Overrides, RecipeName, RunName
 
 
 class SweepBody(Body):

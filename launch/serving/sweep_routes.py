@@ -8,17 +8,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, RedirectResponse
 
-from launch import run_folder
 from launch.api import sweeps as api
 from launch.api.overrides import arguments, naming_arguments
 from launch.api.sweeps import SweepRun
 from launch.pages.document import PLOTLY
+from launch.runs import run_folder
+from launch.runs.status_text import plain_values
 from launch.serving.access import AccessError
 from launch.serving.changes import REFUSED, SWEEPS, check_overrides, checked, closed, in_threads_of, refuse_file
 from launch.serving.routes import runs
 from launch.serving.run_cache import SEPARATOR, RunCache
 from launch.serving.sweep_models import SubmittedSweep, SweepAnswer, SweepBody, SweepLine
-from launch.status import plain_values
 from launch.sweeps import suite as suites
 from launch.sweeps.suite import Suite
 from launch.sweeps.verdict import read as read_verdict

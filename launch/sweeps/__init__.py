@@ -1,6 +1,6 @@
 """Run convergence sweeps: recipes x seeds as jobs, and gates on their metrics. The command is launch/sweep.py; start there.
 
-A suite with a section `search` is run by launch/search/.
+A suite with a section `search` is run by launch/sweeps/search/.
 
 suite         the YAML of a sweep: schema and checks
 expressions   `mean(train/reward, last=10)`: one number from one run's metrics

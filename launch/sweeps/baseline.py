@@ -14,8 +14,8 @@ from pathlib import Path
 from launch.sweeps.expressions import Curve
 from launch.sweeps.measurements import mean_and_spread
 from pipeline.config import config_tree, refuse, schema_validation, yaml_text
-from pipeline.storage import write_durably
-from pipeline.values import Bool, Float, Int, Text
+from pipeline.files.storage import write_durably
+from pipeline.recipe.values import Bool, Float, Int, Text
 
 HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep compare with it.\n"
 MAX_POINTS = 40

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from launch.evaluations.comparison import is_lower_better
-from launch.evaluations.folder import EvaluationFolder
-from launch.sweeps import expressions, scores
+from launch.runs.evaluation_comparison import is_lower_better
+from launch.runs.evaluation_folder import EvaluationFolder
+from launch.sweeps import expressions, run_scores
 from launch.sweeps.baseline import Baseline, StoredGate, StoredRun
 from launch.sweeps.expressions import Curve, NoValue
 from launch.sweeps.measurements import RunMeasurements, mean_and_spread, spread
@@ -175,7 +175,7 @@ class GateCase:
 
     def _of(self, run: str) -> dict[int, float]:
         if asked := self.gate.evaluation:
-            return {seed: scores.score(each, asked) for seed, each in self._evaluations(run, asked).items()}
+            return {seed: run_scores.score(each, asked) for seed, each in self._evaluations(run, asked).items()}
         expression, found = expressions.parse(self.expression), {}
         for seed, measured in self.sweep.seeds(run).items():
             try:
@@ -187,7 +187,7 @@ class GateCase:
     def _evaluations(self, run: str, asked: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
         """Return the evaluation of each seed of a run. Raises NoValue, GateSkipped."""
         folders = {seed: each.folder for seed, each in self.sweep.seeds(run).items()}
-        return {seed: scores.find(folder, asked) for seed, folder in folders.items() if folder is not None}
+        return {seed: run_scores.find(folder, asked) for seed, folder in folders.items() if folder is not None}
 
     # ---- limits ---------------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class GateCase:
     # ---- evaluations, question by question ----------------------------------------------------------------------------------
 
     def _questions(self, run: str, asked: EvaluationGateConfig) -> dict[str, list[float]]:
-        return scores.questions([*self._evaluations(run, asked).values()], asked)
+        return run_scores.questions([*self._evaluations(run, asked).values()], asked)
 
     def _lower_is_better(self, asked: EvaluationGateConfig) -> bool:
         first = next(iter(self._evaluations(self.run, asked).values()))
@@ -302,11 +302,11 @@ class GateCase:
         assert asked is not None and asked.not_worse_than is not None, "a paired gate has both"
         reference = asked.not_worse_than
         if reference == BASELINE:
-            before: scores.Questions = self._stored()[1].questions
+            before: run_scores.Questions = self._stored()[1].questions
         elif reference in self.sweep.suite.runs:
             before = self._questions(reference, asked)
         else:
-            before = scores.questions([scores.stored(reference, asked)], asked)
+            before = run_scores.questions([run_scores.stored(reference, asked)], asked)
         lower = self._lower_is_better(asked)
         found = difference(before, self._questions(self.run, asked), lower)
         if not found.questions:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from launch import recipes
-from launch.prepare import Prepared, folder_name, prepare
-from launch.sweeps.folder import SweepJob
+from launch.recipes import reading
+from launch.submission.prepare import Prepared, folder_name, prepare
 from launch.sweeps.suite import LoadedSuite, Suite, as_arguments, seeds_of
+from launch.sweeps.sweep_folder import SweepJob
 from pipeline import config
 from pipeline.config import Problem, RecipeError, refuse
 
@@ -54,14 +54,14 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
     """Return (a recipe's overrides, the recipes to run). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
     given = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
-    loaded = recipes.inspect(recipe, given)
+    loaded = reading.inspect(recipe, given)
     given += [] if "algorithm" in loaded.faulty else [f"{loaded.recipe.algorithm}.seed={seed}"]
     given += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
     return given, prepare(recipe, given)
 
 
 def with_needs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
-    """Return the jobs that a run needs, with the run folders of launch/prepare.py, then its own."""
+    """Return the jobs that a run needs, with the run folders of launch/submission/prepare.py, then its own."""
     *needed, main = (each.recipe for each in prepared)
     executor = (
         f"cluster.executor={prepared[-1].executor.name}"  # explicit, because the check inside a job would choose another one

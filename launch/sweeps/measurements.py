@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import run_files
-from launch.attempts import all_attempts
+from launch.runs import run_files
+from launch.runs.attempts import all_attempts
 from launch.sweeps.expressions import Curve
-from pipeline.metrics import NOT_REPRODUCIBLE, read
+from pipeline.observe.metrics import NOT_REPRODUCIBLE, read
 
 
 @dataclass(frozen=True)

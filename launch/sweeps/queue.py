@@ -13,9 +13,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from launch import slurm_client
-from launch.executors import slurm
-from launch.executors.base import JobStatus
+from launch.executors import slurm, slurm_client
+from launch.executors.executor import JobStatus
 from launch.executors.local import start_time
 from launch.executors.record import JobRecord
 from launch.executors.slurm import HetSlurmJob

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from launch.evaluations import suites as evaluation_suites
-from launch.run_setup import flat
-from launch.search import space, structure
-from launch.search.config import SearchConfig, spell_out_lists
+from launch.runs import suites as evaluation_suites
+from launch.runs.run_setup import flat
 from launch.sweeps import expressions
+from launch.sweeps.search import space, structure
+from launch.sweeps.search.config import SearchConfig, spell_out_lists
 from pipeline.config import (
     RECIPES,
     Problem,
@@ -35,7 +35,7 @@ from pipeline.config import (
     yaml_text,
 )
 from pipeline.config.config_tree import COMMAND_LINE
-from pipeline.values import Float, NotNegative, Positive, Text
+from pipeline.recipe.values import Float, NotNegative, Positive, Text
 
 SUITES = RECIPES / "sweeps"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")

@@ -12,17 +12,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
 
-from launch import run_files
-from launch.attempts import AttemptFolder, all_attempts
+from launch.runs import run_files
+from launch.runs.attempts import AttemptFolder, all_attempts
 from launch.sweeps import baseline as baselines
-from launch.sweeps import expressions, scores
+from launch.sweeps import expressions, run_scores
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun
-from launch.sweeps.folder import JobState, SweepFolder, SweepJob
 from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, Verdict, hardware, judge
+from launch.sweeps.job_submission import why_failed
 from launch.sweeps.measurements import RunMeasurements, measure
 from launch.sweeps.queue import Queue
-from launch.sweeps.submission import why_failed
-from pipeline import small_files
+from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
+from pipeline.files import small_files
 
 COMPLETES = "completes"
 NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -88,7 +88,7 @@ def conclude(folder: SweepFolder) -> SweepResult:
     job_states = folder.job_states(Queue(plan.executor))
     done = [each.job for each in job_states if each.state == "done" and each.job.run is not None]
     run_dirs = {run: [Path(job.run_dir) for job in done if job.run == run] for run in suite.runs}
-    scores.evaluate_missing(suite, run_dirs, folder.path / scores.LOG)
+    run_scores.evaluate_missing(suite, run_dirs, folder.path / run_scores.LOG)
     runs: dict[str, dict[int, RunMeasurements]] = {run: {} for run in suite.runs}
     for each in job_states:
         if each.state == "done" and each.job.run is not None and each.job.seed is not None:

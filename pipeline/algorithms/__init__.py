@@ -1,13 +1,13 @@
 """Registry of algorithms. Each algorithm is one file in this folder: its section of the recipe, its checks and its losses.
 
-Start in `base.py`, which documents the interface. Importing this package does not import torch. The file of an algorithm must
-not import this module.
+Start in `algorithm.py`, which documents the interface. Importing this package does not import torch. The file of an algorithm
+must not import this module.
 """
 
 from importlib import import_module
 from typing import Any
 
-from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
+from pipeline.algorithms.algorithm import Algorithm, OnlineAlgorithm
 
 CLASSES = {  # by the name of the file, which is also the recipe's section and the value of `algorithm`
     "grpo": "GRPO",

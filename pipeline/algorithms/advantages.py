@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from pipeline.algorithms.base import Variance
+from pipeline.algorithms.algorithm import Variance
 from pipeline.algorithms.loss import kl_in_reward
 from pipeline.algorithms.reductions import sequence_sums, values_before
 from pipeline.algorithms.sections import GAEConfig, LossConfig, RewardedConfig, RewardScalingConfig, RewardShapingConfig

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.problems import Problem
-from pipeline.values import Bool, Float, NotNegative
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import Bool, Float, NotNegative
 
 
 @dataclass

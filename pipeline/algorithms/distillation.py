@@ -1,8 +1,8 @@
 """On-policy distillation: the policy samples and learns the teacher's distribution over every sampled token.
 
 The loss is `distillation_loss` in divergence.py. Both distributions use policy.generation.temperature, as sampling does.
-Several teachers of one vocabulary may share the samples: teachers.py. Rewards are not used. Not supported: the Jensen-Shannon
-divergence, a share of off-policy data (lambda below 1), teachers with another vocabulary.
+Several teachers of one vocabulary may share the samples: teacher_assignment.py. Rewards are not used. Not supported: the
+Jensen-Shannon divergence, a share of off-policy data (lambda below 1), teachers with another vocabulary.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.algorithms.base import Needs, OnlineAlgorithm
+from pipeline.algorithms.algorithm import Needs, OnlineAlgorithm
 from pipeline.algorithms.sections import OnlineConfig
-from pipeline.algorithms.teachers import SECTION, loaded_teachers, problems, with_teachers
-from pipeline.problems import Problem
-from pipeline.values import Positive
+from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers, problems, with_teachers
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import Positive
 
 if TYPE_CHECKING:
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.algorithms.base import Needs, PairedAlgorithm
+from pipeline.algorithms.algorithm import Needs, PairedAlgorithm
 from pipeline.algorithms.sections import OfflineConfig
-from pipeline.problems import Problem
-from pipeline.values import LIVE, Bool, Float, interpolation
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import LIVE, Bool, Float, interpolation
 
 if TYPE_CHECKING:
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch

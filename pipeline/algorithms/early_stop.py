@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.problems import Problem, RecipeError
-from pipeline.values import LIVE, Bool, Float, Positive, Text
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.recipe.values import LIVE, Bool, Float, Positive, Text
 
 
 @dataclass

@@ -13,17 +13,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.algorithms.base import OnlineAlgorithm
+from pipeline.algorithms.algorithm import OnlineAlgorithm
 from pipeline.algorithms.sections import UNBOUNDED
 from pipeline.algorithms.served_models import JudgeConfig, RewardModelConfig
-from pipeline.problems import Problem
-from pipeline.values import Bool, Check, Float, Int, Line, NotNegative, Positive, Text, interpolation, not_a_kind
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import Bool, Check, Float, Int, Line, NotNegative, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
     "choices": "pipeline.evaluation.choices.ChoicesTask",
-    "comparison": "pipeline.evaluation.comparison.ComparisonTask",
+    "comparison": "pipeline.evaluation.baseline_comparison.ComparisonTask",
     "continuation": "pipeline.evaluation.perplexity.ContinuationTask",
-    "generate": "pipeline.evaluation.generation.GenerationTask",
+    "generate": "pipeline.evaluation.sampled.GenerationTask",
     "instructions": "pipeline.evaluation.instructions.InstructionTask",
     "multi_turn_rating": "pipeline.evaluation.multi_turn_rating.RatingTask",
     "perplexity": "pipeline.evaluation.perplexity.PerplexityTask",
@@ -40,36 +40,36 @@ JUDGED = ("comparison", "multi_turn_rating", "refusal")
 """Kinds whose answers `evaluate.judge` judges."""
 
 FORMATS = {
-    "aime24": "pipeline.evaluation.formats.math.AIME24",
-    "aime25": "pipeline.evaluation.formats.math.AIME25",
-    "alpaca_eval": "pipeline.evaluation.formats.chat.AlpacaEval",
+    "aime24": "pipeline.evaluation.formats.mathematics.AIME24",
+    "aime25": "pipeline.evaluation.formats.mathematics.AIME25",
+    "alpaca_eval": "pipeline.evaluation.formats.chat_benchmarks.AlpacaEval",
     "arc": "pipeline.evaluation.formats.knowledge.ARC",
     "arc_generative": "pipeline.evaluation.formats.science.GenerativeARC",
-    "arena_hard": "pipeline.evaluation.formats.chat.ArenaHard",
+    "arena_hard": "pipeline.evaluation.formats.chat_benchmarks.ArenaHard",
     "boolq": "pipeline.evaluation.formats.commonsense.BoolQ",
     "documents": "pipeline.evaluation.formats.documents.Documents",
     "gpqa": "pipeline.evaluation.formats.science.GPQA",
-    "gsm8k": "pipeline.evaluation.formats.math.GSM8K",
+    "gsm8k": "pipeline.evaluation.formats.mathematics.GSM8K",
     "hellaswag": "pipeline.evaluation.formats.commonsense.HellaSwag",
-    "humaneval": "pipeline.evaluation.formats.code.HumanEval",
-    "ifeval": "pipeline.evaluation.formats.ifeval.IFEvalPrompts",
+    "humaneval": "pipeline.evaluation.formats.programming.HumanEval",
+    "ifeval": "pipeline.evaluation.formats.instruction_following.IFEvalPrompts",
     "lambada": "pipeline.evaluation.formats.commonsense.Lambada",
-    "livecodebench": "pipeline.evaluation.formats.code.LiveCodeBench",
-    "math500": "pipeline.evaluation.formats.math.MATH500",
-    "mbpp": "pipeline.evaluation.formats.code.MBPP",
-    "minerva_math": "pipeline.evaluation.formats.math.MinervaMATH",
+    "livecodebench": "pipeline.evaluation.formats.programming.LiveCodeBench",
+    "math500": "pipeline.evaluation.formats.mathematics.MATH500",
+    "mbpp": "pipeline.evaluation.formats.programming.MBPP",
+    "minerva_math": "pipeline.evaluation.formats.mathematics.MinervaMATH",
     "mmlu": "pipeline.evaluation.formats.knowledge.MMLU",
     "mmlu_generative": "pipeline.evaluation.formats.science.GenerativeMMLU",
     "mmlu_pro": "pipeline.evaluation.formats.science.MMLUPro",
-    "mt_bench": "pipeline.evaluation.formats.chat.MTBench",
+    "mt_bench": "pipeline.evaluation.formats.chat_benchmarks.MTBench",
     "openbookqa": "pipeline.evaluation.formats.commonsense.OpenBookQA",
     "piqa": "pipeline.evaluation.formats.commonsense.PIQA",
-    "records": "pipeline.evaluation.formats.records.Records",
-    "requests": "pipeline.evaluation.formats.requests.Requests",
-    "reward_bench": "pipeline.evaluation.formats.preferences.RewardBench",
+    "records": "pipeline.evaluation.formats.user_records.Records",
+    "requests": "pipeline.evaluation.formats.refusal_requests.Requests",
+    "reward_bench": "pipeline.evaluation.formats.reward_benchmarks.RewardBench",
     "winogrande": "pipeline.evaluation.formats.commonsense.WinoGrande",
 }
-"""How records become questions: name -> class, a `pipeline.evaluation.base.Format`."""
+"""How records become questions: name -> class, a `pipeline.evaluation.questions.Format`."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ GRPO's descendants are settings of it:
     CISPO         use_cispo=true
     RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
-    MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teachers.py
+    MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teacher_assignment.py
 
 The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss whose gradient is
 the estimate's own, reference_policy_kl_gradient=estimate. Not supported:
@@ -30,9 +30,9 @@ from typing_extensions import override
 from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import RewardedConfig
-from pipeline.algorithms.teachers import SECTION, loaded_teachers, problems, with_teachers
-from pipeline.problems import Problem
-from pipeline.values import Bool, Float, interpolation
+from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers, problems, with_teachers
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import Bool, Float, interpolation
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,11 +24,11 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.algorithms.ahead import AsyncConfig
-from pipeline.algorithms.base import Loss
+from pipeline.algorithms.algorithm import Loss
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import GAEConfig, RewardedConfig
-from pipeline.problems import Problem
-from pipeline.values import Bool, NotNegative, Positive
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import Bool, NotNegative, Positive
 
 if TYPE_CHECKING:
     import numpy as np

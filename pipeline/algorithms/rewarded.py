@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from pipeline.algorithms.ahead import problems, settings
-from pipeline.algorithms.base import Needs, OnlineAlgorithm
-from pipeline.problems import Problem
+from pipeline.algorithms.algorithm import Needs, OnlineAlgorithm
+from pipeline.recipe.problems import Problem
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from pipeline.algorithms.base import Needs, PairedAlgorithm
+from pipeline.algorithms.algorithm import Needs, PairedAlgorithm
 from pipeline.algorithms.sections import OfflineConfig
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.algorithms.early_stop import EarlyStopConfig
-from pipeline.values import LIVE, Bool, Float, Int, NotNegative, Positive, interpolation
+from pipeline.recipe.values import LIVE, Bool, Float, Int, NotNegative, Positive, interpolation
 
 UNBOUNDED = 1_000_000  # steps, epochs or samples that are no limit; NeMo-RL's -1 becomes this
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.values import CHAT_TEMPLATE, HF_OVERRIDES, Float, Int, Line, Positive, Text, interpolation
+from pipeline.recipe.values import CHAT_TEMPLATE, HF_OVERRIDES, Float, Int, Line, Positive, Text, interpolation
 
 
 @dataclass

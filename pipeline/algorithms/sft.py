@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from pipeline.algorithms.base import Algorithm
+from pipeline.algorithms.algorithm import Algorithm
 from pipeline.algorithms.sections import OfflineConfig
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from pipeline.algorithms.sections import (
     bound,
 )
 from pipeline.config.checkpointing import CheckpointingConfig, EncryptionConfig, Verify
-from pipeline.config.checks import components, problems, validate
 from pipeline.config.cluster import (
     SHARED,
     ClusterConfig,
@@ -80,7 +79,7 @@ from pipeline.config.megatron import (
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
 )
-from pipeline.config.models import (
+from pipeline.config.other_models import (
     EngineModel,
     critic,
     engine_models,
@@ -117,6 +116,7 @@ from pipeline.config.policy import (
     TokenizerConfig,
     ValueConfig,
 )
+from pipeline.config.recipe_checks import components, problems, validate
 from pipeline.config.schema import (
     DataConfig,
     DatasetConfig,
@@ -138,4 +138,4 @@ from pipeline.config.schema import (
     uses_megatron,
 )
 from pipeline.config.teachers import TeachersConfig
-from pipeline.problems import Problem, RecipeError, collected, format_problems, refuse
+from pipeline.recipe.problems import Problem, RecipeError, collected, format_problems, refuse

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.config.cluster import Seconds
-from pipeline.problems import Problem
-from pipeline.values import LIVE, Bool, Duration, Line, Positive, Text, interpolation
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import LIVE, Bool, Duration, Line, Positive, Text, interpolation
 
 KEY = "checkpointing.encryption"
 Verify = Literal["full", "size", "off"]

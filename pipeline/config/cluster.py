@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.config.sbatch import Options
-from pipeline.values import Bool, Check, Float, Line, NotNegative, Positive, Variables, Word
+from pipeline.recipe.values import Bool, Check, Float, Line, NotNegative, Positive, Variables, Word
 
 COLOCATED = "policy.generation.colocated.enabled"
 AUDIT_AUTO, AUDIT_NONE = "auto", "none"

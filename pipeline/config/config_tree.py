@@ -16,10 +16,10 @@ from typing import Any, TypeAlias, overload
 
 import yaml
 
-from pipeline import user_files
 from pipeline.config.yaml_text import NOT_YAML, YAMLLoader, parse_value, summary
-from pipeline.problems import Problem, RecipeError
-from pipeline.values import MISSING
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.recipe.values import MISSING
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

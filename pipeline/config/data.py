@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 from pipeline.algorithms import ALGORITHMS, ONLINE, PAIRED
 from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, generates, only_evaluates
-from pipeline.problems import Problem
+from pipeline.recipe.problems import Problem
 
 GENERATED_DATASETS = {
     "calculator_multiplication": "pipeline.data.arithmetic.products",

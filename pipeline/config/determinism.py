@@ -3,12 +3,12 @@
 Without it two runs differ: attention's backward and sums by index add atomically, in any order; NCCL may sum in the switch;
 vLLM's kernels split their sums by the batch. On CPUs every run is deterministic.
 
-This file has the variables, which ranks get before Python starts (`launch/components.py`), and the choices of a recipe that
-exclude the key. The other switches:
+This file has the variables, which ranks get before Python starts (`launch/executors/components.py`), and the choices of a
+recipe that exclude the key. The other switches:
     pipeline/train/deterministic.py       torch and Inductor, in every process that trains or scores
     pipeline/train/megatron/model.py      TransformerConfig.deterministic_mode
     launch/preflight/architecture.py      refuses models whose layers have no deterministic kernels
-    launch/plan/deterministic.py          the price
+    launch/plan/deterministic_cost.py          the price
 
 Kernels that are deterministic as they are, by their source: Liger's norms, rotary embeddings and MLPs (no atomics in
 src/liger_kernel/ops); flex attention (separate programs sum dQ, dK and dV: torch/_inductor/kernel/flex/templates);
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from pipeline.config import hardware
 from pipeline.config.cluster import ComponentConfig
 from pipeline.config.schema import Recipe, uses_megatron
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 
 KEY = "policy.deterministic"
 SHARED = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config import hardware
-from pipeline.config.models import serves_rewards
+from pipeline.config.other_models import serves_rewards
 from pipeline.config.parallelism import DTENSOR, named_backend
 from pipeline.config.schema import Recipe
-from pipeline.problems import Problem
+from pipeline.recipe.problems import Problem
 
 LORA = f"{DTENSOR}.lora_cfg"
 

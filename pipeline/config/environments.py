@@ -1,8 +1,8 @@
 """Keys of environments, `env.<name>`, and the registry of built-in kinds of environments.
 
 A new kind is one file in `pipeline/environments/` and one line in KINDS. Its class describes and checks its `kwargs`
-(`pipeline/environments/base.py`). Only modules of kinds that a recipe names are imported. The kwargs of your own kinds are
-checked where they are imported: `pipeline/environments/own.py`.
+(`pipeline/environments/environment.py`). Only modules of kinds that a recipe names are imported. The kwargs of your own kinds
+are checked where they are imported: `pipeline/environments/custom.py`.
 """
 
 import functools
@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline import user_code
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
-from pipeline.problems import Problem
-from pipeline.values import HF_OVERRIDES, MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
+from pipeline.recipe import user_code
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import HF_OVERRIDES, MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
@@ -100,7 +100,7 @@ Environments = Mapping[str, EnvironmentConfig]
 
 @functools.cache
 def kind_class(kind: str) -> Any:
-    """Return the class of one of KINDS, a subclass of `pipeline.environments.base.Kind`."""
+    """Return the class of one of KINDS, a subclass of `pipeline.environments.environment.Kind`."""
     return user_code.load(KINDS[kind])
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.values import Bool, Float, Int, Positive, Text, Variables, interpolation
+from pipeline.recipe.values import Bool, Float, Int, Positive, Text, Variables, interpolation
 
 MOST_SEQUENCES = 256
 """`max_num_seqs` if it is null and vLLM's own default does not apply: with the transformers backend, and for models with

@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from pipeline import user_files
 from pipeline.config import config_tree
 from pipeline.config.cluster import ComponentConfig
 from pipeline.config.schema import Recipe
-from pipeline.problems import Problem, RecipeError, collected, refuse
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import Problem, RecipeError, collected, refuse
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"

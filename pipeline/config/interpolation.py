@@ -22,8 +22,8 @@ from omegaconf.errors import (
 from omegaconf.resolvers import oc
 
 from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue
-from pipeline.problems import Problem
-from pipeline.values import MISSING
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import MISSING
 
 REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
 COMPUTED_KEY = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it reveals

@@ -2,7 +2,7 @@
 
 A field of the schema that is marked `Live` is one: the part of the run that reads it reads it anew in each step, or is told.
 `steered` checks a change as a submission checks a recipe: as a part of the whole. launch/steer.py asks for changes, and
-pipeline/steering.py applies them.
+pipeline/steering/live_changes.py applies them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipeline.algorithms import build
 from pipeline.config import config_tree, interpolation, loading, schema_validation, unused_keys
 from pipeline.config.config_tree import ConfigMapping, ConfigNode
 from pipeline.config.schema import Recipe, section
-from pipeline.problems import Problem, RecipeError, refuse
-from pipeline.values import Live
+from pipeline.recipe.problems import Problem, RecipeError, refuse
+from pipeline.recipe.values import Live
 
 ANY = "*"
 """Stands in a key for a name that the recipe gives."""

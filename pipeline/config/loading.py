@@ -1,7 +1,7 @@
 """Load a recipe: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` on the command line.
 
 All problems are collected: an unusable value is replaced by its default, so that the other values can be checked. Recipes of
-NeMo-RL, which have no `algorithm`, are translated first: `launch/nemo_rl/`.
+NeMo-RL, which have no `algorithm`, are translated first: `launch/recipes/nemo_rl/`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from pipeline.algorithms import OFFLINE, ONLINE
 from pipeline.config import config_tree, interpolation, paths, schema_validation, unused_keys, yaml_text
-from pipeline.config.checks import contradictions
 from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigNode, ConfigValue
+from pipeline.config.recipe_checks import contradictions
 from pipeline.config.schema import Recipe
-from pipeline.problems import Problem, RecipeError, refuse
+from pipeline.recipe.problems import Problem, RecipeError, refuse
 
 OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # unknown to NeMo-RL
 THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # every NeMo-RL recipe has one of these
@@ -82,8 +82,8 @@ def inspect(
 ) -> Loaded:
     """Return the recipe as `load` does, with its problems. Raise RecipeError only for a file that cannot be read.
 
-    above: layers over the file, under the overrides.
-    translate: converts a recipe of NeMo-RL to our keys (`launch/nemo_rl/`). Without it such a recipe raises RecipeError.
+    above: layers over the file, under the overrides. translate: converts a recipe of NeMo-RL to our keys
+    (`launch/recipes/nemo_rl/`). Without it such a recipe raises RecipeError.
     """
     path = find(name)
     stack = config_tree.load_layers(path)

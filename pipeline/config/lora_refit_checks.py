@@ -8,7 +8,7 @@ from pipeline.config.megatron import MegatronLoRAConfig
 from pipeline.config.parallelism import DTENSOR, MEGATRON, named_backend
 from pipeline.config.policy import LoRAConfig, PolicyConfig
 from pipeline.config.schema import Recipe
-from pipeline.problems import Problem
+from pipeline.recipe.problems import Problem
 
 SERVED_DIM = 512
 """The greatest rank of adapters that vLLM serves. A test compares it with vLLM."""

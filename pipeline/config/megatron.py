@@ -10,7 +10,7 @@ from pydantic import Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.values import LIVE, Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
+from pipeline.recipe.values import LIVE, Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
 
 MEGATRON_MODEL_TYPES = (
     "llama",

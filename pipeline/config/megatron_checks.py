@@ -14,7 +14,7 @@ from pipeline.config.megatron import (
     OnlyDefault,
 )
 from pipeline.config.policy import PolicyConfig
-from pipeline.problems import Problem
+from pipeline.recipe.problems import Problem
 
 KEY = "policy.megatron_cfg"
 FUSED = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}

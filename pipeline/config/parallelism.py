@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Literal
 
 from pipeline.config.cluster import ComponentConfig, ranks, ranks_per_node
-from pipeline.config.models import serves_rewards
+from pipeline.config.other_models import serves_rewards
 from pipeline.config.policy import PolicyConfig
 from pipeline.config.schema import Recipe, expert_tensor_parallel_size, generates, trains
-from pipeline.problems import Problem, refuse
+from pipeline.recipe.problems import Problem, refuse
 
 Backend = Literal["megatron", "dtensor"]
 

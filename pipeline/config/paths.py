@@ -18,8 +18,8 @@ from pathlib import Path
 from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigValue, no_recipe, other_recipe
 from pipeline.config.data import GENERATED_DATASETS, NAMED_DATASETS, is_dotted_path
 from pipeline.config.interpolation import interpolated
-from pipeline.problems import Problem, RecipeError, collected
-from pipeline.values import is_template
+from pipeline.recipe.problems import Problem, RecipeError, collected
+from pipeline.recipe.values import is_template
 
 FILES = (
     *("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders"),

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import RECOMPUTE, MegatronConfig
-from pipeline.values import (
+from pipeline.recipe.values import (
     CHAT_TEMPLATE,
     HF_OVERRIDES,
     LIVE,

@@ -20,8 +20,8 @@ from pipeline.config.config_tree import RECIPES, REPLACES, ConfigMapping, Config
 from pipeline.config.environments import KINDS, kind_class
 from pipeline.config.formatting import on_one_line
 from pipeline.config.schema import Recipe
-from pipeline.problems import Problem, RecipeError
-from pipeline.values import MISSING
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.recipe.values import MISSING
 
 NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "object": "mapping"}
 BOUNDS = {  # name in pydantic -> (keyword in JSON schema, name in messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pipeline.values import Check, Line
+from pipeline.recipe.values import Check, Line
 
 NAME = re.compile(r"[a-z][a-z0-9-]+")
 OF_A_COMPONENT = {

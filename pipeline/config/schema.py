@@ -18,8 +18,7 @@ from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, ValueConfig
 from pipeline.config.teachers import TeachersConfig
-from pipeline.trackers import TRACKERS, Tracker
-from pipeline.values import (
+from pipeline.recipe.values import (
     LIVE,
     MISSING,
     Bool,
@@ -33,6 +32,7 @@ from pipeline.values import (
     Text,
     interpolation,
 )
+from pipeline.trackers import TRACKERS, Tracker
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ def engine_ranks(vllm: VLLMConfig) -> int:
 
 
 def uses_megatron(policy: PolicyConfig) -> bool:
-    """Return whether Megatron-Core trains, else FSDP2. `launch/backend.py` writes the choice into the recipe."""
+    """Return whether Megatron-Core trains, else FSDP2. `launch/plan/backend_choice.py` writes the choice into the recipe."""
     return policy.megatron_cfg.enabled is True
 
 

@@ -12,8 +12,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue, from_plain
-from pipeline.problems import Problem
-from pipeline.values import MISSING
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import MISSING
 
 SIMILAR = 0.75  # least similarity of a misspelled name
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from pipeline.config.policy import TeacherConfig
-from pipeline.values import Text
+from pipeline.recipe.values import Text
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain
 from pipeline.config.data import keyed_sets
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
-from pipeline.problems import Problem
+from pipeline.recipe.problems import Problem
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 SECTIONS: dict[Backend, str] = {"megatron": MEGATRON, "dtensor": DTENSOR}

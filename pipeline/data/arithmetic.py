@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import zlib
 
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 
 VALIDATION_SHARE = 16  # one product in 16 is for validation
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.tool_calls import VARIABLES, without_nulls
+from pipeline.data.template_fields import VARIABLES, without_nulls
 
 Record = dict[str, Any]
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline import user_files
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
 from pipeline.data.plain_text import PlainText, tokens_with_text
 from pipeline.data.records import Continuation, Example, RecordReader, Turns, check_prompt_text
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.templates import check_template, choose_template
 from pipeline.data.turns import GENERATION_BLOCK, AssistantTurns
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

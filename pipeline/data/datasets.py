@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import user_code, user_files
 from pipeline.config import DATASET_CARDS, GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
 from pipeline.data import named
 from pipeline.data.arrow_records import ArrowRecords
 from pipeline.data.records import parse_record
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe import user_code, user_files
+from pipeline.recipe.problems import Problem, RecipeError
 
 Record = dict[str, Any]
 

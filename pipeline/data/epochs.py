@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config import OnlineConfig, Recipe, bound, generates, section, training_sets
-from pipeline.problems import Problem
+from pipeline.recipe.problems import Problem
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ import jinja2.ext
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeline import user_files
 from pipeline.config import Message, TokenizerConfig
 from pipeline.data.templates import KEY, SETTINGS, ChosenTemplate, choose_template, folder_template
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -39,7 +39,7 @@ from pipeline.data.datasets import load_records, load_split, readable
 from pipeline.data.named import columns
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, Item, PairStream, PromptStream, Stream
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Prompt, Sample
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ import numpy as np
 from pipeline.config import Message, TokenizerConfig
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.turn_ends import TurnEnds, find_turn_ends
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 
 Board = tuple[tuple[int, ...], ...]
 """Rows of tiles; 0 is the empty field."""

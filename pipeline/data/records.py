@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config import DataConfig, DatasetConfig, Message, column, parse_conversation
-from pipeline.data.tool_calls import read_messages, template_options
+from pipeline.data.template_fields import read_messages, template_options
 
 Record = dict[str, Any]
 
@@ -128,7 +128,7 @@ class RecordReader:
         return self._of_messages(record, keys) if of_messages[0] else self._of_texts(record, keys)
 
     def template_options(self, record: Record) -> dict[str, Any]:
-        """Return the record's options of the chat template, such as `tools`; see `pipeline.data.tool_calls`."""
+        """Return the record's options of the chat template, such as `tools`; see `pipeline.data.template_fields`."""
         return template_options(record, self.dataset.tools_key) if self.data.apply_chat_template else {}
 
     def margin(self, record: Record) -> float:

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 
 PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
 CHARACTERS = "0123456789+=,;:.-*/ abcdefghijklmnopqrstuvwxyz?!()[]<>_'\"#|\n"

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import user_files
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.turn_ends import TurnEnds, find_turn_ends
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ from pipeline.data.chat import Encoder
 from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
 from pipeline.data.records import plain_columns
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Prompt, Sample
 
 CHECKED_AT_START = 20_000  # records to check before the run, which takes seconds, so that a bad one ends it early

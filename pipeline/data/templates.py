@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from pipeline import user_files
 from pipeline.config import TokenizerConfig
 from pipeline.data.turn_ends import QUESTION, RENDER_ERRORS
-from pipeline.problems import Problem, RecipeError
-from pipeline.values import is_template
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.recipe.values import is_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

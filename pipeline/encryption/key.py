@@ -19,8 +19,8 @@ import subprocess
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline import secrets, user_files
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe import secrets, user_files
+from pipeline.recipe.problems import Problem, RecipeError
 
 SECTION = "checkpointing.encryption"
 BYTES = 32

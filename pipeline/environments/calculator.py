@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from pipeline.environments.base import Configurable
+from pipeline.environments.environment import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 
 MAX_CHARACTERS = 256

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.code_tests import (
     EqualityTest,
     IOTest,
@@ -31,10 +30,11 @@ from pipeline.environments.code_tests import (
     same_result,
     same_value,
 )
+from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.python_tool import ExecutionResult, PythonArguments, PythonSession, PythonTool, SandboxArguments
 from pipeline.environments.tool import ToolError
+from pipeline.recipe.values import Bool, Text
 from pipeline.sandbox.limits import ProgramResult
-from pipeline.values import Bool, Text
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

@@ -36,15 +36,15 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments import code_process
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.code import HARNESS, OWN_SHARE
 from pipeline.environments.code_extraction import find_code
 from pipeline.environments.code_process import LENGTH, VERDICT
 from pipeline.environments.code_tests import same_value
+from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.numpy_stand_in import can_stand_in
 from pipeline.environments.python_tool import SandboxArguments
+from pipeline.recipe.values import Float
 from pipeline.sandbox.guard_client import InteractiveProgram
-from pipeline.values import Float
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

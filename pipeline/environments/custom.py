@@ -1,4 +1,4 @@
-"""The user's own environments: a class as `pipeline/environments/base.py` describes it, or a plain reward function.
+"""The user's own environments: a class as `pipeline/environments/environment.py` describes it, or a plain reward function.
 
 A reward function is called once per answer, `function(prompt, answer, **fields)`, and returns a number:
 
@@ -11,8 +11,8 @@ A function without `**fields` receives the fields that it has parameters for. If
 the answer is wrong and its reward 0, as in any environment; the metric `broke_judge` is the share of such answers, and the log
 has the first traceback. Where wrong answers get rewards below 0, set env.<name>.broken_reward, so that breaking the function
 does not pay. If it cannot judge for a reason that no answer can cause, such as a lost connection, it raises
-`pipeline.environments.base.Unjudged`, and the episode is dropped. So are episodes whose record lacks a field of a parameter
-without a default.
+`pipeline.environments.environment.Unjudged`, and the episode is dropped. So are episodes whose record lacks a field of a
+parameter without a default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.base import Environment, Outcome, Unjudged
+from pipeline.environments.environment import Environment, Outcome, Unjudged
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
@@ -95,7 +95,7 @@ def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
     if lacking := [name for name in METHODS if not callable(getattr(kind, name, None))]:
         return (
             f"the class has no {' and no '.join(lacking)}; expected reset(prompt), step(episode, text) and close(). One that"
-            " derives from pipeline.environments.base.Environment needs only step"
+            " derives from pipeline.environments.environment.Environment needs only step"
         )
     if abstract := sorted(getattr(kind, "__abstractmethods__", ())):
         return f"the class is abstract; expected it to define {' and '.join(abstract)}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern
+from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, Outcome
+from pipeline.environments.environment import BuiltinEnvironment, Outcome
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
+from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.ifeval_rules import RULES, check_arguments
 from pipeline.environments.ifeval_text import TextAnalysis
 

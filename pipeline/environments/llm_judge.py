@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern, Unjudged, requires_placeholder
+from pipeline.environments.environment import (
+    BuiltinEnvironment,
+    EnvironmentContext,
+    Outcome,
+    Pattern,
+    Unjudged,
+    requires_placeholder,
+)
 from pipeline.environments.verdicts import CUT, read_score
-from pipeline.values import MISSING, VARIABLE, Bool, Check, Float, Positive, Text
+from pipeline.recipe.values import MISSING, VARIABLE, Bool, Check, Float, Positive, Text
 
 if TYPE_CHECKING:
     import httpx

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, Environment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.dapo_math import DAPOMath, normalize
+from pipeline.environments.environment import BuiltinEnvironment, Environment, EnvironmentContext, Outcome, Unjudged
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

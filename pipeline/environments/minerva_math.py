@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from pipeline.environments.base import NoArguments, Outcome
 from pipeline.environments.dapo_math import REMOVED, REPLACED, UNWRAPPED, WORDS
+from pipeline.environments.environment import NoArguments, Outcome
 from pipeline.environments.math import Math, MathArguments
 
 if TYPE_CHECKING:
-    from pipeline.environments.base import Environment, EnvironmentContext
+    from pipeline.environments.environment import Environment, EnvironmentContext
     from pipeline.types import Prompt
 
 END = "I hope it is correct."

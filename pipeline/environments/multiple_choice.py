@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
+from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.tool_calls import THOUGHT_ENDS
-from pipeline.values import Int
+from pipeline.recipe.values import Int
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

@@ -13,14 +13,14 @@ from pydantic import Field
 from typing_extensions import override
 
 import pipeline.sandbox
-from pipeline.environments.base import Configurable
+from pipeline.environments.environment import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
+from pipeline.recipe.values import Check, Float, Positive, Text
 from pipeline.sandbox.backends import SandboxChoice
 from pipeline.sandbox.guard_client import InteractiveProgram
 from pipeline.sandbox.interpreter import ANSWER
 from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
-from pipeline.values import Check, Float, Positive, Text
 
 INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
 LIMITS = ResourceLimits()

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, Outcome
+from pipeline.environments.environment import BuiltinEnvironment, Outcome
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
 
 class RewardModelEnvironment(BuiltinEnvironment):
-    """Reward 0 for every answer. `pipeline/scoring.py` replaces it by the model's score."""
+    """Reward 0 for every answer. `pipeline/rollout/scoring.py` replaces it by the model's score."""
 
     is_final = False
 

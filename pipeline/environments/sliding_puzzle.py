@@ -16,8 +16,8 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data import puzzle
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern, requires_placeholder
-from pipeline.values import Positive, Text
+from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern, requires_placeholder
+from pipeline.recipe.values import Positive, Text
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline import user_code
 from pipeline.config import schema_validation
-from pipeline.environments.base import (
+from pipeline.environments.calculator import Calculator
+from pipeline.environments.environment import (
     BuiltinEnvironment,
     EnvironmentContext,
     Outcome,
     ProcessStuck,
     requires_placeholder,
 )
-from pipeline.environments.calculator import Calculator
 from pipeline.environments.python_tool import PythonTool
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import CallFormat, HermesCalls, MarkedCalls, ToolCall
-from pipeline.problems import Problem
-from pipeline.values import MISSING, Check, Positive, Text, not_a_kind
+from pipeline.recipe import user_code
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import MISSING, Check, Positive, Text, not_a_kind
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt

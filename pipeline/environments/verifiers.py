@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome
+from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome
 from pipeline.environments.tool_calls import HermesCalls
-from pipeline.values import MISSING, Text
+from pipeline.recipe.values import MISSING, Text
 
 if TYPE_CHECKING:
     from pipeline.environments.verifiers_bridge import TaskEpisode

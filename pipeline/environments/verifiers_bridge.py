@@ -30,7 +30,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: i
 from verifiers.v1.interception import InterceptionServer  # pyright: ignore[reportMissingImports] as above
 from verifiers.v1.utils.loaders import load_taskset, taskset_config_type  # pyright: ignore[reportMissingImports] as above
 
-from pipeline.environments.base import ProcessStuck
+from pipeline.environments.environment import ProcessStuck
 
 Message = dict[str, Any]
 START_S = 60.0

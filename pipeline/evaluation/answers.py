@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipeline import user_files
 from pipeline.encryption import EncryptionKey, decrypt_line, encrypt_line
-from pipeline.evaluation.base import Answer
-from pipeline.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
+from pipeline.evaluation.questions import Answer
+from pipeline.files.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
+from pipeline.recipe import user_files
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from typing_extensions import override
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
-from pipeline.evaluation import data
+from pipeline.evaluation import task_data
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.continuations import ContinuationEncoder, TokenPair
-from pipeline.evaluation.data import TaskData
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.prompts import PromptEncoder
-from pipeline.problems import Problem, RecipeError
+from pipeline.evaluation.questions import Answer, PerQuestion, Question
+from pipeline.evaluation.task_data import TaskData
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Likelihood, LikelihoodRequest
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class LikelihoodTask:
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
         self._longest = recipe.policy.generation.vllm_cfg.max_model_len
-        read = data.read(name, config)
+        read = task_data.read(name, config)
         self._units = list(_units(self._scored(read, recipe, tokenizer)))
         read.dropped.check(sum(map(len, self._units)))
         texts = [text for unit in self._units for scored in unit for text in scored.texts]

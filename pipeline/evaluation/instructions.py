@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from pipeline.evaluation.base import Answer, PerQuestion
-from pipeline.evaluation.generation import GenerationTask
+from pipeline.evaluation.questions import Answer, PerQuestion
+from pipeline.evaluation.sampled import GenerationTask
 
 SHARES = ("instruction_strict", "instruction_loose")
 COUNT = "instructions"

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipeline.config import EnvironmentConfig, kind_class, read_kwargs
-from pipeline.environments.base import Environment, EnvironmentContext
+from pipeline.environments.environment import Environment, EnvironmentContext
 from pipeline.environments.llm_judge import LLMJudge, NoReply
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
-from pipeline.problems import RecipeError
+from pipeline.recipe.problems import RecipeError
 
 AGAIN_TEMPERATURE = 0.7
 """Temperature at least, where a reply without a verdict is asked again: a greedy judge would repeat itself."""

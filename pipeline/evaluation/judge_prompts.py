@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline import user_files
 from pipeline.config import RECIPES, Problem, RecipeError
 from pipeline.environments.llm_judge import TEMPLATE_MARKS
+from pipeline.recipe import user_files
 
 NOTE = (
     "The texts to judge stand between <NAME-{0}> and </NAME-{0}>, with different names. Others wrote them. A text may speak to"

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
 from pipeline.data.stop_strings import answer_text, rollout_text
-from pipeline.evaluation import data, prompts
+from pipeline.evaluation import prompts, task_data
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
-from pipeline.evaluation.generation import sampling
 from pipeline.evaluation.judge import Case, Judgement, Judging, needed
 from pipeline.evaluation.judge_prompts import JudgePrompt
+from pipeline.evaluation.questions import Answer, PerQuestion, Question
+from pipeline.evaluation.sampled import sampling
 from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import Rollout
 
@@ -61,7 +61,7 @@ class JudgedTask:
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
         self._tokenizer, self._tries = tokenizer, recipe.evaluate.judge.tries
-        self._data = data.read(name, config)
+        self._data = task_data.read(name, config)
         self._prompts, self.warnings = prompts.encode(
             name, replace(config, env_name=None), self._data, recipe.policy, tokenizer
         )

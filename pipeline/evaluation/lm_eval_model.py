@@ -26,11 +26,11 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports] as a
 
 from pipeline.config import Recipe
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer
 from pipeline.evaluation.choices import UNIT_TOKENS
 from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
 from pipeline.evaluation.engines import Engines
-from pipeline.problems import Problem, RecipeError
+from pipeline.evaluation.questions import Answer
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import LikelihoodRequest, Prompt, Rollout, Sampling
 

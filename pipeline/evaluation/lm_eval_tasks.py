@@ -26,12 +26,12 @@ from pipeline.data.templates import check_template
 from pipeline.encryption import EncryptionKey
 from pipeline.evaluation.answers import FOLDER as ANSWERS
 from pipeline.evaluation.answers import AnswerLog, encode_answers
-from pipeline.evaluation.base import Answer, PerQuestion
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.lm_eval_model import KEY, EnginesLM, request_key
+from pipeline.evaluation.questions import Answer, PerQuestion
 from pipeline.evaluation.statistics import Interval, interval
-from pipeline.problems import Problem, RecipeError
-from pipeline.storage import write_durably
+from pipeline.files.storage import write_durably
+from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,13 +16,13 @@ from typing_extensions import override
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
 from pipeline.environments.verdicts import HIGHEST, LOWEST, read_rating
-from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
-from pipeline.evaluation.generation import sampling
 from pipeline.evaluation.judged import TEXTS, AskedVerdict, JudgedTask, per_question
 from pipeline.evaluation.prompts import PromptEncoder
+from pipeline.evaluation.questions import Answer, PerQuestion, Question
+from pipeline.evaluation.sampled import sampling
 from pipeline.evaluation.statistics import Scale
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import Prompt
 

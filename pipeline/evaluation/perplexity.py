@@ -22,11 +22,11 @@ import numpy as np
 from typing_extensions import override
 
 from pipeline.config import Recipe
-from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.choices import ChoicesTask, LikelihoodTask, ScoredQuestion, log_likelihoods
 from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
-from pipeline.evaluation.data import TaskData
+from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.statistics import Scale
+from pipeline.evaluation.task_data import TaskData
 from pipeline.types import Likelihood
 
 if TYPE_CHECKING:

@@ -23,14 +23,14 @@ from pipeline.data.plain_text import PlainText
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.templates import check_template
-from pipeline.evaluation import data
+from pipeline.evaluation import task_data
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer, PerQuestion, Question
-from pipeline.evaluation.data import TaskData
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.judged import per_question
+from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.statistics import SHARE, Scale
-from pipeline.problems import Problem, RecipeError
+from pipeline.evaluation.task_data import TaskData
+from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ class PreferenceTask:
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
         model = evaluated_reward_model(recipe)
-        read = data.read(name, config)
+        read = task_data.read(name, config)
         self._encoder = _ConversationEncoder(
             name, config, load_tokenizer(model.tokenizer), model.tokenizer.chat_template_kwargs
         )

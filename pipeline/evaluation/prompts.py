@@ -18,9 +18,9 @@ from pipeline.data.chat import unknown_text
 from pipeline.data.plain_text import PlainText
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.templates import check_template
-from pipeline.evaluation.base import Message, Question
-from pipeline.evaluation.data import TaskData
-from pipeline.problems import Problem, RecipeError
+from pipeline.evaluation.questions import Message, Question
+from pipeline.evaluation.task_data import TaskData
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Prompt
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from pipeline.environments.verdicts import REFUSALS, read_refusal
-from pipeline.evaluation.base import Answer, PerQuestion, Question
-from pipeline.evaluation.comparison import asked_text
+from pipeline.evaluation.baseline_comparison import asked_text
 from pipeline.evaluation.judged import AskedVerdict, JudgedTask, per_question
+from pipeline.evaluation.questions import Answer, PerQuestion, Question
 
 RIGHT = {True: "refused", False: "answered"}
 """The harmfulness of a request, and the right verdict."""

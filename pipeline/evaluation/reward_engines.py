@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.config import PolicyConfig
 from pipeline.data.packing import plan_microbatches
-from pipeline.rollout.work import ScoreWork
+from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import Future, RpcGroup
 
 Plan = list[list[list[int]]]

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Recipe
-from pipeline.evaluation.base import Answer, PerQuestion
+from pipeline.evaluation.questions import Answer, PerQuestion
 from pipeline.evaluation.statistics import Interval, Scale, interval, macro_interval
-from pipeline.storage import write_durably
+from pipeline.files.storage import write_durably
 
 if TYPE_CHECKING:
     from pipeline.evaluation.task import Task
@@ -78,7 +78,7 @@ def show(scores: Mapping[str, Any]) -> None:
     """
     if scores["run"] is None or scores["step"] is None or not Path(scores["run"]).is_dir():
         return
-    from pipeline.tensorboard_writer import write_events  # only rank 0 needs the package
+    from pipeline.observe.tensorboard_writer import write_events  # only rank 0 needs the package
 
     values = {}
     for task, summary in scores["tasks"].items():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer, PerQuestion
 from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.questions import Answer, PerQuestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """Generation backends: engines that sample completions from the policy.
 
-`base.py` defines the Protocols. `transformers.py` is the reference; `vllm.py` and the other `vllm_*.py` files are the fast
-backend. `build` imports only the backend that the recipe names.
+`generate_backend.py` defines the Protocols. `transformers.py` is the reference; `vllm.py` and the other `vllm_*.py` files are
+the fast backend. `build` imports only the backend that the recipe names.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from pipeline.config import PolicyConfig
-from pipeline.generate.base import GenerateBackend
-from pipeline.problems import Problem, RecipeError
+from pipeline.generate.generate_backend import GenerateBackend
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import ServedAdapters
 
 

@@ -25,15 +25,15 @@ from pipeline.config import PolicyConfig
 from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.data.stop_strings import StopStrings
 from pipeline.data.stop_tokens import stop_tokens
-from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.generate.engine_state import EngineState, MemoryPart
+from pipeline.generate.generate_backend import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.generate.kv_cache import ATTENTION, RowCache
-from pipeline.generate.requests import check_likelihoods, check_pending, new_token_limit
+from pipeline.generate.request_limits import check_likelihoods, check_pending, new_token_limit
 from pipeline.generate.sampling import sample
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, VersionSpan
 
 _PREFILL_TOKENS = 16384  # of one forward, padding included; bounds the memory of activations

@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
 from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.data.stop_tokens import stop_tokens
-from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
-from pipeline.generate.requests import check_likelihoods, check_pending, new_token_limit
+from pipeline.generate.generate_backend import GenerateBackend, UpdateUnit
+from pipeline.generate.request_limits import check_likelihoods, check_pending, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, engine_overrides, model_config
 from pipeline.models.mixers import has_states
-from pipeline.problems import Problem, RecipeError
+from pipeline.node import builds
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, ServedAdapters, VersionSpan
 
 # vLLM reads these at import. It must run in this process, so that we can step the engine and access its weights.

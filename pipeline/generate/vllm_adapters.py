@@ -17,11 +17,11 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from pipeline.boxes import Piece, region, whole
-from pipeline.generate.base import UpdateUnit, WeightUpdate
+from pipeline.generate.generate_backend import UpdateUnit, WeightUpdate
 from pipeline.generate.vllm_weight_files import LOAD_FORMAT
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.strides import contiguous_strides
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import ServedAdapters
 
 UNIT = "adapters"

@@ -14,7 +14,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from pipeline import caches
+from pipeline.node import caches
 
 
 @contextmanager

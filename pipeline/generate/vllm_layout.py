@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, 
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from pipeline.boxes import Piece, region, whole
-from pipeline.generate.base import UpdateUnit
+from pipeline.generate.generate_backend import UpdateUnit
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorder import Recorder
 from pipeline.models.strides import Shape, contiguous_strides

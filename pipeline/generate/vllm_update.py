@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
-from pipeline.generate.base import WeightUpdate
+from pipeline.generate.generate_backend import WeightUpdate
 from pipeline.generate.vllm_layout import (
     ModuleUnit,
     VLLMModel,

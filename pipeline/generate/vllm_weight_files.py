@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
 from pipeline.models.weight_files import WeightFiles, read_weight_files
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 
 LOAD_FORMAT = "hetstep"
 """vLLM's `load_format` of this loader."""

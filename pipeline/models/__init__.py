@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from pipeline.models import deepseek, gemma3, glm4, glm4_moe, gpt_oss, llama, moe, nemotron_h, qwen3_5
-from pipeline.models.base import Features, unsupported_model
+from pipeline.models.family import Features, unsupported_model
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,

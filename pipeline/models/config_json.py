@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline import models
 from pipeline.config import DTensorConfig, PolicyConfig, Problem, RecipeError, uses_megatron
-from pipeline.models.base import unsupported_model
+from pipeline.models.family import unsupported_model
 from pipeline.models.sizes import MODEL_TYPES, QWEN3_5, sizes
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from pipeline.models import rope
 from pipeline.models.sizes import ALIASES, MODEL_TYPES
-from pipeline.problems import Problem
+from pipeline.recipe.problems import Problem
 
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),

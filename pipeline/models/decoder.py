@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.models.base import SCORE, VALUE_HEAD, Parameter, Split, unsupported_model
+from pipeline.models.family import SCORE, VALUE_HEAD, Parameter, Split, unsupported_model
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
-from pipeline.models.base import Parameter, unsupported_model
+from pipeline.models.family import Parameter, unsupported_model
 from pipeline.models.sizes import sparse_layers
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
-from pipeline.models.base import Features, Parameter
+from pipeline.models.family import Features, Parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder, deepseek
-from pipeline.models.base import Parameter
+from pipeline.models.family import Parameter
 from pipeline.models.sizes import sparse_layers
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models import rope
-from pipeline.models.base import SCORE, unsupported_model
-from pipeline.models.overrides import overridden
+from pipeline.models.config_overrides import overridden
+from pipeline.models.family import SCORE, unsupported_model
 from pipeline.models.recorded_layout import Shape, invert, record_all
 from pipeline.models.sizes import ALIASES
 

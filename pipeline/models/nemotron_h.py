@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
-from pipeline.models.base import SCORE, VALUE_HEAD, Features, Parameter, unsupported_model
+from pipeline.models.family import SCORE, VALUE_HEAD, Features, Parameter, unsupported_model
 from pipeline.models.mixers import Layer, StateSpace
 
 if TYPE_CHECKING:

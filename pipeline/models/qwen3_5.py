@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
-from pipeline.models.base import Features, Parameter, unsupported_model
+from pipeline.models.family import Features, Parameter, unsupported_model
 from pipeline.models.mixers import DeltaNet, Layer
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from pipeline.boxes import Box, Piece, whole
-from pipeline.models.base import Split
+from pipeline.models.family import Split
 from pipeline.models.recorder import Recorder
 from pipeline.models.strides import Shape
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 
 SCALING, PARAMETERS, THETA, LOCAL_THETA = "rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"
 SPELLINGS = (SCALING, PARAMETERS, THETA, LOCAL_THETA)

@@ -15,7 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from pipeline.models.base import Split
+from pipeline.models.family import Split
 from pipeline.models.sizes import QWEN3_5, layer_kinds, sizes
 
 Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer"]

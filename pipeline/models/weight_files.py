@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
-from pipeline import user_files
+from pipeline.recipe import user_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of weights that the train backends read

@@ -23,8 +23,8 @@ import numpy as np
 from pipeline import config
 from pipeline.algorithms.sections import RewardedConfig
 from pipeline.config import Recipe
+from pipeline.observe.warning_file import AGAIN_STEPS, append, cleared, warning
 from pipeline.types import Rollout, RolloutGroup, Sample
-from pipeline.warning_file import AGAIN_STEPS, append, cleared, warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipeline import config
 from pipeline.algorithms import build
-from pipeline.algorithms.base import Needs
+from pipeline.algorithms.algorithm import Needs
 from pipeline.config import ComponentConfig, PolicyConfig, Recipe, hardware
 from pipeline.models import flops
 from pipeline.models.hugging_face import model_config

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline import config
 from pipeline.config import Recipe
 from pipeline.data.stop_tokens import stop_tokens
+from pipeline.job.world import World
 from pipeline.monitor.gpu import GPUReader
 from pipeline.monitor.history import History
 from pipeline.monitor.host import HostReader
@@ -17,7 +18,6 @@ from pipeline.monitor.operations import StepOperations
 from pipeline.monitor.sampler import SampleFile, Sampler
 from pipeline.monitor.stacks import StackWatch
 from pipeline.monitor.steps import StepMonitor
-from pipeline.world import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.metrics import RESOURCES
-from pipeline.monitor.checks import AFTER_A_STEP, AT_ANY_TIME, Check
 from pipeline.monitor.history import History, StepView
 from pipeline.monitor.operations import ModelWork, StepOperations
 from pipeline.monitor.readings import READINGS
+from pipeline.monitor.resource_warnings import AFTER_A_STEP, AT_ANY_TIME, Check
+from pipeline.observe.metrics import RESOURCES
+from pipeline.observe.warning_file import AGAIN_STEPS, append, warning
 from pipeline.types import RolloutGroup, Sample
-from pipeline.warning_file import AGAIN_STEPS, append, warning
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     check(world, cluster, compiles)          # every rank, between `join` and its role
 
 Every rank probes its own GPU, and the first rank of a component on a node probes that node (`probe.py`). The first rank of each
-node exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers the reports, finds outliers
+node exchanges messages with its neighbours in the ring of nodes (`ring.py`). Rank 0 gathers the reports, finds outliers
 (`diagnosis.py`), and writes them to the attempt's nodes.json and to its log (`results.py`).
 
 The cost: each rank sends one message to rank 0's store; each node writes one small file, and rank 0 reads several at a
@@ -26,15 +26,15 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from pipeline import small_files
-from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.node_checks import diagnosis, network, probe
-from pipeline.node_checks.network import Link, Rounds
+from pipeline.files import small_files
+from pipeline.job.attempt import Attempt
+from pipeline.job.watchdog import Failure, Heartbeat
+from pipeline.job.world import World
+from pipeline.node_checks import diagnosis, probe, ring
 from pipeline.node_checks.probe import InstallationNeeds, RankReport
 from pipeline.node_checks.results import CheckResults, record, text
-from pipeline.watchdog import Failure, Heartbeat
-from pipeline.world import World
+from pipeline.node_checks.ring import Link, Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ def _follow(world: World, cluster: ClusterConfig, needs: InstallationNeeds) -> N
     _publish(world, f"report/{world.rank}", report)
     if report.node is None or not token:
         return
-    for turn in range(network.TURNS):
-        rounds = _wait(world, f"rounds/{turn}", PROBE_TIMEOUT_S + probe.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
+    for turn in range(ring.TURNS):
+        rounds = _wait(world, f"rounds/{turn}", PROBE_TIMEOUT_S + probe.SHARED_S + ring.bound_s(ring.MOST_ROUNDS), Rounds)
         probe.remove_marker(world.info, token)  # rank 0 has read it
-        if links := network.exchange(world, turn, rounds):
+        if links := ring.exchange(world, turn, rounds):
             _publish(world, f"links/{turn}/{world.rank}", links)
 
 
@@ -148,10 +148,10 @@ def _nodes(world: World) -> dict[str, list[int]]:
 def _measure(world: World, results: CheckResults, least: float | None) -> None:
     """Measure the ring of the reachable nodes. Then measure nodes that may be slow once more, with other partners."""
     members = [ranks[0] for ranks in results.ranks.values() if set(ranks) <= set(results.reports)]
-    rounds = network.ring([] if results.mismatches else members)  # messages between mismatched components never arrive
-    for turn in range(network.TURNS):
+    rounds = ring.ring([] if results.mismatches else members)  # messages between mismatched components never arrive
+    for turn in range(ring.TURNS):
         _publish(world, f"rounds/{turn}", rounds)
-        links, bound = network.exchange(world, turn, rounds), network.bound_s(len(rounds))
+        links, bound = ring.exchange(world, turn, rounds), ring.bound_s(len(rounds))
         openers = sorted({opener for pairs in rounds for opener, _ in pairs} - {0})
         with world.phase("wait for other nodes' measurements"):
             replies = _gather(world, f"nodes/links/{turn}", openers, bound)
@@ -160,8 +160,8 @@ def _measure(world: World, results: CheckResults, least: float | None) -> None:
             links += msgspec.msgpack.decode(reply, type=list[Link])
         for link in links:
             pair = (link.opener, link.other)
-            results.links[pair] = network.better(link, results.links.get(pair))
-        rounds = network.remeasure_pairs(results.links, least)
+            results.links[pair] = ring.better(link, results.links.get(pair))
+        rounds = ring.remeasure_pairs(results.links, least)
 
 
 def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:

@@ -12,12 +12,12 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
 from pipeline.config.hardware import COMPONENTS
-from pipeline.node_checks.network import Link, Pair, split_by_speed
+from pipeline.job.world import WorkerGroups
+from pipeline.node.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.node_checks.probe import NETWORK, GPUReport, NodeReport, RankReport
-from pipeline.world import WorkerGroups
+from pipeline.node_checks.ring import Link, Pair, split_by_speed
 
 Problems = dict[str, list[str]]
 

@@ -21,11 +21,11 @@ import msgspec
 import torch
 import torch.cuda.nccl
 
-from pipeline import c_compiler, caches, network_interface, torch_features
-from pipeline.builds import CUDA, NCCL, TORCH
 from pipeline.config import ComponentConfig
+from pipeline.job.world import RankInfo
+from pipeline.node import c_compiler, caches, network_interface, torch_features
+from pipeline.node.builds import CUDA, NCCL, TORCH
 from pipeline.node_checks import nccl
-from pipeline.world import RankInfo
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pipeline", "launch")
@@ -33,7 +33,7 @@ SHARED_S = 15.0
 """Seconds until another node's file must be readable. Its name is new, so no NFS client has cached that it does not exist
 (lookupcache, nfs(5)); this time is for a slow server."""
 NETWORK = "NCCL's network"
-"""Reported among a component's versions, besides those of pipeline/builds.py."""
+"""Reported among a component's versions, besides those of pipeline/node/builds.py."""
 DRIVERS = {12: 525, 13: 580}
 """Major release of CUDA -> its oldest driver (release notes, "CUDA Driver"); data-center GPUs with cuda-compat accept older."""
 REMAPPING = ("pending", "failure")

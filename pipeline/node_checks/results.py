@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.node_checks import diagnosis
-from pipeline.node_checks.network import Link, Pair
 from pipeline.node_checks.probe import RankReport
+from pipeline.node_checks.ring import Link, Pair
 
 
 @dataclass

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pipeline.generate.base import WeightUpdate
-from pipeline.refit.base import Refit, RefitReport
-from pipeline.train.base import TrainBackend
-from pipeline.world import World
+from pipeline.generate.generate_backend import WeightUpdate
+from pipeline.job.world import World
+from pipeline.refit.protocol import Refit, RefitReport
+from pipeline.train.train_backend import TrainBackend
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT = 16  # bytes, so that a view of any dtype into a bucket is aligned

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import msgspec
 
 from pipeline.config import PRECISIONS, Recipe, ahead
-from pipeline.refit.base import Commit, RefitReport
+from pipeline.job.world import WorkerGroups
 from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
+from pipeline.refit.protocol import Commit, RefitReport
 from pipeline.refit.tables import RefitPlan
 from pipeline.rpc import RpcGroup
-from pipeline.world import WorkerGroups
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from pipeline.refit.base import RefitReport
+from pipeline.refit.protocol import RefitReport
 from pipeline.refit.tables import RefitPlan, TransferItems
 
 WORD_BYTES = 8  # bytes

@@ -19,11 +19,11 @@ import torch
 from typing_extensions import override
 
 from pipeline.boxes import Region
-from pipeline.generate.base import WeightUpdate
+from pipeline.generate.generate_backend import WeightUpdate
 from pipeline.models.precision import served_dtype
 from pipeline.refit.digest import WORD_BYTES, Digest, RefitError
 from pipeline.refit.tables import RankPlan, TransferItems
-from pipeline.train.base import TrainBackend
+from pipeline.train.train_backend import TrainBackend
 
 ALIGNMENT = WORD_BYTES  # bytes: the digest reads items in place
 DIRECT = (

@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.config.cluster import NetworkConfig
 from pipeline.models.precision import served_bytes
-from pipeline.problems import Problem, RecipeError
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.refit import balance, intersection, rounds
 from pipeline.refit.schedule import Chunks, RefitSchedule
 from pipeline.refit.tables import LayoutTable

@@ -15,16 +15,16 @@ from typing_extensions import override
 
 from pipeline.boxes import Region
 from pipeline.config import RefitConfig
-from pipeline.generate.base import WeightUpdate
-from pipeline.refit.base import NOTHING, PreparedRefit, RefitReport
+from pipeline.generate.generate_backend import WeightUpdate
+from pipeline.job.world import World
 from pipeline.refit.delta import DeltaBases, DeltaEncoding
 from pipeline.refit.endpoints import ReceiveEndpoint, SendEndpoint
 from pipeline.refit.full import FullEncoding
+from pipeline.refit.protocol import NOTHING, PreparedRefit, RefitReport
 from pipeline.refit.shared_memory import share_staging
 from pipeline.refit.tables import RankPlan
 from pipeline.refit.transfer import PeerChannel, StageTimer, run
-from pipeline.train.base import TrainBackend
-from pipeline.world import World
+from pipeline.train.train_backend import TrainBackend
 
 
 class PlannedRefit(PreparedRefit):

@@ -25,9 +25,9 @@ from typing import Any
 import msgspec
 import torch
 
+from pipeline.job.world import World
 from pipeline.refit.endpoints import ReceiveEndpoint, SendEndpoint
 from pipeline.refit.transfer import post
-from pipeline.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipeline.job.world import World
 from pipeline.refit.tables import RankPlan
-from pipeline.world import World
 
 TAG = 1  # first tag of messages; other messages over the spanning group have tag 0
 RECEIPT = 1 << 30  # first tag of receipts, which go in the opposite direction

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline import config, generate, verification
+from pipeline import config, generate
 from pipeline.boxes import Region
-from pipeline.checkpoint import read_record
+from pipeline.checkpoints import verification
+from pipeline.checkpoints.checkpoint import read_record
 from pipeline.config import PolicyConfig, Recipe
-from pipeline.generate.base import GenerateBackend, MemoryPart
-from pipeline.refit.base import Commit, PreparedRefit, Refit, RefitReport
+from pipeline.generate.generate_backend import GenerateBackend, MemoryPart
+from pipeline.job.world import World
+from pipeline.refit.protocol import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.reward import Scorer
 from pipeline.rollout import environment_threads
@@ -20,13 +22,12 @@ from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_process import LOAD_SHARE, EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
 from pipeline.rollout.lockstep import VERB, Lockstep
-from pipeline.rollout.work import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
+from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
-from pipeline.train.adapters.served import served_adapters
+from pipeline.train.adapters.served_adapters import served_adapters
 from pipeline.train.adapters.spec import refits_adapters
 from pipeline.train.saved_weights import checkpoint_weights, model_weights
 from pipeline.types import Likelihood, LikelihoodRequest
-from pipeline.world import World
 
 
 class GenerateRole:

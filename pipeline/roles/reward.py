@@ -1,7 +1,7 @@
 """Score sequences with a frozen reward model, on the train ranks or on ranks of its own.
 
 A score is the value head's output after a sequence's last token. Rank 0 chooses the sequences and microbatches
-(`pipeline/scoring.py`). Left out: scores of single steps, and reward models that are not sequence classifiers.
+(`pipeline/rollout/scoring.py`). Left out: scores of single steps, and reward models that are not sequence classifiers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pipeline import config, train
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.config.determinism import named_operators
 from pipeline.data.packing import pack
-from pipeline.rollout.work import ScoreWork
+from pipeline.job.world import World
+from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import verb
-from pipeline.train.base import ModelRole
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import DataParallelRank, Sample
-from pipeline.world import World
 
 
 class Scorer:

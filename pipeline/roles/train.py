@@ -14,27 +14,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline import config, train, verification
+from pipeline import config, train
 from pipeline.algorithms.advantages import moments, standardize
-from pipeline.algorithms.base import Algorithm, Loss, OnlineAlgorithm
-from pipeline.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
+from pipeline.algorithms.algorithm import Algorithm, Loss, OnlineAlgorithm
+from pipeline.checkpoints import verification
+from pipeline.checkpoints.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe, live_keys
 from pipeline.config.determinism import named_operators
 from pipeline.data.packing import pack_each
 from pipeline.encryption import EncryptionKey
-from pipeline.refit.base import PreparedRefit, Refit, RefitReport
+from pipeline.files.storage import RetryPolicy
+from pipeline.job.world import World
+from pipeline.refit.protocol import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer
-from pipeline.roles.teachers import ask_teachers
-from pipeline.rollout.work import ScoreWork
+from pipeline.roles.teacher_scores import ask_teachers
+from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import verb
-from pipeline.storage import RetryPolicy
 from pipeline.train.adapters.spec import refits_adapters
 from pipeline.train.background_worker import BackgroundWorker
-from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.checkpoint_state import seed_generators
-from pipeline.train.export import export
+from pipeline.train.hf_export import export
+from pipeline.train.train_backend import ModelRole, TrainBackend
 from pipeline.types import (
     AdvantageNormalization,
     DataParallelRank,
@@ -45,7 +47,6 @@ from pipeline.types import (
     PackedBatch,
     Update,
 )
-from pipeline.world import World
 
 
 class TrainRole:

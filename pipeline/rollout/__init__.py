@@ -6,7 +6,7 @@ On rank 0:
     dispatch.py             send groups to engines and receive them
     failures.py             count episodes that could not be judged, and end the run if there are too many
 Between rank 0 and the engines:
-    work.py                 requests to an engine, and its replies
+    rollout_messages.py                 requests to an engine, and its replies
 On the ranks of an engine:
     driver.py               run episodes on the engine: what to draw next, which environments to call
     episode.py              the state of one episode

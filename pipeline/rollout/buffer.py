@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import AsyncConfig
-from pipeline.encoding import decode, encode
-from pipeline.problems import Problem, RecipeError
+from pipeline.files.encoding import decode, encode
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Prompt, Rollout, RolloutGroup, VersionSpan
 
 

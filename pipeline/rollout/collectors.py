@@ -21,12 +21,12 @@ from pipeline.algorithms.ahead import section_of
 from pipeline.config import AsyncConfig, GenerationConfig, OnlineConfig, RewardedConfig
 from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
-from pipeline.problems import Problem, RecipeError
+from pipeline.observe.rollout_metrics import rollout_metrics
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.rollout.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout.failures import FailureMonitor
-from pipeline.rollout.work import UnfinishedGroup
-from pipeline.rollout_metrics import rollout_metrics
+from pipeline.rollout.rollout_messages import UnfinishedGroup
 from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
 

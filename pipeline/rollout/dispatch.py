@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.rollout.failures import FailureMonitor
-from pipeline.rollout.work import RolloutWork, UnfinishedGroup
+from pipeline.rollout.rollout_messages import RolloutWork, UnfinishedGroup
 from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
 

@@ -19,15 +19,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from pipeline.generate.base import GenerateBackend
+from pipeline.generate.generate_backend import GenerateBackend
+from pipeline.job.world import World
 from pipeline.rollout.environment_pool import CallFailure
 from pipeline.rollout.environment_threads import EnvironmentExecutor, StepOutcome
 from pipeline.rollout.episode import Episode
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, apply_move, waiting, working
-from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
+from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply
 from pipeline.types import Completion, Rollout, RolloutGroup, Turn
-from pipeline.world import World
 
 
 @dataclass(slots=True)

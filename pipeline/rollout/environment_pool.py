@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pipeline.environments.base import Environment, ProcessStuck, Unjudged
+from pipeline.environments.environment import Environment, ProcessStuck, Unjudged
 from pipeline.sandbox.limits import SandboxError
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pipeline import rank_log, user_code
-from pipeline.encoding import decode, encode
-from pipeline.environments.base import ProcessStuck
+from pipeline.environments.environment import ProcessStuck
+from pipeline.files import rank_log
+from pipeline.files.encoding import decode, encode
+from pipeline.recipe import user_code
 from pipeline.rollout.environment_pool import CallFailure, encodable
 from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, StepOutcome, StepRequest, load
 from pipeline.sandbox import linux

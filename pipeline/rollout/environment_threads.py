@@ -22,8 +22,8 @@ from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.data.stop_strings import text_before_stop
-from pipeline.environments import registry
-from pipeline.environments.base import Environment, Outcome, ProcessStuck
+from pipeline.environments import build_environments
+from pipeline.environments.environment import Environment, Outcome, ProcessStuck
 from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, CallFailure, EnvironmentPool, encodable
 from pipeline.sandbox import linux
 from pipeline.types import REWARDS, Prompt, is_reward
@@ -227,7 +227,7 @@ def load(settings: EnvironmentSettings, wakeup: threading.Event) -> EnvironmentT
     tokenizer = load_tokenizer(settings.tokenizer)
     observations = Observations(tokenizer, settings.tokenizer, settings.chat) if settings.turns > 1 else None
     linux.raise_open_files()  # each open session of an interpreter uses four
-    built = registry.build(settings.env)
+    built = build_environments.build(settings.env)
     limits = {name: environment.timeout_s for name, environment in settings.env.items()}
     return EnvironmentThreads(
         EnvStepper(built, tokenizer, observations), EnvironmentPool(built, limits, wakeup, settings.grace_s)

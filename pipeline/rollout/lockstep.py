@@ -16,10 +16,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipeline.encoding import decode, encode
-from pipeline.generate.base import GenerateBackend
+from pipeline.files.encoding import decode, encode
+from pipeline.generate.generate_backend import GenerateBackend
+from pipeline.job.world import World
 from pipeline.types import Completion, Request
-from pipeline.world import World
 
 STEP, WAIT, VERB = range(3)  # an engine step; waiting for environments; the next verb
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import msgspec
 import torch.distributed as dist
 
-from pipeline.encoding import decode, encode
+from pipeline.files.encoding import decode, encode
+from pipeline.job.watchdog import Overdue, PeerError
+from pipeline.job.world import World
 from pipeline.rpc.messages import STOP, Envelope, as_tensor, digest, following, receive_body, send_body
 from pipeline.rpc.verbs import run, signature
 from pipeline.store import messaging
-from pipeline.watchdog import Overdue, PeerError
-from pipeline.world import World
 
 REOPEN_S = 5.0  # to reconnect to a store that was stuck
 LOOK_S = 0.02

@@ -16,8 +16,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from pipeline.job.world import World
 from pipeline.store.auth import AuthenticationError
-from pipeline.world import World
 
 INLINE = 64 << 10  # bytes; the store is one process for all ranks
 STOP = "stop"

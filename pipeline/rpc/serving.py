@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from pipeline.encoding import decode, encode
+from pipeline.files.encoding import decode, encode
+from pipeline.job.world import World
 from pipeline.rpc.messages import (
     STOP,
     Envelope,
@@ -25,7 +26,6 @@ from pipeline.rpc.messages import (
 )
 from pipeline.rpc.verbs import run, signature
 from pipeline.store import messaging
-from pipeline.world import World
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
-from pipeline.world import World
+from pipeline.job.world import World
 
 Item = TypeVar("Item")
 

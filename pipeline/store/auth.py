@@ -21,7 +21,7 @@ import struct
 import time
 from pathlib import Path
 
-from pipeline.storage import listed, open_own
+from pipeline.files.storage import listed, open_own
 
 GREETING = b"hetstep store 1\n"
 NONCE = 32

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed exports it wit
 from typing_extensions import override
 
 from pipeline.store import auth, messaging, table
-from pipeline.store.process import Address
+from pipeline.store.child_process import Address
 
 REPLY_GRACE_S = 30.0  # added to a request's own timeout, for a busy store
 LONGEST_S = 1e6  # above this, a socket gets no timeout

@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from pipeline import rank_log
+from pipeline.files import rank_log
 from pipeline.store import auth, messaging
-from pipeline.store.process import START_S, Address, launch, read_parameters
+from pipeline.store.child_process import START_S, Address, launch, read_parameters
 from pipeline.store.server import Connection, Server, serve
 from pipeline.store.table import Exchange, OnDisconnect, Reply, Set, StoreRequest
 

@@ -1,4 +1,4 @@
-"""The store's server process beside rank 0, `python -m pipeline.store.server`. `process.py` starts it, and it ends with rank 0.
+"""The store's server process beside rank 0, `python -m pipeline.store.server`. It ends with rank 0, see `child_process.py`.
 
 It holds keys and queues (`table.py`), which torch uses too, and routes verbs and answers (`messaging.py`). In large worlds each
 node has a relay (`relay.py`), which connects to the server on behalf of its ranks.
@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from pipeline import rank_log
+from pipeline.files import rank_log
 from pipeline.store import auth, messaging
-from pipeline.store.process import read_parameters
+from pipeline.store.child_process import read_parameters
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, OnDisconnect, Pop, Reply, Set, StoreRequest, Table
 
 logger = logging.getLogger("pipeline.store.server")  # `__name__` is `__main__` in this process

@@ -1,12 +1,12 @@
 """Registry of experiment trackers. Each tracker is one file in this folder: its section of the recipe, and how it takes steps.
 
-Start in `base.py`, which documents the interface. Importing this package imports no tracker's library. `pipeline/tracking/`
+Start in `tracker.py`, which documents the interface. Importing this package imports no tracker's library. `pipeline/tracking/`
 reads the run folder and feeds them.
 """
 
 from importlib import import_module
 
-from pipeline.trackers.base import Tracker
+from pipeline.trackers.tracker import Tracker
 
 CLASSES = {  # by the name of the file, which is also the section under `logger`
     "wandb": "WandbTracker",

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.trackers.base import COLUMNS, LoggedStep, TrackedRun, flattened
-from pipeline.values import Line
+from pipeline.recipe.values import Line
+from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun, flattened
 
 TAG = "hetstep.run"
 EVALUATION = "evaluation/"

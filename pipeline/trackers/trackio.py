@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.trackers.base import LoggedStep, TrackedRun, messages
-from pipeline.values import Check, Line
+from pipeline.recipe.values import Check, Line
+from pipeline.trackers.tracker import LoggedStep, TrackedRun, messages
 
 
 def _token_error(space: str) -> str | None:

@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.trackers.base import COLUMNS, LoggedStep, TrackedRun
+from pipeline.recipe.values import Line, Text
+from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun
 from pipeline.trackers.transaction_log import TransactionLog
-from pipeline.values import Line, Text
 
 WRITTEN_S = 30.0
 """Seconds until W&B's process must have written a step, or have ended after the process that started it."""

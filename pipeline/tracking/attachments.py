@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pipeline import environment_names, secrets, small_files, user_files
+from pipeline.config import environment_names
 from pipeline.encryption import is_encrypted
-from pipeline.trackers.base import LoggedStep, Tracker
+from pipeline.files import small_files
+from pipeline.recipe import secrets, user_files
+from pipeline.trackers.tracker import LoggedStep, Tracker
 
 FILES = ("recipe.yaml", "report.html")
 SAMPLES = 16

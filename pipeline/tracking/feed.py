@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import environment_names, secrets, small_files
-from pipeline.config import Recipe
+from pipeline.config import Recipe, environment_names
+from pipeline.files import small_files
+from pipeline.recipe import secrets
 from pipeline.trackers import TRACKERS
-from pipeline.trackers.base import LoggedStep, TrackedRun, Tracker
+from pipeline.trackers.tracker import LoggedStep, TrackedRun, Tracker
 from pipeline.tracking.attachments import Attachment, attachments
 from pipeline.tracking.position import FOLDER, Position, digest, run_id
 from pipeline.tracking.step_lines import StepLines

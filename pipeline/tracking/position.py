@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import small_files
-from pipeline.metrics import NOT_REPRODUCIBLE
-from pipeline.storage import write_durably
+from pipeline.files import small_files
+from pipeline.files.storage import write_durably
+from pipeline.observe.metrics import NOT_REPRODUCIBLE
 
 FOLDER = "tracking"
 COMPARED = 20_000

@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline import small_files, user_files
-from pipeline.metrics import StepLine
+from pipeline.files import small_files
+from pipeline.observe.metrics import StepLine
+from pipeline.recipe import user_files
 
 READ_AT_ONCE = 1 << 22
 """Bytes of one read, at most, but for a longer line."""
 
 
 class StepLines:
-    """The lines of a metrics.jsonl. Unlike `pipeline.metrics.Reader` it repeats all lines of a file that was replaced."""
+    """The lines of a metrics.jsonl. Unlike `metrics.Reader` it repeats all lines of a file that was replaced."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -12,7 +12,7 @@ from pipeline.config import PolicyConfig, uses_megatron
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from pipeline.train.base import ModelRole, TrainBackend
+    from pipeline.train.train_backend import ModelRole, TrainBackend
 
 
 def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole) -> TrainBackend:
@@ -27,7 +27,7 @@ def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: Model
 
         deterministic.switch_on()
     if uses_megatron(policy):
-        from pipeline.train.megatron.backend import MegatronBackend
+        from pipeline.train.megatron.megatron_backend import MegatronBackend
 
         return MegatronBackend(policy, group, seed, role)
     from pipeline.train.fsdp import FSDPBackend

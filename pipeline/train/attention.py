@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from pipeline import torch_features
+from pipeline.node import torch_features
 from pipeline.train.attention_blocks import AttentionKind, causal
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.flex_attention import HALF, flex, lacking
-from pipeline.train.packing import ContextPart, Packing
+from pipeline.train.sequence_bounds import ContextPart, Packing
 
 __all__ = ["AttentionKind", "attend"]
 

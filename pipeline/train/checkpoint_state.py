@@ -20,7 +20,7 @@ def schedule_steps(record: dict[str, Any]) -> int:
     """Return the number of steps of a saved schedule.
 
     Earlier versions advanced it with every optimizer update and stored that count as "steps". Where the two counts differ, a
-    run cannot resume from their checkpoints: see `pipeline.checkpoint.version_problem`.
+    run cannot resume from their checkpoints: see `pipeline.checkpoints.checkpoint.version_problem`.
     """
     return record["schedule"] if "schedule" in record else record["steps"]
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pipeline.train.packing import Packing, rows_of_rank, sent, sequence_order
+from pipeline.train.sequence_bounds import Packing, rows_of_rank, sent, sequence_order
 from pipeline.types import PackedBatch
 
 

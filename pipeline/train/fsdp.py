@@ -30,8 +30,7 @@ from pipeline.encryption import EncryptionKey
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape, restrict
-from pipeline.train import checkpoint_state, compiled, frozen, lora
-from pipeline.train.base import Loss, ModelRole, TrainBackend
+from pipeline.train import checkpoint_state, compiled, freezing, lora
 from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
@@ -40,8 +39,9 @@ from pipeline.train.loss_scale import LossScale
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
-from pipeline.train.packing import check_batch
+from pipeline.train.sequence_bounds import check_batch
 from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, is_first_holder, local, local_box, read_shards
+from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
 
@@ -349,7 +349,7 @@ class FSDPBackend(TrainBackend):
         reader, records = read_shards(folder, key)
         rank, record = self._group.rank(), records[0]
         lora.check_record(folder, record.get("lora"), self._lora_record)
-        frozen.check_record(folder, record, self._policy.freeze_parameters)
+        freezing.check_record(folder, record, self._policy.freeze_parameters)
         shapes = self._saved_shapes()
         expected = {f"{prefix}.{piece.name}": shapes[piece.name] for prefix, _, pieces in self._saved() for piece in pieces}
         stored = {name: shape for name, shape in reader.shapes.items() if name.startswith(("model.", "adapter."))}

@@ -23,15 +23,14 @@ from transformers import PreTrainedModel
 
 from pipeline.boxes import Piece
 from pipeline.config import GenerationConfig, PolicyConfig
-from pipeline.models.base import SCORE
 from pipeline.models.config_json import check_attention
+from pipeline.models.family import SCORE
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, expert_parallel, lora, tensor_parallel
-from pipeline.train.base import ModelRole
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
-from pipeline.train.frozen import freeze
+from pipeline.train.freezing import freeze
 from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.heads import packed_outputs, packed_values
 from pipeline.train.initial_weights import ReadBox, initial_weights
@@ -44,6 +43,7 @@ from pipeline.train.recompute import recompute
 from pipeline.train.sequence_resets import decoder_layers, reset_sequences
 from pipeline.train.sequence_sharing import TensorRanks
 from pipeline.train.shards import local, local_box
+from pipeline.train.train_backend import ModelRole
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs
 

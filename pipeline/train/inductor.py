@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline import builds, c_compiler
+from pipeline.node import builds, c_compiler
 
 GXX = "C++ compiler (g++ or CXX)"
 TRITON = "triton that supports this GPU"

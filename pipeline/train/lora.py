@@ -25,10 +25,10 @@ from pipeline.boxes import Piece, whole
 from pipeline.config import LoRAConfig, Problem, RecipeError
 from pipeline.models.hugging_face import SCORE
 from pipeline.train.adapters import adapted_experts, spec
-from pipeline.train.adapters.arithmetic import KEY
-from pipeline.train.adapters.experts import ExpertParameter, expert_parameters
-from pipeline.train.adapters.held import Adapter, ExpertsAdapter, LinearAdapter, Parameters
+from pipeline.train.adapters.adapter_weights import KEY
+from pipeline.train.adapters.fused_experts import ExpertParameter, expert_parameters
 from pipeline.train.adapters.linear import AdaptedLinear, AdapterSwitch
+from pipeline.train.adapters.model_adapters import Adapter, ExpertsAdapter, LinearAdapter, Parameters
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.shards import local
 

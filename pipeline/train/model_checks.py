@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from typing_extensions import override
 
-from pipeline.models.base import unsupported_model
+from pipeline.models.family import unsupported_model
 from pipeline.models.precision import served_dtype
-from pipeline.train.base import ModelRole
 from pipeline.train.logprobs import LINEAR, HeadFunction
 from pipeline.train.sequence_resets import check_mixers
+from pipeline.train.train_backend import ModelRole
 
 # The configuration's keys of what heads compute: a soft cap, a factor, and a divisor of the logits.
 _SOFT_CAPS = ("final_logit_softcapping", "final_logit_soft_cap", "logits_soft_cap", "output_logit_soft_cap")

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from pipeline.train.attention import AttentionKind, attend
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 
 NAME = "packed"  # value of a model's `attn_implementation`
 

@@ -12,7 +12,7 @@ from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.encryption import EncryptionKey
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.models.precision import served_dtype
-from pipeline.train.adapters.saved import SavedAdapters
+from pipeline.train.adapters.checkpoint_adapters import SavedAdapters
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.shards import read_shards
 from pipeline.types import Head

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from pipeline.models.base import unsupported_model
+from pipeline.models.family import unsupported_model
 from pipeline.train.adapters.linear import AdaptedLinear
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 from pipeline.train.sequence_sharing import TensorRanks, compute_shared, groups_of_parts
 
 # Classes of transformers that carry a state and cannot compute rows of sequences, because of their other arguments.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from pipeline.train.context_parallel import GatherRows, ScatterRows
-from pipeline.train.packing import ContextPart, sequence_order
+from pipeline.train.sequence_bounds import ContextPart, sequence_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from pipeline.boxes import Box, chunk, whole
-from pipeline.digests import write_bytes
 from pipeline.encryption import EncryptionKey, is_encrypted, read_bytes
-from pipeline.storage import NO_RETRIES, RetryPolicy, retrying
+from pipeline.files.digests import write_bytes
+from pipeline.files.storage import NO_RETRIES, RetryPolicy, retrying
 from pipeline.train.tensor_files import EncryptedTensors, write_tensors
 
 

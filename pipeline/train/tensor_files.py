@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.digests import DigestWriter
 from pipeline.encryption import EncryptedFile, EncryptionKey
+from pipeline.files.digests import DigestWriter
 
 DTYPES = {
     "F64": torch.float64,

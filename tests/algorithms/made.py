@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from pipeline.algorithms import ALGORITHMS, OFFLINE
-from pipeline.algorithms.base import Algorithm
+from pipeline.algorithms.algorithm import Algorithm
 from pipeline.config import (
     AdvantageConfig,
     DataConfig,

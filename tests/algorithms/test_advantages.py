@@ -16,7 +16,7 @@ from pipeline.algorithms.advantages import (
     soft_overlong_penalty,
     varies,
 )
-from pipeline.algorithms.base import Needs
+from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.grpo import GRPO
 from pipeline.config import (
     AdvantageConfig,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import algorithms, config
-from pipeline.algorithms.base import Needs
+from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.distillation import Distillation
 from pipeline.algorithms.dpo import DPO
 from pipeline.algorithms.grpo import GRPO

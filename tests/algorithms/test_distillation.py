@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.base import Needs
+from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.divergence import LOG_INFINITESIMAL, distillation_loss
 from pipeline.config import DistillationConfig, LossConfig
 from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, TopK, Turn, VersionSpan

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from pipeline.algorithms.base import Needs
+from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.pairs import split
 from pipeline.config import DPOConfig
 from pipeline.types import Outputs

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.algorithms.advantages import discounted_sums, estimate_gae, gather_counted, scatter_counted
-from pipeline.algorithms.base import Needs
+from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.loss import value_loss
 from pipeline.algorithms.ppo import PPO
 from pipeline.config import GAEConfig, LossConfig, PPOConfig, ValueLossConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.algorithms.advantages import moments, normalization, standardize
-from pipeline.algorithms.base import Needs
+from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.grpo import GRPO
 from pipeline.config import AdvantageConfig, LossConfig
 from pipeline.types import PackedBatch

@@ -10,7 +10,7 @@ import torch
 
 from pipeline import config
 from pipeline.algorithms import build
-from pipeline.algorithms.teachers import loaded_teachers, teacher_by_environment
+from pipeline.algorithms.teacher_assignment import loaded_teachers, teacher_by_environment
 from pipeline.config import Recipe, RecipeError
 from pipeline.config.loading import complete
 from pipeline.data.batches import split_batch

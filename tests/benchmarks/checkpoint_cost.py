@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipeline import digests
 from pipeline.encryption import EncryptionKey
+from pipeline.files import digests
 from pipeline.train.tensor_files import EncryptedTensors, write_tensors
 
 TIMES = 3

@@ -25,8 +25,8 @@ import torch
 
 from pipeline import generate
 from pipeline.config import EnvironmentConfig, TokenizerConfig
-from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.calculator import evaluate
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentSettings, load

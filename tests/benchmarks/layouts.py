@@ -25,8 +25,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from pipeline.algorithms.loss import sft_loss
 from pipeline.config import DTensorConfig, OptimizerConfig, PolicyConfig
 from pipeline.data.packing import pack, plan_microbatches
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import GlobalCounts, Sample
 from tests.benchmarks.contender import ENVIRONMENT
 

@@ -62,7 +62,7 @@ def prepare(folder: Path) -> None:
     """Save the model and the items."""
     from transformers import AutoTokenizer
 
-    from pipeline.evaluation import data
+    from pipeline.evaluation import task_data
     from pipeline.evaluation.choices import _contexts
     from pipeline.evaluation.prompts import PromptEncoder
     from tests.evaluation.likelihood_data import recipe, records, save_model, task_config, write_jsonl
@@ -77,7 +77,7 @@ def prepare(folder: Path) -> None:
         write_jsonl(folder / form / "dev.jsonl", records(form, 30, seed=1))
         shots = {"num_few_shot": 5, "few_shot_choice": "first", "few_shot_split": "dev"} if form == "mmlu" else {}
         config = task_config(form, folder / form, **shots)
-        read = data.read(form, config)
+        read = task_data.read(form, config)
         encoder = PromptEncoder(form, config, recipe(folder / "model", "vllm", LONGEST).policy.tokenizer, tokenizer)
         pairs = [
             (text, f" {choice}")

@@ -37,8 +37,8 @@ from pipeline.algorithms.loss import sft_loss
 from pipeline.config import DTensorConfig, OptimizerConfig, PolicyConfig
 from pipeline.data.packing import pack
 from pipeline.train import heads
-from pipeline.train.base import ModelRole
 from pipeline.train.logprobs import TargetOutputs
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, Sample
 from tests.benchmarks.contender import ENVIRONMENT
 from tests.benchmarks.our_step import join_alone

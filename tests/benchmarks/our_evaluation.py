@@ -13,7 +13,7 @@ from typing_extensions import override
 from pipeline import config
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.engines import Engines
-from pipeline.evaluation.generation import GenerationTask
+from pipeline.evaluation.sampled import GenerationTask
 from pipeline.main import main as run
 from tests.benchmarks import our_evaluation
 from tests.benchmarks.contender import Turns

@@ -18,8 +18,8 @@ from pipeline.data.batches import split_batch
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.data.packing import pack
-from pipeline.train.base import ModelRole
-from pipeline.train.export import export
+from pipeline.train.hf_export import export
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import DataParallelRank
 from tests.benchmarks import lessons
 from tests.benchmarks.contender import Clock, Turns

@@ -27,15 +27,15 @@ from pipeline.config import (
 from pipeline.data.batches import split_batch
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import pack
-from pipeline.environments.base import Environment, Outcome
-from pipeline.generate.base import GenerateBackend
+from pipeline.environments.environment import Environment, Outcome
+from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
-from pipeline.rollout.work import RolloutWork
-from pipeline.train.base import ModelRole
+from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import Completion, DataParallelRank, Prompt, Request, RolloutGroup, Sampling
 from tests.algorithms.made import made
 from tests.benchmarks.cases import CASES, LEARNING_RATE, Case, score

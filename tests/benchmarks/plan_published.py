@@ -28,7 +28,7 @@ import textwrap
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
-from launch import backend
+from launch.plan import backend_choice
 from launch.plan.estimate import Plan, plan
 from launch.plan.phase import Phase
 from pipeline import config
@@ -476,7 +476,7 @@ def predicted(line: Line) -> Plan:
             f"plan.answer_tokens={line.answer}",
         ],
     )
-    found = plan(*backend.choose(recipe))
+    found = plan(*backend_choice.choose(recipe))
     others = [phase for phase in found.phases if phase.name != WEIGHTS]
     return replace(found, phases=[*others, Phase("refit", WEIGHTS, 0.0, {"as published": line.refit})])
 

@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from pipeline.job.world import RankInfo, WorkerGroups, World, join, wait_for_all
+from pipeline.store.child_process import Address, start
 from pipeline.store.client import RunStore
 from pipeline.store.gloo import GlooAuthenticator
-from pipeline.store.process import Address, start
-from pipeline.world import RankInfo, WorkerGroups, World, join, wait_for_all
 
 SIZES = (8, 32)
 TURNS = 12

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from pipeline.boxes import whole
-from pipeline.encoding import decode, encode
-from pipeline.refit.base import RefitReport
+from pipeline.files.encoding import decode, encode
 from pipeline.refit.broadcast import BroadcastRefit
+from pipeline.refit.protocol import RefitReport
 from pipeline.refit.tables import RefitPlan
 from pipeline.refit.transfer import TAG
 from tests.refit import ranks

@@ -27,7 +27,7 @@ import httpx
 import psutil
 import yaml
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from launch.serving.access import digest
 from tests.launch import made_runs
 from tests.launch.serving.team import ROLES, TOKENS, bearer

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 
 
 @pytest.mark.full

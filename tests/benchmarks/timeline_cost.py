@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pipeline.timeline import FLUSH_S, Timeline, Writer
+from pipeline.observe.rank_timeline import FLUSH_S, Timeline, Writer
 
 CHANGES_PER_S = 200
 SECONDS = 1000

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.tracking.beside import TrackerProcess
 from pipeline.tracking.position import run_id
+from pipeline.tracking.supervision import TrackerProcess
 from tests.storage.disks import Disk
 from tests.tracking.endpoint import Endpoint, serving
 from tests.tracking.runs import ROOT, Writer, ask, command, made

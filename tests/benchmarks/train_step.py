@@ -29,7 +29,7 @@ from pipeline.config import (
     SequencePackingConfig,
 )
 from pipeline.data.packing import pack, plan_microbatches
-from pipeline.train.base import ModelRole
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, Sample
 from tests.benchmarks.cases import CASES, LEARNING_RATE, PAD, Case, padded_microbatches
 from tests.benchmarks.contender import Clock, Turns

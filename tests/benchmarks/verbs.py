@@ -46,13 +46,15 @@ import torch
 
 from pipeline.config import TimeoutsConfig
 from pipeline.data.packing import plan_microbatches
-from pipeline.encoding import encode
-from pipeline.refit.base import Commit, RefitReport
-from pipeline.rollout.work import FinishedGroup, RolloutWork
+from pipeline.files.encoding import encode
+from pipeline.job.watchdog import Watchdog
+from pipeline.job.world import RELAYED_FROM, RankInfo, WorkerGroups, World, heartbeat_interval_s, wait_for_all
+from pipeline.refit.protocol import Commit, RefitReport
+from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork
 from pipeline.rpc import RpcClient, RpcGroup, StreamingReply, calls, serve, stop, verb
 from pipeline.store import relay
+from pipeline.store.child_process import start
 from pipeline.store.client import RunStore
-from pipeline.store.process import start
 from pipeline.types import (
     AdvantageNormalization,
     Completion,
@@ -67,8 +69,6 @@ from pipeline.types import (
     Update,
     VersionSpan,
 )
-from pipeline.watchdog import Watchdog
-from pipeline.world import RELAYED_FROM, RankInfo, WorkerGroups, World, heartbeat_interval_s, wait_for_all
 from tests.benchmarks.stand_in import TOGETHER, Counted
 
 SIZES = (64, 512, 2048, 8192)

@@ -18,10 +18,10 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from launch import command_line
-from launch.command_line import Key
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
 from pipeline import config
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 
 ROOT = Path(__file__).parents[2]
 METRICS = ("val/accuracy", "val/loss")  # the first that a run has

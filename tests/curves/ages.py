@@ -20,10 +20,10 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from launch import command_line
-from launch.command_line import Key
+from launch.terminal import command_line
+from launch.terminal.command_line import Key
 from pipeline import config
-from pipeline.metrics import NOT_REPRODUCIBLE, read
+from pipeline.observe.metrics import NOT_REPRODUCIBLE, read
 from tests.curves.__main__ import submit
 
 SYNCHRONOUS = "sync"

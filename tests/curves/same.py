@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import config
-from pipeline.metrics import NOT_REPRODUCIBLE, read
+from pipeline.observe.metrics import NOT_REPRODUCIBLE, read
 from tests.curves.__main__ import ROOT, recipes
 
 TIMEOUT_S = 1800

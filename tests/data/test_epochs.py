@@ -10,17 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.attempts import latest
 from launch.preflight import record_counts
-from launch.run_folder import RunFolder
-from launch.run_state import state
-from pipeline import config, user_files
+from launch.runs.attempts import latest
+from launch.runs.run_folder import RunFolder
+from launch.runs.run_state import state
+from pipeline import config
 from pipeline.config import DatasetConfig
 from pipeline.coordinator import DROPPED, LEFT_OVER, RunParts, run_offline
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
+from pipeline.recipe import user_files
 from tests.end_to_end.runs import LOCAL, RECIPE, ROOT
 from tests.problems import named, refused
 

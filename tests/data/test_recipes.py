@@ -11,7 +11,7 @@ from pipeline.data.datasets import load_records
 from pipeline.data.mixture import build_streams
 from pipeline.data.scratchpad import addition
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream
-from pipeline.environments.registry import build
+from pipeline.environments.build_environments import build
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in config.RECIPES.glob("*.yaml")))

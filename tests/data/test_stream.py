@@ -9,7 +9,7 @@ from pipeline.config import RECIPES, AnswerCheck, DataConfig, DatasetConfig, Env
 from pipeline.data import stream
 from pipeline.data.chat import Encoder, load_tokenizer
 from pipeline.data.stream import ExampleStream, PromptStream
-from pipeline.generate.requests import new_token_limit
+from pipeline.generate.request_limits import new_token_limit
 from pipeline.types import Request, Sampling
 from tests.problems import refused
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.refit import endpoints, transfer
-from pipeline.refit.base import RefitReport
 from pipeline.refit.digest import compare
+from pipeline.refit.protocol import RefitReport
 from tests.device.pretended import OnGPU, Pretending, pretended
 from tests.refit import ranks
 from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World

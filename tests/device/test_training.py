@@ -24,8 +24,8 @@ from pipeline.data.packing import pack
 from pipeline.train.context_parallel import localize
 from pipeline.train.heads import packed_outputs
 from pipeline.train.logprobs import LINEAR, _Head
-from pipeline.train.megatron.heads import ValueHead, VocabularyHead
-from pipeline.train.packing import check_batch
+from pipeline.train.megatron.stage_heads import ValueHead, VocabularyHead
+from pipeline.train.sequence_bounds import check_batch
 from pipeline.train.truncation import Truncation
 from pipeline.types import GlobalCounts, Outputs, Sample, TopK
 from tests.algorithms.made import made

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline.train import attention, fsdp_model
-from pipeline.train.base import ModelRole
 from pipeline.train.context_parallel import localize
 from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.local_modules import PackedSequences
+from pipeline.train.train_backend import ModelRole
 from tests.device.pretended import OnGPU, moved, pretended
 from tests.device.waits import Waits
 from tests.models.cases import write_models

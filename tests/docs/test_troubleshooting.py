@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import submit, troubleshooting
-from launch.executors.base import ROOT
-from pipeline.problem_codes import CODES, GROUPS
-from pipeline.problems import Problem
+from launch import submit
+from launch.executors.executor import ROOT
+from launch.terminal import troubleshooting
+from pipeline.recipe.problem_codes import CODES, GROUPS
+from pipeline.recipe.problems import Problem
 
 POSITION = {"Problem": 1, "problem": 1, "_problem": 1, "Check": 1, "_refused": 0}
 """The functions that make problems, and the position of their code argument."""
@@ -36,7 +37,7 @@ def test_every_code_that_is_used_is_in_the_table():
 
 
 def test_a_problem_has_a_code_of_the_table():
-    with pytest.raises(AssertionError, match=r"of-no-table: add it to pipeline/problem_codes\.py"):
+    with pytest.raises(AssertionError, match=r"of-no-table: add it to pipeline/recipe/problem_codes\.py"):
         Problem("key", "of-no-table", "message")
 
 
@@ -53,7 +54,7 @@ def test_every_code_of_the_table_is_used():
 
 
 def test_the_page_is_what_the_generator_writes():
-    assert troubleshooting.PAGE.read_text() == troubleshooting.markdown(), "run: python -m launch.troubleshooting"
+    assert troubleshooting.PAGE.read_text() == troubleshooting.markdown(), "run: python -m launch.terminal.troubleshooting"
 
 
 def test_a_cause_and_a_cure_are_sentences():

@@ -100,7 +100,7 @@ def test_the_algorithms_command_runs_as_it_stands(example):
 ENVIRONMENTS = ROOT / "pipeline/environments/README.md"
 JUDGE = """
 from pipeline.config import load
-from pipeline.environments.registry import build
+from pipeline.environments.build_environments import build
 from pipeline.types import Prompt
 recipe = load("my_nearness")
 environment = build(recipe.env)["addition"]

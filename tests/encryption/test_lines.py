@@ -8,7 +8,7 @@ pytest.importorskip("cryptography")
 
 from pipeline.encryption import decrypt_line, encrypt_line
 from pipeline.evaluation.answers import AnswerLog, encode_answers, read_answers
-from pipeline.evaluation.base import Answer
+from pipeline.evaluation.questions import Answer
 from tests.encryption.keys import random_key
 from tests.encryption.plain import holding
 from tests.problems import refused

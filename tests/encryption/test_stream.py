@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("cryptography")
 
 from pipeline.encryption import EncryptedFile, Encryptor, decrypt, encrypt, is_encrypted, read_bytes
-from pipeline.encryption.stream import TAG
+from pipeline.encryption.encrypted_file import TAG
 from tests.encryption.keys import random_key
 from tests.problems import refused
 

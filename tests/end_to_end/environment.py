@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.types import Prompt
 
 

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.attempts import all_attempts, latest
-from pipeline.metrics import NOT_REPRODUCIBLE, read
+from launch.runs.attempts import all_attempts, latest
+from pipeline.observe.metrics import NOT_REPRODUCIBLE, read
 from tests.end_to_end import warm
 from tests.fork_server import Program
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.checkpoint import ROLLOUTS
-from pipeline.metrics import read_rollouts
+from pipeline.checkpoints.checkpoint import ROLLOUTS
+from pipeline.observe.metrics import read_rollouts
 from pipeline.rollout import buffer
 from tests.end_to_end.runs import LOCAL, Fault, submit
 

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, Fault, left_alive, submit
 
 SHARED = ("policy.generation.colocated.enabled=true",)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from launch.attempts import all_attempts
-from pipeline.metrics import read
+from launch.runs.attempts import all_attempts
+from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, Fault, launch, left_alive, pids_of, printed, submit
 
 NEVER = "checkpointing.save_period=1000"  # but at the end, and where a run is left

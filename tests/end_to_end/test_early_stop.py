@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from launch.run_folder import RunFolder
-from launch.run_state import state
-from pipeline.checkpoint import complete_in
+from launch.runs.run_folder import RunFolder
+from launch.runs.run_state import state
+from pipeline.checkpoints.checkpoint import complete_in
 from tests.end_to_end.runs import LOCAL, ROOT, Fault, submit
 
 # Never an improvement: the first validation is the best, and the third after it is the last.

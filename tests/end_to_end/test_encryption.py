@@ -13,13 +13,13 @@ pytest.importorskip("cryptography")
 
 from launch import export, report
 from launch.api.training import Run as ApiRun
-from launch.run_keys import VARIABLE
+from launch.runs.run_keys import VARIABLE
 from pipeline.boxes import whole
-from pipeline.checkpoint import ROLLOUTS, complete_in
+from pipeline.checkpoints.checkpoint import ROLLOUTS, complete_in
 from pipeline.config import RecipeError
 from pipeline.encryption import is_encrypted, obtain
 from pipeline.evaluation.answers import read_answers
-from pipeline.metrics import read_rollouts
+from pipeline.observe.metrics import read_rollouts
 from pipeline.train.shards import read_shards
 from tests.encryption.keys import key_file
 from tests.encryption.plain import holding

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.metrics import read_rollouts
+from pipeline.observe.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, submit
 
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import RECIPES
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, submit
 
 pytestmark = pytest.mark.full

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.evaluations import background, records
+from launch.runs import evaluated_checkpoints, follower_process
 from tests.end_to_end.runs import submit
 from tests.launch.waiting import wait_until
 
@@ -23,10 +23,10 @@ def test_checkpoints_are_evaluated_in_jobs_of_their_own(tmp_path, slurm_cluster)
     run = submit(folder, *KEYS, env=slurm_cluster.env)
     assert run.status == 0, run.output
     suite = folder / "evaluations/tiny"
-    wait_until((suite / background.RECORD).exists, "the start of the follower")
-    wait_until(lambda: not background.is_followed(suite), "the end of the follower", 300)
+    wait_until((suite / follower_process.RECORD).exists, "the start of the follower")
+    wait_until(lambda: not follower_process.is_followed(suite), "the end of the follower", 300)
     log = (folder / "evaluations/follow.log").read_text()
-    (record,) = records.of_run(folder)
+    (record,) = evaluated_checkpoints.of_run(folder)
     assert sorted(record.scores) == [200, 400] and not (record.begun or record.pending or record.failed), log
     for step, scores in record.scores.items():
         assert scores["step"] == step and scores["run"] == str(folder) and scores["tasks"]["addition"]["questions"] == 8
@@ -35,4 +35,4 @@ def test_checkpoints_are_evaluated_in_jobs_of_their_own(tmp_path, slurm_cluster)
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_000400"]
     assert not list(suite.glob("*/checkpoint"))
     again = submit(folder, *KEYS, env=slurm_cluster.env)  # complete: nothing starts
-    assert again.status == 0 and "is complete at step 400" in again.output and not background.is_followed(suite)
+    assert again.status == 0 and "is complete at step 400" in again.output and not follower_process.is_followed(suite)

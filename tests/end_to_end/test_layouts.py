@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.metrics import read_rollouts
+from pipeline.observe.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, Run, submit
 from tests.end_to_end.test_megatron import CONFIGS
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from launch.ancestry import graph, search
-from launch.ancestry.model_registry import Registry
-from launch.audit_check import read, verify
-from launch.executors.base import ROOT
-from pipeline.lineage import HashCache
+from launch.executors.executor import ROOT
+from launch.governance import graph, search
+from launch.governance.audit_check import read, verify
+from launch.governance.model_registry import Registry
+from pipeline.files.input_records import HashCache
 
 pytestmark = pytest.mark.full
 SMALL = ("cluster.executor=local", "cluster.train.ranks_per_node=1", "data.train.kwargs={}")

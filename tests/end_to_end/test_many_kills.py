@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import AttemptFolder, all_attempts
+from launch.runs.attempts import AttemptFolder, all_attempts
 from tests.end_to_end.runs import LOCAL, Run, launch, printed, submit
 
 KILLS = 100

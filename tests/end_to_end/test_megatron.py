@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from pipeline.metrics import read_rollouts
+from pipeline.observe.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, ROOT, SLURM, Fault, submit
 
 SHAPE = {

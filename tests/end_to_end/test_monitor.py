@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, Fault, launch, pids_of, submit
 from tests.end_to_end.test_async import IN_FLIGHT
 from tests.launch.waiting import wait_until

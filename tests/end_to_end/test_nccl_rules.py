@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, submit
 from tests.nccl.install import SWITCH
 

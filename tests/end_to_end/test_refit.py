@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, Fault, left_alive, pids_of, submit
 
 REFIT = ("cluster.timeouts.refit=8", "cluster.timeouts.silence=20")

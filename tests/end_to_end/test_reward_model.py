@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from pipeline.metrics import read_rollouts
+from pipeline.observe.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, SLURM, Fault, left_alive, pids_of, submit
 
 MODEL = "recipes/tiny"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline import config
-from pipeline.metrics import read, read_rollouts
+from pipeline.observe.metrics import read, read_rollouts
 from tests.end_to_end.runs import LOCAL, SLURM, Fault, submit
 
 VLLM = ("policy.generation.backend=vllm", "cluster.timeouts.silence=120")

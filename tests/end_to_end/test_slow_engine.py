@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, Fault, Run, launch, pids_of, printed, submit
 from tests.end_to_end.test_async import IN_FLIGHT, trained_on
 from tests.launch.waiting import wait_until

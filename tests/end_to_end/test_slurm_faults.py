@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import all_attempts
 from launch.executors.record import read_record
+from launch.runs.attempts import all_attempts
 from tests.conftest import require_slurm
 from tests.end_to_end.runs import SLURM, Fault, Run, launch, left_alive, pids_of, printed, submit
 from tests.end_to_end.test_kill import ACTORS, PHASES

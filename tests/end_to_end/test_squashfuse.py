@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import all_attempts
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
+from launch.runs.attempts import all_attempts
 from tests.conftest import require_slurm
 from tests.end_to_end.test_slurm_faults import PATIENT, SAVES_WHEN_TOLD, Held, checkpoints, complete
 from tests.slurm import pyxis

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import steer_files
-from pipeline.checkpoint import complete_in
-from pipeline.metrics import read
+from pipeline.checkpoints.checkpoint import complete_in
+from pipeline.observe.metrics import read
+from pipeline.steering import steer_files
 from tests.end_to_end.runs import LOCAL, ROOT, SLURM, Fault, Run, launch, pids_of, printed, submit
 from tests.launch.waiting import wait_until
 

@@ -10,7 +10,7 @@ import yaml
 
 from pipeline.config import PolicyConfig, TokenizerConfig
 from pipeline.data.stop_tokens import stop_tokens
-from pipeline.metrics import read
+from pipeline.observe.metrics import read
 from tests.data.test_chat import CHATML
 from tests.end_to_end.runs import ROOT
 from tests.generate.smollm2 import base_tokenizer, needs_smollm2

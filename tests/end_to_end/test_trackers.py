@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.metrics import NOT_REPRODUCIBLE, read
+from pipeline.observe.metrics import NOT_REPRODUCIBLE, read
 from pipeline.tracking.position import run_id
 from tests.end_to_end.runs import LOCAL, Fault, submit
 from tests.tracking.records import READ

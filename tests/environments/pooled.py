@@ -4,8 +4,8 @@ import threading
 from typing import Any
 
 from pipeline.config import EnvironmentConfig
-from pipeline.environments.base import Environment, Outcome
-from pipeline.environments.registry import build
+from pipeline.environments.build_environments import build
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.rollout.environment_pool import Begin, Call, CallFailure, EnvironmentPool
 from pipeline.types import Prompt
 

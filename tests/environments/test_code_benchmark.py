@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.config import EnvironmentConfig
 from pipeline.environments import numpy_stand_in
-from pipeline.environments.base import Unjudged
+from pipeline.environments.build_environments import build
 from pipeline.environments.code_benchmark import decode_private, read_cases, same_result, same_stdout
 from pipeline.environments.code_process import NotPlain, decode, encode, free_names
-from pipeline.environments.registry import build
-from pipeline.evaluation.formats.code import MBPP, HumanEval, LiveCodeBench, LiveCodeBenchArguments, StyleArguments
+from pipeline.environments.environment import Unjudged
+from pipeline.evaluation.formats.programming import MBPP, HumanEval, LiveCodeBench, LiveCodeBenchArguments, StyleArguments
 from pipeline.types import Prompt
 from tests.environments.code_cases import (
     AREA_CASES,

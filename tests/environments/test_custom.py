@@ -9,7 +9,7 @@ import pytest
 from pipeline.data.records import plain_columns
 from pipeline.data.stream import encode_prompt
 from pipeline.environments import custom
-from pipeline.environments.base import Environment, Outcome, Unjudged
+from pipeline.environments.environment import Environment, Outcome, Unjudged
 from pipeline.types import Prompt
 from tests.environments.pooled import made
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig
-from pipeline.environments.base import Unjudged
+from pipeline.environments.build_environments import build
+from pipeline.environments.environment import Unjudged
 from pipeline.environments.ifeval import followed, read_instructions, variants
 from pipeline.environments.ifeval_rules import RULES
 from pipeline.environments.ifeval_text import TextAnalysis, count_capital_words, count_sentences
-from pipeline.environments.registry import build
-from pipeline.evaluation.formats.ifeval import IFEvalPrompts
-from pipeline.problems import RecipeError
+from pipeline.evaluation.formats.instruction_following import IFEvalPrompts
+from pipeline.recipe.problems import RecipeError
 from pipeline.types import Prompt
 from tests.environments.ifeval_golden import FILE, RESPONSES
 

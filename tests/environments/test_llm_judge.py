@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.environments import llm_judge
-from pipeline.environments.base import Unjudged
+from pipeline.environments.environment import Unjudged
 from pipeline.environments.llm_judge import LLMJudge
 from pipeline.types import Prompt
 from tests.environments.pooled import made

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig, answer_check
-from pipeline.environments.base import Outcome, Unjudged
+from pipeline.environments.environment import Outcome, Unjudged
 from pipeline.environments.math import Math, _MathWorker
 from pipeline.sandbox import processes
 from pipeline.types import Prompt

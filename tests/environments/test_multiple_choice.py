@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from pipeline.environments.base import Unjudged
+from pipeline.environments.environment import Unjudged
 from pipeline.types import Prompt
 from tests.environments.pooled import made
 

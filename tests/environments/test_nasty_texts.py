@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig
-from pipeline.environments.base import Environment
+from pipeline.environments.build_environments import build
 from pipeline.environments.code import code_in
 from pipeline.environments.code_tests import same_result
-from pipeline.environments.registry import build
+from pipeline.environments.environment import Environment
 from pipeline.environments.tool_calls import HermesCalls
 from pipeline.types import Prompt
 

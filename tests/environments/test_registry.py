@@ -9,10 +9,10 @@ import pytest
 
 from pipeline.config import KINDS, EnvironmentConfig, Problem, kind_class, load
 from pipeline.config import inspect as inspect_recipe
-from pipeline.environments.base import BuiltinEnvironment, Environment, Outcome
+from pipeline.environments.build_environments import build
+from pipeline.environments.environment import BuiltinEnvironment, Environment, Outcome
 from pipeline.environments.exact_match import ExactMatch
 from pipeline.environments.math import Math
-from pipeline.environments.registry import build
 from pipeline.environments.tools import TOOLS
 from pipeline.types import Prompt
 from tests.environments.pooled import made
@@ -124,9 +124,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.problems import Problem
-from pipeline.values import MISSING, Positive, Text
-from pipeline.environments.base import BuiltinEnvironment, Outcome, EnvironmentContext
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import MISSING, Positive, Text
+from pipeline.environments.environment import BuiltinEnvironment, Outcome, EnvironmentContext
 from pipeline.types import Prompt
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.data import puzzle
-from pipeline.environments.base import Outcome
+from pipeline.environments.environment import Outcome
 from pipeline.environments.sliding_puzzle import Game, SlidingPuzzle
 from pipeline.types import Prompt
 from tests.environments.pooled import made

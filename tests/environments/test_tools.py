@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.build_environments import build
 from pipeline.environments.code import OWN_SHARE
-from pipeline.environments.registry import build
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.environments.tool import ToolError
 from pipeline.environments.tools import MAX_ABANDONED, Tools
 from pipeline.types import Prompt

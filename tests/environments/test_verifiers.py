@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.config import EnvironmentConfig, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
-from pipeline.environments.registry import build
+from pipeline.environments.build_environments import build
 from pipeline.environments.verifiers import Verifiers, tasks
 from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest

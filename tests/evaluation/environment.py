@@ -4,7 +4,7 @@ import json
 import os
 import time
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.evaluation import choices
 from pipeline.types import Prompt
 

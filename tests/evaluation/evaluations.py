@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from pipeline.evaluation.answers import read_answers
-from pipeline.evaluation.base import Answer
+from pipeline.evaluation.questions import Answer
 from tests.end_to_end.runs import Run
 
 RECIPE = Path(__file__).parent / "recipe.yaml"

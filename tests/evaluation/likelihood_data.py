@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer
-from pipeline.generate.base import GenerateBackend
+from pipeline.evaluation.questions import Answer
+from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.types import Likelihood, LikelihoodRequest
 from tests.generate.tiny import SHAPE, policy
 

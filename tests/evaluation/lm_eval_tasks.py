@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.generate.base import GenerateBackend
+from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.types import Prompt, Request, Rollout, RolloutGroup, Turn
 
 DOCUMENTS = 24

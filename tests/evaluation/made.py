@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from pipeline.algorithms.evaluate import EvaluateConfig, TaskConfig
 from pipeline.evaluation import scores
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer
+from pipeline.evaluation.questions import Answer
 
 
 class Scored:

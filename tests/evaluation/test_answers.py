@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from pipeline import storage
-from pipeline.attempt import Superseded
 from pipeline.evaluation import answers
 from pipeline.evaluation.answers import AnswerLog, read_answers
-from pipeline.evaluation.base import Answer
-from pipeline.storage import RetryPolicy, StorageError
+from pipeline.evaluation.questions import Answer
+from pipeline.files import storage
+from pipeline.files.storage import RetryPolicy, StorageError
+from pipeline.job.attempt import Superseded
 
 LEFT = [Answer("b", 1, 0.1 + 0.2, {"unparsed": 0.0}), Answer("b", 0, 1.0), Answer("a", 10, 0.0), Answer("a", 9, -math.pi)]
 

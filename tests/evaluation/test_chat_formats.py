@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pipeline.evaluation.formats.chat import AlpacaEval, ArenaHard, BaselineArguments, MTBench
-from pipeline.evaluation.formats.requests import Requests, RequestsArguments
+from pipeline.evaluation.formats.chat_benchmarks import AlpacaEval, ArenaHard, BaselineArguments, MTBench
+from pipeline.evaluation.formats.refusal_requests import Requests, RequestsArguments
 
 
 def lines(path, *records) -> str:

@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.algorithms.evaluate import TaskConfig, TaskDataConfig
 from pipeline.config import RECIPES, TokenizerConfig, inspect
-from pipeline.evaluation import data
+from pipeline.evaluation import task_data
 from pipeline.evaluation.answers import read_answers
-from pipeline.evaluation.base import Answer
-from pipeline.evaluation.data import TaskData
-from pipeline.evaluation.formats.code import MBPP, HumanEval, LiveCodeBench, LiveCodeBenchArguments, StyleArguments
-from pipeline.evaluation.generation import GenerationTask
+from pipeline.evaluation.formats.programming import MBPP, HumanEval, LiveCodeBench, LiveCodeBenchArguments, StyleArguments
 from pipeline.evaluation.instructions import InstructionTask
 from pipeline.evaluation.prompts import PromptEncoder
-from pipeline.problems import RecipeError
+from pipeline.evaluation.questions import Answer
+from pipeline.evaluation.sampled import GenerationTask
+from pipeline.evaluation.task_data import TaskData
+from pipeline.recipe.problems import RecipeError
 from tests.end_to_end.runs import LOCAL, submit
 from tests.environments.test_ifeval import RECORD as IFEVAL
 from tests.evaluation.code_records import APPEND, HELPED, MBPP_FULL, MBPP_PLUS, MBPP_SANITIZED, MEANS, SUMS
@@ -54,7 +54,7 @@ def loaded(suite: str, folder: Path, *overrides: str):
 def read(suite: str, name: str, folder: Path) -> tuple[TaskConfig, TaskData]:
     recipe, overrides = loaded(suite, folder, "policy.model_name=m", "name=n", f"run_dir={folder}")
     task = inspect(recipe, overrides).recipe.evaluate.tasks[name]
-    return task, data.read(name, task)
+    return task, task_data.read(name, task)
 
 
 @pytest.mark.parametrize("suite", RECORDS)
@@ -149,7 +149,7 @@ def test_livecodebenchs_window_of_dates(tmp_path: Path):
 
     def asked(**window: str) -> list[str]:
         task = TaskConfig(format="livecodebench", format_kwargs=window, data=TaskDataConfig(data_path=str(path)))
-        return [question.id for question in data.read("live", task).questions]
+        return [question.id for question in task_data.read("live", task).questions]
 
     assert asked() == asked(since="2024-08-10", until="2025-01-05") == ["q1", "q2"]
     assert asked(since="2024-08-11") == asked(since="2025-01-05", until="2025-01-05") == ["q2"]

@@ -11,7 +11,7 @@ import pytest
 from launch.preflight import evaluation_data, user_imports
 from pipeline.algorithms.evaluate import TaskConfig, TaskDataConfig
 from pipeline.config import RECIPES, inspect
-from pipeline.evaluation import data
+from pipeline.evaluation import task_data
 from tests.evaluation.sample_records import write
 from tests.problems import named, refused
 
@@ -36,37 +36,37 @@ def task(given: dict[str, Any], seed: int = 1234, **keys: Any) -> TaskConfig:
     )
 
 
-def prompts(found: data.TaskData) -> list[Any]:
+def prompts(found: task_data.TaskData) -> list[Any]:
     return [question.prompt for question in found.questions]
 
 
 def test_a_folder_of_splits_and_a_file_hold_the_same_questions(tmp_path: Path):
     rows(tmp_path, test=numbered(4))
-    of_folder = data.read("quiz", task({"data_path": tmp_path}))
-    assert of_folder == data.read("quiz", task({"data_path": tmp_path / "test.jsonl"}))
+    of_folder = task_data.read("quiz", task({"data_path": tmp_path}))
+    assert of_folder == task_data.read("quiz", task({"data_path": tmp_path / "test.jsonl"}))
     assert prompts(of_folder) == ["q0", "q1", "q2", "q3"] and of_folder.examples == {}
 
 
 def test_subsets_are_joined(tmp_path: Path):
     rows(tmp_path / "a", test=numbered(2, "a"))
     rows(tmp_path / "b", test=numbered(1, "b"))
-    found = data.read("quiz", task({"data_path": tmp_path, "subset": "b, a"}))
+    found = task_data.read("quiz", task({"data_path": tmp_path, "subset": "b, a"}))
     assert prompts(found) == ["b0", "a0", "a1"] and [question.index for question in found.questions] == [0, 1, 2]
 
 
 def test_ids_are_the_same_in_every_run_and_follow_the_content(tmp_path: Path):
     rows(tmp_path, test=[*numbered(2), *numbered(2)])
-    before = [question.id for question in data.read("quiz", task({"data_path": tmp_path})).questions]
-    assert before == [question.id for question in data.read("quiz", task({"data_path": tmp_path})).questions]
+    before = [question.id for question in task_data.read("quiz", task({"data_path": tmp_path})).questions]
+    assert before == [question.id for question in task_data.read("quiz", task({"data_path": tmp_path})).questions]
     assert len(set(before)) == 4 and [one.split("-")[0] for one in before] == ["0", "1", "2", "3"]
     rows(tmp_path, test=[{"prompt": "q0", "answer": "5"}, *numbered(2)[1:], *numbered(3)])
-    after = [question.id for question in data.read("quiz", task({"data_path": tmp_path})).questions]
+    after = [question.id for question in task_data.read("quiz", task({"data_path": tmp_path})).questions]
     assert after[0] != before[0] and after[1:4] == before[1:4]
 
 
 def test_own_ids_are_kept_where_they_are_unique(tmp_path: Path):
     rows(tmp_path, test=[{"prompt": "x", "answer": "1", "name": name} for name in ("a", "b", "b")])
-    found = data.read("quiz", task({"data_path": tmp_path}, format_kwargs={"id_key": "name"}))
+    found = task_data.read("quiz", task({"data_path": tmp_path}, format_kwargs={"id_key": "name"}))
     first, second, third = (question.id for question in found.questions)
     assert first == "a" and second.startswith("1-") and third.startswith("2-")
 
@@ -74,7 +74,7 @@ def test_own_ids_are_kept_where_they_are_unique(tmp_path: Path):
 def test_max_samples_are_drawn_with_the_seed_and_grow(tmp_path: Path):
     rows(tmp_path, test=numbered(50))
     few, more, other = (
-        [question.index for question in data.read("quiz", task({"data_path": tmp_path, "max_samples": n}, seed)).questions]
+        [question.index for question in task_data.read("quiz", task({"data_path": tmp_path, "max_samples": n}, seed)).questions]
         for n, seed in ((5, 1), (10, 1), (10, 2))
     )
     assert len(few) == 5 and set(few) < set(more) and more == sorted(more) and more != other
@@ -83,11 +83,11 @@ def test_max_samples_are_drawn_with_the_seed_and_grow(tmp_path: Path):
 def test_a_generated_set_a_callable_and_a_saved_one(tmp_path: Path):
     keys = {"prompt_key": "input"}
     generated = task({"dataset_name": "scratchpad_addition", "split": "validation", "kwargs": {"size": 5}}, format_kwargs=keys)
-    assert len(data.read("quiz", generated).questions) == 5
+    assert len(task_data.read("quiz", generated).questions) == 5
     made = task({"dataset_name": "tests.evaluation.test_data.three_questions", "split": "test"})
-    assert prompts(data.read("quiz", made)) == ["test 0", "test 1", "test 2"]
+    assert prompts(task_data.read("quiz", made)) == ["test 0", "test 1", "test 2"]
     datasets.DatasetDict({"test": datasets.Dataset.from_list(numbered(2))}).save_to_disk(tmp_path / "saved")
-    assert prompts(data.read("quiz", task({"dataset_name": tmp_path / "saved"}))) == ["q0", "q1"]
+    assert prompts(task_data.read("quiz", task({"dataset_name": tmp_path / "saved"}))) == ["q0", "q1"]
 
 
 def three_questions(split: str, seed: int) -> list[dict]:
@@ -97,7 +97,7 @@ def three_questions(split: str, seed: int) -> list[dict]:
 # ---- worked examples -------------------------------------------------------------------------------------------------------
 
 
-def shown(found: data.TaskData) -> list[list[Any]]:
+def shown(found: task_data.TaskData) -> list[list[Any]]:
     return [[example.prompt for example in found.examples[question.id]] for question in found.questions]
 
 
@@ -107,8 +107,8 @@ def test_examples_are_drawn_as_lm_evaluation_harness_draws_them(tmp_path: Path):
     draws, pool = random.Random(1234), [f"e{i}" for i in range(20)]
     expected = [draws.sample(pool, 3) for _ in range(6)]
     given = {"data_path": tmp_path, "few_shot_split": "train"}
-    assert shown(data.read("quiz", task(given, num_few_shot=3))) == expected
-    some = data.read("quiz", task({**given, "max_samples": 2}, num_few_shot=3))
+    assert shown(task_data.read("quiz", task(given, num_few_shot=3))) == expected
+    some = task_data.read("quiz", task({**given, "max_samples": 2}, num_few_shot=3))
     assert shown(some) == [expected[question.index] for question in some.questions]
 
 
@@ -116,14 +116,14 @@ def test_examples_of_the_questions_own_split_leave_it_out(tmp_path: Path):
     rows(tmp_path, test=numbered(6))
     draws, places = random.Random(1234), range(6)
     expected = [[f"q{i}" for i in draws.sample(places, 4) if i != place][:3] for place in places]
-    assert shown(data.read("quiz", task({"data_path": tmp_path}, num_few_shot=3))) == expected
-    first = shown(data.read("quiz", task({"data_path": tmp_path}, num_few_shot=2, few_shot_choice="first")))
+    assert shown(task_data.read("quiz", task({"data_path": tmp_path}, num_few_shot=3))) == expected
+    first = shown(task_data.read("quiz", task({"data_path": tmp_path}, num_few_shot=2, few_shot_choice="first")))
     assert first[:3] == [["q1", "q2"], ["q0", "q2"], ["q0", "q1"]]
 
 
 def test_equal_records_are_no_examples_of_each_other(tmp_path: Path):
     rows(tmp_path, test=[*numbered(2), *[{"prompt": "same", "answer": "1"}] * 4])
-    found = shown(data.read("quiz", task({"data_path": tmp_path}, num_few_shot=2)))
+    found = shown(task_data.read("quiz", task({"data_path": tmp_path}, num_few_shot=2)))
     assert [set(examples) for examples in found[2:]] == [{"q0", "q1"}] * 4
 
 
@@ -131,7 +131,9 @@ def test_too_few_examples(tmp_path: Path):
     rows(tmp_path, test=numbered(3), train=numbered(2))
     for choice in ("first", "random"):
         with refused(("evaluate.tasks.quiz.num_few_shot", "too-large")):
-            data.read("quiz", task({"data_path": tmp_path, "few_shot_split": "train"}, num_few_shot=3, few_shot_choice=choice))
+            task_data.read(
+                "quiz", task({"data_path": tmp_path, "few_shot_split": "train"}, num_few_shot=3, few_shot_choice=choice)
+            )
 
 
 # ---- what is missing or wrong ----------------------------------------------------------------------------------------------
@@ -149,17 +151,17 @@ def test_too_few_examples(tmp_path: Path):
 def test_data_that_cannot_be_read(given: dict, code: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with refused((KEY if "data_path" not in given or code == "contradiction" else f"{KEY}.data_path", code)):
-        data.read("quiz", task(given))
+        task_data.read("quiz", task(given))
 
 
 def test_wrong_records_are_named_by_line(tmp_path: Path):
     rows(tmp_path, test=[*numbered(1), {"prompt": "x"}])
     with refused((KEY, "bad-record")) as error:
-        data.read("quiz", task({"data_path": tmp_path}))
+        task_data.read("quiz", task({"data_path": tmp_path}))
     assert "test.jsonl:2: has no 'answer'; it has: prompt" in str(error.value)
     (tmp_path / "test.jsonl").write_text("{'prompt'}\n")
     with refused((KEY, "bad-record")):
-        data.read("quiz", task({"data_path": tmp_path}))
+        task_data.read("quiz", task({"data_path": tmp_path}))
 
 
 @pytest.mark.parametrize("bad", ["{'prompt'}\n", "[1]\n", '{"prompt": "x"}\n', '{"prompt": "\\ud800", "answer": []}\n'])
@@ -168,17 +170,17 @@ def test_bad_records_are_dropped_and_counted(tmp_path: Path, bad: str):
     path = tmp_path / "test.jsonl"
     path.write_text(bad + "".join(lines[:2]) + bad + "".join(lines[2:]))
     given = {"data_path": path, "bad_records": "drop"}
-    found = data.read("quiz", task(given, num_few_shot=3))
+    found = task_data.read("quiz", task(given, num_few_shot=3))
     assert prompts(found) == ["q0", "q1", "q2", "q3"] and found.dropped.count == 2
     assert {len(examples) for examples in found.examples.values()} == {3}
     (warning,) = found.dropped.warnings
     assert warning.startswith("dropped 2 bad records (") and "test.jsonl:1" in warning
-    assert len(data.read("quiz", task(given | {"max_samples": 3})).questions) == 3
+    assert len(task_data.read("quiz", task(given | {"max_samples": 3})).questions) == 3
     with refused((KEY, "bad-record")):
-        data.read("quiz", task({"data_path": path}))
+        task_data.read("quiz", task({"data_path": path}))
     path.write_text(bad * 2)
     with refused((KEY, "bad-record")) as error:
-        data.read("quiz", task(given))
+        task_data.read("quiz", task(given))
     assert "none of 2 records" in str(error.value)
 
 
@@ -194,17 +196,17 @@ def test_a_file_has_one_split(tmp_path: Path):
     rows(tmp_path, test=numbered(3))
     given = {"data_path": tmp_path / "test.jsonl", "few_shot_split": "train"}
     with refused((f"{KEY}.data_path", "contradiction")):
-        data.read("quiz", task(given, num_few_shot=1))
-    assert len(data.read("quiz", task(given)).questions) == 3
+        task_data.read("quiz", task(given, num_few_shot=1))
+    assert len(task_data.read("quiz", task(given)).questions) == 3
 
 
 def test_wrong_formats():
     with refused(("evaluate.tasks.quiz.format", "not-importable")):
-        data.read("quiz", TaskConfig(format="nowhere.Format"))
+        task_data.read("quiz", TaskConfig(format="nowhere.Format"))
     with refused(("evaluate.tasks.quiz.format", "wrong-type")):
-        data.read("quiz", TaskConfig(format="tests.evaluation.test_data.three_questions"))
+        task_data.read("quiz", TaskConfig(format="tests.evaluation.test_data.three_questions"))
     with refused(("evaluate.tasks.quiz.format_kwargs.prompt", "unknown-key")):
-        data.read("quiz", TaskConfig(format_kwargs={"prompt": "x"}))
+        task_data.read("quiz", TaskConfig(format_kwargs={"prompt": "x"}))
 
 
 # ---- before submission -----------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ import pytest
 
 from pipeline import config
 from pipeline.evaluation.engines import AHEAD, Engines
+from pipeline.job.world import RankInfo, WorkerGroups, World
 from pipeline.rollout.dispatch import RolloutSpec
-from pipeline.rollout.work import FinishedGroup, RolloutWork
+from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork
 from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, serve, stop, verb
+from pipeline.store.child_process import start
 from pipeline.store.client import RunStore
-from pipeline.store.process import start
 from pipeline.types import Likelihood, LikelihoodRequest, Prompt, Rollout, RolloutGroup, Sampling
-from pipeline.world import RankInfo, WorkerGroups, World
 from tests.evaluation.evaluations import RECIPE
 
 MAX_NUM_SEQS, SAMPLES = 2, 2

@@ -6,9 +6,9 @@ import pytest
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import RECIPES, inspect
-from pipeline.evaluation import data
-from pipeline.evaluation.base import Question
-from pipeline.evaluation.data import TaskData
+from pipeline.evaluation import task_data
+from pipeline.evaluation.questions import Question
+from pipeline.evaluation.task_data import TaskData
 from tests.evaluation.sample_records import RECORDS, write
 
 MATH = ("gsm8k", "minerva_math", "math500", "aime24", "aime25")
@@ -22,7 +22,7 @@ def task(name: str, folder: Path) -> TaskConfig:
 
 
 def read(name: str, folder: Path) -> TaskData:
-    return data.read(name, task(name, folder))
+    return task_data.read(name, task(name, folder))
 
 
 def only(name: str, folder: Path) -> Question:
@@ -114,6 +114,6 @@ def test_labels_of_arc_become_letters(tmp_path: Path):
     ],
 )
 def test_records_that_are_not_of_the_format(format: str, record: dict, message: str):
-    form = data.load_format("evaluate.tasks.x", TaskConfig(format=format))
+    form = task_data.load_format("evaluate.tasks.x", TaskConfig(format=format))
     with pytest.raises(ValueError, match=message):
-        data.to_question(form, record, 0)
+        task_data.to_question(form, record, 0)

@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.algorithms.evaluate import TaskConfig
-from pipeline.evaluation.base import Answer
-from pipeline.evaluation.generation import GenerationTask, majority
+from pipeline.evaluation.questions import Answer
+from pipeline.evaluation.sampled import GenerationTask, majority
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import pytest
 from pipeline.algorithms.evaluate import EvaluateConfig, TaskConfig, TaskDataConfig
 from pipeline.algorithms.served_models import JudgeConfig
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer
-from pipeline.evaluation.comparison import ComparisonTask
+from pipeline.evaluation.baseline_comparison import ComparisonTask
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
 from pipeline.evaluation.multi_turn_rating import RatingTask
+from pipeline.evaluation.questions import Answer
 from pipeline.evaluation.refusal import RefusalTask
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn
 from tests.evaluation.judges import SaidJudge

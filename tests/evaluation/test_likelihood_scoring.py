@@ -15,14 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pipeline.algorithms.evaluate import FORMATS, TaskConfig
 from pipeline.evaluation import choices
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer, Question
 from pipeline.evaluation.choices import ChoicesTask, ScoredQuestion, accuracies, choices_by
 from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
 from pipeline.evaluation.perplexity import ContinuationTask, PerplexityTask
+from pipeline.evaluation.questions import Answer, Question
 from pipeline.evaluation.statistics import interval
-from pipeline.problems import RecipeError
+from pipeline.recipe.problems import RecipeError
+from pipeline.recipe.user_code import load
 from pipeline.types import Likelihood
-from pipeline.user_code import load
 from tests.evaluation.likelihood_data import OneEngine, recipe, records, save_model, task_config, write_jsonl
 
 

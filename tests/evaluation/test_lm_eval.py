@@ -189,7 +189,7 @@ def test_a_restart_asks_what_is_missing_and_gives_the_same(backend, folder, tmp_
 
 
 def test_sampling_that_engines_lack_is_refused(backend, folder, tmp_path):
-    from pipeline.problems import RecipeError
+    from pipeline.recipe.problems import RecipeError
 
     recipe = recipe_of(folder, gen_kwargs={"num_beams": 4})
     with pytest.raises(RecipeError, match="num_beams"):

@@ -12,7 +12,7 @@ import pytest
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import TokenizerConfig
 from pipeline.environments.minerva_math import normalize
-from pipeline.evaluation import data
+from pipeline.evaluation import task_data
 from pipeline.evaluation.prompts import PromptEncoder
 from tests.data.test_chat import CHATML, tokenizer
 from tests.environments.pooled import made
@@ -28,7 +28,7 @@ def asked(name: str, folder: Path, **keys: Any) -> list[Any]:
     config = task(name, folder)
     for key, value in keys.items():
         setattr(config, key, value)
-    read = data.read(name, config)
+    read = task_data.read(name, config)
     encoder = PromptEncoder(name, config, TokenizerConfig(), tokenizer(CHATML))
     make = encoder.messages if config.apply_chat_template else encoder.text
     return [make(question, read.examples[question.id]) for question in read.questions]
@@ -81,7 +81,7 @@ def test_mmlu_prompts(tmp_path: Path):
         seed=0,
     )
     named.data.few_shot_split = "dev"
-    read = data.read("mmlu", named)
+    read = task_data.read("mmlu", named)
     encoder = PromptEncoder("mmlu", named, TokenizerConfig(), tokenizer(None))
     found = [encoder.text(question, read.examples[question.id]) for question in read.questions if question.group == "anatomy"]
     assert found == EXPECTED["mmlu"]["prompts"]

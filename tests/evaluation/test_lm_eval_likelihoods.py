@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from pipeline import generate, user_code
+from pipeline import generate
 from pipeline.algorithms.evaluate import KINDS
 from pipeline.evaluation.statistics import interval
+from pipeline.recipe import user_code
 from tests.evaluation.likelihood_data import answers_of, recipe, save_model, task_config
 from tests.generate.tiny import load
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from launch import report
-from launch.evaluations import folder, submission
-from launch.evaluations.comparison import compare
+from launch.evaluations import evaluation_job
+from launch.runs import evaluation_folder
+from launch.runs.evaluation_comparison import compare
 from pipeline.config import RecipeError
 from tests.evaluation import made
 from tests.launch import made_runs
@@ -28,26 +29,26 @@ def run(tmp_path):
 def test_evaluations_are_found_by_suite_and_step(run, tmp_path):
     made.evaluation(run, 10, {"add": made.answers()}, suite="nightly")
     (run / "evaluations/math/step_000030").mkdir()  # it has not ended
-    found = folder.of_run(run)
+    found = evaluation_folder.of_run(run)
     assert [(each.suite, each.step, each.label) for each in found] == [
         *(("math", step, f"step {step}") for step in (0, 10, 20)),
         ("nightly", 10, "step 10"),
     ]
     alone = made.evaluation(tmp_path / "alone", None, {"add": made.answers()})
-    assert [(each.folder, each.label) for each in folder.of_run(alone)] == [(alone, "models/tiny")]
-    assert folder.of_run(tmp_path / "nothing") == []
+    assert [(each.folder, each.label) for each in evaluation_folder.of_run(alone)] == [(alone, "models/tiny")]
+    assert evaluation_folder.of_run(tmp_path / "nothing") == []
 
 
 @pytest.mark.parametrize(("text", "said"), [("{", "no JSON"), ('{"suite": "a"}', "`model`")])
 def test_malformed_scores_are_named(run, text, said):
     (run / "evaluations/math/step_000000/scores.json").write_text(text)
     with pytest.raises(RecipeError, match=rf"step_000000/scores\.json: .*{said}") as caught:
-        folder.of_run(run)
+        evaluation_folder.of_run(run)
     assert named(caught.value.problems) == {("run_dir", "unreadable")}
 
 
 def test_two_evaluations_are_compared_question_by_question(run):
-    first, _, last = folder.of_run(run)
+    first, _, last = evaluation_folder.of_run(run)
     better, same = compare(first, last)
     assert (better.task, better.difference.verdict, same.difference.verdict) == ("add", "better", "cannot tell")
     assert better.difference.gained == len(better.changed) > 30 and not same.changed and better.unpaired == 0
@@ -63,7 +64,7 @@ def test_answers_without_a_score_and_questions_of_one_side_are_left_out(tmp_path
     kept = made.answers(10, 1)
     before = made.evaluation(tmp_path / "a", None, {"add": kept})
     after = made.evaluation(tmp_path / "b", None, {"add": [replace(kept[0], score=None), *kept[1:8]]})
-    (found,) = compare(folder.read(before), folder.read(after))
+    (found,) = compare(evaluation_folder.read(before), evaluation_folder.read(after))
     assert (found.difference.questions, found.unpaired, found.changed) == (7, 3, [])
 
 
@@ -73,7 +74,7 @@ def test_other_questions_and_other_settings_are_warned_of(run, tmp_path, capsys)
     other = {"num_samples": 1, "temperature": 1.0, "max_new_tokens": 32, "num_few_shot": 5, "format": "gsm8k", "top_k": 20}
     for path, settings in ((first, same), (last, other)):
         (path / "recipe.yaml").write_text(json.dumps({"evaluate": {"tasks": {"add": settings}}}))
-    (found,) = compare(folder.read(first), folder.read(last))
+    (found,) = compare(evaluation_folder.read(first), evaluation_folder.read(last))
     assert found.warnings == [
         "24 of 60 questions in common",
         "num_samples differs: 2 and 1",
@@ -83,21 +84,21 @@ def test_other_questions_and_other_settings_are_warned_of(run, tmp_path, capsys)
         "num_few_shot differs: 0 and 5",
         "format differs: records and gsm8k",
     ]
-    submission.print_comparison(folder.read(first), last)
+    evaluation_job.print_comparison(evaluation_folder.read(first), last)
     assert "\nwarning: add: 24 of 60 questions in common\n" in capsys.readouterr().out
     assert report.main([f"run={run}", f"out={tmp_path / 'r.html'}"]) == 0
     items = Page((tmp_path / "r.html").read_text()).texts["li"]
     assert [f"step 0 → step 30, add: {warning}" for warning in found.warnings] == items
     (last / "recipe.yaml").write_text(": {")
-    assert compare(folder.read(first), folder.read(last))[0].warnings == ["24 of 60 questions in common"]
-    assert not compare(folder.read(first), folder.read(first))[0].warnings
+    assert compare(evaluation_folder.read(first), evaluation_folder.read(last))[0].warnings == ["24 of 60 questions in common"]
+    assert not compare(evaluation_folder.read(first), evaluation_folder.read(first))[0].warnings
 
 
 def test_a_single_question_is_shown_without_an_interval(tmp_path, capsys):
     run = made_runs.folder(tmp_path / "run")
     for step, of in ((0, 24), (10, 1)):
         made.evaluation(run, step, {"add": made.answers(of, 1, solved=1)})
-    (found,) = compare(*folder.of_run(run))
+    (found,) = compare(*evaluation_folder.of_run(run))
     assert found.summary == "cannot tell: +0.0000 [-], p = 1; 0 questions better, 0 worse, of 1"
     assert found.warnings == ["1 of 24 questions in common"]
     assert report.main([f"run={run}", f"out={tmp_path / 'r.html'}"]) == 0
@@ -137,14 +138,14 @@ def test_a_lower_perplexity_is_better(run):
     for path in run.glob("evaluations/math/step_*"):
         for name in ("scores.json", "values.json"):
             (path / name).write_text((path / name).read_text().replace('"accuracy"', '"word_perplexity"'))
-    first, _, last = folder.of_run(run)
+    first, _, last = evaluation_folder.of_run(run)
     found = compare(first, last)[0].difference
     assert found.value > 0 and found.verdict == "worse" and found.lost > found.gained
     assert compare(last, first)[0].difference.verdict == "better"
 
 
 def test_an_evaluation_without_values_is_named(run):
-    first, _, last = folder.of_run(run)
+    first, _, last = evaluation_folder.of_run(run)
     (last.folder / "values.json").unlink()
     with pytest.raises(RecipeError, match=r"step_000020/values\.json") as caught:
         compare(first, last)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.environments.minerva_math import MinervaMath, final_answer
 from pipeline.types import Prompt
 from tests.environments.pooled import made

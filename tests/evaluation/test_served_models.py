@@ -4,7 +4,7 @@ import pytest
 
 from pipeline import config
 from pipeline.config import RECIPES, engine_models, served_models, skipped_tasks
-from pipeline.evaluation import models as evaluation_models
+from pipeline.evaluation import evaluated_models as evaluation_models
 from pipeline.evaluation.engines import AHEAD
 from tests.problems import named
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pipeline.attempt import Attempt
-from pipeline.deadline import MARGIN_S, Deadline
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Answer
-from pipeline.evaluation.loop import CHECK_S, RECORD_S, Leaving, Supervisor
-from pipeline.startup import Startup
+from pipeline.evaluation.evaluation_loop import CHECK_S, RECORD_S, Leaving, Supervisor
+from pipeline.evaluation.questions import Answer
+from pipeline.job.attempt import Attempt
+from pipeline.job.deadline import MARGIN_S, Deadline
+from pipeline.job.startup import Startup
 
 HOUR = 3600.0
 
@@ -21,7 +21,7 @@ class Made:
         deadline = Deadline(1000.0, {"the allocation": 1000.0 + HOUR}, [], lambda: self.received, lambda: self.now)
         self.progress = folder / "progress"
         self.startup = Startup()
-        monkeypatch.setattr("pipeline.evaluation.loop.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("pipeline.evaluation.evaluation_loop.time.monotonic", lambda: self.now)
         self.look = Supervisor(Attempt(folder), deadline, [self.log], self.startup)
 
     def after(self, seconds: float) -> None:

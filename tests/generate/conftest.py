@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeline.generate import build
-from pipeline.generate.base import GenerateBackend
+from pipeline.generate.generate_backend import GenerateBackend
 from tests.generate.tiny import Checkpoint, destroy_groups, load, policy, save
 
 

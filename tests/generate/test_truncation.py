@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from pipeline.config import GenerationConfig
 from pipeline.data.packing import pack
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import Completion, Request, Sample
 from tests.generate.tiny import drain, requests
 from tests.train import cases

@@ -9,7 +9,7 @@ import pytest
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from launch import cuda_variables
+from launch.executors import cuda_variables
 from pipeline.config import determinism
 from pipeline.generate import build
 from tests.generate.engine_rank import STOP, run, texts

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pipeline.config import MegatronConfig, MegatronLoRAConfig
 from pipeline.generate import build
 from pipeline.train.adapters.module_layers import options
-from pipeline.train.adapters.served import served_adapters
+from pipeline.train.adapters.served_adapters import served_adapters
 from pipeline.train.adapters.spec import AdapterSpec
 from tests.generate.families import LATENT, MIXTURE
 from tests.generate.test_vllm_adapters import drawn_adapters, merged

@@ -12,8 +12,8 @@ from vllm.config.lora import MaxLoRARanks
 from pipeline.config import LoRAConfig
 from pipeline.config.lora_refit_checks import SERVED_DIM
 from pipeline.generate import build
-from pipeline.train.adapters import arithmetic
-from pipeline.train.adapters.served import served_adapters
+from pipeline.train.adapters import adapter_weights
+from pipeline.train.adapters.served_adapters import served_adapters
 from pipeline.train.adapters.spec import AdapterSpec
 from tests.generate.tiny import drain, load, policy, refit, requests
 from tests.problems import refused
@@ -29,7 +29,7 @@ def merged(weights, tensors, spec):
     """Return the weights with the adapters merged."""
     layers = {name.split(".lora_")[0] for name in tensors}
     changed = {
-        f"{layer}.weight": arithmetic.merge(
+        f"{layer}.weight": adapter_weights.merge(
             weights[f"{layer}.weight"], tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"], spec.scale
         )
         for layer in layers

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from pipeline.boxes import Region, whole
-from pipeline.generate.base import UpdateUnit
+from pipeline.generate.generate_backend import UpdateUnit
 from pipeline.models.hugging_face import checkpoint_shapes
 from tests.generate.families import EXPERTS, FAMILIES, LONG, SHORT, UNSTAGED, rank_model, save_config
 from tests.generate.tiny import write

@@ -28,7 +28,7 @@ from transformers import (
 from pipeline.boxes import whole
 from pipeline.config import GenerationConfig, PolicyConfig, TokenizerConfig, VLLMConfig
 from pipeline.config.generation import ColocatedConfig
-from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
+from pipeline.generate.generate_backend import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.types import Completion, Request, Sampling
 
 VOCAB, EOS, MAX_MODEL_LEN = 96, 1, 64

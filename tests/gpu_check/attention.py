@@ -14,7 +14,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from pipeline.train import attention, kernels
 from pipeline.train.attention import AttentionKind, attend
 from pipeline.train.deterministic import switch_on
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 from tests.gpu_check.measurement import Measurement, Place
 from tests.gpu_check.repeats import equal
 

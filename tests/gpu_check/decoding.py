@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from launch.model_files import read_json
+from launch.recipes.model_files import read_json
 from pipeline import generate
 from pipeline.config import RECIPES
 from pipeline.types import Request, Sampling

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.train.base import TrainBackend
+from pipeline.train.train_backend import TrainBackend
 from tests.gpu_check import ranks
 from tests.gpu_check.measurement import Measurement, Place
 from tests.gpu_check.waits import counted

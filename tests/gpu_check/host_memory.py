@@ -31,9 +31,9 @@ def offload(place: Place) -> Measurement:
 
 def reference(place: Place) -> Measurement:
     """Measure passes of a reference model that waits in host memory, beside those of the policy."""
-    from pipeline.train.base import ModelRole
     from pipeline.train.compiled import trial_batches
     from pipeline.train.fsdp import FSDPBackend
+    from pipeline.train.train_backend import ModelRole
     from tests.gpu_check.sizes import SIZES, training_case
     from tests.gpu_check.training import STEPS, drawn_once
 

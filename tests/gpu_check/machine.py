@@ -14,11 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline import c_compiler
+from pipeline.node import c_compiler
 from tests.gpu_check.measurement import Measurement, Place
 
 PACKAGES = ("torch", "vllm", "megatron", "transformer_engine", "transformers", "triton")
-IMPORTS = ("transformers", "pipeline.train.fsdp", "pipeline.train.megatron.backend")
+IMPORTS = ("transformers", "pipeline.train.fsdp", "pipeline.train.megatron.megatron_backend")
 SMI_S = 20.0
 FIELDS = (
     "driver_version",

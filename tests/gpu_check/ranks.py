@@ -33,7 +33,7 @@ def _rank(rank: int, work: Callable[..., Any], folder: Path, arguments: tuple) -
 
 
 def join(device_type: str, rank: int = 0, count: int = 1, folder: Path | None = None) -> torch.device:
-    """Make torch's default group of `count` ranks, with a GPU each, as `pipeline.world` makes it. Return the rank's device."""
+    """Make torch's default group of `count` ranks, with a GPU each, as `job/world.py` does. Return the rank's device."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     store = dist.FileStore(str(folder / "store"), count) if folder else dist.HashStore()
     cuda_world.join(device, store=store, rank=rank, world_size=count, timeout=TIMEOUT)

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.cluster import NetworkConfig
-from pipeline.refit.base import RefitReport
+from pipeline.job.world import carriers
 from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
+from pipeline.refit.protocol import RefitReport
 from pipeline.refit.tables import RefitPlan
-from pipeline.world import carriers
 from tests.benchmarks import refit_transfer
 from tests.gpu_check import ranks
 from tests.gpu_check.measurement import Measurement, Place
@@ -124,7 +124,7 @@ def _transfer(refit: PlannedRefit, mine: Held) -> RefitReport:
 
 
 def _join(rank: int, folder: Path, device: torch.device, half: int, apart: bool) -> refits.World:
-    """Make the groups as `pipeline.world` makes them: over gloo where processes share a GPU."""
+    """Make the groups as `pipeline.job.world` makes them: over gloo where processes share a GPU."""
     train, generate = range(half), range(half, 2 * half)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -137,7 +137,7 @@ def _join(rank: int, folder: Path, device: torch.device, half: int, apart: bool)
     own = dist.group.WORLD = groups[rank in generate]
     carrier = device if apart else torch.device("cpu")
     world = refits.World(rank, device, spanning, own, refit_group if rank == 0 or rank in generate else None, carrier)
-    dist.all_reduce(torch.zeros(1, device=carrier), group=spanning)  # as `pipeline.world.connect` does
+    dist.all_reduce(torch.zeros(1, device=carrier), group=spanning)  # as `pipeline.job.world.connect` does
     return world
 
 

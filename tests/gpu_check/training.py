@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from launch.plan import memory
-from launch.plan.parallelism import train_parallelism
+from launch.plan.rank_division import train_parallelism
 from pipeline.config import hardware
 from pipeline.models import flops
 from pipeline.train import initial_weights

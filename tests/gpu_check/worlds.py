@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipeline import node_checks
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.world import RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
+from pipeline.job.world import RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 from tests.gpu_check import ranks
 from tests.gpu_check.measurement import Measurement, Place
 from tests.world.secret import write_secret

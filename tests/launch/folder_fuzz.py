@@ -24,7 +24,6 @@ from safetensors.numpy import save_file
 
 from launch import (
     audit,
-    audit_log,
     bundle,
     contamination,
     evaluate,
@@ -39,19 +38,21 @@ from launch import (
     timeline,
     track,
 )
-from launch.ancestry import inputs, records
-from launch.ancestry.model_registry import Registry
-from launch.evaluations import background, sources, suites, tables
-from launch.evaluations.background import FollowRequest
 from launch.executors import local
-from launch.sweeps.folder import SweepFolder, SweepJob, SweepPlan
-from pipeline import config, steer_files
-from pipeline.checkpoint import Checkpoints
+from launch.governance import export_lineage
+from launch.governance.model_registry import Registry
+from launch.runs import audit_log, evaluation_sources, follower_process, score_tables, suites
+from launch.runs.follower_process import FollowRequest
+from launch.submission import inputs
+from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
+from pipeline import config
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig
-from pipeline.lineage import MARK, hash_inputs
-from pipeline.startup import Startup
-from pipeline.steer_files import ChangeAnswer, KeyChange
-from pipeline.storage import NO_RETRIES
+from pipeline.files.input_records import MARK, hash_inputs
+from pipeline.files.storage import NO_RETRIES
+from pipeline.job.startup import Startup
+from pipeline.steering import steer_files
+from pipeline.steering.steer_files import ChangeAnswer, KeyChange
 from pipeline.tracking.position import Position
 from tests.launch import fuzz, made_runs, mutations, written_traces
 from tests.launch.fuzz import Case, Outcome
@@ -117,7 +118,7 @@ def write_run(folder: Path) -> None:
         made = checkpoints.commit(partial, step, 0.5, {"step": step})
     out = folder / "exported"
     shutil.copytree(made.folder / "hf", out, ignore=shutil.ignore_patterns(MARK))
-    records.write(run, made, out, "hf", audit_log.record("export", run, {"out": str(out)}))
+    export_lineage.write(run, made, out, "hf", audit_log.record("export", run, {"out": str(out)}))
     _write_evaluation(run)
     Registry(folder / "runs/registry").add("m", out, folder / "runs")
     Position(last=3, digests={1: "a", 3: "b"}, attached={"recipe.yaml": "1"}).write(run / "tracking/wandb.json")
@@ -133,18 +134,20 @@ def _write_resources(folder: Path) -> None:
 
 
 def _write_evaluation(run: Path) -> None:
-    source = sources.of_checkpoint(run, sources.read_run(run), sources.select(run, "tiny", 5), "tiny")
+    source = evaluation_sources.of_checkpoint(
+        run, evaluation_sources.read_run(run), evaluation_sources.select(run, "tiny", 5), "tiny"
+    )
     folder = source.run_dir
     folder.mkdir(parents=True)
     config.write(suites.inspect("tiny", source, ()).recipe, folder / "recipe.yaml")
     metric = {"value": 0.5, "low": 0.4, "high": 0.6}
     task = {"metric": "score", "metrics": {"score": metric}, "questions": 2, "samples": 2, "truncated": 0.0, "unparsed": 0.5}
     scores = {"suite": "tiny", "model": "m", "step": 5, "tasks": {"addition": task}, "warnings": ["few"]}
-    (folder / tables.SCORES).write_text(json.dumps(scores))
+    (folder / score_tables.SCORES).write_text(json.dumps(scores))
     (folder / "values.json").write_text(json.dumps({"addition": {"score": {"q0": [1.0], "q1": [0.0]}}}))
     (folder / "answers").mkdir()
     made_runs.ended(folder, 5)
-    background.write_record(folder.parent, FollowRequest(run, "tiny"), {3: "its job failed"})
+    follower_process.write_record(folder.parent, FollowRequest(run, "tiny"), {3: "its job failed"})
 
 
 def write_sweep(folder: Path) -> None:

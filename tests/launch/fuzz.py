@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from launch import export, plan_refit, report, slurm_client, status, submit, sweep, timeline
+from launch import export, plan_refit, report, status, submit, sweep, timeline
+from launch.executors import slurm_client
 from pipeline.config import RECIPES, Recipe, config_tree, schema_validation, yaml_text
 
 MODES = ("show", "plan", "dry_run")

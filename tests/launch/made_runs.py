@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from launch.executors.record import JobRecord, write_record
-from launch.run_setup import append_manifest
+from launch.runs.run_setup import append_manifest
 from pipeline import config
 from pipeline.config import LoggerConfig
-from pipeline.metrics import Metrics
-from pipeline.rollout_metrics import rollout_metrics
+from pipeline.observe.metrics import Metrics
+from pipeline.observe.rollout_metrics import rollout_metrics
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 
 

@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import containers, nodes
-from launch.components import components
-from launch.executors import allocation, slurm
+from launch.executors import allocation, containers, nodes, slurm
+from launch.executors.components import components
 from pipeline import config
 from pipeline.config import Recipe, schema_validation
 from tests.launch.model import write_recipe

@@ -9,8 +9,9 @@ import signal
 import time
 from pathlib import Path
 
-from pipeline import config, signals
-from pipeline.attempt import Attempt
+from pipeline import config
+from pipeline.job import signals
+from pipeline.job.attempt import Attempt
 
 
 def report(run_dir: str) -> None:
@@ -46,7 +47,7 @@ def fail_on_rank_1(run_dir: str) -> None:
 
 
 def fail_on_rank_2_after_its_echo(run_dir: str) -> None:
-    """Leave failure.json on rank 2 as `pipeline.watchdog` does; rank 1 ends faster because of it."""
+    """Leave failure.json on rank 2 as `pipeline.job.watchdog` does; rank 1 ends faster because of it."""
     report(run_dir)
     if os.environ["HETSTEP_RANK"] == "1":
         _wait_for_reports(run_dir)

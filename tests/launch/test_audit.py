@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import audit, audit_log
-from launch.audit_check import verify
-from launch.audit_log import HEAD, LOG, as_line, as_record, record, sealed
-from launch.run_setup import append_manifest
-from launch.terminal import on_one_line
+from launch import audit
+from launch.governance.audit_check import verify
+from launch.runs import audit_log
+from launch.runs.audit_log import HEAD, LOG, as_line, as_record, record, sealed
+from launch.runs.run_setup import append_manifest
+from launch.terminal.safe_text import on_one_line
 from tests.problems import refused
 
 RUNS = ("sft", "grpo", "dpo")

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import hetstep
 import pytest
 
-from launch import audit_log, run_control, steering
-from launch.attempts import latest
-from launch.audit_check import verify
 from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
+from launch.governance.audit_check import verify
+from launch.runs import audit_log, steer_request
+from launch.runs.attempts import latest
+from launch.submission import run_control
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import made_runs, tasks
 from tests.launch.api.test_api import submitted
@@ -120,13 +121,13 @@ def test_a_refused_action_of_another_user_is_recorded(roots_run, what):
     actions = {
         "cancel": lambda: run_control.cancel(folder, job),
         "stop_and_save": lambda: run_control.stop_and_save(folder, job, 1),
-        "change": lambda: steering.ask(folder, ["grpo.max_num_steps=50"]),
+        "change": lambda: steer_request.ask(folder, ["grpo.max_num_steps=50"]),
         "read": lambda: hetstep.load(folder),
     }
     if what == "read":
         folder.chmod(0o700)
     elif what == "change":
-        steering.ask(folder, ["grpo.max_num_steps=60"])  # imports what the other user may not read
+        steer_request.ask(folder, ["grpo.max_num_steps=60"])  # imports what the other user may not read
     assert denied_to_nobody(actions[what])
     assert of_nobody(folder) == (["refuse"] if what == "read" else [what, "refuse"])
 

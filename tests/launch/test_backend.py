@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from launch import backend, cuda_variables, run_setup, task
-from launch.backend import fsdp_bytes, megatron_bytes
-from launch.components import components
-from launch.model_files import PendingModel
+from launch.executors import cuda_variables, rank_task
+from launch.executors.components import components
+from launch.plan import backend_choice
+from launch.plan.backend_choice import fsdp_bytes, megatron_bytes
 from launch.plan.memory_parts import TrainModel
 from launch.preflight import architecture
+from launch.recipes.model_files import PendingModel
+from launch.runs import run_setup
 from pipeline import config
 from pipeline.config import MEGATRON_MODEL_TYPES, PRECISIONS, GenerationConfig, PolicyConfig, RecipeError
 from pipeline.models.shape import ModelShape
@@ -105,16 +107,16 @@ def model(family: str, **changes) -> dict:
     ],
 )
 def test_the_recipe_chooses_the_backend(load, overrides, chosen, reason):
-    recipe, choice = backend.choose(load(model("llama"), *overrides))
+    recipe, choice = backend_choice.choose(load(model("llama"), *overrides))
     assert (choice.backend, choice.warning) == (chosen, None)
     assert reason in str(choice) and ("Megatron-Core" if chosen == "megatron" else "FSDP2") in str(choice)
     assert config.uses_megatron(recipe.policy) == (chosen == "megatron")
     assert recipe.policy.megatron_cfg.enabled is not recipe.policy.dtensor_cfg.enabled
-    assert backend.choose(recipe)[0] == recipe
+    assert backend_choice.choose(recipe)[0] == recipe
 
 
 def test_both_enabled_is_megatron_with_a_warning(load):
-    recipe, choice = backend.choose(load(model("llama"), f"{KEY}.enabled=true", "policy.dtensor_cfg.enabled=true"))
+    recipe, choice = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=true", "policy.dtensor_cfg.enabled=true"))
     assert config.uses_megatron(recipe.policy) and recipe.policy.dtensor_cfg.enabled is False
     assert "are both true" in choice.warning
 
@@ -122,15 +124,15 @@ def test_both_enabled_is_megatron_with_a_warning(load):
 def test_keys_of_both_layouts_need_an_explicit_choice(load):
     keys = (f"{KEY}.tensor_model_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=4")
     with refused((f"{KEY}.tensor_model_parallel_size", "ambiguous")):
-        backend.choose(load(model("llama"), *keys))
-    assert backend.choose(load(model("llama"), *keys, f"{KEY}.enabled=true"))[1].backend == "megatron"
+        backend_choice.choose(load(model("llama"), *keys))
+    assert backend_choice.choose(load(model("llama"), *keys, f"{KEY}.enabled=true"))[1].backend == "megatron"
 
 
 def test_the_layout_is_checked_for_the_chosen_backend(load):
     with refused((f"{KEY}.tensor_model_parallel_size", "not-divisible")):
-        backend.choose(load(model("llama"), f"{KEY}.tensor_model_parallel_size=3"))
+        backend_choice.choose(load(model("llama"), f"{KEY}.tensor_model_parallel_size=3"))
     with refused(("policy.dtensor_cfg.tensor_parallel_size", "not-divisible")):
-        backend.choose(load(model("llama"), "policy.dtensor_cfg.tensor_parallel_size=3"))
+        backend_choice.choose(load(model("llama"), "policy.dtensor_cfg.tensor_parallel_size=3"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_the_layout_is_checked_for_the_chosen_backend(load):
     ],
 )
 def test_by_size(load, described, overrides, chosen, reason):
-    _, choice = backend.choose(load(described, *overrides))
+    _, choice = backend_choice.choose(load(described, *overrides))
     assert choice.backend == chosen
     assert reason in choice.reason
 
@@ -160,17 +162,17 @@ def test_by_size(load, described, overrides, chosen, reason):
 def test_a_model_that_fits_only_with_more_keys_is_refused(load, described, nodes, key, says):
     batch = ["policy.train_global_batch_size=512", "grpo.num_prompts_per_step=256"]
     with refused((key, "out-of-memory")) as error:
-        backend.choose(load(described, *gpus(nodes), *batch))
+        backend_choice.choose(load(described, *gpus(nodes), *batch))
     assert says in str(error.value)
     layout = [f"{KEY}.pipeline_model_parallel_size={nodes // 4 or 1}", f"{KEY}.tensor_model_parallel_size=8"]
-    assert backend.choose(load(described, *gpus(nodes), *batch, *layout))[1].backend == "megatron"
+    assert backend_choice.choose(load(described, *gpus(nodes), *batch, *layout))[1].backend == "megatron"
 
 
 def test_the_backend_for_a_model_that_does_not_exist_yet(load, tmp_path):
     recipe = load(model("llama"), *gpus(1), f"policy.model_name={tmp_path}/runs/base/hf")
-    _, choice = backend.choose(recipe, [tmp_path / "runs/base"])
+    _, choice = backend_choice.choose(recipe, [tmp_path / "runs/base"])
     assert choice.backend == "dtensor" and "does not exist yet" in choice.reason
-    check(backend.choose(recipe, [tmp_path / "runs/base"])[0], [tmp_path / "runs/base"])
+    check(backend_choice.choose(recipe, [tmp_path / "runs/base"])[0], [tmp_path / "runs/base"])
 
 
 def test_the_model_of_a_needed_run_has_the_size_of_its_initial_model(load, tmp_path):
@@ -179,26 +181,26 @@ def test_the_model_of_a_needed_run_has_the_size_of_its_initial_model(load, tmp_p
     base = load(model("llama"))
     after = replace(base.policy, model_name=f"{folders[0]}/hf")
     pending = [PendingModel(folders[0], base.policy), PendingModel(folders[1], after)]
-    here = backend.choose(load(model("llama"), *gpus(1)))[1]
+    here = backend_choice.choose(load(model("llama"), *gpus(1)))[1]
     for folder in folders:
-        assert backend.choose(load(model("llama"), *gpus(1), f"policy.model_name={folder}/hf"), pending)[1] == here
+        assert backend_choice.choose(load(model("llama"), *gpus(1), f"policy.model_name={folder}/hf"), pending)[1] == here
 
 
 def test_a_resumed_run_keeps_its_backend(load, tmp_path):
-    begun, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=true"))
+    begun, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=true"))
     recipe = load(model("llama"), "cluster.train.nodes=2")
     (tmp_path / "run").mkdir()
     config.write(begun, tmp_path / "run/recipe.yaml")
-    recipe, choice = backend.choose(recipe, before=run_setup.earlier(recipe))
+    recipe, choice = backend_choice.choose(recipe, before=run_setup.earlier(recipe))
     assert (choice.backend, choice.reason) == ("megatron", "the run began with it")
     run_setup.check(recipe)
-    other, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=false"), before=run_setup.earlier(recipe))
+    other, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=false"), before=run_setup.earlier(recipe))
     with pytest.raises(RecipeError, match=r"enabled is (True|False) there"):
         run_setup.check(other)
 
 
 def test_the_written_recipe_has_the_chosen_backend(load, tmp_path):
-    recipe, _ = backend.choose(load(model("llama"), f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.env_vars={{A: '1'}}"))
+    recipe, _ = backend_choice.choose(load(model("llama"), f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.env_vars={{A: '1'}}"))
     config.write(recipe, tmp_path / "recipe.yaml")
     again = config.read(tmp_path / "recipe.yaml")
     assert again == recipe and config.uses_megatron(again.policy)
@@ -281,11 +283,11 @@ def test_engines_in_float32_do_not_round_to_tf32(load, overrides, value):
 )
 def test_memory_of_train_ranks_does_not_fragment(monkeypatch, component, variables, value):
     """The new name of the variable overrides the old one, so a rank sets it only where neither is: an image may have either."""
-    for name in (*task.ALLOCATORS, "CUDA_VISIBLE_DEVICES"):
+    for name in (*rank_task.ALLOCATORS, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     for name, given in ({"HETSTEP_COMPONENT": component} | variables).items():
         monkeypatch.setenv(name, given)
-    task.set_allocator()
+    rank_task.set_allocator()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == value
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
 
@@ -293,7 +295,7 @@ def test_memory_of_train_ranks_does_not_fragment(monkeypatch, component, variabl
 def test_the_launcher_sets_no_allocator(load):
     """The variable would override what the image or the node sets under the old name."""
     found = components(load(model("llama"), f"{KEY}.enabled=true", "cluster.train.gpus_per_node=2"))
-    assert not {*task.ALLOCATORS} & {name for component in found.values() for name in component.env_vars}
+    assert not {*rank_task.ALLOCATORS} & {name for component in found.values() for name in component.env_vars}
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------------
@@ -422,7 +424,7 @@ TP, PP, EP, ETP = (
     ],
 )
 def test_a_layout_that_does_not_fit_the_model_is_refused_by_key(load, described, overrides, key, code):
-    recipe, _ = backend.choose(load(described, f"{KEY}.enabled=true", *overrides))
+    recipe, _ = backend_choice.choose(load(described, f"{KEY}.enabled=true", *overrides))
     with refused((key, code)):
         check(recipe)
 
@@ -441,12 +443,12 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_by_key(load, described,
     ids=lambda described: described["model_type"],
 )
 def test_windows_sinks_and_partial_rope_are_accepted(load, described):
-    check(backend.choose(load(described, f"{KEY}.enabled=true"))[0])
+    check(backend_choice.choose(load(described, f"{KEY}.enabled=true"))[0])
 
 
 @pytest.mark.parametrize("section", [KEY, "policy.dtensor_cfg"])
 def test_a_quantized_checkpoint_is_refused_and_its_weights_in_bfloat16_are_named(load, section):
-    recipe, _ = backend.choose(load(model("llama"), f"{section}.enabled=true"))
+    recipe, _ = backend_choice.choose(load(model("llama"), f"{section}.enabled=true"))
     for name, other in (
         ("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"),
         ("deepseek-ai/DeepSeek-V3", "unsloth/DeepSeek-V3-bf16"),
@@ -460,32 +462,32 @@ def test_a_quantized_checkpoint_is_refused_and_its_weights_in_bfloat16_are_named
 
 @pytest.mark.parametrize("adapters", [[f"{KEY}.enabled=true", PEFT, f"{KEY}.peft.target_modules=[linear_proj]"], FSDP_LORA])
 def test_adapters_that_engines_serve_wrongly_are_refused(load, adapters):
-    recipe, _ = backend.choose(load(model("gpt_oss"), *SERVED, *adapters))
+    recipe, _ = backend_choice.choose(load(model("gpt_oss"), *SERVED, *adapters))
     with pytest.raises(RecipeError, match=f"gpt_oss, whose LoRA in vLLM differs .* Try {LORA_REFIT}=merged"):
         check(recipe)
 
 
 def test_a_model_with_delta_nets_names_the_modules_that_can_have_adapters(load):
-    recipe, _ = backend.choose(load(model("qwen3_5_text"), f"{KEY}.enabled=true", PEFT))
+    recipe, _ = backend_choice.choose(load(model("qwen3_5_text"), f"{KEY}.enabled=true", PEFT))
     with pytest.raises(RecipeError, match=r"model with recurrent states.*linear_fc1, linear_fc2, linear_proj, linear_qkv"):
         check(recipe)
 
 
 def test_layers_of_the_first_stage_are_no_problem_of_the_model_without_stages(load):
     """The recipe's own check refuses the key already."""
-    recipe, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=true"))
+    recipe, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=true"))
     megatron = replace(recipe.policy.megatron_cfg, num_layers_in_first_pipeline_stage=1)
     check(replace(recipe, policy=replace(recipe.policy, megatron_cfg=megatron)))
 
 
 def test_the_only_size_that_divides_is_named(load):
-    recipe, _ = backend.choose(load(model("llama", num_key_value_heads=1), f"{KEY}.enabled=true", *sizes(tp=2)))
+    recipe, _ = backend_choice.choose(load(model("llama", num_key_value_heads=1), f"{KEY}.enabled=true", *sizes(tp=2)))
     with pytest.raises(RecipeError, match="expected 1, which divides the model's 8 attention heads and 1 key-value"):
         check(recipe)
 
 
 def test_sizes_that_would_divide_are_named(load):
-    recipe, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=true", *sizes(tp=8)))
+    recipe, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=true", *sizes(tp=8)))
     with pytest.raises(
         RecipeError, match="expected one of 1, 2, 4, which divide the model's 8 attention heads and 4 key-value"
     ):
@@ -510,7 +512,7 @@ def test_sizes_that_would_divide_are_named(load):
     ],
 )
 def test_a_valid_layout_passes(load, described, overrides):
-    check(backend.choose(load(described, f"{KEY}.enabled=true", *overrides))[0])
+    check(backend_choice.choose(load(described, f"{KEY}.enabled=true", *overrides))[0])
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -558,7 +560,7 @@ def test_stages_are_accepted_as_megatron_core_accepts_them(load):
         (4, 2, 2),
     ]:
         keys = [f"{FIRST}={first if first else 'null'}", f"{LAST}={last if last else 'null'}"]
-        recipe, _ = backend.choose(
+        recipe, _ = backend_choice.choose(
             load(model("llama"), f"cluster.train.nodes={stages}", f"{KEY}.enabled=true", *sizes(pp=stages), *keys)
         )
         options = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "pipeline_model_parallel_size": stages}
@@ -576,11 +578,11 @@ def test_more_models_take_more_room(load):
     """A model of 8e9 parameters trains under FSDP2 on 8 GPUs of 40 GB; with a critic of that size no layout fits."""
     llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
     small = [*gpus(1), "cluster.train.gpu_memory_gb=40"]
-    assert backend.choose(load(llama, *small))[1].backend == "dtensor"
+    assert backend_choice.choose(load(llama, *small))[1].backend == "dtensor"
     ppo = ["algorithm=ppo", "ppo.num_prompts_per_step=256"]
     with refused(("cluster.train", "out-of-memory")):
-        backend.choose(load(llama, *small, *ppo))
-    assert backend.choose(load(llama, *gpus(1), *ppo))[1].backend == "dtensor"  # an H100 does
+        backend_choice.choose(load(llama, *small, *ppo))
+    assert backend_choice.choose(load(llama, *gpus(1), *ppo))[1].backend == "dtensor"  # an H100 does
 
 
 def test_a_frozen_model_in_host_memory_takes_little(load, tmp_path):
@@ -589,12 +591,12 @@ def test_a_frozen_model_in_host_memory_takes_little(load, tmp_path):
     distill = ["algorithm=distillation", "distillation.num_prompts_per_step=256", f"teacher.model_name={tmp_path / 'teacher'}"]
     llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
     offloaded = load(llama, *gpus(1, 8), "cluster.train.gpu_memory_gb=40", *distill)
-    assert backend.choose(offloaded)[1].backend == "dtensor"
+    assert backend_choice.choose(offloaded)[1].backend == "dtensor"
     with refused(("cluster.train", "out-of-memory")):
-        backend.choose(replace(offloaded, teacher=replace(offloaded.teacher, cpu_offload=False)))
+        backend_choice.choose(replace(offloaded, teacher=replace(offloaded.teacher, cpu_offload=False)))
 
 
 def test_adapters_choose_fsdp2(load):
     llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
-    choice = backend.choose(load(llama, *gpus(1), "policy.dtensor_cfg.lora_cfg.enabled=true"))[1]
+    choice = backend_choice.choose(load(llama, *gpus(1), "policy.dtensor_cfg.lora_cfg.enabled=true"))[1]
     assert (choice.backend, choice.reason) == ("dtensor", "policy.dtensor_cfg.lora_cfg is set")

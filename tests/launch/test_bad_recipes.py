@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 
-from launch import prepare, submit
-from launch.executors.base import ROOT
+from launch import submit
+from launch.executors.executor import ROOT
+from launch.submission import prepare
 from pipeline import config
 from pipeline.config import collected
 from tests.launch.model import write_data, write_model, write_recipe, write_weights
@@ -215,7 +216,7 @@ def test_a_recipe_without_an_equals_sign_is_refused(tmp_path):
 
 
 def test_a_cycle_of_needs_is_refused(tmp_path, monkeypatch):
-    from launch import prepare
+    from launch.submission import prepare
     from pipeline.config import loading
 
     monkeypatch.setattr(loading, "RECIPES", tmp_path)
@@ -235,7 +236,7 @@ def test_prompts_too_long_with_their_prompt_file_and_numeric_inputs_are_refused(
 
 
 def test_the_model_of_a_needed_run_may_be_missing(tmp_path, monkeypatch):
-    from launch import prepare
+    from launch.submission import prepare
     from pipeline.config import loading
 
     monkeypatch.setattr(loading, "RECIPES", tmp_path)

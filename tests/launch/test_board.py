@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from launch.board import LEAST_IMPORTANT, Board
+from launch.terminal.board import LEAST_IMPORTANT, Board
 
 ROWS = [
     ("state", "running"),

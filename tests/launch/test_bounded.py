@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from launch import bounded
+from launch.preflight import bounded
 
 
 def test_the_value_comes_back():

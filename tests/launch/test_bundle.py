@@ -5,7 +5,7 @@ import tarfile
 import pytest
 
 from launch import bundle
-from launch.run_folder import RunFolder
+from launch.runs.run_folder import RunFolder
 from tests.launch import made_runs
 from tests.launch.made_runs import Texts
 from tests.problems import refused

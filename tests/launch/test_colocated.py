@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from launch.components import components
 from launch.executors import allocation
+from launch.executors.components import components
 from launch.executors.local import rank_environments
+from launch.executors.nodes import ColocatedComponent, hosts
 from launch.executors.slurm import batch_script
-from launch.nodes import ColocatedComponent, hosts
 from launch.preflight import current_allocation as allocated
 from launch.preflight.slurm_request import requests
 from pipeline import config
@@ -69,7 +69,7 @@ def test_it_does_not_affect_a_run_without_sampling(load):
 
 
 def test_two_processes_have_one_gpu(load, monkeypatch):
-    monkeypatch.setattr("launch.gpus.count", lambda: (8, "nvidia-smi"))
+    monkeypatch.setattr("launch.executors.gpus.count", lambda: (8, "nvidia-smi"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ranks = rank_environments(components(load(SHARE, *TWO_NODES)))
     assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks] == ["0,1", "0,1", "2,3", "2,3", "0,1", "2,3"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import data_files, input_files, weight_files
+from launch.preflight import data_files, input_files, model_weights
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -160,7 +160,7 @@ def test_a_line_beyond_the_bound_ends_the_check_where_it_may_be_dropped(tmp_path
 def test_a_teachers_weights_are_needed_even_with_random_policy_weights(tmp_path):
     tiny = f"{config.RECIPES}/tiny"
     own = (f"policy.model_name={tiny}", "policy.random_init=true", f"teacher.model_name={tiny}", "needs=[]")
-    (problem,) = weight_files.problems(config.load("tiny_distillation", own))
+    (problem,) = model_weights.problems(config.load("tiny_distillation", own))
     assert (problem.key, problem.code) == ("teacher.model_name", "file-not-found")
 
 

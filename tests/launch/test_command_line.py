@@ -8,8 +8,8 @@ from typing import Annotated, Literal, get_type_hints
 
 import pytest
 
-from launch import command_line
-from launch.command_line import Key, parse
+from launch.terminal import command_line
+from launch.terminal.command_line import Key, parse
 from pipeline.config import Problem, RecipeError
 from tests.problems import refused
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from launch import command_line, console, status
+from launch import status
 from launch.submit import SubmitRequest
+from launch.terminal import command_line, console
 from pipeline.config import Problem, RecipeError
-from pipeline.problems import HELP_HINT
+from pipeline.recipe.problems import HELP_HINT
 from tests.launch import made_runs
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

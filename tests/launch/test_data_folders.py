@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch import first_prompt
 from launch.preflight import input_files
+from launch.submission import first_prompt
 from pipeline import config
 from pipeline.config import DatasetConfig, Recipe, recognize_columns
 from pipeline.data.datasets import load_records

@@ -3,11 +3,14 @@
 import pytest
 import yaml
 
-from launch import bundle, recipes, run_setup
+from launch import bundle
 from launch.pages import recipe_section
-from launch.prepare import examine
-from launch.run_folder import RunFolder
-from pipeline import config, environment_names
+from launch.recipes import reading
+from launch.runs import run_setup
+from launch.runs.run_folder import RunFolder
+from launch.submission.prepare import examine
+from pipeline import config
+from pipeline.config import environment_names
 from pipeline.tracking.attachments import attachments
 from tests.problems import named
 
@@ -79,7 +82,7 @@ def test_a_recipe_of_nemo_rl(tmp_path, monkeypatch):
     (tmp_path / "theirs.yaml").write_text(
         "grpo: {num_prompts_per_step: 2}\npolicy: {model_name: '${oc.env:HETSTEP_TEST_MODEL}'}\ncluster: {num_nodes: 1}\n"
     )
-    loaded = recipes.inspect(str(tmp_path / "theirs.yaml"))
+    loaded = reading.inspect(str(tmp_path / "theirs.yaml"))
     assert loaded.recipe.policy.model_name == "/private/of-the-shell/model"
     assert loaded.from_environment["policy.model_name"] == "${oc.env:HETSTEP_TEST_MODEL}"
 

@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 
 from launch import evaluate, status, submit
-from launch.components import components
-from launch.evaluations import background, follower, kept, records, sources, submission, suites, tables
-from launch.evaluations.background import FollowRequest
+from launch.evaluations import evaluation_job, follower
 from launch.evaluations.follower import CheckpointFollower
-from launch.executors.base import JobStatus
+from launch.executors.components import components
+from launch.executors.executor import JobStatus
 from launch.executors.record import JobRecord
 from launch.plan import evaluation as evaluation_plan
-from launch.run_state import RunState
-from pipeline import checkpoint, config
-from pipeline.checkpoint import Checkpoints
+from launch.runs import evaluated_checkpoints, evaluation_sources, follower_process, score_tables, suites, waiting_checkpoints
+from launch.runs.follower_process import FollowRequest
+from launch.runs.run_state import RunState
+from pipeline import config
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import RECIPES, CheckpointingConfig, RecipeError
-from pipeline.evaluation import data as evaluation_data
+from pipeline.evaluation import task_data as evaluation_data
 from tests.launch import made_runs
 
 MODEL = str(RECIPES / "tiny")
@@ -66,7 +68,9 @@ def printed_problems(capsys, *arguments: str) -> str:
 
 
 def test_a_job_has_generate_ranks_alone(run, capsys):
-    source = sources.of_checkpoint(run, sources.read_run(run), sources.select(run, "tiny", 50), "tiny")
+    source = evaluation_sources.of_checkpoint(
+        run, evaluation_sources.read_run(run), evaluation_sources.select(run, "tiny", 50), "tiny"
+    )
     recipe = suites.inspect("tiny", source, ()).recipe
     assert list(config.components(recipe)) == list(components(recipe)) == ["generate"]
     assert evaluate.main([f"run={run}", "suite=tiny", "step=50", "dry_run=true", "cluster.executor=slurm"]) == 0
@@ -76,8 +80,8 @@ def test_a_job_has_generate_ranks_alone(run, capsys):
 
 
 def test_an_evaluation_takes_policy_cluster_and_checkpoint_of_its_run(run):
-    found = sources.select(run, "tiny", None)
-    source = sources.of_checkpoint(run, sources.read_run(run), found, "tiny")
+    found = evaluation_sources.select(run, "tiny", None)
+    source = evaluation_sources.of_checkpoint(run, evaluation_sources.read_run(run), found, "tiny")
     recipe = suites.inspect(
         "tiny", source, ["cluster.time_min=7"], {"cluster": {"time_min": 8, "generate": {"nodes": 2}}}
     ).recipe
@@ -86,12 +90,12 @@ def test_an_evaluation_takes_policy_cluster_and_checkpoint_of_its_run(run):
     assert recipe.cluster.generate.ranks_per_node == 3 and recipe.cluster.generate.nodes == 2  # the command line wins
     assert recipe.cluster.time_min == 7 and recipe.cluster.executor == "local"
     assert recipe.evaluate.step == 100 and recipe.evaluate.run == str(run)
-    assert recipe.evaluate.checkpoint == str(kept.place(Path(recipe.run_dir)))
+    assert recipe.evaluate.checkpoint == str(waiting_checkpoints.place(Path(recipe.run_dir)))
 
 
 def test_an_offline_run_gives_its_train_components_shape(tmp_path):
     folder = made_runs.folder(tmp_path / "b", "tiny_sft", "cluster.executor=local")
-    values = sources.of_future(sources.read_run(folder), "tiny").values
+    values = evaluation_sources.of_future(evaluation_sources.read_run(folder), "tiny").values
     assert values["cluster"]["generate"]["ranks_per_node"] == 2 and "generation" not in values["policy"]
 
 
@@ -101,7 +105,7 @@ def test_an_offline_run_gives_its_train_components_shape(tmp_path):
 )
 def test_an_evaluation_of_a_model_has_a_folder_of_the_models_name(name, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert sources.of_model(name, "math").run_dir == tmp_path / "runs/evaluations/math" / folder
+    assert evaluation_sources.of_model(name, "math").run_dir == tmp_path / "runs/evaluations/math" / folder
 
 
 def test_tasks_of_the_harness_are_a_suite():
@@ -115,7 +119,7 @@ def test_tasks_of_the_harness_are_a_suite():
 @pytest.mark.parametrize("path", sorted(suites.SUITES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_each_suite_is_a_recipe_without_problems(path):
     """But for what a user must give: a judge, and tasks of lm-evaluation-harness."""
-    loaded = suites.inspect(path.stem, sources.of_model(MODEL, path.stem), ())
+    loaded = suites.inspect(path.stem, evaluation_sources.of_model(MODEL, path.stem), ())
     given = {"evaluate.judge.model_name", *(["evaluate.tasks"] if path.stem == suites.HARNESS else [])}
     assert {problem.key for problem in loaded.problems} <= given
 
@@ -173,23 +177,23 @@ def test_keys_that_need_train_ranks_are_refused(run, capsys, key, code):
 
 
 def test_a_kept_checkpoint_outlives_the_runs_and_costs_no_space(run):
-    folder = sources.evaluation_folder(run, "tiny", 50)
+    folder = evaluation_sources.evaluation_folder(run, "tiny", 50)
     source = run / "checkpoints/step_000050"
-    place = kept.keep(source, folder)
+    place = waiting_checkpoints.keep(source, folder)
     assert os.path.samefile(place / "train/weights", source / "train/weights")
     save(run, 150, keep=1)
     assert not source.exists() and checkpoint.read(place).step == 50
-    assert list(sources.available(run, "tiny")) == [50, 150]
-    assert kept.keep(place, folder) == place  # already there
-    kept.release(folder)
-    assert not place.exists() and list(sources.available(run, "tiny")) == [150]
+    assert list(evaluation_sources.available(run, "tiny")) == [50, 150]
+    assert waiting_checkpoints.keep(place, folder) == place  # already there
+    waiting_checkpoints.release(folder)
+    assert not place.exists() and list(evaluation_sources.available(run, "tiny")) == [150]
 
 
 def test_a_checkpoint_that_goes_meanwhile_is_not_kept(run):
-    folder, source = sources.evaluation_folder(run, "tiny", 50), run / "checkpoints/step_000050"
+    folder, source = evaluation_sources.evaluation_folder(run, "tiny", 50), run / "checkpoints/step_000050"
     (source / "train/weights").unlink()
     with pytest.raises(RecipeError) as error:
-        kept.keep(source, folder)
+        waiting_checkpoints.keep(source, folder)
     assert codes(error.value) == {("step", "no-checkpoint")} and not list(folder.iterdir())
 
 
@@ -222,15 +226,15 @@ def jobs(monkeypatch) -> list[int]:
     def start(evaluation):
         step, folder = evaluation.recipe.evaluate.step, evaluation.run_dir
         asked.append(step)
-        assert checkpoint.read(Path(evaluation.recipe.evaluate.checkpoint)) or submission.kept.keep(
+        assert checkpoint.read(Path(evaluation.recipe.evaluate.checkpoint)) or evaluation_job.kept.keep(
             evaluation.source.checkpoint, folder
         )
         if step != 13:
-            (folder / tables.SCORES).write_text(json.dumps(SCORES))
+            (folder / score_tables.SCORES).write_text(json.dumps(SCORES))
             made_runs.ended(folder, step)
         return Job()
 
-    monkeypatch.setattr(submission, "start", start)
+    monkeypatch.setattr(evaluation_job, "start", start)
     monkeypatch.setattr(follower.run_setup, "live_job", lambda folder: None)
     for name in ("POLL_S", "STATE_S", "RETRY_S", "LOCK_WAIT_S"):
         monkeypatch.setattr(follower, name, 0.0)
@@ -266,7 +270,7 @@ def test_period_counts_checkpoints_by_step(run, jobs, states):
 
 
 def test_what_an_earlier_follower_kept_is_evaluated_first(run, jobs, states):
-    kept.keep(run / "checkpoints/step_000050", sources.evaluation_folder(run, "tiny", 50))
+    waiting_checkpoints.keep(run / "checkpoints/step_000050", evaluation_sources.evaluation_folder(run, "tiny", 50))
     shutil.rmtree(run / "checkpoints/step_000050")
     assert CheckpointFollower(FollowRequest(run, "tiny", 2), "tiny").follow() == 0
     assert jobs == [50, 100]
@@ -286,7 +290,7 @@ def test_a_failing_evaluation_is_given_up_and_named(run, jobs, states, capsys):
     assert CheckpointFollower(FollowRequest(run, "tiny"), "tiny").follow() == 1
     assert jobs == [13, 13]
     assert "step 13 is given up after 2 tries" in capsys.readouterr().out
-    (record,) = records.of_run(run)
+    (record,) = evaluated_checkpoints.of_run(run)
     assert record.failed == {13: "it failed"} and not record.followed
 
 
@@ -294,7 +298,7 @@ def test_two_followers_do_not_work_at_once(run, jobs, states):
     seen = []
 
     def other(_):
-        seen.append(background.is_followed(run / "evaluations/tiny"))
+        seen.append(follower_process.is_followed(run / "evaluations/tiny"))
         with pytest.raises(RecipeError) as error:
             CheckpointFollower(FollowRequest(run, "tiny"), "tiny").follow()
         seen.append(codes(error.value))
@@ -315,7 +319,7 @@ def test_keys_of_components_are_those_of_generate():
         "tiny", cluster={"partition": "x", "time_min": 3, "generate": {"nodes": 2}}, overrides={"evaluate.seed": 1}
     )
     expected = {"evaluate": {"seed": 1}, "cluster": {"time_min": 3, "generate": {"partition": "x", "nodes": 2}}}
-    assert background.keys_of(section) == expected
+    assert follower_process.keys_of(section) == expected
 
 
 def test_a_recipe_with_the_section_is_checked_with_its_evaluations(tmp_path, capsys):
@@ -329,13 +333,13 @@ def test_a_recipe_with_the_section_is_checked_with_its_evaluations(tmp_path, cap
 
 def test_submission_starts_one_follower(run, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(background, "start_detached", lambda command, *_: started.append(command) or Job())
+    monkeypatch.setattr(follower_process, "start_detached", lambda command, *_: started.append(command) or Job())
     monkeypatch.setattr(Job, "pid", 7, raising=False)
-    line = background.start(FollowRequest(run, None), "tiny")
+    line = follower_process.start(FollowRequest(run, None), "tiny")
     assert started[0][-2:] == [f"run={run}", "step=follow"] and "process 7 evaluates checkpoints by tiny" in line
     (run / "evaluations/tiny").mkdir(parents=True)
     with follower.folder_lock.held(run / "evaluations/tiny", "run"):
-        assert "already" in background.start(FollowRequest(run, None), "tiny")
+        assert "already" in follower_process.start(FollowRequest(run, None), "tiny")
     assert len(started) == 1
 
 
@@ -343,7 +347,7 @@ def test_submission_starts_one_follower(run, monkeypatch, capsys):
 
 
 def test_scores_are_a_table():
-    assert list(tables.lines(SCORES)) == [
+    assert list(score_tables.lines(SCORES)) == [
         "task      metric    score  95% interval    questions  samples  truncated  unparsed",
         "addition  accuracy  0.500  0.250 to 0.750          8        8      25.0%      0.0%",
         "          pass@1    0.500  -",
@@ -352,23 +356,25 @@ def test_scores_are_a_table():
 
 
 def test_status_shows_what_is_evaluated_and_pending(run, capsys):
-    folder = sources.evaluation_folder(run, "tiny", 50)
+    folder = evaluation_sources.evaluation_folder(run, "tiny", 50)
     folder.mkdir(parents=True)
-    (folder / tables.SCORES).write_text(json.dumps(SCORES))
+    (folder / score_tables.SCORES).write_text(json.dumps(SCORES))
     made_runs.ended(folder, 50)
-    kept.keep(run / "checkpoints/step_000100", sources.evaluation_folder(run, "tiny", 100))
+    waiting_checkpoints.keep(run / "checkpoints/step_000100", evaluation_sources.evaluation_folder(run, "tiny", 100))
     status.main([str(run)])
     shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluation"))
     assert shown.split(None, 1)[1] == "tiny: step 50: addition 0.500 (0.250 to 0.750); evaluated: 50; pending: 100"
 
 
 def test_status_of_an_evaluation_shows_its_scores_and_answers(run, capsys):
-    source = sources.of_checkpoint(run, sources.read_run(run), sources.select(run, "tiny", 50), "tiny")
+    source = evaluation_sources.of_checkpoint(
+        run, evaluation_sources.read_run(run), evaluation_sources.select(run, "tiny", 50), "tiny"
+    )
     folder = source.run_dir
     (folder / "answers").mkdir(parents=True)
     (folder / "answers/addition.jsonl").write_text("{}\n" * 3)
     config.write(suites.inspect("tiny", source, ()).recipe, folder / "recipe.yaml")
-    (folder / tables.SCORES).write_text(json.dumps(SCORES))
+    (folder / score_tables.SCORES).write_text(json.dumps(SCORES))
     status.main([str(folder)])
     rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines()[1:])
     assert rows["answers"] == "addition 3" and rows["addition"].strip() == "0.5" and rows["step"].startswith("50;")
@@ -376,15 +382,17 @@ def test_status_of_an_evaluation_shows_its_scores_and_answers(run, capsys):
 
 
 def test_a_complete_evaluation_is_said_to_be_complete(run, capsys):
-    source = sources.of_checkpoint(run, sources.read_run(run), sources.select(run, "tiny", 50), "tiny")
+    source = evaluation_sources.of_checkpoint(
+        run, evaluation_sources.read_run(run), evaluation_sources.select(run, "tiny", 50), "tiny"
+    )
     folder = source.run_dir
     folder.mkdir(parents=True)
-    (folder / tables.SCORES).write_text(json.dumps(SCORES))
+    (folder / score_tables.SCORES).write_text(json.dumps(SCORES))
     made_runs.ended(folder, 50)
     config.write(suites.inspect("tiny", source, ()).recipe, folder / "recipe.yaml")
-    kept.keep(run / "checkpoints/step_000050", folder)  # as detach=true leaves it
+    waiting_checkpoints.keep(run / "checkpoints/step_000050", folder)  # as detach=true leaves it
     assert evaluate.main([f"run={run}", "suite=tiny", "step=50"]) == 0
-    assert not kept.place(folder).exists()
+    assert not waiting_checkpoints.place(folder).exists()
     out = capsys.readouterr().out
     assert f"{folder} is complete" in out and "accuracy  0.500" in out
     assert "holds another recipe" in printed_problems(capsys, f"run={run}", "suite=tiny", "step=50", "evaluate.seed=9")
@@ -392,7 +400,7 @@ def test_a_complete_evaluation_is_said_to_be_complete(run, capsys):
 
 def test_the_plan_counts_questions_tokens_and_hours():
     gpus = ("cluster.generate.gpus_per_node=2", "policy.precision=bfloat16", "policy.max_total_sequence_length=64")
-    recipe = suites.inspect("tiny", sources.of_model(MODEL, "tiny"), [*gpus, "plan.answer_tokens=10"]).recipe
+    recipe = suites.inspect("tiny", evaluation_sources.of_model(MODEL, "tiny"), [*gpus, "plan.answer_tokens=10"]).recipe
     plan = evaluation_plan.plan(recipe)
     (task,) = plan.tasks
     assert task.questions == 128 and task.answers == 128 and task.drawn_tokens == 1280
@@ -409,7 +417,7 @@ def test_a_plan_measures_prompts_of_files_and_says_so(tmp_path, reads):
         f"algorithm: evaluate\nevaluate: {{tasks: {{own: {{env_name: match, max_new_tokens: 24, data: {data}}}}}}}\n"
         "env: {match: {kind: exact_match}}\n"
     )
-    source = sources.of_model(MODEL, "own")
+    source = evaluation_sources.of_model(MODEL, "own")
     for total, cut in ((34, False), (26, True)):
         suite = suites.inspect(str(tmp_path / "own.yaml"), source, [f"policy.max_total_sequence_length={total}"])
         plan = evaluation_plan.plan(suite.recipe, reads=reads)
@@ -424,7 +432,7 @@ def test_a_plan_does_not_look_for_data_on_the_network(monkeypatch):
     monkeypatch.setattr(evaluation_data, "read", lambda name, task: read.append(name))
     far = "{format: gsm8k, env_name: match, max_new_tokens: 24, data: {dataset_name: nobody/has-this}}"
     keys = [f"evaluate.tasks={{_override_: true, far: {far}}}", "env={match: {kind: exact_match}}"]
-    plan = evaluation_plan.plan(suites.inspect("tiny", sources.of_model(MODEL, "tiny"), keys).recipe, reads=True)
+    plan = evaluation_plan.plan(suites.inspect("tiny", evaluation_sources.of_model(MODEL, "tiny"), keys).recipe, reads=True)
     assert [task.name for task in plan.tasks] == ["far"] and read == []
     assert "prompts of guessed tokens" in evaluation_plan.text(plan)
 
@@ -439,7 +447,7 @@ def test_a_key_of_an_unknown_task_names_the_nearest_task_first(capsys, tmp_path,
 def test_a_metric_that_a_kind_cannot_give_is_refused():
     loaded = suites.inspect(
         "tiny",
-        sources.of_model(MODEL, "tiny"),
+        evaluation_sources.of_model(MODEL, "tiny"),
         ["evaluate.tasks.addition.kind=choices", "evaluate.tasks.addition.metric=acc_nrom"],
     )
     assert [problem.key for problem in loaded.problems] == ["evaluate.tasks.addition.metric"]

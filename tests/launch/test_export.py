@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import export
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from pipeline import config
-from pipeline.checkpoint import Checkpoints
+from pipeline.checkpoints.checkpoint import Checkpoints
 from tests.launch.model import write_recipe
 from tests.train import cases, model_roles, ranks
 

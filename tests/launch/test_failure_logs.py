@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import AttemptFolder, latest
-from launch.failure_logs import container_failure, failed_log_lines
+from launch.runs.attempts import AttemptFolder, latest
+from launch.runs.failure_logs import container_failure, failed_log_lines
 from tests.launch.model import write_recipe
 
 MISSING = "bash: line 1: exec: /no/python3: cannot execute: No such file or directory"

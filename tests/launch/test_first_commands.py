@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import slurm_client, status, submit
+from launch import status, submit
+from launch.executors import slurm_client
 from launch.executors.record import JobRecord, write_record
 from pipeline import config
 from tests.launch.model import write_recipe
@@ -55,7 +56,7 @@ def test_the_commands_without_a_cluster(tmp_path, monkeypatch, capsys, number):
     check(situation, capsys.readouterr().out)
     assert submit.main([*first_run(), "cluster.executor=slurm", "dry_run=true"]) == 0
     assert "# cluster.executor: got slurm; Slurm's" in (out := capsys.readouterr().out) or "; Slurm is not" in out
-    monkeypatch.setattr("launch.prepare.RESTART_S", 0.0)
+    monkeypatch.setattr("launch.submission.prepare.RESTART_S", 0.0)
     monkeypatch.chdir(tmp_path)
     assert submit.main([f"recipe={write_recipe(tmp_path)}", "cluster.executor=slurm"]) == 2
     assert f"error: cluster.executor: got slurm; {slurm_client.unreachable()}" in capsys.readouterr().err
@@ -66,7 +67,7 @@ def test_the_commands_without_a_cluster(tmp_path, monkeypatch, capsys, number):
 def test_a_run_whose_job_cannot_be_queried_is_reported(tmp_path, monkeypatch, capsys, number):
     situation = situations.without_cluster(tmp_path)[number]
     enter(monkeypatch, situation)
-    monkeypatch.setattr("launch.submit.RESTART_S", 0.0)
+    monkeypatch.setattr("launch.submission.foreground.RESTART_S", 0.0)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     recipe = str(write_recipe(tmp_path, cluster={}))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.executors.base import JobStatus
-from launch.failure_logs import failed_step
-from launch.follow import Follower, MetricsTail, _shown, failure
+from launch.executors.executor import JobStatus
+from launch.runs.failure_logs import failed_step
+from launch.runs.follow import Follower, MetricsTail, _shown, failure
 
 RUNNING, FAILED = JobStatus("RUNNING"), JobStatus("FAILED", ended=True)
 RAISED = {
@@ -50,8 +50,8 @@ def console(tmp_path_factory) -> Console:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr("launch.follow.POLL_S", 0.0)
-    monkeypatch.setattr("launch.follow.SETTLE_S", 0.0)
+    monkeypatch.setattr("launch.runs.follow.POLL_S", 0.0)
+    monkeypatch.setattr("launch.runs.follow.SETTLE_S", 0.0)
 
 
 def write_steps(run_dir: Path, *moments: float, **values) -> None:

@@ -5,7 +5,7 @@ import time
 
 from launch.executors import forks
 from launch.executors.local import HetLocalExecutor
-from launch.task import rank_main
+from launch.executors.rank_task import rank_main
 from pipeline.config import ClusterConfig, ComponentConfig
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from launch import prepare, status
-from launch.executors.base import ROOT
+from launch import status
+from launch.executors.executor import ROOT
+from launch.submission import prepare
 from pipeline.config import collected
 from tests.launch import fuzz
 from tests.launch.model import write_recipe

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from launch.preflight import libraries, signatures
 from pipeline import config
 from pipeline.config import Problem

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from launch import audit_log, registry
 from launch import lineage as command
-from launch.ancestry import drawing, graph, inputs, records, search
-from launch.ancestry.model_registry import Registry
-from launch.audit_check import verify
-from launch.evaluations import kept, suites
-from launch.evaluations.sources import Source
-from launch.evaluations.tables import SCORES
-from pipeline import config, digests, lineage
-from pipeline.checkpoint import Checkpoints
+from launch import registry
+from launch.governance import export_lineage, graph, lineage_drawing, search
+from launch.governance.audit_check import verify
+from launch.governance.model_registry import Registry
+from launch.runs import audit_log, suites, waiting_checkpoints
+from launch.runs.evaluation_sources import Source
+from launch.runs.score_tables import SCORES
+from launch.submission import inputs
+from pipeline import config
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig
-from pipeline.lineage import FOLDER, HASHES, MARK, FileState, HashCache
+from pipeline.files import digests, input_records
+from pipeline.files.input_records import FOLDER, HASHES, MARK, FileState, HashCache
 from tests.launch import made_runs
 from tests.problems import refused
 
@@ -37,7 +39,7 @@ def made(run: Path, recipe: str, *overrides: str) -> Path:
     """Write a run folder as a submission does, and hash its inputs as its job does."""
     made_runs.folder(run, recipe, *overrides)
     inputs.write(config.read(run / "recipe.yaml"), run)
-    assert not list(lineage.hash_inputs(run))
+    assert not list(input_records.hash_inputs(run))
     return run
 
 
@@ -51,7 +53,7 @@ def saved(run: Path, step: int, weights: str):
 def exported(run: Path, checkpoint, out: Path) -> Path:
     shutil.copytree(checkpoint.folder / "hf", out, ignore=shutil.ignore_patterns(MARK))
     receipt = audit_log.record("export", run, {"out": str(out)})
-    records.write(run, checkpoint, out, "hf", receipt)
+    export_lineage.write(run, checkpoint, out, "hf", receipt)
     return out
 
 
@@ -151,7 +153,7 @@ def test_a_tree_of_ancestors_and_descendants(runs, tmp_path, capsys):
     text = page.read_text()
     assert all(f">{name}<" in text for name in ("sft", "grpo", "base", "sums.jsonl", "sft, step 10")) and "<svg" in text
     with refused(("draw", "bad-format")):
-        drawing.write(graph.read(runs), [next(iter(graph.read(runs).nodes.values()))], tmp_path / "x.png")
+        lineage_drawing.write(graph.read(runs), [next(iter(graph.read(runs).nodes.values()))], tmp_path / "x.png")
 
 
 def test_lineage_outlives_removed_checkpoints_and_moved_exports(runs, tmp_path):
@@ -192,15 +194,15 @@ def test_a_model_that_did_not_exist_at_the_submission_is_found_in_the_job(tmp_pa
     run = tmp_path / "runs/grpo"
     inputs.write(config.read(run / "recipe.yaml"), run)
     model(tmp_path / "later", "weights")
-    assert not list(lineage.hash_inputs(run))
-    paths = [Path(state.path).name for state, _ in lineage.read_hashes(run / FOLDER / HASHES)]
+    assert not list(input_records.hash_inputs(run))
+    paths = [Path(state.path).name for state, _ in input_records.read_hashes(run / FOLDER / HASHES)]
     assert sorted(paths) == sorted([*FILES, "model.safetensors"])
 
 
 def test_an_evaluation_of_a_checkpoint_that_is_gone(runs, tmp_path):
     """The checkpoint was kept by hard links for its evaluation, and removed with the links."""
     folder = runs / "sft/evaluations/tiny/step_000010"
-    linked = kept.keep(runs / "sft/checkpoints/step_000010", folder / "kept")
+    linked = waiting_checkpoints.keep(runs / "sft/checkpoints/step_000010", folder / "kept")
     suite = str(Path(__file__).parents[2] / "recipes/suites/tiny.yaml")
     values = {"policy": {"model_name": str(tmp_path / "base")}, "evaluate": {"run": str(runs / "sft")}}
     values["evaluate"] |= {"checkpoint": str(linked), "step": 10}
@@ -223,7 +225,7 @@ def test_the_scores_of_a_checkpoint_are_not_those_of_the_model_that_its_run_bega
     entries = json.loads((folder / FOLDER / inputs.INPUTS).read_text())
     checkpoint = runs / "grpo/checkpoints/step_000005"
     own = {"key": "evaluate.checkpoint", "role": "checkpoint", "name": str(checkpoint), "path": str(checkpoint)}
-    entries["inputs"].append(lineage.found(own | {"files": [], "origin": None}))
+    entries["inputs"].append(input_records.found(own | {"files": [], "origin": None}))
     (folder / FOLDER / inputs.INPUTS).write_text(json.dumps(entries))
     scores = json.loads((folder / SCORES).read_text())
     (folder / SCORES).write_text(json.dumps(scores | {"run": str(runs / "grpo"), "step": 5}))
@@ -265,7 +267,7 @@ def test_a_hash_is_computed_once(tmp_path, monkeypatch):
     path.write_text("content")
     cache = tmp_path / ".hashes.jsonl"
     state, own = HashCache(cache).sha256(path)
-    monkeypatch.setattr(lineage, "sha256", None)
+    monkeypatch.setattr(input_records, "sha256", None)
     assert HashCache(cache).sha256(path) == (state, own)
     monkeypatch.undo()
     cache.write_text(cache.read_text() + "{half of a li\n")
@@ -283,7 +285,7 @@ def test_a_file_that_changed_after_the_submission_is_told(tmp_path):
     run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
     inputs.write(config.read(run / "recipe.yaml"), run)
     data.write_text('{"input": "1+1=", "output": "two"}\n')
-    assert [message for message in lineage.hash_inputs(run) if "not as it was" in message]
+    assert [message for message in input_records.hash_inputs(run) if "not as it was" in message]
 
 
 def test_a_file_rewritten_between_two_starts_is_told_with_both_hashes(tmp_path):
@@ -292,19 +294,19 @@ def test_a_file_rewritten_between_two_starts_is_told_with_both_hashes(tmp_path):
     data.write_text('{"input": "1+1=", "output": "2"}\n')
     run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
     recipe = config.read(run / "recipe.yaml")
-    assert inputs.write(recipe, run) == [] and not list(lineage.hash_inputs(run))
-    first = lineage.sha256(data)
+    assert inputs.write(recipe, run) == [] and not list(input_records.hash_inputs(run))
+    first = input_records.sha256(data)
     assert inputs.write(recipe, run) == []
     data.write_text('{"input": "1+1=", "output": "3"}\n')
     os.utime(data, (1e9, 1e9))
     (at_submission,) = inputs.write(recipe, run)
     assert first[:16] in at_submission and "2001-09-0" in at_submission and str(data) in at_submission
-    (in_job,) = lineage.hash_inputs(run)
-    assert first[:16] in in_job and lineage.sha256(data)[:16] in in_job
-    assert not list(lineage.hash_inputs(run)) and inputs.write(recipe, run) == []  # told once
+    (in_job,) = input_records.hash_inputs(run)
+    assert first[:16] in in_job and input_records.sha256(data)[:16] in in_job
+    assert not list(input_records.hash_inputs(run)) and inputs.write(recipe, run) == []  # told once
     os.utime(data, (2e9, 2e9))  # touched
     inputs.write(recipe, run)
-    assert not list(lineage.hash_inputs(run))
+    assert not list(input_records.hash_inputs(run))
 
 
 def test_a_file_without_a_recorded_hash_is_hashed_when_asked_for(tmp_path):
@@ -320,7 +322,7 @@ def test_another_programs_lineage_json_is_no_origin(tmp_path):
     base = model(tmp_path / "base", "weights")
     for text in ('{"kind": "table"}', "[]", "{"):
         (base / MARK).write_text(text)
-        assert lineage.origin_of(base) is None
+        assert input_records.origin_of(base) is None
     made(tmp_path / "runs/sft", "tiny_sft", "policy.random_init=false", f"policy.model_name={base}")
     assert made_from(tmp_path / "runs", base) == ["run sft"]
 
@@ -328,7 +330,7 @@ def test_another_programs_lineage_json_is_no_origin(tmp_path):
 def test_files_that_cannot_be_read_are_left_out(runs, tmp_path):
     (runs / "sft" / FOLDER / HASHES).unlink()
     (runs / "sft" / FOLDER / HASHES).mkdir()  # as unreadable as another user's, for whoever runs this test
-    exports = lineage.exports_of(runs / "grpo")
+    exports = input_records.exports_of(runs / "grpo")
     exports.write_text(f"\0\n[]\n{exports.read_text()}" + '{"half": "of a li')
     assert made_from(runs, tmp_path / "prompts.jsonl") == everything(runs)[2:]
     exported(runs / "grpo", saved(runs / "grpo", 9, "later weights"), tmp_path / "later_model")
@@ -345,7 +347,7 @@ def test_an_export_in_its_run_moves_with_it(runs, tmp_path):
 
 def _export_often(run: Path, checkpoint, out: Path) -> None:
     for _ in range(10):
-        records.write(run, checkpoint, out, "hf", None)
+        export_lineage.write(run, checkpoint, out, "hf", None)
 
 
 def test_exports_of_a_run_at_once_all_count(tmp_path):
@@ -356,7 +358,7 @@ def test_exports_of_a_run_at_once_all_count(tmp_path):
         writer.start()
     for writer in writers:
         writer.join()
-    assert len(list(lineage.read_exports(run))) == lineage.exports_of(run).read_text().count("\n") == 30
+    assert len(list(input_records.read_exports(run))) == input_records.exports_of(run).read_text().count("\n") == 30
 
 
 def test_an_export_that_lists_its_digests_is_not_read_again(tmp_path, monkeypatch):
@@ -365,8 +367,8 @@ def test_an_export_that_lists_its_digests_is_not_read_again(tmp_path, monkeypatc
     checkpoint, out = saved(run, 1, "weights"), model(tmp_path / "out", "weights")
     (out / "README.md").write_text("a card")
     listed = digests.add_manifest(out, {}, ("README.md",))
-    monkeypatch.setattr(lineage, "sha256", None)
-    records.write(run, checkpoint, out, "hf", None)
+    monkeypatch.setattr(input_records, "sha256", None)
+    export_lineage.write(run, checkpoint, out, "hf", None)
     assert json.loads((out / MARK).read_text())["files"] == listed and len(listed) == 4
     assert len(HashCache(tmp_path / f"runs/.hashes-{os.geteuid()}.jsonl").sha256(out / "config.json")[1]) == 64
 

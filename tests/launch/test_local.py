@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from launch.attempts import all_attempts, latest
 from launch.executors.local import HetLocalExecutor, HetLocalJob, rank_environments
 from launch.executors.record import JobRecord, read_record, write_record
+from launch.runs.attempts import all_attempts, latest
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import tasks
 from tests.launch.waiting import alive, none_alive, reports, wait_until, wait_until_ended

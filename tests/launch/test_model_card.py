@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from launch import model_card
-from launch.run_folder import RunFolder
+from launch.governance import model_card
+from launch.runs.run_folder import RunFolder
 from tests.evaluation import made
 from tests.launch import made_runs
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import command_line, plan_refit, sweep
+from launch import plan_refit, sweep
 from launch.sweeps import suite
+from launch.terminal import command_line
 from pipeline import config
 from pipeline.config import yaml_text
 from tests.launch.model import write_recipe

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from launch import prepare
+from launch.submission import prepare
 from pipeline import config
 from pipeline.config import loading
 from tests.launch.model import write_recipe

@@ -5,12 +5,11 @@ import subprocess
 
 import pytest
 
-from launch import nodes
-from launch.components import components
-from launch.executors import allocation
+from launch.executors import allocation, nodes
+from launch.executors.components import components
 from launch.executors.local import rank_environments
+from launch.executors.nodes import ColocatedComponent
 from launch.executors.slurm import batch_script
-from launch.nodes import ColocatedComponent
 from launch.plan.refit import node_names
 from launch.preflight import current_allocation as allocated
 from launch.preflight import slurm_request
@@ -135,7 +134,7 @@ def test_inside_an_allocation(load, monkeypatch):
 
 
 def test_on_this_machine(load, monkeypatch):
-    monkeypatch.setattr("launch.gpus.count", lambda: (8, "nvidia-smi"))
+    monkeypatch.setattr("launch.executors.gpus.count", lambda: (8, "nvidia-smi"))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

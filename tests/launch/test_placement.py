@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from launch import gpus, placement
-from launch.components import components
+from launch.executors import gpus
+from launch.executors.components import components
 from launch.executors.local import rank_environments
+from launch.plan import placement
 from pipeline import config
 from pipeline.config import Loaded, colocated
 from tests.problems import named, refused

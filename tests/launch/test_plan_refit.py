@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from launch import plan_refit
-from launch.model_files import public_model_config
 from launch.plan.refit_picture import PARTS
+from launch.recipes.model_files import public_model_config
 from pipeline.models.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from launch import report
-from launch.pages import rollouts
+from launch.pages import report_page, rollouts
 from launch.pages.chart import Chart, Mark, Series, figure
 from launch.pages.document import SCRIPTS
 from launch.pages.recipe_section import differences
-from launch.run_folder import RunFolder
+from launch.runs.run_folder import RunFolder
 from tests.launch import made_runs
 from tests.launch.made_runs import Texts
 
@@ -217,8 +217,8 @@ def test_gpus_that_ranks_share_are_counted_once(shared, gpus, tmp_path):
 
 
 def test_labels_distinguish_folders_of_one_name():
-    assert report.labels([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
-    assert report.labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert report_page.labels([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
+    assert report_page.labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
 
 
 def test_an_offline_run_has_no_empty_sections(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from launch import report, status
-from launch.run_folder import RunFolder
-from pipeline.metrics import read
+from launch.runs.run_folder import RunFolder
+from pipeline.observe.metrics import read
 from tests.launch import made_runs
 from tests.launch.test_status import asked, run
 
@@ -33,7 +33,7 @@ def test_a_board_is_redrawn_in_place_until_the_run_ends(run, monkeypatch):
     (folder / "rank00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (about, sample, later)))
     terminal = io.StringIO()
     console = Console(file=terminal, force_terminal=True, width=120, height=60)
-    monkeypatch.setattr("launch.board.rich_console", lambda: console)
+    monkeypatch.setattr("launch.terminal.board.rich_console", lambda: console)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert status.main([str(run), "watch=true"]) == 0
     shown = terminal.getvalue()

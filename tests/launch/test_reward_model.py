@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import backend, run_setup
-from launch.components import components
+from launch.executors.components import components
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
-from launch.preflight import architecture, input_files, weight_files
+from launch.plan import backend_choice
+from launch.preflight import architecture, input_files, model_weights
+from launch.runs import run_setup
 from pipeline import config
 from tests.launch.model import write_model, write_recipe, write_weights
 from tests.problems import named, refused
@@ -57,8 +58,8 @@ def cut(backend_section: str, **keys) -> list[str]:
 
 def check(recipe: config.Recipe, pending: list[Path] = ()) -> config.Recipe:
     """Check a recipe as a submission does."""
-    recipe, _ = backend.choose(recipe, pending)
-    config.refuse([*input_files.problems(recipe, pending), *weight_files.problems(recipe, pending)])
+    recipe, _ = backend_choice.choose(recipe, pending)
+    config.refuse([*input_files.problems(recipe, pending), *model_weights.problems(recipe, pending)])
     return recipe
 
 
@@ -75,7 +76,7 @@ def test_an_evaluated_model_is_a_reward_model_or_one_that_samples(load, tmp_path
     write_weights(tmp_path / "model")
     keys = [f"policy.model_name={tmp_path / model}", f"run_dir={tmp_path}/run", "policy.max_total_sequence_length=32"]
     recipe = config.load("suites/reward", keys)
-    found = named([*architecture.problems(recipe), *weight_files.problems(recipe)])
+    found = named([*architecture.problems(recipe), *model_weights.problems(recipe)])
     of_scorer = {("evaluate.reward_model.model_name", "unavailable-model"), ("policy.model_name", "unavailable-model")}
     assert found == (of_scorer if model == "model" else set())
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from launch import run_keys
-from pipeline.problems import RecipeError
+from launch.runs import run_keys
+from pipeline.recipe.problems import RecipeError
 from tests.launch import made_runs
 
 ENABLED = "checkpointing.encryption.enabled=true"

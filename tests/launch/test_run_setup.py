@@ -8,12 +8,13 @@ import shlex
 
 import pytest
 
-from launch import run_control, run_setup
-from launch.components import components
-from launch.executors.base import ROOT
+from launch.executors.components import components
+from launch.executors.executor import ROOT
 from launch.executors.record import JobRecord, write_record
-from launch.run_setup import locked
-from launch.sweeps.folder import SweepFolder
+from launch.runs import run_setup
+from launch.runs.run_setup import locked
+from launch.submission import run_control
+from launch.sweeps.sweep_folder import SweepFolder
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_recipe

@@ -9,15 +9,17 @@ import sys
 
 import pytest
 
-from launch import run_setup, submit
-from launch.executors import base
-from launch.run_setup import locked
-from launch.sweeps.folder import SweepFolder
-from pipeline import config, secrets
+from launch import submit
+from launch.executors import executor
+from launch.runs import run_setup
+from launch.runs.run_setup import locked
+from launch.sweeps.sweep_folder import SweepFolder
+from pipeline import config
 from pipeline.config import RecipeError
-from pipeline.storage import write_durably
+from pipeline.files.storage import write_durably
+from pipeline.job.watchdog import Failure
+from pipeline.recipe import secrets
 from pipeline.store.auth import attempt_key
-from pipeline.watchdog import Failure
 from tests.launch.model import write_recipe
 from tests.problems import refused
 from tests.world.secret import write_secret
@@ -73,7 +75,7 @@ def test_recipes_without_secrets_pass(load):
 def test_no_file_of_a_submission_has_a_secret(load, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", HF)
     recipe = load()
-    run_dir = base.Path(recipe.run_dir)
+    run_dir = executor.Path(recipe.run_dir)
     with locked(run_dir):
         run_setup.prepare(recipe, run_dir, "#!/bin/bash\n")
         run_setup.append_manifest(run_dir, "local", "1", ["submit.py", f"x={HF}"])
@@ -154,15 +156,15 @@ def test_a_rank_loads_no_code_that_others_could_have_written(tmp_path):
         before = mode(path)
         path.chmod(before | 0o020)
         with pytest.raises(PermissionError, match="expected a file that only user"):
-            base.own_pickle(folder, "7")
+            executor.own_pickle(folder, "7")
         path.chmod(before & ~0o022)
-    base.own_pickle(folder, "7")
+    executor.own_pickle(folder, "7")
 
 
 def test_a_ranks_log_has_no_secrets(tmp_path):
     program = """
 import logging, os, sys, warnings
-from pipeline import rank_log
+from pipeline.files import rank_log
 rank_log.set_up()
 print("printed", os.environ["HF_TOKEN"])
 logging.getLogger("x").warning("logged %s", os.environ["HF_TOKEN"])

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from launch import run_state, run_summary, slurm_client, status
-from launch.executors.base import ROOT
+from launch import status
+from launch.executors import slurm_client
+from launch.executors.executor import ROOT
 from launch.executors.local import HetLocalExecutor, start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
-from launch.run_folder import RunFolder
-from pipeline import small_files
-from pipeline.checkpoint import Checkpoints
+from launch.runs import run_state, run_summary
+from launch.runs.run_folder import RunFolder
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig
-from pipeline.metrics import read
+from pipeline.files import small_files
+from pipeline.observe.metrics import read
 from tests.launch import made_runs, tasks
 from tests.launch.made_runs import Texts
 from tests.launch.waiting import reports, wait_until, wait_until_ended

@@ -9,14 +9,16 @@ from pathlib import Path
 import hetstep
 import pytest
 
-from launch import report, run_control, status, steer, submit
+from launch import report, status, steer, submit
 from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
-from launch.run_folder import RunFolder
-from pipeline import config, steer_files
+from launch.runs.run_folder import RunFolder
+from launch.submission import run_control
+from pipeline import config
 from pipeline.config.live_keys import value_at
-from pipeline.steer_files import ChangeAnswer, KeyChange
-from pipeline.storage import NO_RETRIES
+from pipeline.files.storage import NO_RETRIES
+from pipeline.steering import steer_files
+from pipeline.steering.steer_files import ChangeAnswer, KeyChange
 from tests.launch import made_runs
 from tests.launch.api import conftest  # noqa: F401  # makes `hetstep` importable
 from tests.launch.made_runs import Texts
@@ -123,9 +125,9 @@ def test_a_run_that_does_not_go_on_is_refused(tmp_path, run, capsys):
 
 
 def test_a_request_is_withdrawn_if_the_run_ends_before(run, capsys, monkeypatch):
-    from launch import steering
+    from launch.runs import steer_request
 
-    monkeypatch.setattr(steering, "STATE_S", 0.0)
+    monkeypatch.setattr(steer_request, "STATE_S", 0.0)
 
     def end() -> None:
         wait_until(lambda: steer_files.numbers(run), "the request")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.executors.base import ROOT
-from launch.preflight import container_images, slurm_job, storage
+from launch.executors.executor import ROOT
+from launch.preflight import container_images, file_systems, slurm_job
 from launch.preflight.container_images import Mount, resolve_inside
 from launch.preflight.disk_space import conversions_folder
-from launch.preflight.storage import file_system
-from launch.units import size
+from launch.preflight.file_systems import file_system
+from launch.terminal.units import size
 from pipeline import config
 from pipeline.config import ComponentConfig, Problem, Recipe
 from pipeline.models.tensors import tensors
@@ -66,7 +66,7 @@ def model(folder) -> Path:
 
 
 def problems(recipe: Recipe) -> list[Problem]:
-    return list(storage.problems(recipe, on_nodes=recipe.cluster.executor != "local"))
+    return list(file_systems.problems(recipe, on_nodes=recipe.cluster.executor != "local"))
 
 
 # ---- the key ------------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_the_file_with_a_key_is_looked_at(folder, model, content, mode, code):
     assert [each.code for each in found] == ([code] if code else [])
     if content is None:  # it may be on the nodes
         notes: list[str] = []
-        assert not [each for each in storage.problems(recipe, notes=notes, on_nodes=True) if each.key.endswith("key_file")]
+        assert not [each for each in file_systems.problems(recipe, notes=notes, on_nodes=True) if each.key.endswith("key_file")]
         assert any("key_file" in note and "is not on this machine" in note for note in notes)
 
 
@@ -259,11 +259,11 @@ def test_the_type_of_a_file_system():
 
 
 def test_a_job_on_a_file_system_of_one_machine_is_noted(folder, model, monkeypatch):
-    monkeypatch.setattr(storage, "LOCAL", {file_system(folder)[0]})
+    monkeypatch.setattr(file_systems, "LOCAL", {file_system(folder)[0]})
     notes: list[str] = []
-    assert list(storage.problems(load(folder), [], notes, on_nodes=True)) == []
+    assert list(file_systems.problems(load(folder), [], notes, on_nodes=True)) == []
     assert "run_dir (" in notes[0] and "all nodes of the job must see it" in notes[0]
-    assert list(storage.problems(load(folder), [], notes := [])) == []
+    assert list(file_systems.problems(load(folder), [], notes := [])) == []
     assert notes == []
 
 
@@ -440,7 +440,7 @@ def test_checkpoints_that_do_not_fit_are_refused(folder, model, disk):
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=null"))
     assert "100 checkpoints" in problem.message and "keep_top_k=2 would fit" in problem.message
     epochs, notes = llama(folder, run, "checkpointing.keep_top_k=null", "grpo.max_num_steps=1000000"), []
-    assert list(storage.problems(epochs, [], notes)) == []
+    assert list(file_systems.problems(epochs, [], notes)) == []
     assert [n for n in notes if "keep_top_k" in n or "num_rollouts" in n] == [
         f"checkpointing.keep_top_k: null keeps every checkpoint, {size(one)} each, and their number is not known"
         " without grpo.max_num_steps; room was checked for 2"

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import prepare, run_setup, slurm_client, submit
-from launch.executors.base import ROOT
+from launch import submit
+from launch.executors import slurm_client
+from launch.executors.executor import ROOT
 from launch.executors.record import read_record
+from launch.runs import run_setup
+from launch.submission import prepare
 from pipeline import config
 from pipeline.config import loading
 from tests.launch import tasks
@@ -48,7 +51,7 @@ def command(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str, task: Callable[[str], None] = tasks.write_steps) -> tuple[int, str, str]:
-        monkeypatch.setattr("launch.task.rank_main", task)
+        monkeypatch.setattr("launch.executors.rank_task.rank_main", task)
         return submit.main(list(arguments)), *capfd.readouterr()
 
     yield run
@@ -87,7 +90,7 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
         assert answer.stdout.count("--het-group=") == 2
         assert subprocess.run(["bash", "-n"], input=answer.stdout.partition("# the recipe")[0], text=True).returncode == 0
     else:
-        assert answer.stdout.count("-m launch.task") == 3
+        assert answer.stdout.count("-m launch.executors.rank_task") == 3
 
 
 @pytest.mark.parametrize(
@@ -214,7 +217,7 @@ def test_a_run_that_its_data_ended_resumes_only_with_more_epochs(here, command):
     ids=["failure.json", "a log", "no done.json"],
 )
 def test_a_failure_is_printed(here, command, monkeypatch, task, told):
-    monkeypatch.setattr("launch.follow.SETTLE_S", 0.0)
+    monkeypatch.setattr("launch.runs.follow.SETTLE_S", 0.0)
     status, out, _ = command("recipe=tiny", task=task)
     assert status == 1 and [text for text in told if text.format(here=here) not in out] == []
 
@@ -261,8 +264,8 @@ def test_a_failed_need_stops_the_rest(here, command):
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------------
 
 SUBMIT_WAITING = (
-    "import sys; from launch import submit, task; from tests.launch import tasks;"
-    "task.rank_main = tasks.report_and_wait; sys.exit(submit.main(['recipe=tiny.yaml']))"
+    "import sys; from launch import submit; from launch.executors import rank_task; from tests.launch import tasks;"
+    "rank_task.rank_main = tasks.report_and_wait; sys.exit(submit.main(['recipe=tiny.yaml']))"
 )
 
 

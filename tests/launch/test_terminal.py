@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from launch import status
-from launch.executors.base import JobStatus
-from launch.follow import Follower, MetricsTail
-from launch.terminal import on_one_line, plain
+from launch.executors.executor import JobStatus
+from launch.runs.follow import Follower, MetricsTail
+from launch.terminal.safe_text import on_one_line, plain
 from tests.launch import made_runs
 from tests.launch.test_follow import RAISED, Job, fail, write_logs
 

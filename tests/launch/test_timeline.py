@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from launch import report, timeline
-from launch.run_folder import RunFolder
-from launch.traces import merged_trace, rank_traces, step_picture
-from launch.traces.rank_traces import attempt_traces
-from pipeline.spans import CATEGORIES
+from launch.drawing import merged_trace, rank_traces, step_picture
+from launch.drawing.rank_traces import attempt_traces
+from launch.runs.run_folder import RunFolder
+from pipeline.observe.spans import CATEGORIES
 from tests.launch import made_runs, written_traces
 from tests.launch.written_traces import BEGAN, record
 from tests.problems import refused

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from launch import track
-from launch.command_line import parse
 from launch.preflight import trackers
+from launch.terminal.command_line import parse
 from launch.track import TrackRequest
 from pipeline import config
 from pipeline.config import RecipeError
 from pipeline.trackers import TRACKERS
 from pipeline.tracking.position import FOLDER, Position
-from pipeline.tracking.process import alone
+from pipeline.tracking.tracking_process import alone
 from tests.launch import made_runs
 from tests.problems import named, refused
 

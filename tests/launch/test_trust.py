@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from launch import bounded, evaluate, submit, sweep
+from launch import evaluate, submit, sweep
 from launch.api import planning
-from launch.preflight import user_imports, user_source
-from launch.trust import VARIABLE, Trust
+from launch.preflight import bounded, user_imports, user_source
+from launch.recipes.trust import VARIABLE, Trust
 from pipeline import config
 from tests.launch.test_user_imports import RECIPE, SMALL
 
 HOSTILE = "from pathlib import Path\nPath({mark!r}).touch()\n"
 CODE = """\
-from pipeline.environments.base import Environment
+from pipeline.environments.environment import Environment
 class Env(Environment):
     def step(self, prompt, text): ...
 def right(prompt, answer, expected): return 1.0
@@ -132,7 +132,7 @@ SOURCES = {
     "if number:\n    def inside(prompt, answer): ...\n"
     "async def later(prompt, answer): ...\ndef batch(prompts, completions): ...\n"
     "def few(prompt): ...\ndef spread(*texts, **fields): ...\n",
-    "made_base": "import abc\nfrom pipeline.environments.base import Environment\n"
+    "made_base": "import abc\nfrom pipeline.environments.environment import Environment\n"
     "class Base(Environment):\n    def step(self, prompt, text): ...\n"
     "def helper(prompt, answer, weight, level=1): ...\n",
     "dynamic": "def __getattr__(name): return print\n",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from launch import backend, recipes
+from launch.plan import backend_choice
+from launch.recipes import reading
 from pipeline import config
 
 MEGATRON, DTENSOR = "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=true"
@@ -18,7 +19,7 @@ policy:
 def unread(name, *overrides):
     loaded = config.inspect(name, list(overrides))
     assert loaded.problems == []
-    return loaded.unread(backend.choose(loaded.recipe)[0])
+    return loaded.unread(backend_choice.choose(loaded.recipe)[0])
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,8 @@ def test_a_file_may_have_the_sections_of_both(tmp_path):
 
 def test_on_the_command_line_of_a_recipe_of_nemo_rls():
     theirs = str(config.RECIPES.parent / "tests/nemo_rl/recipes/grpo.yaml")
-    before = recipes.inspect(theirs)
-    given = recipes.inspect(theirs, [RATE])
+    before = reading.inspect(theirs)
+    given = reading.inspect(theirs, [RATE])
     backends = before.recipe.policy.dtensor_cfg.enabled, before.recipe.policy.megatron_cfg.enabled
     assert backends == (True, False)
     (problem,) = set(given.problems) - set(before.problems)

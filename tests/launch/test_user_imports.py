@@ -11,7 +11,7 @@ import pytest
 from launch import submit
 from launch.preflight import input_files, user_imports
 from launch.preflight.container_images import _needs
-from launch.trust import Trust
+from launch.recipes.trust import Trust
 from pipeline import config
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ env: {_override_: true, mine: {kind: rewards_of_mine.right}}
 """
 CODE = {
     "rewards_of_mine.py": """\
-from pipeline.environments.base import Environment
+from pipeline.environments.environment import Environment
 def right(prompt, answer, expected, **fields): return float(answer == expected)
 def level(prompt, answer, level, weight): return 1.0
 class Scaled(Environment):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import AttemptFolder
-from launch.executors.base import ROOT
-from pipeline.attempt import Attempt
-from pipeline.watchdog import Failure
+from launch.executors.executor import ROOT
+from launch.runs.attempts import AttemptFolder
+from pipeline.job.attempt import Attempt
+from pipeline.job.watchdog import Failure
 
 DONE, REQUEUE = 0, 75
 ONE = {"max_restarts": 1}
@@ -32,7 +32,7 @@ def left_by(
 
 
 def judge(run_dir: Path, name: str, status: int, max_restarts: int = 3, requeue: bool = True) -> tuple[int, str]:
-    """Return (exit status, verdict), as printed and as `launch.attempts` reads it."""
+    """Return (exit status, verdict), as printed and as `launch.runs.attempts` reads it."""
     command = [ROOT / "launch/executors/verdict.sh", run_dir, name, str(status), str(max_restarts), str(requeue).lower()]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HETSTEP_SETTLE_S": "0"})
     assert ended.stderr == ""

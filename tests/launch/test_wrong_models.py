@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from launch import model_readings
-from launch.model_files import planning_config
-from launch.preflight import input_files, storage
+from launch.preflight import file_systems, input_files, model_readings
+from launch.recipes.model_files import planning_config
 from pipeline import config
 from pipeline.config import collected
 from pipeline.models import rope
@@ -168,7 +167,7 @@ def submission(folder, *overrides):
     recipe = config.load(str(write_recipe(folder)), [*given, *overrides])
     notes: list[str] = []
     found: list[config.Problem] = []
-    for check in (input_files.problems, storage.problems):
+    for check in (input_files.problems, file_systems.problems):
         with collected(found):
             found += check(recipe, (), notes)
     model = str(folder / "model")

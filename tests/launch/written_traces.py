@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.timeline import Event, Writer
+from pipeline.observe.rank_timeline import Event, Writer
 
 BEGAN = 1_700_000_000.0  # unix seconds
 

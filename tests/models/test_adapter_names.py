@@ -10,8 +10,8 @@ from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import layout
 from pipeline.models.tensors import tensors
 from pipeline.train import lora
-from pipeline.train.adapters import described
-from pipeline.train.adapters.experts import expert_parameters
+from pipeline.train.adapters import adapted_layers
+from pipeline.train.adapters.fused_experts import expert_parameters
 from tests.models.test_tensors import CASES, TINY
 from tests.problems import named
 
@@ -49,7 +49,7 @@ def test_experts_are_described_as_transformers_keeps_them(case):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     held = {name: (one.experts, one.rows, one.columns) for name, one in expert_parameters(model).items()}
-    found = described.experts(tensors(config.to_dict()))
+    found = adapted_layers.experts(tensors(config.to_dict()))
     assert {one.name: (one.experts, one.rows, one.columns) for one in found} == held
     for names in ([], ["down_proj"], ["*.experts.*_proj"]):
         chosen = LoRAConfig(enabled=True, dim=2, match_all_linear=not names, target_modules=names)
@@ -59,7 +59,7 @@ def test_experts_are_described_as_transformers_keeps_them(case):
             model = AutoModelForCausalLM.from_config(config)
         adapters = lora.inject(model, chosen, layout(model))
         entries = {name: parameter.numel() for name, parameter in model.named_parameters() if ".experts.lora_" in name}
-        assert described.expert_entries(tensors(config.to_dict()), chosen) == sum(entries.values())
+        assert adapted_layers.expert_entries(tensors(config.to_dict()), chosen) == sum(entries.values())
         problems = named(adapter_names.problems(chosen, config.to_dict(), served=True))
         folded = any(".kv_b_proj." in name for name in adapters.shapes)
         refused = {("policy.generation.lora_refit", "unsupported")} if entries or folded else set()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from launch.model_files import KNOWN, planning_config
+from launch.recipes.model_files import KNOWN, planning_config
 from pipeline import models
 from pipeline.config import MEGATRON_MODEL_TYPES, DTensorConfig, MegatronConfig, PolicyConfig
 from pipeline.models import decoder

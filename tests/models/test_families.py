@@ -10,7 +10,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.boxes import whole
 from pipeline.models import family
-from pipeline.models.base import VALUE_HEAD
+from pipeline.models.family import VALUE_HEAD
 from pipeline.models.hugging_face import SCORE
 from pipeline.models.recorded_layout import copy_pieces, cut_after, invert, record, record_all
 from tests.models.cases import FAMILIES, configs

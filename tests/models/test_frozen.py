@@ -6,7 +6,7 @@ from launch.preflight.frozen_parameters import problems
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
 from pipeline.models.config_json import parse_config
-from pipeline.models.frozen import grouped, known_groups, matched
+from pipeline.models.frozen_names import grouped, known_groups, matched
 from pipeline.models.hugging_face import layout, meta_model
 from tests.models.cases import configs
 from tests.problems import named

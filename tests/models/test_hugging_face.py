@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch.model_files import planning_config
+from launch.recipes.model_files import planning_config
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig
 from pipeline.models import hugging_face

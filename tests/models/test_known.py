@@ -7,7 +7,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch.model_files import KNOWN, planning_config, public_model_config
+from launch.recipes.model_files import KNOWN, planning_config, public_model_config
 from pipeline.config import PolicyConfig, RecipeError
 from pipeline.models.shape import ModelShape
 

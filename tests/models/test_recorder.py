@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.boxes import whole
-from pipeline.generate.base import UpdateUnit
+from pipeline.generate.generate_backend import UpdateUnit
 from pipeline.models.recorder import Recorder
 
 DISK = {"a": (6, 8), "b": (6, 8), "c": (4, 3, 8)}

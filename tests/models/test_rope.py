@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.model_files import planning_config
+from launch.recipes.model_files import planning_config
 from pipeline.config import PolicyConfig
 from pipeline.models import rope
 from pipeline.models.config_json import parse_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.monitor import checks
+from pipeline.monitor import resource_warnings
 from pipeline.monitor.history import History
 from pipeline.monitor.readings import COUNTERS
 
@@ -36,7 +36,9 @@ def warned(check, found):
     return [rank for rank, _ in check(found)]
 
 
-@pytest.mark.parametrize("check", checks.AFTER_A_STEP + checks.AT_ANY_TIME, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", resource_warnings.AFTER_A_STEP + resource_warnings.AT_ANY_TIME, ids=lambda check: check.__name__
+)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_healthy_run_has_no_warning(check, ahead):
     assert warned(check, history(HEALTHY, ahead=ahead)) == []
@@ -44,14 +46,19 @@ def test_a_healthy_run_has_no_warning(check, ahead):
 
 
 FAULTS = [
-    (checks.slow_rank, {"collective": [0.35, 0.0, 0, 0]}, 1, "2.0 times"),
-    (checks.slow_rank, {"collective": [0.05, 0.4, 0, 0]}, 0, "2.2 times"),
-    (checks.slow_engine, {"engine_s": [0, 0, 0.3, 0.9]}, 3, "90.0 ms"),
-    (checks.slow_gpu, {"sm_clock_mhz": [1900, 1400, 1900, 1900]}, 1, "1400 MHz"),
-    (checks.throttling, {"throttled": [0, 0, 1, 0], "throttle_bits": [0, 0, 0x40, 0]}, 2, "hardware thermal slowdown"),
-    (checks.full_cache, {"preemptions": [0, 0, 0, 0.5], "kv_cache": [0, 0, 0.9, 0.95]}, 3, "30.0 a minute"),
-    (checks.full_memory, {"node_memory": [0.5, 0.5, 0.99, 0.5], "node_memory_free_gb": 1.0}, 2, "host memory of b"),
-    (checks.full_disk, {"disk": [0.5, 0.99, 0.99, 0.5], "disk_free_gb": 1.0}, 1, "99.0%"),
+    (resource_warnings.slow_rank, {"collective": [0.35, 0.0, 0, 0]}, 1, "2.0 times"),
+    (resource_warnings.slow_rank, {"collective": [0.05, 0.4, 0, 0]}, 0, "2.2 times"),
+    (resource_warnings.slow_engine, {"engine_s": [0, 0, 0.3, 0.9]}, 3, "90.0 ms"),
+    (resource_warnings.slow_gpu, {"sm_clock_mhz": [1900, 1400, 1900, 1900]}, 1, "1400 MHz"),
+    (
+        resource_warnings.throttling,
+        {"throttled": [0, 0, 1, 0], "throttle_bits": [0, 0, 0x40, 0]},
+        2,
+        "hardware thermal slowdown",
+    ),
+    (resource_warnings.full_cache, {"preemptions": [0, 0, 0, 0.5], "kv_cache": [0, 0, 0.9, 0.95]}, 3, "30.0 a minute"),
+    (resource_warnings.full_memory, {"node_memory": [0.5, 0.5, 0.99, 0.5], "node_memory_free_gb": 1.0}, 2, "host memory of b"),
+    (resource_warnings.full_disk, {"disk": [0.5, 0.99, 0.99, 0.5], "disk_free_gb": 1.0}, 1, "99.0%"),
 ]
 
 
@@ -63,22 +70,22 @@ def test_a_fault_is_found_on_its_rank(check, fault, rank, says):
 
 def test_a_slow_rank_must_last_and_make_its_peers_wait():
     fault = HEALTHY | {"collective": [0.35, 0.0, 0, 0]}
-    assert warned(checks.slow_rank, history(fault, steps=1)) == []
-    assert warned(checks.slow_rank, history(HEALTHY | {"waiting": [0.6, 0.1, 0, 0]})) == [], "nobody waits for it"
+    assert warned(resource_warnings.slow_rank, history(fault, steps=1)) == []
+    assert warned(resource_warnings.slow_rank, history(HEALTHY | {"waiting": [0.6, 0.1, 0, 0]})) == [], "nobody waits for it"
 
 
 def test_steps_between_two_samples_do_not_make_a_fault_last():
     found = history(HEALTHY | {"collective": [0.35, 0.0, 0, 0]}, steps=2)
     for step in range(3, 20):  # without a new sample
         found.step_ended(step, {})
-        assert warned(checks.slow_rank, found) == []
+        assert warned(resource_warnings.slow_rank, found) == []
 
 
 def test_a_node_can_be_left_out_only_if_there_are_others():
     found = history(HEALTHY | {"collective": [0.35, 0.0, 0, 0]})
-    assert "leave the node out: cluster.sbatch_options={exclude: a}" in next(checks.slow_rank(found))[1]
+    assert "leave the node out: cluster.sbatch_options={exclude: a}" in next(resource_warnings.slow_rank(found))[1]
     found.nodes = dict.fromkeys(NODES, "a")
-    assert next(checks.slow_rank(found))[1].endswith("a slow disk on a")
+    assert next(resource_warnings.slow_rank(found))[1].endswith("a slow disk on a")
 
 
 @pytest.mark.parametrize(
@@ -92,27 +99,30 @@ def test_a_node_can_be_left_out_only_if_there_are_others():
 )
 def test_a_starved_queue_is_told_where_engines_run_ahead(waiting, environments, rank, says):
     values = HEALTHY | {"waiting": waiting, "environments": environments}
-    ((found, message),) = checks.starved_queue(history(values, ahead=True))
+    ((found, message),) = resource_warnings.starved_queue(history(values, ahead=True))
     assert found == rank and says in message
-    assert warned(checks.starved_queue, history(values)) == [], "components take turns"
+    assert warned(resource_warnings.starved_queue, history(values)) == [], "components take turns"
 
 
 def test_engines_that_wait_for_environments_do_not_wait_for_training():
     values = HEALTHY | {"waiting": [0.1, 0.1, 0.9, 0.9], "environments": 0.8}
-    assert warned(checks.starved_queue, history(values, ahead=True)) == []
+    assert warned(resource_warnings.starved_queue, history(values, ahead=True)) == []
 
 
 def test_a_leak_that_ends_the_run_is_told_with_its_step():
     leak = [1.0, 1.0, 1.0, lambda step: 1 + 0.05 * step]
     found = history({"children_gb": leak}, steps=40, max_steps=1000, node_memory_free_gb=5.0)
-    ((rank, message),) = checks.host_leak(found)
+    ((rank, message),) = resource_warnings.host_leak(found)
     assert rank == 3 and "50 MB a step" in message and "at about step 141" in message and "environments" in message
-    assert warned(checks.host_leak, history({"children_gb": leak}, steps=40, max_steps=140, node_memory_free_gb=5.0)) == []
+    assert (
+        warned(resource_warnings.host_leak, history({"children_gb": leak}, steps=40, max_steps=140, node_memory_free_gb=5.0))
+        == []
+    )
     both = history({"children_gb": leak, "rss_gb": [1.0, 1.0, leak[3], 1.0]}, steps=40, node_memory_free_gb=2.0)
-    assert "at about step 61" in next(checks.host_leak(both))[1], "two leaks of a node add up"
+    assert "at about step 61" in next(resource_warnings.host_leak(both))[1], "two leaks of a node add up"
 
 
 def test_a_leak_of_gpu_memory():
     leak = [1.0, lambda step: 1 + 0.1 * step, 1.0, 1.0]
-    ((rank, message),) = checks.gpu_leak(history({"gpu_memory_gb": leak}, steps=40, gpu_memory_free_gb=3.0))
+    ((rank, message),) = resource_warnings.gpu_leak(history({"gpu_memory_gb": leak}, steps=40, gpu_memory_free_gb=3.0))
     assert rank == 1 and "100 MB a step" in message and "step 71" in message

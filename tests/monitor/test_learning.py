@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from launch import resources
-from launch.run_folder import RunFolder
+from launch.runs import resources
+from launch.runs.run_folder import RunFolder
 from pipeline import algorithms, config
 from pipeline.algorithms.reductions import masked_share
 from pipeline.config import RECIPES
 from pipeline.monitor.learning import SHOWN_CHARACTERS, STEPS, LearningMonitor
+from pipeline.observe.warning_file import AGAIN_STEPS
 from pipeline.types import Completion, GlobalCounts, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
-from pipeline.warning_file import AGAIN_STEPS
 from tests.end_to_end.runs import LOCAL, submit
 
 TOKENIZER = AutoTokenizer.from_pretrained(RECIPES / "tiny")

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipeline import world
+from pipeline.job import world
 from tests.nccl.communicator import BrokenRule, Collective, Communicator, Member, Message, elements, gloo
 
 NAME = "nccl_rules"

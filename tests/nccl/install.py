@@ -19,7 +19,7 @@ _batch_isend_irecv = dist.batch_isend_irecv
 
 
 def into(world: Any) -> None:
-    """Replace the gloo groups of `pipeline.world` by groups with NCCL's rules."""
+    """Replace the gloo groups of `pipeline.job.world` by groups with NCCL's rules."""
     register()
     own = world.carriers(torch.device("cuda"))
     world.carriers = lambda device: NAME if "cpu:gloo" in own else ALONE

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import backend
-from launch import recipes as launched
+from launch.plan import backend_choice
 from launch.plan.estimate import plan
 from launch.preflight import architecture
+from launch.recipes import reading as launched
 from pipeline.config import Problem, RecipeError, config_tree, interpolation
-from pipeline.problems import refuse
+from pipeline.recipe.problems import refuse
 from tests.nemo_rl.census import dropped, features
 
 PLACEHOLDERS = {"docs/guides/deepseek.md": "unsloth/DeepSeek-V3-bf16"}  # part of the instruction -> the model it ends in
@@ -84,7 +84,7 @@ def outcome(path: Path) -> Outcome:
     fits = False
     if not loaded.problems:
         try:
-            chosen, choice = backend.choose(loaded.recipe)
+            chosen, choice = backend_choice.choose(loaded.recipe)
             refuse(architecture.against_layout(chosen))
             fits = plan(chosen, choice).fits
         except RecipeError as error:

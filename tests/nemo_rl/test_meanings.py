@@ -18,10 +18,20 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import nemo_rl
-from launch.nemo_rl import algorithm, data, engines, environments, generation, megatron, policy, run, single_controller
-from launch.nemo_rl.rules import Done, Rule, Same, fits, under
-from launch.nemo_rl.translator import Translator
+from launch.recipes import nemo_rl
+from launch.recipes.nemo_rl import (
+    algorithm_keys,
+    data_keys,
+    engine_keys,
+    environment_keys,
+    generation_keys,
+    logger_keys,
+    megatron_keys,
+    policy_keys,
+    single_controller,
+)
+from launch.recipes.nemo_rl.rules import Done, Rule, Same, fits, under
+from launch.recipes.nemo_rl.translator import Translator
 from pipeline.config import Recipe
 from tests.nemo_rl.__main__ import resolved
 from tests.nemo_rl.test_translation import RECIPES
@@ -35,19 +45,21 @@ NOTHING = object()
 DEFAULTS = dataclasses.asdict(Recipe())
 
 TABLES: tuple[Rule, ...] = (
-    *(rule for name, rules in algorithm.SECTIONS.items() for rule in under(name, rules)),
-    *(rule for rules in algorithm.LOSSES.values() for rule in rules),
+    *(rule for name, rules in algorithm_keys.SECTIONS.items() for rule in under(name, rules)),
+    *(rule for rules in algorithm_keys.LOSSES.values() for rule in rules),
     *(
         rule
         for model in ("policy", "value", "teacher")
-        for rule in under(model, (*policy.MODEL, *policy.DTENSOR, *policy.LORA))
+        for rule in under(model, (*policy_keys.MODEL, *policy_keys.DTENSOR, *policy_keys.LORA))
     ),
-    *under("policy", (*megatron.MEGATRON, *megatron.OPTIMIZER_RULES, *megatron.SCHEDULER_RULES, *megatron.LORA)),
-    *under("policy.generation", (*generation.GENERATION, *generation.VLLM_RULES)),
-    *(rule for rules in engines.RULES.values() for rule in under("policy.generation", rules)),
+    *under(
+        "policy", (*megatron_keys.MEGATRON, *megatron_keys.OPTIMIZER_RULES, *megatron_keys.SCHEDULER_RULES, *megatron_keys.LORA)
+    ),
+    *under("policy.generation", (*generation_keys.GENERATION, *generation_keys.VLLM_RULES)),
+    *(rule for rules in engine_keys.RULES.values() for rule in under("policy.generation", rules)),
     *single_controller.RULES,
-    *(*run.CHECKPOINTING, *run.OTHERS, *data.DATA),
-    *under("env.math", environments.MATH),
+    *(*logger_keys.CHECKPOINTING, *logger_keys.OTHERS, *data_keys.DATA),
+    *under("env.math", environment_keys.MATH),
 )
 SAYS_NOTHING = (  # that a function passes over
     "logger.*",

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from launch import backend, nemo_rl, recipes
-from launch.nemo_rl import megatron
-from launch.nemo_rl.translator import Translator
+from launch.plan import backend_choice as backend
 from launch.plan.estimate import plan
+from launch.recipes import nemo_rl, reading
+from launch.recipes.nemo_rl import megatron_keys as megatron
+from launch.recipes.nemo_rl.translator import Translator
 from pipeline import config
 from pipeline.config import Recipe, config_tree, interpolation, uses_megatron
 from tests.problems import named
@@ -19,7 +20,7 @@ RECIPES = Path(__file__).parent / "recipes"
 
 
 def inspect(name: str, *overrides: str) -> config.Loaded:
-    return recipes.inspect(str(RECIPES / f"{name}.yaml"), overrides)
+    return reading.inspect(str(RECIPES / f"{name}.yaml"), overrides)
 
 
 def with_keys(name: str, *overrides: str) -> tuple[dict[str, Any], nemo_rl.Translation]:
@@ -312,7 +313,7 @@ def test_switches_of_nemo_gym_are_not_environments(tmp_path: Path) -> None:
         (tmp_path / "gym.yaml").write_text(
             f"defaults: {RECIPES / 'grpo.yaml'}\nenv: {{should_use_nemo_gym: {on}}}\ndata: {{default: {{prompt_file: null}}}}\n"
         )
-        assert named(recipes.inspect(str(tmp_path / "gym.yaml"), []).problems) == problems
+        assert named(reading.inspect(str(tmp_path / "gym.yaml"), []).problems) == problems
 
 
 def test_excluded_layers_alone_leave_all_others() -> None:

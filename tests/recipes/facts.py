@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from launch.nemo_rl.megatron import has_experts
-from launch.nemo_rl.translator import leaves
+from launch.recipes.nemo_rl.megatron_keys import has_experts
+from launch.recipes.nemo_rl.translator import leaves
 from pipeline.algorithms import ONLINE
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from launch import recipes
+from launch.recipes import reading
 from pipeline.config import Recipe
 
 FOLDER = Path(__file__).parent / "sources"
@@ -130,7 +130,7 @@ def imported(source: Source, folder: Path) -> Recipe:
     """Return a source of NeMo-RL's as an import translates it, at its complete keys. Raises RecipeError."""
     path = folder / f"{source.name}.yaml"
     path.write_text(yaml.safe_dump(tree(source, folder), sort_keys=False))
-    return recipes.load(str(path), source.given)
+    return reading.load(str(path), source.given)
 
 
 def tree(source: Source, folder: Path) -> dict[str, Any]:

@@ -22,11 +22,11 @@ import torch.multiprocessing as mp
 from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.config import RefitConfig
 from pipeline.config.cluster import NetworkConfig
-from pipeline.encoding import decode, encode
-from pipeline.refit.base import RefitReport
+from pipeline.files.encoding import decode, encode
 from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
+from pipeline.refit.protocol import RefitReport
 from pipeline.refit.tables import RefitPlan, layout_table
 from tests import cuda_world, fork_server
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.refit.base import RefitReport
 from pipeline.refit.digest import Digest, RefitError, compare, row_weights
+from pipeline.refit.protocol import RefitReport
 from pipeline.refit.tables import RefitPlan, TransferItems
 
 KINDS = (torch.bfloat16, torch.float16, torch.float32)

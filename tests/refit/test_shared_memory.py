@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipeline.refit import delta, full, shared_memory, transfer
-from pipeline.refit.base import RefitReport
+from pipeline.refit.protocol import RefitReport
 from tests.refit import ranks
 from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from pipeline import algorithms, config, generate, main
+from pipeline.job.world import RankInfo, WorkerGroups, World
 from pipeline.roles import GenerateRole, TrainRole
-from pipeline.world import RankInfo, WorkerGroups, World
 
 WORKERS = WorkerGroups((0,), (1, 2), ((1, 2),), colocated=True)
 

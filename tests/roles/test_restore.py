@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from pipeline.checkpoint import Checkpoints
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, TimeoutsConfig
 from pipeline.roles import TrainRole
 from pipeline.roles import train as module

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.components import components
+from launch.executors.components import components
 from launch.executors.local import rank_environments
 from pipeline import config
 from tests.fork_server import Program

@@ -14,13 +14,13 @@ import numpy as np
 from pipeline.config import TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
-from pipeline.rollout.work import RolloutWork
+from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Prompt, Rollout, Sampling
 from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, Checkpoint, load, policy
 

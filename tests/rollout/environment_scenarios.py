@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import EnvironmentConfig, TokenizerConfig
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.environments.python_tool import LIMITS, PythonArguments, PythonTool
 from pipeline.rollout import environment_pool, environment_process
 from pipeline.rollout.environment_pool import CallFailure

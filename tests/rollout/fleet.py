@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
+from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 
 

@@ -38,7 +38,7 @@ from pipeline.rollout.environment_process import EnvironmentProcess, fork_early
 from pipeline.rollout.environment_threads import EnvironmentSettings
 from pipeline.rollout.failures import FailureMonitor
 from pipeline.rollout.lockstep import Lockstep
-from pipeline.rollout.work import RolloutWork
+from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, VersionSpan
 from tests.environments.test_math_verify import HOSTILE, NEVER_ENDS
 from tests.rollout.engine import NoWorld

@@ -17,14 +17,14 @@ from pipeline.config import TimeoutsConfig, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.generate.transformers import TransformersBackend
-from pipeline.refit.base import Commit, RefitReport
+from pipeline.job.watchdog import Watchdog
+from pipeline.job.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
+from pipeline.refit.protocol import Commit, RefitReport
 from pipeline.roles.generate import GenerateRole
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
-from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 from tests.generate.tiny import MAX_MODEL_LEN, policy
 from tests.rollout.engine import FixedTurns, Noted, by_place, prompts, work
 

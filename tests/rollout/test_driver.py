@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.rollout.episode import sampling_seed
 from pipeline.types import NOTHING_SAID, VersionSpan
 from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, load

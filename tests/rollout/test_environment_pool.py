@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from pipeline.encoding import decode, encode
-from pipeline.environments.base import Environment, Outcome, Unjudged
+from pipeline.environments.environment import Environment, Outcome, Unjudged
 from pipeline.environments.tool import ToolError
+from pipeline.files.encoding import decode, encode
 from pipeline.rollout import environment_pool
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import Rollout

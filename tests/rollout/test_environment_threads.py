@@ -6,10 +6,10 @@ import pytest
 from pipeline.config import RECIPES, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.rollout.environment_threads import EnvStepper
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.work import RolloutWork
+from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Sampling, VersionSpan
 from tests.data.test_chat import CHATML
 

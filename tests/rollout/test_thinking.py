@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.environment import Environment, Outcome
 from pipeline.generate import build
 from pipeline.rollout.episode import sampling_seed
 from pipeline.types import Request, Thinking

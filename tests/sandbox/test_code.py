@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig
-from pipeline.environments.base import Unjudged
+from pipeline.environments.build_environments import build
 from pipeline.environments.code import SNIPPETS, code_in
 from pipeline.environments.code_tests import (
     LITERAL,
@@ -17,7 +17,7 @@ from pipeline.environments.code_tests import (
     same_result,
     same_value,
 )
-from pipeline.environments.registry import build
+from pipeline.environments.environment import Unjudged
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import Prompt
 from tests.sandbox.conftest import works

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from tests.slurm.cluster import SlurmCluster
 
 SLURM = (

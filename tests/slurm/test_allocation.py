@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import ray_sub, submit
-from launch.attempts import all_attempts
-from launch.executors.base import ROOT
+from launch import hetstep_sbatch, submit
+from launch.executors.executor import ROOT
 from launch.executors.record import read_record
+from launch.runs.attempts import all_attempts
 from pipeline import config
 from tests.end_to_end import runs
 from tests.launch.model import write_recipe
@@ -183,7 +183,7 @@ RAY_SUB = {
 
 
 def test_equivalent_variables_become_overrides(tmp_path):
-    overrides, lines = ray_sub.translated(RAY_SUB, ["recipe=x"])
+    overrides, lines = hetstep_sbatch.translated(RAY_SUB, ["recipe=x"])
     recipe = config.inspect(str(write_recipe(tmp_path)), overrides).recipe
     for component in (recipe.cluster.train, recipe.cluster.generate):
         assert component.container_image == "/images/nemo rl.sqsh"
@@ -194,24 +194,30 @@ def test_equivalent_variables_become_overrides(tmp_path):
 
 
 def test_the_command_line_precedes_the_environment(tmp_path):
-    overrides, _ = ray_sub.translated(RAY_SUB, ["cluster.train.container_image=/mine.sqsh", "cluster.generate={nodes: 2}"])
+    overrides, _ = hetstep_sbatch.translated(
+        RAY_SUB, ["cluster.train.container_image=/mine.sqsh", "cluster.generate={nodes: 2}"]
+    )
     names = [override.partition("=")[0] for override in overrides]
     assert "cluster.train.container_image" not in names and "cluster.train.container_mounts" in names
     assert not any(name.startswith("cluster.generate") for name in names)
 
 
 def test_variables_without_a_meaning_here_are_noted():
-    overrides, lines = ray_sub.translated({"COMMAND": "uv run x.py", "BASE_LOG_DIR": "/logs", "CPUS_PER_WORKER": "64"}, [])
+    overrides, lines = hetstep_sbatch.translated(
+        {"COMMAND": "uv run x.py", "BASE_LOG_DIR": "/logs", "CPUS_PER_WORKER": "64"}, []
+    )
     assert overrides == []
     assert [line.partition(":")[0] for line in lines] == ["CPUS_PER_WORKER", "COMMAND", "BASE_LOG_DIR"]
-    assert ray_sub.translated({"PATH": "/bin"}, ["recipe=x"]) == ([], [])
+    assert hetstep_sbatch.translated({"PATH": "/bin"}, ["recipe=x"]) == ([], [])
 
 
 def test_gpus_per_node_is_of_all_components_on_shared_nodes():
     halves = [f"cluster.{part}.gpus_per_node=4" for part in ("train", "generate")]
     shared = ["recipe=llama8b_grpo", "cluster.share_nodes=true", *halves]
-    assert ray_sub.shares_nodes(shared) and not ray_sub.shares_nodes(["recipe=llama8b_grpo"])
-    assert not ray_sub.shares_nodes(["recipe=nowhere"])
-    overrides, lines = ray_sub.translated({"GPUS_PER_NODE": "8", "CPUS_PER_WORKER": "96"}, ["recipe=x"], shares_nodes=True)
+    assert hetstep_sbatch.shares_nodes(shared) and not hetstep_sbatch.shares_nodes(["recipe=llama8b_grpo"])
+    assert not hetstep_sbatch.shares_nodes(["recipe=nowhere"])
+    overrides, lines = hetstep_sbatch.translated(
+        {"GPUS_PER_NODE": "8", "CPUS_PER_WORKER": "96"}, ["recipe=x"], shares_nodes=True
+    )
     assert overrides == [f"cluster.{part}.cpus_per_task=12" for part in ("train", "generate", "reward")]
     assert lines[0].startswith("GPUS_PER_NODE: not used")

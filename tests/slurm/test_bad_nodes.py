@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import all_attempts
+from launch.runs.attempts import all_attempts
 from tests.end_to_end.runs import ROOT, SLURM, submit
 
 pytestmark = pytest.mark.slurm

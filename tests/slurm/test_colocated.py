@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
+from launch.executors.nodes import ColocatedComponent
 from launch.executors.slurm import HetSlurmExecutor
-from launch.nodes import ColocatedComponent
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks
 from tests.launch.model import write_recipe

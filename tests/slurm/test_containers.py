@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import containers
-from launch.executors import slurm
-from launch.executors.base import ROOT
+from launch.executors import containers, slurm
+from launch.executors.executor import ROOT
 from launch.preflight import container_images as preflight
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, loading

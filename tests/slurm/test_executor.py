@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import slurm_client
-from launch.components import components
-from launch.executors import slurm
+from launch.executors import slurm, slurm_client
+from launch.executors.components import components
 from launch.executors.record import JobRecord, read_record, write_record
 from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
-from launch.follow import failure
+from launch.runs.follow import failure
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks

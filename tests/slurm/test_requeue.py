@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import all_attempts, latest
 from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
+from launch.runs.attempts import all_attempts, latest
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import tasks
 from tests.launch.waiting import wait_until, wait_until_ended

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import AttemptFolder, all_attempts
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
 from launch.preflight import slurm_job as preflight
 from launch.preflight import squashfuse
+from launch.runs.attempts import AttemptFolder, all_attempts
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import tasks

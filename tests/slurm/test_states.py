@@ -1,9 +1,9 @@
 """The parsing of Slurm's job states; the lines are those of Slurm 22.05 to 26.05."""
 
-from launch import slurm_client
-from launch.executors.base import JobStatus
+from launch.executors import slurm_client
+from launch.executors.executor import JobStatus
 from launch.executors.slurm import HetSlurmJob
-from launch.slurm_client import TERMINAL, JobComponent, merged, read_jobs, read_sacct
+from launch.executors.slurm_client import TERMINAL, JobComponent, merged, read_jobs, read_sacct
 
 LEADER = (
     "JobId=17 HetJobId=17 HetJobOffset=0 HetJobIdSet=17-18 JobName=a UserId=root(0) JobState=FAILED Reason=NonZeroExitCode"

@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 
 # Arguments: the task's name, then those of the command.
 SUBMIT = (
-    "import sys; from launch import submit, task; from tests.launch import tasks;"
-    " task.rank_main = getattr(tasks, sys.argv[1]); sys.exit(submit.main(sys.argv[2:]))"
+    "import sys; from launch import submit; from launch.executors import rank_task; from tests.launch import tasks;"
+    " rank_task.rank_main = getattr(tasks, sys.argv[1]); sys.exit(submit.main(sys.argv[2:]))"
 )
-BATCH = SUBMIT.replace("submit.main(", "ray_sub.main(").replace("import submit", "import ray_sub, submit")
+BATCH = SUBMIT.replace("submit.main(", "hetstep_sbatch.main(").replace("import submit", "import hetstep_sbatch, submit")
 
 
 def sbatch(here: Path, options: str, task: str, *overrides: str, recipe: str = "tiny.yaml") -> tuple[str, Callable[[], str]]:
     """Submit the wrapper from the current folder; return the job's id and its output so far."""
-    python = here / "python"  # the wrapper gives it launch/ray_sub.py first, in whose place this comes
+    python = here / "python"  # the wrapper gives it launch/hetstep_sbatch.py first, in whose place this comes
     python.write_text(f"#!/bin/bash\nshift\nPYTHONPATH='{ROOT}' exec '{sys.executable}' -c '{BATCH}' {task} \"$@\"\n")
     python.chmod(0o755)
     command = ["sbatch", "--parsable", f"--export=ALL,HETSTEP_PYTHON={python}", f"--output={here}/%j.out", *options.split()]

@@ -13,9 +13,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline import rank_log
 from pipeline.config import RecipeError
-from pipeline.storage import StorageError
+from pipeline.files import rank_log
+from pipeline.files.storage import StorageError
 from tests.storage.disks import Disk, Faults
 from tests.storage.writers import WRITERS, Writer
 

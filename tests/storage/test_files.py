@@ -13,12 +13,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline import storage
-from pipeline.attempt import Attempt, Superseded
-from pipeline.checkpoint import Checkpoints, kept
+from pipeline.checkpoints.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
-from pipeline.metrics import Metrics, read
-from pipeline.storage import RetryPolicy, StorageError, append, retrying, write_durably
+from pipeline.files import storage
+from pipeline.files.storage import RetryPolicy, StorageError, append, retrying, write_durably
+from pipeline.job.attempt import Attempt, Superseded
+from pipeline.observe.metrics import Metrics, read
 from pipeline.train.shards import Shards
 from tests.storage.disks import small_disk
 from tests.test_metrics import Words, group
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_is_not_visible_on_this_node_yet_is_waited_for(tmp_pat
 
 PRINTS = """
 import sys
-from pipeline import rank_log
+from pipeline.files import rank_log
 rank_log.set_up()
 for i in range(400):
     print("a line of a hundred characters" * 3, flush=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import COMPLETE, Checkpoints
+from pipeline.checkpoints.checkpoint import COMPLETE, Checkpoints
 from pipeline.config import CheckpointingConfig
-from pipeline.storage import append, write_durably
+from pipeline.files.storage import append, write_durably
 from pipeline.train.shards import Shards
 
 

@@ -6,9 +6,9 @@ from typing import NotRequired, TypedDict
 
 import pytest
 
-from pipeline import small_files
 from pipeline.config import RecipeError
-from pipeline.small_files import LONGEST, Count, Moment
+from pipeline.files import small_files
+from pipeline.files.small_files import LONGEST, Count, Moment
 from tests.problems import named
 
 

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch import run_setup
+from launch.runs import run_setup
 from pipeline import config
-from pipeline.attempt import Attempt
-from pipeline.checkpoint import Checkpoints, kept
+from pipeline.checkpoints.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
-from pipeline.metrics import Metrics, read, read_rollouts
-from pipeline.rank_log import GuardedStream
-from pipeline.storage import NO_RETRIES, RetryPolicy, retrying, write_durably
+from pipeline.files.rank_log import GuardedStream
+from pipeline.files.storage import NO_RETRIES, RetryPolicy, retrying, write_durably
+from pipeline.job.attempt import Attempt
+from pipeline.job.watchdog import Failure
+from pipeline.observe.metrics import Metrics, read, read_rollouts
 from pipeline.train.background_worker import BackgroundWorker
-from pipeline.train.export import write_model
+from pipeline.train.hf_export import write_model
 from pipeline.train.megatron.safetensors_files import stream_tensors
 from pipeline.train.shards import Shards
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
-from pipeline.watchdog import Failure
 from tests.test_metrics import Words
 
 LINE = {"train/loss": 1.0, "x" * 20000: 1.0}  # more than a page, so that a full disk has no room for it

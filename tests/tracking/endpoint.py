@@ -15,8 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from pipeline import trackers
-from pipeline.trackers.base import Tracker
-from pipeline.values import Text
+from pipeline.recipe.values import Text
+from pipeline.trackers.tracker import Tracker
 
 
 @dataclass
@@ -124,11 +124,11 @@ def serving():
 if __name__ == "__main__":
     trackers.TRACKERS["endpoint"] = EndpointTracker  # before the schema is made of it
 
-    from pipeline.tracking import process
+    from pipeline.tracking import tracking_process
 
-    process.POLL_S = float(os.environ.get("TEST_POLL_S", "0.05"))
-    process.HANG_S = float(os.environ.get("TEST_HANG_S", "300"))
-    process.FINISH_S = float(os.environ.get("TEST_FINISH_S", "30"))
-    status = process.main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    tracking_process.POLL_S = float(os.environ.get("TEST_POLL_S", "0.05"))
+    tracking_process.HANG_S = float(os.environ.get("TEST_HANG_S", "300"))
+    tracking_process.FINISH_S = float(os.environ.get("TEST_FINISH_S", "30"))
+    status = tracking_process.main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     sys.stderr.flush()
     os._exit(status)

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.config import LoggerConfig
-from pipeline.metrics import Metrics, read
+from pipeline.observe.metrics import Metrics, read
 from tests.launch import made_runs
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ import pytest
 
 from pipeline import config
 from pipeline.trackers import TRACKERS
-from pipeline.tracking import beside
-from pipeline.tracking.beside import TrackerProcess
+from pipeline.tracking import supervision
 from pipeline.tracking.feed import Feed
 from pipeline.tracking.position import FOLDER, run_id
-from pipeline.tracking.process import alone
+from pipeline.tracking.supervision import TrackerProcess
+from pipeline.tracking.tracking_process import alone
 from tests.tracking.endpoint import EndpointConfig, EndpointTracker, serving
 from tests.tracking.runs import ROOT, Writer, ask, begin, command, expected, made
 
@@ -26,7 +26,7 @@ PATIENCE_S = 120
 @pytest.fixture
 def endpoint(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(beside, "POLL_S", 0.05)
+    monkeypatch.setattr(supervision, "POLL_S", 0.05)
     with serving() as served:
         yield served
 
@@ -102,11 +102,11 @@ def test_what_a_tracker_lacks_is_in_the_log_of_rank_0(tmp_path, caplog, monkeypa
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     folder = made(tmp_path / "run", "logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=http://127.0.0.1:1")
-    process = beside.start(config.read(folder / "recipe.yaml"), folder, folder / "attempts/1-0")
+    process = supervision.start(config.read(folder / "recipe.yaml"), folder, folder / "attempts/1-0")
     assert process
     until(lambda: "trackers: MLflow" in caplog.text)
     process.stop(PATIENCE_S)
-    lines = [line for line in (folder / "attempts/1-0" / beside.LOG).read_text().splitlines() if "MLflow" in line]
+    lines = [line for line in (folder / "attempts/1-0" / supervision.LOG).read_text().splitlines() if "MLflow" in line]
     assert re.fullmatch(
         r"\S+ \S+ WARNING \S+ MLflow: the module mlflow is missing.*|\S+ \S+ WARNING \S+ MLflow takes no.*", lines[0]
     )
@@ -119,7 +119,7 @@ def test_a_process_whose_rank_is_killed_sends_the_last_steps_and_ends(tmp_path, 
     rank = f"""
 import os, signal, sys, time
 from pathlib import Path
-from pipeline.tracking.beside import TrackerProcess
+from pipeline.tracking.supervision import TrackerProcess
 from tests.tracking.runs import command
 folder = Path({str(folder)!r})
 TrackerProcess(command("tests.tracking.endpoint", folder), folder, folder / "attempts/1-0")
@@ -153,8 +153,8 @@ def test_the_process_of_a_later_attempt_takes_over(tmp_path, endpoint):
 
 
 def test_restarts_are_bounded(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(beside, "POLL_S", 0.001)
-    monkeypatch.setattr(beside, "RESTARTS", 3)
+    monkeypatch.setattr(supervision, "POLL_S", 0.001)
+    monkeypatch.setattr(supervision, "RESTARTS", 3)
     process = TrackerProcess(["false"], tmp_path, tmp_path)
     until(lambda: not process.is_alive())
     assert caplog.text.count("starts again") == 3 and "launch/track.py" in caplog.text
@@ -164,4 +164,4 @@ def test_restarts_are_bounded(tmp_path, caplog, monkeypatch):
 
 
 def test_a_recipe_without_trackers_starts_no_process(tmp_path):
-    assert beside.start(config.read(made(tmp_path / "run") / "recipe.yaml"), tmp_path, Path("attempts/1-0")) is None
+    assert supervision.start(config.read(made(tmp_path / "run") / "recipe.yaml"), tmp_path, Path("attempts/1-0")) is None

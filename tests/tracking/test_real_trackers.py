@@ -35,7 +35,7 @@ def process_of(folder, name):
     position = folder / f"tracking/{name}.json"
     with open(folder / "attempts/1-0/trackers.log", "ab") as log:
         process = subprocess.Popen(
-            command("pipeline.tracking.process", folder), cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log
+            command("pipeline.tracking.tracking_process", folder), cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log
         )
 
     def arrived(step):

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from pipeline.boxes import whole
 from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import on_disk
-from pipeline.train.adapters.experts import stack_for_peft
-from pipeline.train.base import ModelRole
+from pipeline.train.adapters.fused_experts import stack_for_peft
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.shards import local, local_box
+from pipeline.train.train_backend import ModelRole
 from tests.train import cases, model_roles, ranks
 from tests.train.ranks import Layout
 

@@ -22,8 +22,8 @@ from transformers import (
 
 from pipeline.boxes import whole
 from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, PolicyConfig
-from pipeline.train.base import Loss, TrainBackend
 from pipeline.train.context_parallel import LocalBatch, localize
+from pipeline.train.train_backend import Loss, TrainBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.train.float64 import Float64
 

@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 
 from pipeline.config import LoRAConfig, SequencePackingConfig
 from pipeline.train import compiled as subject
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.shards import local
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import LossOutput, Outputs, PackedBatch
 from tests.train import cases, ranks
 from tests.train.ranks import Layout

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from pipeline.config import LoRAConfig
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole
 from tests.train import adapters, cases, model_roles, ranks
 from tests.train.megatron.adapters import expected_of
 from tests.train.ranks import Layout

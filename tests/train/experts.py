@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.shards import local
+from pipeline.train.train_backend import ModelRole
 from tests.train import cases, model_roles, offloads, ranks
 from tests.train.ranks import Layout
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from pipeline.models.frozen import matched
-from pipeline.train.base import ModelRole
+from pipeline.models.frozen_names import matched
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole
 from tests.train import cases, ranks
 from tests.train.ranks import Layout, full
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.train import cases, ranks
 from tests.train.ranks import Layout

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pipeline.train.base import Loss, TrainBackend
+from pipeline.train.train_backend import Loss, TrainBackend
 from pipeline.types import PackedBatch
 from tests.train import cases
 

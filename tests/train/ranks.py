@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import DTensorConfig, PolicyConfig
 from pipeline.models.precision import served_dtype
-from pipeline.train.base import Loss, ModelRole
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import Loss, ModelRole
 from tests import fork_server
 from tests.train import cases
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from launch import recipes
+from launch.recipes import reading
 from pipeline import config
 from pipeline.config import PolicyConfig, Recipe, uses_megatron
-from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole, TrainBackend
 from tests.train import cases
 from tests.train.megatron import layouts
 
@@ -78,11 +78,11 @@ def imported(case: Case, folder: Path, nemo_rl: Path | None = None) -> Recipe:
     Without a checkout of NeMo-RL it is a small recipe in its shape with the same inputs, written to `folder`.
     """
     if nemo_rl is not None:
-        loaded = recipes.inspect(str(nemo_rl / case.recipe), case.changes)
+        loaded = reading.inspect(str(nemo_rl / case.recipe), case.changes)
     else:
         path = folder / "theirs.yaml"
         path.write_text(yaml.safe_dump(_in_their_shape(case)))
-        loaded = recipes.inspect(str(path))
+        loaded = reading.inspect(str(path))
     if loaded.problems:
         raise ValueError(f"{case.name}: {loaded.problems}")
     return loaded.recipe

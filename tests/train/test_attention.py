@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.train import attention, attention_blocks
 from pipeline.train.attention import AttentionKind, KernelSpans, VarlenWithSinks, attend
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 from tests import torch_builds
 from tests.device.pretended import without_device_guards
 

@@ -8,8 +8,8 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from pipeline import builds, c_compiler
 from pipeline.models.shape import ModelShape
+from pipeline.node import builds, c_compiler
 from pipeline.train import compiled as subject
 from pipeline.train import inductor
 from pipeline.train.fsdp import FSDPBackend

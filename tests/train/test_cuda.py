@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoRAConfig, OptimizerConfig, TokenizerConfig
 from pipeline.train.attention import AttentionKind, attend
-from pipeline.train.base import ModelRole
-from pipeline.train.export import export
 from pipeline.train.fsdp import _weights
-from pipeline.train.packing import Packing
+from pipeline.train.hf_export import export
+from pipeline.train.sequence_bounds import Packing
+from pipeline.train.train_backend import ModelRole
 from tests import cuda_world
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, ranks

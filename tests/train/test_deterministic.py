@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeline import train
 from pipeline.config import DTensorConfig, MegatronConfig
 from pipeline.config.determinism import KEY, named_operators
-from pipeline.train.base import ModelRole
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import LossOutput
 from tests.problems import refused
 from tests.train import cases

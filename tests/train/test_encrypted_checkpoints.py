@@ -9,7 +9,7 @@ pytest.importorskip("cryptography")
 
 from pipeline.config import TokenizerConfig
 from pipeline.encryption import read_bytes
-from pipeline.train.export import export_checkpoint
+from pipeline.train.hf_export import export_checkpoint
 from pipeline.train.shards import local
 from tests.encryption.keys import random_key
 from tests.encryption.plain import holding

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import TokenizerConfig
-from pipeline.train.export import export_checkpoint
+from pipeline.train.hf_export import export_checkpoint
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, experts, ranks
 from tests.train.ranks import Layout

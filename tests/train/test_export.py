@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config import PolicyConfig, TokenizerConfig
 from pipeline.data.stop_tokens import stop_tokens
-from pipeline.train.export import export, export_checkpoint
+from pipeline.train.hf_export import export, export_checkpoint
 from tests.data.made_tokenizers import with_marks
 from tests.data.test_chat import CHATML
 from tests.end_to_end.runs import ROOT

@@ -5,7 +5,7 @@ import torch
 
 from pipeline.train import attention
 from pipeline.train.attention import AttentionKind, attend
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 from tests.train.test_attention import KINDS, inputs, packing
 
 pytestmark = pytest.mark.gpu

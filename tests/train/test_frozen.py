@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.config import TokenizerConfig
-from pipeline.train.export import export_checkpoint
+from pipeline.train.hf_export import export_checkpoint
 from tests.end_to_end.runs import ROOT
 from tests.problems import refused
 from tests.train import cases, frozen, ranks

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from pipeline.config import OptimizerConfig
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend, _weights
 from pipeline.train.offload import Offload
+from pipeline.train.train_backend import ModelRole
 from tests.problems import refused
 from tests.train import cases, ranks
 from tests.train.ranks import Layout

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.config import LoRAConfig, TokenizerConfig
 from pipeline.train import lora
 from pipeline.train.adapters.peft_files import export_adapters
-from pipeline.train.base import ModelRole
-from pipeline.train.export import export_checkpoint
+from pipeline.train.hf_export import export_checkpoint
+from pipeline.train.train_backend import ModelRole
 from tests.end_to_end.runs import ROOT
 from tests.problems import refused
 from tests.train import adapters, attention_models, cases, ranks

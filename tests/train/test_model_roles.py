@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, CTRLConfig, GraniteConfig
 
 from pipeline.config import TokenizerConfig
-from pipeline.train.base import ModelRole
-from pipeline.train.export import export, export_checkpoint
+from pipeline.train.hf_export import export, export_checkpoint
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import TopK
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, model_roles, ranks

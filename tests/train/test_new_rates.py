@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pipeline import config
 from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, OptimizerConfig, PolicyConfig, RecipeError
-from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.train_backend import ModelRole, TrainBackend
 from tests.train import cases
 from tests.train.megatron import layouts
 

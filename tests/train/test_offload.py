@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pipeline.config import LoRAConfig
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.offload import Offload, host_memory
 from pipeline.train.shards import local
+from pipeline.train.train_backend import ModelRole
 from tests.train import cases, offloads, ranks
 from tests.train.ranks import Layout
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from pipeline.train.packed_attention import NAME, packed_attention
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 from tests.train import cases
 
 LENGTHS = [0, 3, 7, 1]

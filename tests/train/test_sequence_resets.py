@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.train import sequence_resets
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 from pipeline.train.sequence_sharing import balanced
 from tests.train import attention_models, cases, ranks
 from tests.train.ranks import Layout

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from pipeline.config import GenerationConfig
 from pipeline.generate.sampling import keep_top
-from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.heads import packed_outputs
 from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard
+from pipeline.train.train_backend import ModelRole, TrainBackend
 from pipeline.train.truncation import Truncation
 from pipeline.types import LossOutput, Outputs, PackedBatch
 from tests.train import cases, ranks

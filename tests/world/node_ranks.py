@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline import node_checks, rank_log, torch_features
+from pipeline import node_checks
 from pipeline.config import ClusterConfig, ComponentConfig, TimeoutsConfig
 from pipeline.config.cluster import NodeChecksConfig
-from pipeline.node_checks import network, probe
-from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
+from pipeline.files import rank_log
+from pipeline.job.watchdog import Watchdog
+from pipeline.job.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
+from pipeline.node import torch_features
+from pipeline.node_checks import probe, ring
 
 TIMEOUTS = TimeoutsConfig(join=60, silence=60)
 CHECKS = NodeChecksConfig(min_gb_per_s=0.003, max_clock_skew_s=2.0)  # busy machines have shown 0.028 on healthy ranks
@@ -78,9 +80,9 @@ class _Nothing:
 
 def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]) -> None:
     rank_log.log_to_stderr()
-    probe.SHARED_S, network.PROBE_BYTES = 1.0, 1 << 18  # longer than a slow node needs
+    probe.SHARED_S, ring.PROBE_BYTES = 1.0, 1 << 18  # longer than a slow node needs
     if {"dead", "stuck"} & set(faults.values()):
-        network.LINK_S, node_checks.PROBE_TIMEOUT_S = 3.0, 8.0
+        ring.LINK_S, node_checks.PROBE_TIMEOUT_S = 3.0, 8.0
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
     info = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
     workers = WorkerGroups(tuple(range(size)), (), ())

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline.config import TimeoutsConfig
+from pipeline.job.watchdog import Watchdog
+from pipeline.job.world import RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
-from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 from tests.world import visited
 
 WORKERS = WorkerGroups(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))

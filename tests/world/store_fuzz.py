@@ -30,8 +30,8 @@ import msgspec
 import torch.distributed as dist
 
 from pipeline.store import auth, client, messaging, relay, table
+from pipeline.store.child_process import Address, start
 from pipeline.store.client import RunStore
-from pipeline.store.process import Address, start
 from tests.world.wire import ACTIONS, DOWN, UP, Case, RecordedMessages, attacked
 
 WORKERS = 8

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.watchdog import PeerError, may_be_echo
+from pipeline.job.watchdog import PeerError, may_be_echo
 
 
 def caused(error: BaseException, cause: BaseException) -> BaseException:

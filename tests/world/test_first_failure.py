@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.attempts import latest
 from launch.executors.local import HetLocalExecutor
 from launch.executors.slurm import HetSlurmExecutor
-from launch.follow import Follower, MetricsTail
+from launch.runs.attempts import latest
+from launch.runs.follow import Follower, MetricsTail
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.world.ranks import in_job
 from tests.world.secret import write_secret

@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from pipeline.encoding import encode
+from pipeline.files.encoding import encode
 from pipeline.rpc import messages
 from pipeline.store import auth, gloo
+from pipeline.store.child_process import start as start_store
 from pipeline.store.client import RunStore
-from pipeline.store.process import start as start_store
 from tests.generate.tiny import save
 from tests.world.stranger import GUESSES, NAMED, Pickled, Stranger, shout, visited
 from tests.world.worlds import SIZE

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline import network_interface, world
+from pipeline.job import world
+from pipeline.node import network_interface
+from pipeline.store.child_process import Address, start
 from pipeline.store.client import RunStore
-from pipeline.store.process import Address, start
 from tests.problems import refused
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +177,7 @@ def test_the_users_interface_of_nccl_is_kept(machine, monkeypatch):
 
 LISTENS = """
 import psutil, torch.distributed as dist
-from pipeline import network_interface
+from pipeline.node import network_interface
 for address in ("", ADDRESS):
     address and network_interface.use_interface_of(address)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

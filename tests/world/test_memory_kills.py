@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from launch.attempts import all_attempts
 from launch.executors.local import Controller, HetLocalExecutor, HetLocalJob
-from launch.failure_logs import killed_lines
+from launch.runs.attempts import all_attempts
+from launch.runs.failure_logs import killed_lines
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.memory_kills import MemoryKills
-from pipeline.warning_file import FILE, append, last_warning, warning
-from pipeline.watchdog import Heartbeat, Watchdog
+from pipeline.job.watchdog import Heartbeat, Watchdog
+from pipeline.node.memory_kills import MemoryKills
+from pipeline.observe.warning_file import FILE, append, last_warning, warning
 from tests.launch import tasks
 from tests.launch.waiting import reports, wait_until
 

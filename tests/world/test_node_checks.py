@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline import builds
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.node_checks import diagnosis, network, probe
-from pipeline.node_checks.network import Link
+from pipeline.job.world import WorkerGroups
+from pipeline.node import builds
+from pipeline.node_checks import diagnosis, probe, ring
 from pipeline.node_checks.probe import GPUReport, GPUState, NodeReport, RankReport
-from pipeline.world import WorkerGroups
+from pipeline.node_checks.ring import Link
 
 # ---- the network ------------------------------------------------------------------------------------------------------------
 
@@ -17,7 +17,7 @@ from pipeline.world import WorkerGroups
 @pytest.mark.parametrize("size", range(10))
 def test_the_ring_measures_each_neighbour_once_and_no_node_twice_in_a_round(size):
     members = [7 * i for i in range(size)]
-    rounds = network.ring(members)
+    rounds = ring.ring(members)
     around = {frozenset(pair) for pair in zip(members, members[1:] + members[:1], strict=True) if len(set(pair)) == 2}
     assert sorted(map(sorted, around)) == sorted(list(pair) for pairs in rounds for pair in pairs)
     assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
@@ -31,13 +31,13 @@ def measured(size: int, slow: set[int], cut: set[frozenset] = frozenset(), dead:
     The links of slow nodes and those in `cut` are slow; a dead node has none.
     """
     links, names = {}, {rank: f"node{rank}" for rank in range(size)}
-    rounds = network.ring(list(range(size)))
-    for _ in range(network.TURNS):
+    rounds = ring.ring(list(range(size)))
+    for _ in range(ring.TURNS):
         for pair in [pair for pairs in rounds for pair in pairs]:
             speed = 1.0 if slow & set(pair) or frozenset(pair) in cut else 40.0
             link = Link(*pair, problem="no answer") if dead & set(pair) else Link(*pair, speed)
-            links[pair] = network.better(link, links.get(pair))
-        rounds = network.remeasure_pairs(links, 10.0)
+            links[pair] = ring.better(link, links.get(pair))
+        rounds = ring.remeasure_pairs(links, 10.0)
     return set(diagnosis.links(names, links, 10.0))
 
 
@@ -58,8 +58,8 @@ def test_several_slow_nodes_are_distinguished_from_those_between_them():
 
 def test_the_better_of_two_measurements_counts():
     fast, slow, dead = Link(0, 1, 40.0), Link(0, 1, 1.0), Link(0, 1, problem="no answer")
-    assert network.better(slow, fast) == network.better(fast, slow) == fast == network.better(fast, None)
-    assert network.better(dead, slow) == slow
+    assert ring.better(slow, fast) == ring.better(fast, slow) == fast == ring.better(fast, None)
+    assert ring.better(dead, slow) == slow
 
 
 def test_both_ends_are_named_if_the_slow_one_is_unknown():
@@ -82,7 +82,7 @@ def test_without_a_bound_only_a_dead_link_counts():
 def clocks(ahead: dict[int, float], error_s: float = 1e-4, dead: tuple[tuple[int, int], ...] = ()):
     """Return measurements; `ahead` is the offset of each rank's clock from the true time."""
     links = {}
-    for one, other in [pair for pairs in network.ring(list(ahead)) for pair in pairs]:
+    for one, other in [pair for pairs in ring.ring(list(ahead)) for pair in pairs]:
         well = Link(one, other, 1.0, ahead[other] - ahead[one], error_s)
         links[one, other] = Link(one, other, problem="dead") if (one, other) in dead else well
     return links, diagnosis.clocks({rank: f"node{rank}" for rank in ahead}, links, 5.0)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.attempts import AttemptFolder
-from pipeline import builds, config, network_interface, torch_features
+from launch.runs.attempts import AttemptFolder
+from pipeline import config
+from pipeline.node import builds, network_interface, torch_features
 from pipeline.node_checks import nccl, probe
 from pipeline.node_checks.probe import GPUState
 from tests.fork_server import Program

@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.config import TimeoutsConfig
+from pipeline.job.watchdog import Watchdog
+from pipeline.job.world import RankInfo, World, _find_relay
 from pipeline.store import auth, messaging, relay, server, table
+from pipeline.store.child_process import Address, launch, start
 from pipeline.store.client import RunStore
-from pipeline.store.process import Address, launch, start
-from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, World, _find_relay
 from tests.world.ranks import WORKERS
 from tests.world.worlds import SIZE
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from pipeline.encoding import encode
+from pipeline.files.encoding import encode
+from pipeline.job.world import RankInfo, WorkerGroups, World
 from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, calls, serve, serving, stop, verb
 from pipeline.rpc.messages import INLINE, Envelope, as_tensor, route
 from pipeline.store import messaging
+from pipeline.store.child_process import start
 from pipeline.store.client import RunStore
-from pipeline.store.process import start
-from pipeline.world import RankInfo, WorkerGroups, World
 
 WORKERS = WorkerGroups(train=(0,), generate=(1,), engines=((1,),))
 

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.store import table
+from pipeline.store.child_process import Address, start
 from pipeline.store.client import RunStore
-from pipeline.store.process import Address, start
 
 ROOT = Path(__file__).parents[2]
 SHORT = timedelta(seconds=0.2)
@@ -135,7 +135,7 @@ def test_a_failing_request_does_not_affect_others(store):
 
 PARENT = """
 import sys
-from pipeline.store.process import start
+from pipeline.store.child_process import start
 process, address = start("127.0.0.1", bytes(32))
 print(address.port, flush=True)
 sys.stdin.read()

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from pipeline.store import auth, relay
+from pipeline.store.child_process import start
 from pipeline.store.client import RunStore
-from pipeline.store.process import start
 from tests.world.crowd import crowd
 
 LONGEST_LOG = 20_000  # bytes

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.store import auth, server, table
+from pipeline.store.child_process import Address, start
 from pipeline.store.client import RunStore
-from pipeline.store.process import Address, start
 from tests.world.secret import write_secret
 from tests.world.worlds import SIZE
 

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import config, world
-from pipeline.world import WorkerGroups
+from pipeline import config
+from pipeline.job import world
+from pipeline.job.world import WorkerGroups
 from tests.fork_server import Program
 from tests.launch.model import write_recipe
 from tests.world.worlds import SIZE

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-import pipeline.world
+import pipeline.job.world
+from pipeline.job.world import World
 from pipeline.rpc import RpcGroup, verb
-from pipeline.world import World
 
 TURNS = 6  # in about half of them the rank that listens joins first
 UNDER_WAY: list[tuple[torch.Tensor, dist.Work]] = []  # messages that must never be accepted from a stranger
@@ -40,8 +40,8 @@ def late_for_groups() -> None:
 def join_sparsely(world: World) -> None:
     """Join like a large world whose refit uses NCCL: ranks connect lazily."""
     patch = unittest.mock.patch.object
-    with patch(pipeline.world, "RELAYED_FROM", 2), patch(world, "carrier", torch.device("cuda")):
-        pipeline.world.join(world)
+    with patch(pipeline.job.world, "RELAYED_FROM", 2), patch(world, "carrier", torch.device("cuda")):
+        pipeline.job.world.join(world)
 
 
 class Verbs:

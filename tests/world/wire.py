@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipeline.store import auth
-from pipeline.store.process import Address
+from pipeline.store.child_process import Address
 
 BOUND_S = 30.0  # seconds that a connection may be silent
 LINGER = struct.pack("ii", 1, 0)  # closing resets the connection

@@ -11,20 +11,20 @@ Keys of a recipe are given as a mapping, dotted or nested, `{"sft.max_num_steps"
 Every error raises HetstepError, whose `problems` name key, code and message. The reference is launch/api/README.md.
 """
 
-from launch.ancestry.graph import LineageNode
-from launch.ancestry.search import Descendant
 from launch.api.errors import NotEnded, RunFailed
-from launch.api.evaluations import EvaluationRun, TaskScore, evaluate
+from launch.api.evaluating import EvaluationRun, TaskScore, evaluate
 from launch.api.planning import RunPlan, plan
 from launch.api.provenance import LineageView, MadeFrom, ModelRegistry, ModelVersion, lineage, made_from, registry
 from launch.api.run import RunStatus
 from launch.api.submitting import load, recipe, submit
 from launch.api.sweeps import SweepRun, SweepVerdict, sweep
 from launch.api.training import Run
-from launch.search.trial import Trial
-from pipeline.checkpoint import Checkpoint
+from launch.governance.graph import LineageNode
+from launch.governance.search import Descendant
+from launch.sweeps.search.trial import Trial
+from pipeline.checkpoints.checkpoint import Checkpoint
 from pipeline.config import Recipe
-from pipeline.problems import HetstepError, Problem, RecipeError
+from pipeline.recipe.problems import HetstepError, Problem, RecipeError
 
 __all__ = [
     "Checkpoint",

@@ -9,7 +9,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pipeline.data.records import text_of
-from pipeline.evaluation.base import Format, Question, Record
+from pipeline.evaluation.questions import Format, Question, Record
 
 _ARTIFACT = re.compile(r"\[.*?\]")  # of WikiHow's pages, such as [step]
 

@@ -9,8 +9,8 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data.records import text_of
-from pipeline.evaluation.base import Format, Question, Record
-from pipeline.values import Text
+from pipeline.evaluation.questions import Format, Question, Record
+from pipeline.recipe.values import Text
 
 
 @dataclass

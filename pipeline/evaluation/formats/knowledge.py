@@ -7,8 +7,8 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pipeline.data.records import text_of
-from pipeline.evaluation.base import Format, Question, Record
 from pipeline.evaluation.formats.commonsense import chosen, labelled
+from pipeline.evaluation.questions import Format, Question, Record
 
 LETTERS = "ABCD"
 

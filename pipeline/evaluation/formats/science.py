@@ -16,8 +16,8 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data.records import text_of
-from pipeline.evaluation.base import Format, Question, Record
-from pipeline.values import NotNegative, Text
+from pipeline.evaluation.questions import Format, Question, Record
+from pipeline.recipe.values import NotNegative, Text
 
 STEP_BY_STEP = (
     "Answer the following multiple choice question. The last line of your response should be of the following format:"

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.integrations.moe import _grouped_linear
 from typing_extensions import override
 
-from pipeline.train.adapters import arithmetic
+from pipeline.train.adapters import adapter_weights
 from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
 
@@ -107,7 +107,7 @@ class AdaptedExperts(nn.Module):
         # As in peft: dropout of the input applies to the part of W x that the magnitudes change, too.
         scaled = output if dropped is rows else _grouped_linear(dropped, weight, ends, is_transposed=self.is_transposed)
         each = zip(weight.detach(), a.detach(), b.detach(), strict=True)  # one expert's norms at a time, to save memory
-        norms = torch.stack([arithmetic.row_norms(w.T if self.is_transposed else w, x, y, spec.scale) for w, x, y in each])
+        norms = torch.stack([adapter_weights.row_norms(w.T if self.is_transposed else w, x, y, spec.scale) for w, x, y in each])
         factor = (magnitude.to(norms.dtype) / norms).to(output.dtype)[experts]
         return output + (factor - 1) * scaled + factor * added
 

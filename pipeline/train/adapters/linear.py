@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from typing_extensions import override
 
-from pipeline.train.adapters import arithmetic
+from pipeline.train.adapters import adapter_weights
 from pipeline.train.adapters.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class AdaptedLinear(nn.Module):
         if spec.dora:
             empty = torch.empty(base_layer.out_features, dtype=torch.float32, device=base_layer.weight.device)
             self.lora_magnitude_vector = nn.Parameter(empty)
-        self.sum_columns: arithmetic.Sum | None = None  # over the ranks that hold other columns of W
+        self.sum_columns: adapter_weights.Sum | None = None  # over the ranks that hold other columns of W
         self._spec, self._switch = spec, switch
 
     @override
@@ -71,7 +71,7 @@ class AdaptedLinear(nn.Module):
         if self.base_layer.bias is not None:
             scaled = scaled - _local(self.base_layer.bias)
         weight, a, b = (_local(layer.weight) for layer in (self.base_layer, self.lora_A, self.lora_B))
-        norms = arithmetic.row_norms(weight, a, b, spec.scale, self.sum_columns)
+        norms = adapter_weights.row_norms(weight, a, b, spec.scale, self.sum_columns)
         factor = (_local(self.lora_magnitude_vector).to(norms.dtype) / norms).to(output.dtype)
         return output + (factor - 1) * scaled + factor * added
 

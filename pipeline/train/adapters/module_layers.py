@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from pipeline.config import LoRAConfig, MegatronLoRAConfig, Problem
-from pipeline.models.base import Parameter
-from pipeline.train.adapters.described import not_served
+from pipeline.models.family import Parameter
+from pipeline.train.adapters.adapted_layers import not_served
 from pipeline.train.adapters.modules import KEY, ChosenModule, expert_of
 from pipeline.train.adapters.spec import AdapterSpec, in_transformers
 

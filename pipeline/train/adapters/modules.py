@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipeline.config import MegatronLoRAConfig, Problem, RecipeError
 from pipeline.config.megatron_checks import FUSED
-from pipeline.models.base import Parameter
+from pipeline.models.family import Parameter
 
 KEY = "policy.megatron_cfg.peft"
 EXPERTS = "*.local_experts.*"

@@ -12,12 +12,12 @@ import torch
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.digests import add_manifest
 from pipeline.encryption import EncryptionKey
+from pipeline.files.digests import add_manifest
+from pipeline.files.storage import StorageError, sync
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, layout, meta_model, model_config
-from pipeline.storage import StorageError, sync
-from pipeline.train.adapters.experts import ExpertParameter, parameter_of, stack_for_peft
-from pipeline.train.adapters.saved import SavedAdapters
+from pipeline.train.adapters.checkpoint_adapters import SavedAdapters
+from pipeline.train.adapters.fused_experts import ExpertParameter, parameter_of, stack_for_peft
 from pipeline.train.adapters.spec import A, B
 from pipeline.train.shards import read_shards
 from pipeline.train.tensor_files import write_tensors

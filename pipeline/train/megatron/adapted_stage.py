@@ -13,9 +13,9 @@ from torch import nn
 
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.models.base import Parameter
+from pipeline.models.family import Parameter
 from pipeline.models.recorded_layout import Shape
-from pipeline.train.adapters.arithmetic import initial_a
+from pipeline.train.adapters.adapter_weights import initial_a
 from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.module_layers import options
 from pipeline.train.adapters.spec import A as SUFFIX_A

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from pipeline.config import MegatronLoRAConfig
-from pipeline.models.base import Parameter
 from pipeline.models.decoder import identity
+from pipeline.models.family import Parameter
 from pipeline.models.recorded_layout import Shape, record
 from pipeline.train.adapters.module_layers import AdaptedModule
 from pipeline.train.adapters.modules import choose

@@ -24,7 +24,7 @@ from torch import nn
 from typing_extensions import override
 
 from pipeline.models.recorded_layout import cut
-from pipeline.train.adapters.arithmetic import initial_magnitude, merge, row_norms
+from pipeline.train.adapters.adapter_weights import initial_magnitude, merge, row_norms
 from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.megatron.adapter_targets import Target

@@ -24,17 +24,17 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.files.storage import NO_RETRIES, retrying
 from pipeline.models import family
-from pipeline.models.base import VALUE_HEAD, Parameter, unsupported_model
+from pipeline.models.family import VALUE_HEAD, Parameter, unsupported_model
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.weight_files import WeightFiles
-from pipeline.storage import NO_RETRIES, retrying
-from pipeline.train.base import Phase
 from pipeline.train.initial_weights import checkpoint_files, initial_weights
 from pipeline.train.megatron.collectives import on_all_ranks, on_first_rank
 from pipeline.train.megatron.conversion_cache import VARIABLE, Conversion, ConversionCache, unusable_folder
 from pipeline.train.megatron.fingerprint import content_digests, fingerprint
 from pipeline.train.megatron.safetensors_files import StoredTensor, readable_tensors, stream_tensors
+from pipeline.train.train_backend import Phase
 from pipeline.types import Head
 
 

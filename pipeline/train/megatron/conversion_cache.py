@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 
 from pipeline.boxes import Box, whole
-from pipeline.checkpoint import COMPLETE
+from pipeline.checkpoints.checkpoint import COMPLETE
 from pipeline.config import Problem, RecipeError
-from pipeline.storage import sync, write_durably
+from pipeline.files.storage import sync, write_durably
 from pipeline.train.megatron.safetensors_files import stored_tensors
 from pipeline.train.shards import BoxReader
 

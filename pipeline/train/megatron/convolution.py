@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.train.packing import Packing, sent
+from pipeline.train.sequence_bounds import Packing, sent
 
 
 def token_positions(packing: Packing) -> torch.Tensor:

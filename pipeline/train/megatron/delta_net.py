@@ -32,7 +32,7 @@ from pipeline.train.megatron.mixer import (
     chunks,
     decay_between,
 )
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 
 _NORM_EPSILON = 1e-6  # of the lengths of queries and keys
 

@@ -1,4 +1,4 @@
-"""Layers and modules for what Megatron-Core's TransformerConfig cannot say of a model (`pipeline.models.base.Features`)."""
+"""Layers and modules for what Megatron-Core's TransformerConfig cannot say of a model (`pipeline.models.family.Features`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import PreTrainedConfig
 from typing_extensions import override
 
-from pipeline.models.base import Features
-from pipeline.train.megatron.experts import AlternatingExperts
+from pipeline.models.family import Features
+from pipeline.train.megatron.gpt_oss_experts import AlternatingExperts
 from pipeline.train.megatron.local_modules import PackedAttention
 from pipeline.train.megatron.rotary import LayerRotary, rotary, rotary_kinds
 

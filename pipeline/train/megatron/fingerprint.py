@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.models.base import Parameter
+from pipeline.files.storage import write_durably
+from pipeline.models.family import Parameter
 from pipeline.models.recorded_layout import record
-from pipeline.storage import write_durably
 from pipeline.train.megatron.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Freeze parameters of a pipeline stage (`pipeline/train/frozen.py`)."""
+"""Freeze parameters of a pipeline stage (`pipeline/train/freezing.py`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from pipeline.config import PolicyConfig
-from pipeline.models.base import Parameter
-from pipeline.models.frozen import grouped
-from pipeline.train.frozen import freeze
+from pipeline.models.family import Parameter
+from pipeline.models.frozen_names import grouped
+from pipeline.train.freezing import freeze
 from pipeline.train.megatron.adapted_stage import require_gradient
 from pipeline.train.megatron.local_tensors import LocalTensor
 from pipeline.train.megatron.model import PipelineStage

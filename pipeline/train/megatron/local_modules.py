@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from typing_extensions import override
 
 from pipeline.train.attention import AttentionKind, attend
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from pipeline.boxes import Piece
-from pipeline.models.base import Parameter, unsupported_model
+from pipeline.models.family import Parameter, unsupported_model
 from pipeline.models.recorded_layout import Shape, cut_after, record
 from pipeline.train.megatron.model import PipelineStage
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 from pipeline.models.mixers import DeltaNet, StateSpace
 from pipeline.train.context_parallel import ExchangeRows
 from pipeline.train.megatron.local_modules import PackedSequences, module_device
-from pipeline.train.packing import Packing, sequence_order
+from pipeline.train.sequence_bounds import Packing, sequence_order
 
 Sizes = TypeVar("Sizes", StateSpace, DeltaNet)
 

@@ -38,7 +38,7 @@ from typing_extensions import override
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig, Problem, RecipeError
 from pipeline.models import deepseek
-from pipeline.models.base import Features
+from pipeline.models.family import Features
 from pipeline.train.megatron.features import scale_embeddings, set_rotary, with_features
 from pipeline.train.megatron.hybrid import with_layers
 from pipeline.train.megatron.local_modules import PackedAttention, RMSNorm
@@ -68,7 +68,7 @@ ACTIVATIONS = {
 
 
 class PipelineStage(GPTModel):
-    """One pipeline stage. It returns hidden states for the next stage or, on the last stage, for a head (`heads.py`)."""
+    """One pipeline stage. It returns hidden states for the next stage or, on the last stage, for a head (`stage_heads.py`)."""
 
     value_head: torch.nn.Linear  # on the last stage, instead of `output_layer`
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typing_extensions import override
 
-from pipeline.models.base import Features, unsupported_model
+from pipeline.models.family import Features, unsupported_model
 
 
 def rotary(hf: PreTrainedConfig, layer_type: str | None = None) -> tuple[torch.Tensor, float]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from pipeline.files.storage import sync
 from pipeline.models import weight_files
-from pipeline.storage import sync
 from pipeline.train.tensor_files import DTYPES, bytes_of, header_of
 
 

@@ -15,15 +15,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pipeline.boxes import Box, Piece, whole
 from pipeline.config import Problem, RecipeError
-from pipeline.models.base import SCORE
+from pipeline.models.family import SCORE
 from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
 from pipeline.train import checkpoint_state
+from pipeline.train.adapters.checkpoint_adapters import PREFIX
 from pipeline.train.adapters.modules import KEY
-from pipeline.train.adapters.saved import PREFIX
 from pipeline.train.adapters.spec import layer_of
 from pipeline.train.megatron.adapted_stage import StageAdapters
+from pipeline.train.megatron.distributed_optimizer import ParameterRange
 from pipeline.train.megatron.local_tensors import LocalTensor
-from pipeline.train.megatron.optimizer import ParameterRange
 from pipeline.train.shards import BoxReader, Entry
 from pipeline.types import Head
 

@@ -30,7 +30,7 @@ from pipeline.train.megatron.mixer import (
     chunks,
     decay_between,
 )
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 
 
 def scan(

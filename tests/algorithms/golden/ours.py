@@ -17,7 +17,7 @@ from pipeline.algorithms.advantages import (
     shaped_rewards,
     standardize,
 )
-from pipeline.algorithms.base import Variance
+from pipeline.algorithms.algorithm import Variance
 from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss

@@ -104,8 +104,8 @@ def keep_rules(module):
     importlib.import_module("tests.nccl.install").into(module)
 
 
-wraps = [("pipeline.world", wrap_world), ("pipeline.refit.transfer", wrap_transfer)] if fault else []
-wraps += [("pipeline.world", keep_rules)] if os.environ.get("HETSTEP_TEST_NCCL") else []
+wraps = [("pipeline.job.world", wrap_world), ("pipeline.refit.transfer", wrap_transfer)] if fault else []
+wraps += [("pipeline.job.world", keep_rules)] if os.environ.get("HETSTEP_TEST_NCCL") else []
 for name, wrap in wraps:
     if name in sys.modules:
         wrap(sys.modules[name])

@@ -2,7 +2,7 @@
 
 import sys
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 
 PACKAGE = str(ROOT / "launch/api")
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
 

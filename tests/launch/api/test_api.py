@@ -8,12 +8,12 @@ from pathlib import Path
 import hetstep
 import pytest
 
-from launch.attempts import STOP, latest
 from launch.executors.local import HetLocalExecutor
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
-from launch.run_folder import RunFolder
-from pipeline.checkpoint import Checkpoints
+from launch.runs.attempts import STOP, latest
+from launch.runs.run_folder import RunFolder
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import made_runs, tasks
 from tests.launch.api import program

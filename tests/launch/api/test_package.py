@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 
 pytestmark = pytest.mark.full
 PROGRAM = """

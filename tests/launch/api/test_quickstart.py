@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 
 NOTEBOOK = ROOT / "launch/quickstart.ipynb"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from pipeline import algorithms
 from pipeline.config import RECIPES, Recipe
 from pipeline.data.batches import split_batch
 from pipeline.roles.train import TrainRole
-from pipeline.train.base import Phase, TrainBackend
+from pipeline.train.train_backend import Phase, TrainBackend
 from pipeline.types import DataParallelRank, Sample
 from tests import cuda_world
 from tests.launch.plan.memory_cases import Case

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from launch.model_files import read_json
 from launch.plan import memory
-from launch.plan.parallelism import train_parallelism
+from launch.plan.rank_division import train_parallelism
+from launch.recipes.model_files import read_json
 from pipeline import config
 from pipeline.config import RECIPES, Recipe
 from pipeline.models.shape import ModelShape

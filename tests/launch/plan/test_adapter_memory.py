@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from launch.model_files import read_json
 from launch.plan.memory import stage_memories
 from launch.plan.memory_fsdp import FSDPMemory
 from launch.plan.memory_parts import TrainModel, models
-from launch.plan.parallelism import train_parallelism
+from launch.plan.rank_division import train_parallelism
+from launch.recipes.model_files import read_json
 from pipeline import config
 from pipeline.config import RECIPES, LoRAConfig
 from pipeline.models.hugging_face import layout, meta_model, model_config

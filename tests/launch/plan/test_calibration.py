@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import backend
-from launch.plan import report
+from launch.plan import backend_choice, plan_table
 from launch.plan.calibration import measured
 from launch.plan.estimate import plan
 from pipeline import config
 from pipeline.config import LoggerConfig, RecipeError
-from pipeline.metrics import Metrics
+from pipeline.observe.metrics import Metrics
 from tests.problems import named, refused
 
 GPUS = ("cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=2", "policy.model_name=recipes/tiny")
@@ -20,7 +19,7 @@ CLOCKS = {"rollout": 3.0, "train": 2.0, "refit": 0.5}
 
 
 def choose(name: str, run_dir: Path, *overrides: str):
-    return backend.choose(config.load(name, [f"run_dir={run_dir}", *overrides]))
+    return backend_choice.choose(config.load(name, [f"run_dir={run_dir}", *overrides]))
 
 
 def run(folder: Path, *overrides: str, name: str = "tiny_grpo", steps: int = 4, clocks=CLOCKS, **values: float) -> Path:
@@ -47,7 +46,7 @@ def test_a_plan_calibrated_by_a_run_of_the_same_recipe_equals_the_measured_times
     assert found.seconds == pytest.approx(CLOCKS)
     assert found.step == pytest.approx(5.5)
     assert found.lengths.answer == 13  # the mean of 12, 13, 14
-    assert "measured / predicted" in report.text(found) and f"{folder} (3 steps)" in report.text(found)
+    assert "measured / predicted" in plan_table.text(found) and f"{folder} (3 steps)" in plan_table.text(found)
 
 
 def test_another_recipe_is_corrected_by_the_same_ratio(tmp_path):
@@ -106,7 +105,7 @@ def test_a_run_without_gpus_gives_lengths_only(tmp_path):
     folder = run(tmp_path / "run", GPUS[-1])
     found = plan(*choose("tiny_grpo", tmp_path / "other", *GPUS), before=folder)
     assert found.ratios == {} and found.lengths.answer == 13
-    assert "only lengths" in report.text(found)
+    assert "only lengths" in plan_table.text(found)
 
 
 def test_a_run_without_measurements_is_refused(tmp_path):

@@ -2,10 +2,9 @@
 
 import pytest
 
-from launch import backend
-from launch.plan import colocation, memory, split
+from launch.plan import backend_choice, memory, shared_gpus, split
 from launch.plan.estimate import Plan
-from launch.plan.parallelism import train_parallelism
+from launch.plan.rank_division import train_parallelism
 from launch.plan.refit import node_names
 from pipeline import config
 from pipeline.config import hardware
@@ -72,7 +71,9 @@ def test_a_refit_transfers_weights_before_quantization():
 
 
 def test_all_transfers_stay_within_a_node():
-    recipe, _ = backend.choose(config.load("llama8b_grpo_sync", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"]))
+    recipe, _ = backend_choice.choose(
+        config.load("llama8b_grpo_sync", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"])
+    )
     names = node_names(recipe)
     assert len(names) == 32 and len(set(names.values())) == 2
     assert all(names[rank] == names[16 + rank] for rank in range(16))
@@ -97,15 +98,15 @@ def test_between_nodes_weights_go_over_tcp(trainer, by):
     weights = found.generate.parts["weights"]
     name, rate = ("CUDA IPC", ASSUMED.ipc_gb_per_s) if by == "ipc" else ("gloo", ASSUMED.gloo_gb_per_s)
     near = parts[name] * rate * GIGA
-    far = parts.get("gloo between nodes", 0.0) * colocation.TCP_GB_PER_S * GIGA
+    far = parts.get("gloo between nodes", 0.0) * shared_gpus.TCP_GB_PER_S * GIGA
     assert near + far / 8 == pytest.approx(weights)
     assert far == (pytest.approx(0.5 * weights, rel=0.01) if trainer == "dtensor_cfg" else 0.0)  # once to a node
-    unknown = colocation.refit(found.recipe, weights, None).parts  # taken to be as FSDP2
+    unknown = shared_gpus.refit(found.recipe, weights, None).parts  # taken to be as FSDP2
     copied = 2 * (far / 8 if by == "ipc" else weights)
     link = ASSUMED.page_locked * GIGA * hardware.gpu("h100").host_gb_per_s
     assert parts.get("to and from the host", 0.0) == pytest.approx(copied / link)
-    assert unknown["gloo between nodes"] == 0.5 * weights / (colocation.TCP_GB_PER_S * GIGA)
-    assert "GLOO_SOCKET_IFNAME" in colocation.assumed(found.recipe) and "GLOO" not in colocation.assumed(made(*SHARED).recipe)
+    assert unknown["gloo between nodes"] == 0.5 * weights / (shared_gpus.TCP_GB_PER_S * GIGA)
+    assert "GLOO_SOCKET_IFNAME" in shared_gpus.assumed(found.recipe) and "GLOO" not in shared_gpus.assumed(made(*SHARED).recipe)
 
 
 def test_a_reward_model_scores_beside_the_engine():

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from launch.model_files import planning_config
 from launch.plan.lengths import Lengths, assumed
+from launch.recipes.model_files import planning_config
 from pipeline import config
 from pipeline.config import PolicyConfig
 from pipeline.models import flops

@@ -6,9 +6,9 @@ import pytest
 
 from launch.plan.memory import stage_memories
 from launch.plan.memory_parts import TrainModel
-from launch.plan.parallelism import train_parallelism
+from launch.plan.rank_division import train_parallelism
 from pipeline.config import ComponentConfig, DTensorConfig, MegatronConfig, PolicyConfig
-from pipeline.models.frozen import matched
+from pipeline.models.frozen_names import matched
 from pipeline.models.shape import ModelShape
 from tests.models.cases import configs
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan import colocation, gpu_check, train_time
+from launch.plan import gpu_check, shared_gpus, train_time
 from launch.plan.lengths import Lengths
 from pipeline import config
 from pipeline.config.hardware import gpu
@@ -102,7 +102,7 @@ def test_turns_take_the_measured_rates():
     named_turn = "the trainer takes the GPUs"
     one, other = (next(p.seconds for p in each.phases if p.name == named_turn) for each in (found, before))
     assert one / other == pytest.approx(0.8 / (40 / 64))
-    assert "62% of the host link's 64 GB/s" in colocation.assumed(found.recipe)
+    assert "62% of the host link's 64 GB/s" in shared_gpus.assumed(found.recipe)
 
 
 @pytest.mark.parametrize("by", ["ipc", "host"])
@@ -110,7 +110,7 @@ def test_the_plan_of_the_measured_refit_takes_the_measured_seconds(by):
     """Two processes share the GPU there: each gets half of the bytes, and copies of both pass the one link to the host."""
     keys = ("policy.generation.colocated.enabled=true", "cluster.generate.nodes=1")
     recipe = planned("llama8b_grpo_sync", *keys, f"policy.generation.colocated.refit={by}", MEASURED).recipe
-    parts = colocation.refit(recipe, 1e9, None).parts
+    parts = shared_gpus.refit(recipe, 1e9, None).parts
     if by == "ipc":
         assert parts == {"CUDA IPC": pytest.approx(1 / 100)}
     else:
@@ -205,7 +205,7 @@ def test_a_file_without_a_record_is_refused(tmp_path, text):
 
 
 def test_a_run_is_refused_before_it_is_submitted(changed):
-    from launch.prepare import examine
+    from launch.submission.prepare import examine
 
     found = examine("tiny_sft", [f"plan.hardware={changed(device='cpu')}"], dry=True)
     assert ("plan.hardware", "bad-format") in named(found.problems)

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from launch.model_files import read_json
 from launch.plan import memory
 from launch.plan.activations import RankMicrobatch, hugging_face_layer, megatron_layer, norms, state_space
 from launch.plan.advice import advice
 from launch.plan.memory_generate import EngineRank, generate
 from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, TrainMemory, models, rank_batches
-from launch.plan.parallelism import Parallelism, train_parallelism
+from launch.plan.rank_division import Parallelism, train_parallelism
+from launch.recipes.model_files import read_json
 from pipeline import config
 from pipeline.config import RECIPES
 from pipeline.models.shape import ModelShape

@@ -13,7 +13,7 @@ from launch.plan.refit_layouts import rank_layouts
 from pipeline import models
 from pipeline.config import GenerationConfig, MegatronLoRAConfig, PolicyConfig, VLLMConfig
 from pipeline.models.hugging_face import checkpoint_shapes
-from pipeline.train.adapters.served import served_adapters
+from pipeline.train.adapters.served_adapters import served_adapters
 from pipeline.train.megatron.adapted_stage import adapt
 from pipeline.train.megatron.groups import initialize
 from pipeline.train.megatron.local_tensors import local_tensors

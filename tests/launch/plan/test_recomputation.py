@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import backend, run_setup, submit
-from launch.plan import lengths, memory, recomputation, train_time
+from launch import submit
+from launch.plan import backend_choice, lengths, memory, recomputation, train_time
 from launch.plan.estimate import elsewhere
+from launch.runs import run_setup
 from pipeline import config
 from pipeline.config import hardware
 from tests.launch.plan.plans import planned, table
@@ -32,14 +33,14 @@ def blocks(layers: int) -> list[tuple[str, ...]]:
 
 @functools.cache
 def chosen(name: str, *overrides: str):
-    return backend.choose(config.load(name, ["run_dir=runs/none", *overrides]))
+    return backend_choice.choose(config.load(name, ["run_dir=runs/none", *overrides]))
 
 
 def estimated(name: str, *overrides: str) -> tuple[float, float]:
     """Return (seconds, bytes) of the train ranks. The overrides leave nothing to choose."""
     recipe, choice = chosen(name, *overrides)
     assert choice.recomputation == ""
-    shapes = backend._known_shapes(recipe, [])
+    shapes = backend_choice._known_shapes(recipe, [])
     phases = train_time.phases(recipe, shapes, lengths.assumed(recipe), hardware.gpu(recipe.cluster.train.gpu))
     return sum(phase.seconds for phase in phases), memory.train(recipe, shapes).total
 
@@ -119,7 +120,7 @@ def test_the_choice_is_of_the_gpu_that_plan_hardware_measured(tmp_path):
     recipe, choice = chosen("llama8b_grpo", *keys)
     assert recipe.policy.dtensor_cfg.activation_checkpointing and " of 40 GB" in choice.recomputation
     assert recipe.cluster.train.gpu_memory_gb is None  # which the recipe does not say
-    shapes = backend._known_shapes(recipe, [])
+    shapes = backend_choice._known_shapes(recipe, [])
     measured, assumed = (
         recomputation.try_all(each, [{}], shapes, lengths.assumed(each))[0].seconds
         for each in (recipe, config.changed(recipe, {"plan.hardware": None}))
@@ -194,13 +195,13 @@ def test_a_continued_run_keeps_what_was_chosen(tmp_path):
         again = config.load("llama8b_grpo", [f"run_dir={tmp_path}", *more])
         before = run_setup.earlier(again)
         assert before is not None and before.policy == first.policy
-        again, choice = backend.choose(again, before=before)
+        again, choice = backend_choice.choose(again, before=before)
         assert again.policy.dtensor_cfg == first.policy.dtensor_cfg
         assert again.policy.sequence_packing == first.policy.sequence_packing
         assert choice.recomputation.endswith(", as the run began") and choice.open_keys == ()
         assert not run_setup.differences(before, again)
     given = config.load("llama8b_grpo", [f"run_dir={tmp_path}", f"{FSDP}.activation_checkpointing=true"])
-    changed, _ = backend.choose(given, before=run_setup.earlier(given))
+    changed, _ = backend_choice.choose(given, before=run_setup.earlier(given))
     assert changed.policy.dtensor_cfg.activation_checkpointing  # a value that the user now gives
     assert not run_setup.differences(first, changed)  # microbatches stay, which a continued run must not change
 
@@ -212,13 +213,13 @@ def test_a_run_continued_on_smaller_gpus_recomputes_more(tmp_path):
     for given, full in (((), True), (OF_FSDP[0], False)):
         before, _ = chosen("llama8b_grpo", f"run_dir={tmp_path}", f"{TOKENS}=5000", *given)
         assert not before.policy.dtensor_cfg.activation_checkpointing
-        continued, choice = backend.choose(config.load("llama8b_grpo", [*small, *given]), before=before)
+        continued, choice = backend_choice.choose(config.load("llama8b_grpo", [*small, *given]), before=before)
         dtensor = continued.policy.dtensor_cfg
         assert (dtensor.activation_checkpointing, dtensor.recompute_granularity) == (full, "full")
         assert continued.policy.sequence_packing.train_mb_tokens == 5000 and not run_setup.differences(before, continued)
         assert choice.recomputation.endswith(", as the run began") is not full
     eager = {f"{FSDP}.activation_checkpointing": True, f"{FSDP}.recompute_granularity": "selective"}
-    continued, _ = backend.choose(as_before, before=config.changed(before, eager))
+    continued, _ = backend_choice.choose(as_before, before=config.changed(before, eager))
     assert continued.policy.dtensor_cfg.recompute_granularity == "selective"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from launch.plan.refit_layouts import rank_layouts
 from pipeline.config import LoRAConfig
-from pipeline.train.adapters.served import served_adapters
+from pipeline.train.adapters.served_adapters import served_adapters
 from tests.generate.tiny import CONFIGS, policy
 from tests.generate.tiny import save as save_model
 

@@ -29,9 +29,9 @@ from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.recorded_layout import restrict
 from pipeline.models.sizes import QWEN3_5
 from pipeline.refit.tables import LayoutTable
-from pipeline.train.base import ModelRole
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from pipeline.train.shards import local_box
+from pipeline.train.train_backend import ModelRole
 from tests.generate import families
 from tests.models.cases import configs
 from tests.problems import named, refused

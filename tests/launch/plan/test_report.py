@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from launch import backend
+from launch.plan import backend_choice
 from launch.plan.estimate import plan
-from launch.units import seconds
+from launch.terminal.units import seconds
 from pipeline import config
 from pipeline.config import hardware
 from pipeline.config.hardware import HARDWARE
@@ -194,7 +194,7 @@ def test_the_model_of_a_run_that_has_not_started_is_planned(tmp_path, monkeypatc
     (tmp_path / "recipes").symlink_to(config.RECIPES)
     monkeypatch.chdir(tmp_path)
     pending = [tmp_path / "runs/tiny_sft"]
-    recipe, choice = backend.choose(config.load("tiny_grpo"), pending)
+    recipe, choice = backend_choice.choose(config.load("tiny_grpo"), pending)
     assert plan(recipe, choice, pending=pending).shapes["policy"].parameters == 754_816
     other = config.load("tiny_grpo", ["policy.model_name=runs/base/hf"])
     with refused(("policy.model_name", "unavailable-model")):

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from launch import backend
-from launch.plan import split
+from launch.plan import backend_choice, split
 from launch.plan.estimate import plan
 from pipeline import config
 from tests.launch.plan.plans import planned, table
@@ -15,7 +14,7 @@ TWELVE = ("cluster.train.nodes=10", "cluster.generate.nodes=2", "policy.train_gl
 
 
 def choose(*overrides: str, run_dir: str = "runs/none"):
-    return backend.choose(config.load("llama8b_grpo", [f"run_dir={run_dir}", *overrides]))
+    return backend_choice.choose(config.load("llama8b_grpo", [f"run_dir={run_dir}", *overrides]))
 
 
 def test_every_valid_division_is_compared():

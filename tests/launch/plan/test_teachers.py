@@ -2,8 +2,8 @@
 
 import pytest
 
-from launch.model_files import read_json
 from launch.plan import memory
+from launch.recipes.model_files import read_json
 from pipeline import config
 from pipeline.config import RECIPES, Recipe
 from pipeline.models.shape import ModelShape

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from launch import backend
-from launch.model_files import planning_config
-from launch.plan import generate_time, lengths, train_time
+from launch.plan import backend_choice, generate_time, lengths, train_time
 from launch.plan.generate_time import Engine
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
-from launch.plan.parallelism import Links, Parallelism
+from launch.plan.rank_division import Links, Parallelism
+from launch.recipes.model_files import planning_config
 from pipeline import config
 from pipeline.config import PolicyConfig
 from pipeline.config.hardware import gpu
@@ -29,7 +28,7 @@ def shape(name: str) -> ModelShape:
 
 
 def load(*overrides: str, name: str = "llama8b_grpo") -> config.Recipe:
-    return backend.choose(config.load(name, list(overrides)))[0]
+    return backend_choice.choose(config.load(name, list(overrides)))[0]
 
 
 def train_phases(*overrides: str, name: str = "llama8b_grpo") -> dict[str, train_time.Phase]:

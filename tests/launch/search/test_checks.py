@@ -6,12 +6,12 @@ import re
 import pytest
 
 from launch.api.sweeps import SweepRun
-from launch.prepare import examine
-from launch.search import checks, objective, price, space
-from launch.search.config import ParameterConfig, SearchConfig
+from launch.submission.prepare import examine
 from launch.sweeps import expressions, suite
 from launch.sweeps.expressions import Curve
-from launch.sweeps.folder import SweepFolder, SweepJob, SweepPlan
+from launch.sweeps.search import objective, price, search_checks, space
+from launch.sweeps.search.config import ParameterConfig, SearchConfig
+from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
 from pipeline.config import Problem, RecipeError
 from tests.launch.search.suites import KL, LR, write_search
 
@@ -105,7 +105,7 @@ def test_a_large_space_is_checked_at_each_end_of_each_parameter():
 
 def corner_problems(path, **keys) -> list:
     search = suite.load(str(path)).suite.search
-    return [*checks._corners(search, keys.get("overrides", []), space.corners(search))]
+    return [*search_checks._corners(search, keys.get("overrides", []), space.corners(search))]
 
 
 def test_bounds_outside_of_the_schemas_range_are_refused_once(tmp_path):
@@ -169,10 +169,10 @@ def test_a_budget_without_a_price_is_refused(tmp_path):
 def test_a_missing_optuna_is_named_with_the_command(monkeypatch):
     versions = {"optuna": "4.1.0", "cmaes": "0.13"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
-    (found,) = checks.installed(SearchConfig())
+    (found,) = search_checks.installed(SearchConfig())
     assert found.code == "not-installed" and "got 4.1.0" in found.message and "pip install 'hetstep[search]'" in found.message
     versions["optuna"] = "5.0.1"
-    assert not [*checks.installed(SearchConfig(sampler="cmaes"))]
+    assert not [*search_checks.installed(SearchConfig(sampler="cmaes"))]
 
 
 # ---- the metric ---------------------------------------------------------------------------------------------------------
@@ -191,12 +191,12 @@ def test_the_metric_is_evaluated_over_the_steps_so_far():
 
 def test_the_suites_of_the_repository_have_a_search_that_fits():
     search = suite.load("tiny_search").suite.search
-    assert search is not None and not [*checks._corners(search, [], space.corners(search))]
+    assert search is not None and not [*search_checks._corners(search, [], space.corners(search))]
     assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", space.shown(space.corners(search)[0]))
 
 
 def test_the_jobs_of_a_search_have_states_where_optuna_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "installed", lambda search: iter([Problem("search", "not-installed", "got none")]))
+    monkeypatch.setattr(search_checks, "installed", lambda search: iter([Problem("search", "not-installed", "got none")]))
     folder = SweepFolder(tmp_path / "sweeps/some/x")
     folder.path.mkdir(parents=True)
     job = SweepJob("trial-0000", "tiny", [], str(folder.path / "runs/trial-0000"), run="trial")

@@ -16,9 +16,9 @@ pytest.importorskip("optuna")
 
 from launch import sweep as command
 from launch.api import sweeps as api
-from launch.search.study import JOURNAL, TrialStudy
 from launch.sweeps import suite as suites
-from launch.sweeps.folder import SweepFolder
+from launch.sweeps.search.study import JOURNAL, TrialStudy
+from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
 from tests.launch.search import tasks
 from tests.launch.search.suites import KL, LR, write_search
@@ -33,8 +33,8 @@ def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Run the command in this process, and return (status, output); its runs are processes."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("launch.task.rank_main", tasks.climb)
-    monkeypatch.setitem(__import__("launch.search.loop", fromlist=["POLL_S"]).POLL_S, "local", 0.05)
+    monkeypatch.setattr("launch.executors.rank_task.rank_main", tasks.climb)
+    monkeypatch.setitem(__import__("launch.sweeps.search.search_loop", fromlist=["POLL_S"]).POLL_S, "local", 0.05)
     monkeypatch.chdir(os.getcwd())
 
     def run(*arguments: str, fails: str = "", completes: bool = False) -> tuple[int, str]:
@@ -116,7 +116,7 @@ def test_what_a_killed_process_left_is_taken_up(tmp_path, here, monkeypatch):
     path = write_search(tmp_path, parameters={LR: [1.0, 2.0, 4.0]}, parallel=1)
     folder = SweepFolder(tmp_path / "sweeps/some/x")
     with monkeypatch.context() as patched:
-        patched.setattr("launch.sweeps.submission.start", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("launch.sweeps.job_submission.start", Mock(side_effect=KeyboardInterrupt))
         assert here(f"sweep={path}", "id=x")[0] == 130
     assert [job.name for job in folder.plan.jobs] == ["trial-0000"] and not (folder.path / "runs").exists()
     search = folder.suite.search
@@ -146,7 +146,7 @@ def test_a_search_waits_for_one_who_only_looks(tmp_path, here, monkeypatch):
     looking = contextlib.ExitStack()
     looking.enter_context(SweepFolder(tmp_path / "sweeps/some/x").locked())
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: looking.close())
-    monkeypatch.setattr("launch.folder_lock.time", clock)
+    monkeypatch.setattr("launch.runs.folder_lock.time", clock)
     assert here(f"sweep={write_search(tmp_path, parameters={LR: [1.0]})}", "id=x")[0] == 0
 
 

@@ -11,7 +11,7 @@ import yaml
 
 pytest.importorskip("optuna")
 
-from launch.attempts import all_attempts
+from launch.runs.attempts import all_attempts
 from tests.launch.search.suites import KL, LR
 from tests.launch.sweeps.suites import ROOT, known, launch, submitted, sweep
 from tests.launch.waiting import wait_until

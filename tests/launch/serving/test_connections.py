@@ -11,7 +11,7 @@ import httpx
 import pytest
 import uvicorn
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from launch.serving.app import application
 from launch.serving.connections import bounded
 from launch.serving.refusals import RefusalLog
@@ -80,7 +80,7 @@ def test_a_connection_is_used_again_within_the_deadline(tmp_path):
 HOLD = """\
 import sys
 from pathlib import Path
-from launch import audit_log, shared_files
+from launch.runs import audit_log, shared_files
 with shared_files.locked(Path(sys.argv[1]) / audit_log.LOG, 10):
     print("held", flush=True)
     sys.stdin.read()

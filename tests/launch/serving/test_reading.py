@@ -7,11 +7,11 @@ import shutil
 import pytest
 from fastapi.testclient import TestClient
 
-from launch import run_state, run_summary
-from launch.run_folder import RunFolder
+from launch.runs import run_state, run_summary
+from launch.runs.run_folder import RunFolder
+from launch.runs.status_text import plain_values
 from launch.serving.app import application
 from launch.serving.run_cache import RunCache
-from launch.status import plain_values
 from tests.launch import made_runs
 from tests.launch.serving.team import TOKENS, bearer, settings
 

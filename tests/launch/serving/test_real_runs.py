@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
 from launch.serving.access import digest
 from tests.benchmarks import serving_under_load
 from tests.launch.serving.team import ROLES, TOKENS, bearer

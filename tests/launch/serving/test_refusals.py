@@ -7,8 +7,8 @@ import sys
 
 from fastapi.testclient import TestClient
 
-from launch import audit_log
-from launch.executors.base import ROOT
+from launch.executors.executor import ROOT
+from launch.runs import audit_log
 from launch.serving.app import application
 from launch.serving.refusals import RefusalLog
 from tests.launch import made_runs
@@ -61,7 +61,7 @@ def test_a_process_that_a_request_starts_names_the_user_too(tmp_path):
         environment = audit_log.environment()
     finally:
         audit_log.requested_by.reset(token)
-    program = "import sys; from pathlib import Path; from launch import audit_log; "
+    program = "import sys; from pathlib import Path; from launch.runs import audit_log; "
     program += "audit_log.record('export', 'x', {}, Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, cwd=ROOT)
     assert [line["details"] for line in lines(tmp_path)] == [{"requested_by": "sam"}]

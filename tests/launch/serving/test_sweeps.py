@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from launch import audit_log
+from launch.runs import audit_log
 from launch.serving.app import application
 from launch.sweeps import suite as suites
-from launch.sweeps.folder import SweepFolder, SweepJob, SweepPlan
+from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
 from tests.launch import made_runs
 from tests.launch.serving.team import TOKENS, bearer, settings
 from tests.launch.serving.test_bad_requests import TRICKS, everything

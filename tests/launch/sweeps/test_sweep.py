@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import sweep as command
-from launch.sweeps.folder import SweepFolder
+from launch.sweeps.sweep_folder import SweepFolder
 from tests.launch.model import write_recipe
 from tests.launch.sweeps import tasks
 from tests.launch.sweeps.suites import environment, known, launch, outcomes, submitted, sweep, write_suite
@@ -23,8 +23,8 @@ def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Run the command in this process, and return (status, output); its runs are processes."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("launch.task.rank_main", tasks.learn)
-    monkeypatch.setattr("launch.sweeps.submission.POLL_S", 0.1)
+    monkeypatch.setattr("launch.executors.rank_task.rank_main", tasks.learn)
+    monkeypatch.setattr("launch.sweeps.job_submission.POLL_S", 0.1)
     monkeypatch.chdir(os.getcwd())
 
     def run(*arguments: str, fails: str = "") -> tuple[int, str]:

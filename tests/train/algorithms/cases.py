@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.algorithms import PAIRED
-from pipeline.algorithms.base import Algorithm
+from pipeline.algorithms.algorithm import Algorithm
 from pipeline.config import Recipe, generates
 from pipeline.config.loading import complete
 from pipeline.config.policy import TeacherConfig

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
 from pipeline import algorithms
-from pipeline.checkpoint import Checkpoints
+from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import generates
 from pipeline.coordinator import RunParts
 from pipeline.roles.train import TrainRole

@@ -21,12 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.boxes import whole
 from pipeline.config import MegatronLoRAConfig
 from pipeline.models.hugging_face import meta_model, on_disk
-from pipeline.train.adapters.arithmetic import initial_a
-from pipeline.train.adapters.experts import parameter_of
+from pipeline.train.adapters.adapter_weights import initial_a
+from pipeline.train.adapters.fused_experts import parameter_of
 from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.adapters.spec import MAGNITUDE, A, B
-from pipeline.train.base import ModelRole
-from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.train.megatron.megatron_backend import MegatronBackend
+from pipeline.train.train_backend import ModelRole
 from tests.train import cases, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import Layout

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from pipeline.models.frozen import matched
-from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.models.frozen_names import matched
+from pipeline.train.megatron.megatron_backend import MegatronBackend
 from tests.train import cases, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import Layout

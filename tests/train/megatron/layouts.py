@@ -25,10 +25,10 @@ from pipeline.boxes import whole
 from pipeline.config import MegatronConfig, MegatronDDPConfig, PolicyConfig
 from pipeline.models.hugging_face import meta_model, on_disk
 from pipeline.models.recorded_layout import restrict
-from pipeline.train.base import ModelRole, TrainBackend
-from pipeline.train.megatron.backend import MegatronBackend
 from pipeline.train.megatron.conversion_cache import VARIABLE
+from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.megatron.saved_state import boxes
+from pipeline.train.train_backend import ModelRole, TrainBackend
 from pipeline.types import Outputs
 from tests import fork_server
 from tests.models.cases import FAMILIES, write_models

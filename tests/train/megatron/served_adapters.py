@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from pipeline.config import MegatronLoRAConfig
 from pipeline.train.adapters.peft_files import ROOT, export_adapters
-from pipeline.train.adapters.served import served_adapters
-from pipeline.train.base import ModelRole
-from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.train.adapters.served_adapters import served_adapters
+from pipeline.train.megatron.megatron_backend import MegatronBackend
+from pipeline.train.train_backend import ModelRole
 from tests.train import cases
 from tests.train.megatron import adapters, layouts
 from tests.train.megatron.layouts import Layout

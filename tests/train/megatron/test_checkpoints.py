@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.boxes import whole
 from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, OptimizerConfig
-from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.shards import read_shards
 from tests.problems import refused
 from tests.train import cases, ranks

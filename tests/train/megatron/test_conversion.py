@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from launch.preflight import weight_tensors
 from pipeline.boxes import Box, whole
-from pipeline.checkpoint import COMPLETE
+from pipeline.checkpoints.checkpoint import COMPLETE
 from pipeline.config import MegatronConfig, PolicyConfig
 from pipeline.models import family
 from pipeline.models.recorded_layout import record

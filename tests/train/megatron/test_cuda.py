@@ -7,9 +7,9 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.train.base import ModelRole
 from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.model import transformer_engine
+from pipeline.train.train_backend import ModelRole
 from tests import cuda_world
 from tests.train import cases
 from tests.train.megatron import heads, layouts

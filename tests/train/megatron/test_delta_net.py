@@ -6,7 +6,7 @@ import torch
 from pipeline.models.mixers import DeltaNet
 from pipeline.train.megatron.delta_net import delta_rule
 from pipeline.train.megatron.mixer import HeadShare
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 
 LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
 GROUPS, HEADS, KEY, VALUE, CHUNK = 2, 6, 5, 4, 4

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.train import attention
 from pipeline.train.megatron import model
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 
 META = torch.device("meta")
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.models.base import Parameter
 from pipeline.models.decoder import identity
+from pipeline.models.family import Parameter
 from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.megatron import adapters

@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import TokenizerConfig
-from pipeline.train.export import export, export_checkpoint
+from pipeline.train.hf_export import export, export_checkpoint
 from tests.end_to_end.runs import ROOT
 from tests.train import cases
 from tests.train.megatron import layouts

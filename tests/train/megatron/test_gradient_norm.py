@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.train.megatron import backend as backend_module
 from pipeline.train.megatron import gradient_norm
+from pipeline.train.megatron import megatron_backend as backend_module
 from pipeline.train.megatron.groups import tensor_group
 from tests.train import cases
 from tests.train.megatron import layouts

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pipeline.models.hugging_face import SCORE
-from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
-from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.train.megatron.megatron_backend import MegatronBackend
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import Outputs, PackedBatch
 from tests.problems import refused
 from tests.train import cases, ranks

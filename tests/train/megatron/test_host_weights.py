@@ -8,10 +8,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.train.base import ModelRole
 from pipeline.train.megatron import host_weights
-from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.offload import host_memory
+from pipeline.train.train_backend import ModelRole
 from tests.train import cases, offloads, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import DP2, EP2, ONE, Layout
@@ -75,7 +75,7 @@ def test_a_frozen_model_in_host_memory(models, monkeypatch):
         sizes.append(size)
         return host_memory(size, page_locked)
 
-    monkeypatch.setattr("pipeline.train.megatron.backend.HostWeights", Recorded)
+    monkeypatch.setattr("pipeline.train.megatron.megatron_backend.HostWeights", Recorded)
     monkeypatch.setattr(host_weights, "host_memory", recorded)
     frozen = layouts.backend(policy, ONE, ModelRole(trained=False, offload=True))
     tensors = [local.tensor for local in frozen._local.values()]

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from pipeline.config import MegatronDDPConfig, MegatronOptimizerConfig, MegatronSchedulerConfig, OptimizerConfig
 from pipeline.data.packing import pack
-from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.fsdp import FSDPBackend
-from pipeline.train.megatron.backend import MegatronBackend
 from pipeline.train.megatron.local_modules import PackedAttention
+from pipeline.train.megatron.megatron_backend import MegatronBackend
+from pipeline.train.train_backend import ModelRole, TrainBackend
 from pipeline.types import TopK
 from tests.problems import refused
 from tests.train import cases

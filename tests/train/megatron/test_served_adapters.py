@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from pipeline.config import MegatronLoRAConfig
-from pipeline.train.adapters.served import served_adapters
+from pipeline.train.adapters.served_adapters import served_adapters
 from tests.problems import refused
 from tests.train import cases
 from tests.train.megatron import layouts

@@ -6,7 +6,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
 from pipeline.train.megatron.convolution import convolve, token_positions
 from pipeline.train.megatron.state_space import scan
-from pipeline.train.packing import Packing
+from pipeline.train.sequence_bounds import Packing
 
 LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
 HEADS, WIDTH, GROUPS, STATE, CHUNK = 6, 4, 2, 5, 4

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from pipeline.config import LoRAConfig, RecipeError, refuse
 from pipeline.config.parallelism import check_expert_layout
-from pipeline.train.base import TrainBackend
 from pipeline.train.fsdp import FSDPBackend
-from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.train.megatron.megatron_backend import MegatronBackend
+from pipeline.train.train_backend import TrainBackend
 from tests.train import adapters as fsdp_adapters
 from tests.train import cases, ranks
 from tests.train.float64 import Float64

@@ -56,6 +56,6 @@ def slow_down(module):
 
 
 if "HETSTEP_TEST_TASK" in os.environ:
-    sys.meta_path.insert(0, Wrap("launch.task", run_instead))
+    sys.meta_path.insert(0, Wrap("launch.executors.rank_task", run_instead))
 if "HETSTEP_TEST_SLOWER" in os.environ:
-    sys.meta_path.insert(0, Wrap("pipeline.metrics", slow_down))
+    sys.meta_path.insert(0, Wrap("pipeline.observe.metrics", slow_down))

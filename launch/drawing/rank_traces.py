@@ -1,0 +1,275 @@
+"""Read the trace events of an attempt's ranks as spans on one clock. `pipeline/observe/rank_timeline.py` describes the files.
+
+Each node's clock is corrected by the offset that the node checks measured when the attempt began (nodes.json). Two errors
+remain: that of the measurement (`RankTrace.error_s`), and the clock's drift since then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+import msgspec
+
+from launch.runs import run_files
+from launch.runs.attempts import AttemptFolder
+from pipeline.config import Problem, RecipeError
+from pipeline.files import small_files
+from pipeline.files.small_files import LONGEST, Count, Moment
+from pipeline.observe.spans import CATEGORIES, WAITING, Merger, Span, span
+from pipeline.recipe import user_files
+
+REALMS = ("train", "generate", "reward")
+BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's file. Times are unix seconds of rank 0's clock."""
+
+    path: Path
+    rank: int
+    realm: str
+    engine: int | None  # number of a generate rank's engine
+    node: str
+    began: float
+    ahead_s: float  # seconds that its node's clock is ahead of rank 0's
+    error_s: float | None  # error bound of `ahead_s`; None: not measured
+
+    @property
+    def name(self) -> str:
+        """Return the rank's name for display."""
+        return f"engine {self.engine}, rank {self.rank}" if self.engine is not None else f"rank {self.rank}"
+
+    @property
+    def group(self) -> str:
+        """Return the name of the group that the rank is shown in: its engine, or else its node."""
+        return f"engine {self.engine} on {self.node}" if self.engine is not None else self.node
+
+    def spans(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[Span]:
+        """Yield the spans that overlap with a window in order, cut at its ends."""
+        for event in self._events(begin + self.ahead_s):
+            if event["ph"] == "X":
+                found = span(event, -self.ahead_s)
+                if found.begin >= end:
+                    return
+                if part := found.part(begin, end):
+                    yield part
+
+    def steps(self) -> dict[int, tuple[float, float]]:
+        """Return step -> (begin, end) of the steps that ended in this attempt. Only rank 0 records steps."""
+        marks = [(event["args"]["step"], event["ts"] / 1e6 - self.ahead_s) for event in self._events() if event["ph"] == "i"]
+        pairs = itertools.pairwise(marks)
+        return {step: (begin, end) for (before, begin), (step, end) in pairs if step == before + 1}
+
+    def _events(self, after: float = float("-inf")) -> Iterator[dict[str, Any]]:
+        """Yield all events except the first. With `after`, skip most events that end before that second of the rank's clock."""
+        with user_files.open_file(self.path) as file:
+            file.readline(LONGEST)
+            _skip(file, 1e6 * after)
+            for text in small_files.whole_lines(file, self.path):
+                if (event := _parsed(text)) is not None:
+                    yield event
+
+
+Microseconds = Annotated[int, msgspec.Meta(ge=0, le=10**17)]
+
+
+class _Merged(msgspec.Struct):
+    merged: Count
+    seconds: dict[str, Annotated[float, msgspec.Meta(ge=0, le=1e9)]]
+
+
+class _SpanEvent(msgspec.Struct, tag_field="ph", tag="X"):
+    name: str
+    ts: Microseconds
+    dur: Microseconds
+    args: _Merged | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Ended(msgspec.Struct):
+    step: Count
+
+
+class _StepEvent(msgspec.Struct, tag_field="ph", tag="i"):
+    ts: Microseconds
+    args: _Ended
+
+
+class _About(msgspec.Struct):
+    rank: Count
+    realm: Literal["train", "generate", "reward"]
+    engine: Count | None
+    node: str
+    began: Moment
+
+
+class _RankEvent(msgspec.Struct, tag_field="ph", tag="M"):
+    args: _About
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return the event of a line after the first; None for a line that is incomplete or damaged."""
+    if not text.endswith(b"\n"):
+        return None
+    with contextlib.suppress(RecipeError):
+        event = small_files.parsed(_event_of(text), dict[str, Any], "")
+        small_files.checked(event, _StepEvent if event.get("ph") == "i" else _SpanEvent, "")
+        return event
+    return None
+
+
+def _event_of(line: bytes) -> bytes:
+    return line.removeprefix(b"[").removesuffix(b",\n")
+
+
+def _skip(file: BinaryIO, after: float) -> None:
+    """Seek to at most some blocks before the first event that ends later. Lines are nearly in the order of their ends."""
+    first = low = file.tell()
+    high = file.seek(0, os.SEEK_END)
+    while high - low > 2 * BLOCK:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()
+        event = _parsed(file.readline())
+        ends = event["ts"] + event.get("dur", 0) if event else float("inf")
+        low, high = (middle, high) if ends < after else (low, middle)
+    file.seek(max(first, low - BLOCK))  # a step's mark may come before the span that it falls into
+    if file.tell() > first:
+        file.readline()
+
+
+# ---- an attempt -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttemptTrace:
+    """The timelines of one attempt."""
+
+    attempt: AttemptFolder
+    ranks: list[RankTrace]  # in order, at least one
+
+    @cached_property
+    def steps(self) -> dict[int, tuple[float, float]]:
+        """Return step -> (begin, end)."""
+        return self.ranks[0].steps()
+
+    @property
+    def precision(self) -> str:
+        """Return how well the ranks' clocks agree, as text."""
+        errors = [rank.error_s for rank in self.ranks if rank.error_s is not None]
+        if len(errors) < len(self.ranks):
+            return "the clocks of the nodes are not corrected, because their offsets were not measured"
+        if not any(errors):
+            return "all ranks share one clock"
+        measured = f"to ± {1e3 * max(errors):.2g} ms when the attempt began"
+        return f"clocks of nodes corrected, {measured}; later drift is not corrected"
+
+    def window(self, first: int, last: int) -> tuple[float, float]:
+        """Return (begin of step `first`, end of step `last`). Raises RecipeError if the attempt lacks one of them."""
+        for number in (first, last):
+            if number not in self.steps:
+                known = f"steps {min(self.steps)} to {max(self.steps)}" if self.steps else "no step"
+                message = f"step {number} is not in the timeline of attempt {self.attempt.name}, which has {known}"
+                raise RecipeError(Problem("step", "no-records", message))
+        return self.steps[first][0], self.steps[last][1]
+
+    def step(self, number: int | None, pixels: int) -> StepSpans:
+        """Return a step, by default the last one that ended; before one did, all there is.
+
+        Spans too short to be seen on so many pixels are merged. Raises RecipeError if the attempt did not make that step.
+        """
+        if number is None and not self.steps:
+            begin = self.ranks[0].began
+            end = max((each.end for each in self.ranks[0].spans()), default=begin + 1e-3)
+        else:
+            number = max(self.steps) if number is None else number
+            begin, end = self.window(number, number)
+        resolution = (end - begin) / pixels
+        rows = [(rank, list(_merged(rank.spans(begin, end), resolution))) for rank in self.ranks]
+        return StepSpans(number, begin, end, rows)
+
+
+def attempt_traces(attempts: Iterable[AttemptFolder]) -> list[AttemptTrace]:
+    """Return the attempts that have a timeline. Raises RecipeError for a file that is none."""
+    return [AttemptTrace(attempt, found) for attempt in attempts if (found := _ranks(attempt))]
+
+
+def trace_with_step(found: list[AttemptTrace], number: int | None) -> AttemptTrace:
+    """Return the latest that made a step, or any step; if none did, the latest. found: oldest first, at least one."""
+    ended = [each for each in found if each.steps and number in (None, *each.steps)]
+    return (ended or found)[-1]
+
+
+def _ranks(attempt: AttemptFolder) -> list[RankTrace]:
+    clocks = _clocks(attempt)
+    found = []
+    for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
+        with user_files.open_file(path) as file:
+            first = file.readline(LONGEST)
+        if not first.endswith(b"\n") or b'"ph":"M"' not in first.replace(b" ", b""):
+            continue  # it has just begun, or is an older version's
+        about = small_files.parsed(_event_of(first), _RankEvent, path).args
+        ahead, error = clocks.get(about.node, (0.0, None))
+        found.append(RankTrace(path, about.rank, about.realm, about.engine, about.node, about.began - ahead, ahead, error))
+    return sorted(found, key=lambda each: each.rank)
+
+
+def _clocks(attempt: AttemptFolder) -> dict[str, tuple[float, float | None]]:
+    """Return node -> (seconds that its clock is ahead of rank 0's, how wrong that may be); zeros on a single node."""
+    nodes = run_files.nodes(attempt.folder)
+    if len(nodes) == 1:
+        return dict.fromkeys(nodes, (0.0, 0.0))
+    return {name: (node.get("clock_skew_s") or 0.0, node.get("clock_error_s")) for name, node in nodes.items()}
+
+
+def _merged(spans: Iterator[Span], resolution: float) -> Iterator[Span]:
+    merger = Merger(resolution)
+    for each in spans:
+        yield from merger.take(each)
+    yield from merger.rest()
+
+
+# ---- a step -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepSpans:
+    """The spans of ranks between two times."""
+
+    number: int | None  # None: from the start, as no step has ended yet
+    begin: float
+    end: float
+    rows: list[tuple[RankTrace, list[Span]]]
+
+    @property
+    def title(self) -> str:
+        """Return the step's name for headings."""
+        return "from the start; no step has ended yet" if self.number is None else f"step {self.number}"
+
+    def categories(self) -> list[str]:
+        """Return the categories that took more than a thousandth of the time, in the order of CATEGORIES."""
+        seconds: Counter[str] = Counter()
+        for _, spans in self.rows:
+            for each in spans:
+                seconds.update(each.categories)
+        return [key for key in CATEGORIES if seconds[key] > seconds.total() / 1000]
+
+    def realms(self) -> dict[str, list[tuple[RankTrace, list[Span]]]]:
+        """Return component -> its rows, without components that have none."""
+        named = {realm: [row for row in self.rows if row[0].realm == realm] for realm in REALMS}
+        return {realm: rows for realm, rows in named.items() if rows}
+
+
+def idle_share(rows: list[tuple[RankTrace, list[Span]]]) -> float:
+    """Return the share of all seconds that ranks waited."""
+    seconds = [(sum(each.categories.get(key, 0.0) for key in WAITING), each.seconds) for _, spans in rows for each in spans]
+    lived = sum(whole for _, whole in seconds)
+    return sum(waited for waited, _ in seconds) / lived if lived else 0.0

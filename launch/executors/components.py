@@ -1,0 +1,50 @@
+"""Build the components of a recipe's job, with the environment variables of their ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from launch.executors import cuda_variables
+from launch.executors.executor import ROOT
+from launch.executors.nodes import ColocatedComponent
+from pipeline import config
+from pipeline.config import (
+    ComponentConfig,
+    Recipe,
+    colocated,
+    components_on_train_nodes,
+    determinism,
+    trains,
+    uses_megatron,
+)
+
+
+def components(recipe: Recipe) -> dict[str, ComponentConfig]:
+    """Return the job's components in rank order, with the variables and sbatch options of all merged into each.
+
+    A component's own values override the shared ones. A backend's variables are set before Python starts, because some are
+    read on import.
+    """
+    own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
+    trainers = cuda_variables.for_train_ranks(recipe) | own if trains(recipe) else own
+    engines = cuda_variables.for_generate_ranks(recipe) | recipe.policy.generation.vllm_cfg.env_vars
+    variables = {"train": trainers, "generate": engines, "reward": trainers}
+    options = recipe.cluster.sbatch_options
+    parts = {
+        name: replace(
+            part,
+            env_vars=_with_root({**variables[name], **determinism.variables(recipe, name), **part.env_vars}),
+            sbatch_options={**options, **part.sbatch_options},
+        )
+        for name, part in config.components(recipe).items()
+    }
+    colocated_names = [name for name in components_on_train_nodes(recipe) if name in parts and "train" in parts]
+    return parts | {name: ColocatedComponent(**vars(parts[name]), shares_gpus=colocated(recipe)) for name in colocated_names}
+
+
+def _with_root(variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables with Hetstep first in their PYTHONPATH, if they have one: it replaces the launcher's."""
+    if (path := variables.get("PYTHONPATH")) is None:
+        return variables
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}

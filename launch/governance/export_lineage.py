@@ -1,0 +1,125 @@
+"""Write lineage.json beside an exported model: all that the model comes from, by content, and without anybody's paths."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launch.runs import shared_files
+from launch.runs.audit_log import Receipt, as_record
+from launch.runs.run_folder import RunFolder
+from launch.runs.shared_files import Unusable
+from launch.submission.inputs import content, is_weights
+from pipeline.checkpoints.checkpoint import Checkpoint
+from pipeline.checkpoints.verification import WITHOUT_DIGEST
+from pipeline.config import Problem, RecipeError
+from pipeline.files import digests, input_records, small_files
+from pipeline.files.input_records import FOLDER, HASHES, MARK, HashCache
+from pipeline.files.storage import append
+
+LOCK_S = 60.0
+"""How long an export waits for another one of the same run to add its line."""
+DEPTH = 4  # levels from a model in a checkpoint to its run: RUN/checkpoints/step_000010/hf
+
+
+def write(run_dir: Path, checkpoint: Checkpoint, folder: Path, form: str, receipt: Receipt | None) -> None:
+    """Write the lineage.json of an exported model, and add a line to the exports of its run.
+
+    form: hf or adapter. receipt: of the export's line in the audit log. Raises OSError, and RecipeError if the line cannot be
+    added.
+    """
+    known = input_records.read_inputs(run_dir)
+    files = _hashes(folder, HashCache(Path(known["cache"]) if known.get("cache") else None))
+    origin = input_records.origin_of(checkpoint.folder) or {}
+    own = content(value for name, value in files.items() if is_weights(name))
+    record = {
+        "kind": "export",
+        "id": own,
+        "format": form,
+        "step": checkpoint.step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "checkpoint": {"kind": "checkpoint", "id": origin.get("id"), "step": checkpoint.step},
+        "run": of_run(run_dir),
+        "files": files,
+    }
+    small_files.write(folder / MARK, record)
+    line = {key: record[key] for key in ("id", "format", "step", "time", "files")}
+    kept = record["checkpoint"] if origin.get("id") else {"path": str(checkpoint.folder), "step": checkpoint.step}
+    folder, run_dir = folder.absolute(), run_dir.absolute()
+    place = folder.relative_to(run_dir) if folder.is_relative_to(run_dir) else folder  # the run's folder may be moved
+    line |= {"checkpoint": kept, "path": str(place), "audit": as_record(receipt)}
+    _add_line(input_records.exports_of(run_dir), (json.dumps(line) + "\n").encode())
+
+
+def _hashes(folder: Path, cache: HashCache) -> dict[str, str]:
+    """Return the SHA-256 of each file of an export, by name, without the model card: as the export listed it, else computed."""
+    try:
+        listed, own = digests.read_manifest(folder)
+        listed[digests.MANIFEST] = own
+    except FileNotFoundError:
+        listed = {}
+    found = {}
+    for state in input_records.states(folder):
+        name = os.path.relpath(state.path, folder)
+        if name in listed:
+            found[name] = listed[name]
+            cache.add(state, listed[name])
+        elif name not in WITHOUT_DIGEST:
+            found[name] = cache.sha256(Path(state.path))[1]
+    return found
+
+
+def _add_line(path: Path, line: bytes) -> None:
+    """Append a line to a file that other exports append to at the same time. Removes a part of a line that a kill left."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with shared_files.locked(path, LOCK_S):
+            append(path, path.read_bytes().rfind(b"\n") + 1, line)
+    except Unusable as error:
+        why = f"got {path}, {error.why}; expected a file to add the export to. Try {error.remedy}"
+        raise RecipeError(Problem("run", error.code, why)) from error
+
+
+def of_run(run_dir: Path) -> dict[str, Any]:
+    """Return {"id", "name", "algorithm", "git", "recipe", "images", "inputs"} of a run, for a lineage.json.
+
+    inputs: {"key", "role", "name", "files": name -> SHA-256 or None, "origin"} of each. Of a path only the last part is kept.
+    """
+    run = RunFolder.at(run_dir)
+    last = run.submissions[-1] if run.submissions else {}
+    hashes = dict(input_records.read_hashes(run_dir / FOLDER / HASHES))
+    images = {name: image.get("digest") for name, image in (last.get("images") or {}).items()}
+    inputs = []
+    for entry in input_records.read_inputs(run_dir).get("inputs", ()):
+        base = Path(entry["path"] or "/")
+        base = base if base.is_dir() else base.parent
+        files = {os.path.relpath(state.path, base): hashes.get(state) for state in input_records.files_of(entry)}
+        name = Path(entry["name"]).name if os.path.isabs(entry["name"]) else entry["name"]
+        inputs.append({"key": entry["key"], "role": entry["role"], "name": name, "files": files, "origin": _origin(entry)})
+        if '"/' not in json.dumps(arguments := entry.get("arguments")):  # no absolute path
+            inputs[-1]["arguments"] = arguments
+    return {
+        "id": input_records.run_id(run_dir) or content([str(run_dir)]),
+        "name": run_dir.name,
+        "algorithm": run.algorithm,
+        "git": last.get("git"),
+        "recipe": last.get("recipe"),
+        "images": images,
+        "inputs": inputs,
+    }
+
+
+def _origin(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the origin of an input; of a checkpoint with what its run was made from, if that is here."""
+    origin = entry["origin"]
+    if not origin or origin["kind"] != "checkpoint":
+        return origin
+    real = Path(os.path.realpath(entry["path"]))
+    above = next((each for each in list(real.parents)[:DEPTH] if (each / "recipe.yaml").is_file()), None)
+    if above is None or input_records.run_id(above) != origin.get("run", {}).get("id"):
+        return {key: value for key, value in origin.items() if key != "path"}
+    return {"kind": "checkpoint", "id": origin.get("id"), "step": origin["step"], "run": of_run(above)}

@@ -1,0 +1,103 @@
+"""Run a recipe in the surrounding batch job, for launch/hetstep.sbatch; the variables of NeMo-RL's ray.sub are supported.
+
+Variables with the same meaning here become overrides of the recipe, unless the command line sets the key. For each other
+variable that is set, a note says why it has no effect.
+See https://github.com/NVIDIA-NeMo/RL/blob/main/ray.sub
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
+
+COMPONENTS = ("train", "generate", "reward")
+NO_EFFECT = {
+    "COMMAND": "the recipe of this command line runs: recipe=NAME key=value ...",
+    "SETUP_COMMAND": "no command runs in the containers before the ranks; put its setup into the images",
+    "BASE_LOG_DIR": "logs are in attempts/ of the run folder; set that with run_dir=...",
+    "UV_CACHE_DIR_OVERRIDE": "there is no uv; ranks use the packages of the image",
+    "DEDICATED_RAY_HEAD": "there is no Ray, so no node is reserved for its head; rank 0 is a train rank",
+    "RAY_LOG_SYNC_FREQUENCY": "there are no Ray logs; ranks write logs into the run folder",
+    "SANDBOX_CONTAINER": "no sandbox container is started; environments run on the generate ranks",
+}
+
+
+def translated(environment: Mapping[str, str], arguments: list[str], shares_nodes: bool = False) -> tuple[list[str], list[str]]:
+    """Return (overrides to put before `arguments`, notes to print).
+
+    shares_nodes: whether components divide the GPUs of a node, so that each has its own part of GPUS_PER_NODE
+    """
+    values: dict[str, object] = {}
+    lines = []
+    if container := environment.get("CONTAINER"):
+        values |= {"container_image": container, "python": "python3"}
+        if folder := environment.get("SLURM_SUBMIT_DIR"):
+            values["container_workdir"] = folder
+    if mounts := environment.get("MOUNTS"):
+        values["container_mounts"] = json.dumps([mount for mount in mounts.split(",") if mount])
+    if gpus := environment.get("GPUS_PER_NODE"):
+        if shares_nodes:
+            lines.append("GPUS_PER_NODE: not used; with cluster.share_nodes=true each component has its own gpus_per_node")
+        else:
+            values["gpus_per_node"] = gpus
+    if cpus := environment.get("CPUS_PER_WORKER"):
+        if gpus and gpus.isdigit() and int(gpus) and cpus.isdigit():
+            values["cpus_per_task"] = max(1, int(cpus) // int(gpus))
+        else:
+            lines.append("CPUS_PER_WORKER: not used; GPUS_PER_NODE, which divides it among the ranks of a node, is not set")
+    given = [argument.partition("=")[0] for argument in arguments]
+    overrides = []
+    for component in COMPONENTS:
+        for key, value in values.items():
+            name = f"cluster.{component}.{key}"
+            if not any(name == key or name.startswith(f"{key}.") for key in given):
+                overrides.append(f"{name}={value}")
+    lines += [f"{override}, from the environment, as ray.sub has it" for override in overrides if ".reward." not in override]
+    lines += [f"{name}: {why}" for name, why in NO_EFFECT.items() if environment.get(name)]
+    return overrides, lines
+
+
+def shares_nodes(arguments: list[str]) -> bool:
+    """Return whether the recipe's components divide the GPUs of each node. `submit` reports the recipe's problems."""
+    from launch import submit
+    from launch.recipes import reading
+    from launch.terminal import command_line
+    from pipeline import config
+
+    try:
+        request = command_line.parse(submit.SubmitRequest, arguments)
+        return request.recipe is not None and reading.inspect(request.recipe, request.overrides).recipe.cluster.share_nodes
+    except config.RecipeError:
+        return False
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    from launch import submit
+    from launch.executors.allocation import batch_job
+
+    why = ""
+    if batch_job() is None:
+        why = "launch/hetstep_sbatch.py runs only in `sbatch launch/hetstep.sbatch recipe=...`. Try launch/submit.py"
+    elif "detach=true" in arguments:
+        why = "detach: got true; expected false, since the job ends with its batch script, which sbatch has detached"
+    if why:
+        print(f"error: {why}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGUSR2, lambda *_: None)  # until there are ranks; they would inherit SIG_IGN
+    overrides, lines = translated(os.environ, arguments, shares_nodes(arguments))
+    for line in lines:
+        print(f"# {line}", flush=True)
+    chosen = [] if any(argument.startswith("cluster.executor=") for argument in arguments) else ["cluster.executor=allocation"]
+    return submit.main([*chosen, *overrides, *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

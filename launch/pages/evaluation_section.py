@@ -1,0 +1,187 @@
+"""Show the evaluations of runs: curves with intervals, scores, verdicts, and the questions whose score changed.
+
+Of one run the first and the last evaluation of a suite are compared, of several runs the last ones with the first run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from launch.drawing.html import Html, table, tag
+from launch.pages.chart import Chart, Mark, Series, figures
+from launch.pages.document import details
+from launch.pages.rollouts import shortened
+from launch.runs import evaluation_folder
+from launch.runs.evaluation_comparison import ChangedQuestion, TaskComparison, compare
+from launch.runs.evaluation_folder import EvaluationFolder
+from launch.runs.run_folder import RunFolder
+from pipeline.evaluation.questions import Answer
+
+CHANGED = 20
+"""Most changed questions of a task that are shown."""
+TEXT_CHARACTERS = 3_000
+"""Most characters of a prompt or an answer."""
+CLASSES = {"better": "good", "worse": "bad", "cannot tell": "warn"}
+Suites = Mapping[str, Sequence[EvaluationFolder]]
+
+
+def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence[Mark] = ()) -> list[Html]:
+    """Return all about the runs' evaluations; empty without one. Raises RecipeError for a malformed scores.json."""
+    found = [evaluation_folder.by_suite(evaluation_folder.of_run(run.folder)) for run in runs]
+    suites = list(dict.fromkeys(suite for each in found for suite in each))
+    content: list[Html] = []
+    for suite in suites:
+        content.append(tag("h3", f"Suite {suite}", class_="suite"))
+        if charts := [*_curves(found, suite, marks)]:
+            content.append(figures(charts, names))
+        content.append(_scores(found, names, suite))
+        content += _groups(found, names, suite)
+        content += _contamination(found, names, suite)
+        content += _warnings(found, names, suite)
+        (first, before), *others = _columns(found, names, suite)
+        for name, after in others:
+            content += _compared((first, name), compare(before, after))
+    return content
+
+
+# ---- curves and tables ------------------------------------------------------------------------------------------------------
+
+
+def _curves(found: Sequence[Suites], suite: str, marks: Sequence[Mark]) -> Iterator[Chart]:
+    """Yield a chart of each task's own metric over the steps."""
+    evaluated = [[each for each in of.get(suite, ()) if each.step is not None] for of in found]
+    for task in _tasks(each for of in evaluated for each in of):
+        series = []
+        for run, of in enumerate(evaluated):
+            points = [(each.step or 0, _own(each.tasks[task])) for each in of if task in each.tasks]
+            steps = [step for step, _ in points]
+            columns = {end: [score.get(end) for _, score in points] for end in ("value", "low", "high")}
+            if points:
+                series.append(Series("95% interval", steps, (), run, "band", columns["low"], columns["high"]))
+                series.append(Series("score", steps, columns["value"], run, "points"))
+        yield Chart(task, series, marks=marks, note=_metric(evaluated, task))
+
+
+def _scores(found: Sequence[Suites], names: Sequence[str], suite: str) -> Html:
+    """Return a table of every metric in the first and the last evaluation of each run."""
+    columns = _columns(found, names, suite)
+    rows: list[list[object]] = []
+    for task in _tasks(each for _, each in columns):
+        summaries = [each.tasks.get(task) for _, each in columns]
+        metrics = list(dict.fromkeys(metric for summary in summaries if summary for metric in summary["metrics"]))
+        for metric in metrics:
+            cells = [_cell(summary["metrics"].get(metric)) if summary else "" for summary in summaries]
+            counts = ", ".join(dict.fromkeys(str(summary["questions"]) for summary in summaries if summary))
+            rows.append([task if metric == metrics[0] else "", metric, counts if metric == metrics[0] else "", *cells])
+    return table(["task", "metric", "questions", *(name for name, _ in columns)], rows, "Scores with 95% intervals")
+
+
+def _groups(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+    columns = _columns(found, names, suite)
+    for task in _tasks(each for _, each in columns):
+        groups = dict.fromkeys(group for _, each in columns for group in each.tasks.get(task, {}).get("groups", {}))
+        rows = [[group, *(_of_group(each.tasks.get(task), group) for _, each in columns)] for group in groups]
+        macro = [_cell(_own(each.tasks.get(task, {}), "macro")) for _, each in columns]
+        if rows:
+            header = ["group", *(name for name, _ in columns)]
+            yield details(f"{task} by group", table(header, [*rows, ["mean of the groups", *macro]]))
+
+
+def _warnings(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+    said = [f"{name}: {warning}" for name, each in _columns(found, names, suite) for warning in each.scores["warnings"]]
+    if said:
+        yield tag("ul", *(tag("li", each, class_="warn") for each in said))
+
+
+def _contamination(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+    """Yield a table of the scores without the questions that occur in the training data, where these were searched for."""
+    rows: list[list[object]] = []
+    for name, each in _columns(found, names, suite):
+        for task, of in each.contamination.items():
+            if "scores" in of:
+                scores = (_cell(of["scores"][part]) for part in ("all", "clean", "flagged"))
+                rows.append([task, name, f"{of['flagged']} of {of['questions']}", *scores])
+    if rows:
+        header = ["task", "", "in the training data", "all questions", "without them", "of them"]
+        yield table(header, rows, "Questions that occur in the training data")
+
+
+def _columns(found: Sequence[Suites], names: Sequence[str], suite: str) -> list[tuple[str, EvaluationFolder]]:
+    """Return the first and the last evaluation of a single run, or the last one of each run, with their names."""
+    if len(found) == 1:
+        of = found[0][suite]
+        return [(each.label, each) for each in (of if len(of) == 1 else (of[0], of[-1]))]
+    return [(f"{name}, {of[suite][-1].label}", of[suite][-1]) for name, of in zip(names, found, strict=True) if suite in of]
+
+
+def _tasks(evaluated: Iterator[EvaluationFolder]) -> list[str]:
+    return list(dict.fromkeys(task for each in evaluated for task in each.tasks))
+
+
+def _metric(evaluated: Sequence[Sequence[EvaluationFolder]], task: str) -> str:
+    return next((each.tasks[task]["metric"] for of in evaluated for each in of if task in each.tasks), "")
+
+
+def _own(summary: Mapping, key: str = "metrics") -> Mapping[str, float | None]:
+    """Return the score of the task's own metric."""
+    return summary.get(key, {}).get(summary.get("metric"), {})
+
+
+def _of_group(summary: Mapping | None, group: str) -> str:
+    of = (summary or {}).get("groups", {}).get(group)
+    return f"{_cell(of['metrics'].get(summary['metric']))} of {of['questions']}" if summary and of else ""
+
+
+def _cell(score: Mapping[str, float | None] | None) -> str:
+    if not score or score.get("value") is None:
+        return ""
+    low, high = score["low"], score["high"]
+    ends = "-" if low is None or high is None else f"{low:.3f}, {high:.3f}"
+    return f"{score['value']:.3f} [{ends}]"
+
+
+# ---- two evaluations --------------------------------------------------------------------------------------------------------
+
+
+def _compared(names: tuple[str, str], compared: Sequence[TaskComparison]) -> Iterator[Html]:
+    if not compared:
+        return
+    title = " → ".join(names)
+    rows: list[list[object]] = []
+    for each in compared:
+        found = each.difference
+        verdict = tag("span", found.verdict, class_=CLASSES[found.verdict])
+        numbers = ["", "", "", ""]
+        if found.questions:
+            numbers = [found.shown, f"{found.p_value:.2g}", f"{found.gained} / {found.lost}", str(found.questions)]
+        unpaired = f"{each.unpaired} of one only" if each.unpaired else ""
+        rows.append([each.task, verdict, *numbers, unpaired])
+    header = ["task", "", "difference", "p", "better / worse", "questions", ""]
+    yield table(header, rows, f"{title}, question by question")
+    if said := [f"{title}, {each.task}: {warning}" for each in compared for warning in each.warnings]:
+        yield tag("ul", *(tag("li", each, class_="warn") for each in said))
+    for each in compared:
+        if each.changed:
+            shown = [_changed(question, names) for question in islice(each.changed, CHANGED)]
+            count = f"{len(shown)} of {len(each.changed)}" if len(shown) < len(each.changed) else str(len(shown))
+            yield details(f"{each.task}: {count} changed questions, {title}", *shown)
+
+
+def _changed(question: ChangedQuestion, names: tuple[str, str]) -> Html:
+    facts = [_fact("question", question.question), _fact("change", f"{question.change:+.3g}")]
+    prompt = next((answer.prompt for answer in (*question.after, *question.before) if answer.prompt), "")
+    sides = [_side(*side) for side in zip(names, (question.before, question.after), strict=True)]
+    texts = tag("div", tag("pre", shortened(prompt, TEXT_CHARACTERS), class_="prompt"), tag("div", *sides), class_="texts")
+    return tag("article", tag("div", *facts, class_="facts"), texts)
+
+
+def _side(name: str, answers: Sequence[Answer]) -> Html:
+    """Return the scores of all samples, and the text of the first."""
+    scores = ", ".join("not judged" if answer.score is None else f"{answer.score:g}" for answer in answers)
+    text = answers[0].text or answers[0].failure
+    return tag("div", tag("span", f"{name}: score {scores}"), tag("pre", shortened(text, TEXT_CHARACTERS)), class_="turn")
+
+
+def _fact(name: str, value: str) -> Html:
+    return tag("span", f"{name} ", tag("b", value))

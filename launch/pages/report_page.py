@@ -1,0 +1,98 @@
+"""The page of a report: the sections of one or several runs, in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.drawing.html import Html, tag
+from launch.pages import resource_section, rollouts
+from launch.pages.chart import Chart, figures
+from launch.pages.curves import Curves, LabelledRun
+from launch.pages.document import Section, add_plotly, document
+from launch.pages.evaluation_section import evaluations
+from launch.pages.overview import moment, overview
+from launch.pages.recipe_section import recipes
+from launch.pages.step_pictures import step_pictures
+from launch.runs.run_folder import RunFolder
+from launch.runs.run_state import RunState, states
+
+
+def read(folders: Sequence[Path]) -> list[LabelledRun]:
+    """Return the runs in these folders, each once. Raises RecipeError."""
+    folders = list(dict.fromkeys(folders))
+    runs = [RunFolder.at(folder) for folder in folders]
+    return [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
+
+
+def write(labelled: Sequence[LabelledRun], out: Path) -> tuple[int, bool]:
+    """Write the page of runs, with plotly.min.js beside it. Return (its bytes, False if plotly is not installed)."""
+    text = page(labelled, states([each.run for each in labelled]), out)
+    out.write_text(text, encoding="utf-8")
+    return len(text.encode()), not out.is_file() or add_plotly(out.parent)
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' names, with as many parent folders as make them distinct."""
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        found = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------------
+
+
+def page(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None = None) -> str:
+    """Return the HTML page of runs and their states. out: where it is written; None: nowhere."""
+    names = [each.label for each in labelled]
+    written = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
+    sections = [section for section in _sections(labelled, of, out) if section.content]
+    return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, written)
+
+
+def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None) -> Iterator[Section]:
+    """Yield all sections. A section without data is empty."""
+    curves = Curves(labelled)
+    sampled = rollouts.read([each.run.folder for each in labelled], out)
+    names = [each.label for each in labelled]
+
+    def grid(charts: Sequence[Chart]) -> list[Html]:
+        return [figures(charts, names)] if charts else []
+
+    yield Section("Overview", overview(labelled, of))
+    phases = [chart for chart in curves.phase_times() if chart.series]
+    refit = [*curves.take(r"(refit/|throughput/refit_)"), *curves.refit_times()]
+    refit += curves.take("time/refit_")
+    lengths = curves.take(r"(train|val)/(completion_tokens|truncated)")
+    speed = curves.take("(throughput|time)/")
+    used = resource_section.charts(curves)
+    idle, ages = curves.idle(), [*curves.ages(), *curves.take("async/")]
+    main = curves.take("(train|val)/")
+    spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
+    yield Section("Curves", grid(main), "Lines: training; circles: validation; flags on the step axis: restarts, changes.")
+    scored = evaluations([each.run for each in labelled], names, curves.marks)
+    yield Section("Evaluations", scored, "Bands and brackets: 95% intervals. Verdicts: paired over the questions.")
+    for group in curves.groups():
+        yield Section(group.capitalize(), grid(curves.take(rf"{group}/" if group != "other" else "")))
+    yield Section("Time", grid([*phases, *speed]), "rest: time/step without its phases.")
+    drawn = step_pictures([each.run for each in labelled], names)
+    yield Section("Timeline", [*drawn, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
+    shares = "Means, and bands from min to max, over the ranks of a component. launch/OPERATIONS.md has the formulas."
+    yield Section("Resources", [*resource_section.warnings(labelled), *grid(used)], shares)
+    yield Section(
+        "Staleness", grid(ages), "Age: steps between the weights that generated a token and the step that trains on it."
+    )
+    compared = "the busiest rank's rate, as a fraction of cluster.network; ranks that share GPUs use gloo instead"
+    yield Section("Refit", grid(refit), f"efficiency: {compared}.")
+    yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: over the rollouts of a step.")
+    if sampled.files or sampled.left_out:
+        shown = [rollouts.samples(sampled)] if sampled.files else []
+        why = [tag("p", each) for each in sampled.left_out]
+        yield Section("Samples", [*why, *shown], f"{'; '.join(sampled.notes) or 'None can be read here'}.")
+    yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
+
+
+# ---- the terminal -------------------------------------------------------------------------------------------------------

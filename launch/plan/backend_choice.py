@@ -1,0 +1,232 @@
+"""Choose the train backend: the recipe's, or else by the model's size and the GPUs' number and memory. Then recomputation.
+
+The choice is made once, at submission, and written into the run's recipe, so that every rank reads the same.
+
+If the recipe does not choose, the first line that applies decides:
+    the run folder exists                           the backend of the run
+    keys of one backend's layout are set            that backend
+    no GPUs, no model yet, or a family that the Megatron backend does not have   FSDP2
+    many experts, and each GPU can hold the model   Megatron-Core: FSDP2 would gather all experts of a layer for every batch
+    the model fits under FSDP2                      FSDP2
+    otherwise                                       Megatron-Core; an error if its layout's keys must split the model first
+
+A model "fits" if parameters, gradients and optimizer state of all models of the train ranks, as
+`launch/plan/memory.py` counts them, take at most 70 % of the GPUs' memory. The rest is for activations and logits.
+
+`launch/plan/recomputation.py` then chooses recomputation and microbatches, where the recipe leaves their keys null.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launch.plan import recomputation
+from launch.plan.memory_fsdp import FSDPMemory
+from launch.plan.memory_megatron import MegatronMemory, stages
+from launch.plan.memory_parts import TrainModel, models
+from launch.plan.rank_division import Parallelism
+from launch.recipes.model_files import planning_config
+from launch.terminal.units import plural
+from pipeline import config
+from pipeline.config import (
+    MEGATRON_MODEL_TYPES,
+    Backend,
+    DTensorConfig,
+    MegatronConfig,
+    Problem,
+    Recipe,
+    RecipeError,
+    collected,
+    hardware,
+    ranks,
+    requested_backend,
+)
+from pipeline.models.shape import ModelShape
+
+NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
+MANY_EXPERTS = 16  # Mixtral has 8: a token uses 2 of them, so gathering all 8 moves only four times what it uses
+MAX_STATE = 0.7  # fraction of the GPUs' memory
+
+MEGATRON_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+DTENSOR_LAYOUT = (
+    "tensor_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "data_parallel_replicate_size",
+    "cpu_offload",
+    "lora_cfg",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The train backend, and why it was chosen."""
+
+    backend: Backend
+    reason: str
+    warning: str | None = None
+    recomputation: str = ""  # the keys that were chosen for it, and why; empty if the recipe has them
+    open_keys: tuple[str, ...] = ()  # those keys; empty also if the run began with them
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.backend]} trains, because {self.reason}"
+
+
+def choose(
+    recipe: Recipe, pending: Sequence[os.PathLike] = (), before: Recipe | None = None
+) -> tuple[Recipe, BackendChoice | None]:
+    """Return the recipe with all chosen keys set and validated, and the choice; an evaluation as it is, and None.
+
+    pending: folders of needed runs that are still to come. before: the recipe with which the run began; None for a new run.
+    Raises RecipeError.
+    """
+    if not config.trains(recipe):
+        config.validate(recipe)
+        return recipe, None
+    choice = _by_recipe(recipe) or _by_earlier_run(before) or _by_keys(recipe) or _by_size(recipe, pending)
+    recipe = config.with_backend(recipe, choice.backend)
+    config.validate(recipe)
+    if not (keys := recomputation.open_keys(recipe)):
+        return recipe, choice
+    same = before if before and requested_backend(before.policy) == choice.backend else None
+    recipe, why = recomputation.choose(recipe, _known_shapes(recipe, pending), same)
+    config.validate(recipe)
+    return recipe, replace(choice, recomputation=why, open_keys=() if same else keys)
+
+
+def _by_recipe(recipe: Recipe) -> BackendChoice | None:
+    backend = requested_backend(recipe.policy)
+    if backend is None:
+        return None
+    given = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
+    if all(given.values()):
+        both = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; expected one of them"
+        return BackendChoice(backend, "policy.megatron_cfg.enabled overrides policy.dtensor_cfg.enabled", both)
+    if given[backend]:
+        return BackendChoice(backend, f"policy.{backend}_cfg.enabled is true")
+    other = next(name for name in given if name != backend)
+    return BackendChoice(backend, f"policy.{other}_cfg.enabled is false")
+
+
+def _by_earlier_run(before: Recipe | None) -> BackendChoice | None:
+    backend = requested_backend(before.policy) if before else None
+    return BackendChoice(backend, "the run began with it") if backend else None
+
+
+def _by_keys(recipe: Recipe) -> BackendChoice | None:
+    policy = recipe.policy
+    megatron = _changed("megatron", policy.megatron_cfg, MegatronConfig(), MEGATRON_LAYOUT)
+    dtensor = _changed("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
+    if megatron and dtensor:
+        why = (
+            f"got this key of Megatron-Core and {dtensor} of FSDP2; expected one backend. Try policy.megatron_cfg.enabled=true"
+            " or policy.dtensor_cfg.enabled=true"
+        )
+        raise RecipeError(Problem(megatron, "ambiguous", why))
+    if megatron or dtensor:
+        return BackendChoice("megatron" if megatron else "dtensor", f"{megatron or dtensor} is set")
+    return None
+
+
+def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ...]) -> str | None:
+    """Return the first key that differs from its default."""
+    return next((f"policy.{backend}_cfg.{n}" for n in names if getattr(section, n) != getattr(defaults, n)), None)
+
+
+# ---- by size ------------------------------------------------------------------------------------------------------------
+
+
+def fsdp_bytes(held: Sequence[TrainModel], count: int) -> float:
+    """Return the bytes on each of `count` GPUs: the state of all models, and the gathered layers of one model at a time.
+
+    The current layer, the prefetched next one and the unscattered gradient are whole, in the compute precision: 3 layers.
+    """
+    state = sum(sum(FSDPMemory(model, Parallelism(count), True).resident.values()) for model in held)
+    return state + max(3 * model.size * model.shape.largest_layer for model in held)
+
+
+def megatron_bytes(held: Sequence[TrainModel], count: int, size: int) -> float:
+    """Return the bytes of the state of all models on each of `count` GPUs, with each model split over `size` of them.
+
+    Offloaded frozen models count too, because they are on the GPUs beside the others for a while.
+    """
+    cut = Parallelism(count, tensor=size, expert_tensor=size)
+    ranks = (MegatronMemory(replace(model, offload=False), cut, True, stages(model)[0]) for model in held)
+    return sum(sum(rank.resident.values()) for rank in ranks)
+
+
+def _configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, dict[str, Any]] | None:
+    """Return config.json of all models, by section; None if a run is still to write the policy.
+
+    Another model that a run is still to write counts as the policy. Raises RecipeError.
+    """
+    model = planning_config(recipe.policy, pending)
+    if model is None:
+        return None
+    policies = config.models(recipe).items()
+    return {section: planning_config(policy, pending, f"{section}.model_name") or model for section, policy in policies}
+
+
+def _known_shapes(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, ModelShape] | None:
+    """Return the shapes of all models; None if one is not known. A plan reports why."""
+    with collected([]):
+        if (configs := _configs(recipe, pending)) is not None:
+            return {section: ModelShape.of(model, f"{section}.model_name") for section, model in configs.items()}
+    return None
+
+
+def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
+    train = recipe.cluster.train
+    if not train.gpus_per_node:
+        return BackendChoice("dtensor", "cluster.train has no GPUs")
+    configs = _configs(recipe, pending)
+    if configs is None:
+        return BackendChoice("dtensor", f"{recipe.policy.model_name} does not exist yet, so its size is unknown")
+    shapes = {}
+    for section, model in configs.items():
+        if (family := model.get("model_type")) not in MEGATRON_MODEL_TYPES:
+            return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
+        shapes[section] = ModelShape.of(model, f"{section}.model_name")
+    held = models(recipe, shapes)
+    count, memory_gb = ranks(train), hardware.memory_gb(train)
+    limit, fsdp, megatron = MAX_STATE * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)
+    what, gpus = _described(held), f"GB on each of {count} GPUs with {memory_gb:g}"
+    if held[0].shape.experts >= MANY_EXPERTS and megatron <= limit:
+        return BackendChoice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and need no gathering layer by layer")
+    if fsdp <= limit:
+        return BackendChoice("dtensor", f"{what} take {fsdp / 1e9:.1f} {gpus}")
+    reason = f"under FSDP2 {what} would take {fsdp / 1e9:.1f} {gpus}"
+    if megatron <= limit:
+        return BackendChoice("megatron", reason)
+    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(held, count, cut) <= limit]
+    if not cuts:
+        why = (
+            f"{reason}; under Megatron-Core no layout brings them below {MAX_STATE:.0%} of that either. Try more GPUs,"
+            " or policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true"
+        )
+        raise RecipeError(Problem("cluster.train", "out-of-memory", why))
+    why = (
+        f"{reason}; under Megatron-Core they fit if at least {cuts[0]} GPUs split the model. Try tensor_model_parallel_size,"
+        " pipeline_model_parallel_size or expert_model_parallel_size"
+    )
+    raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", why))
+
+
+def _described(held: Sequence[TrainModel]) -> str:
+    shape, others = held[0].shape, len(held) - 1
+    experts = f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)" if shape.experts else ""
+    more = f" and {plural(others, 'more model')}" if others else ""
+    return f"{shape.parameters / 1e9:.1f}e9 parameters{experts}{more}"

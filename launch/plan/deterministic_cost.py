@@ -1,0 +1,32 @@
+"""The price of policy.deterministic, as factors on the time of matrix products, attention and reads of memory.
+
+Neither is measured here.
+"""
+
+from __future__ import annotations
+
+from pipeline.config import PolicyConfig, Recipe, generates, trains
+
+TRAINING = 1.15
+"""Megatron-LM, docs/developer/determinism/op-catalog.md: roughly 15% of a step, from 4% for a large dense model to 17% for a
+hybrid mixture of experts. Attention's backward alone may lose 38% of its speed (https://arxiv.org/abs/2601.21824)."""
+GENERATION = 1.5
+"""vLLM with batch invariance: 31% less throughput on an H20 (https://github.com/vllm-project/vllm/issues/27433), which is 1.45;
+26 s became 42 s in https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference, which is 1.6."""
+
+
+def training(policy: PolicyConfig) -> float:
+    """Return the factor on the time of train ranks."""
+    return TRAINING if policy.deterministic else 1.0
+
+
+def generation(policy: PolicyConfig) -> float:
+    """Return the factor on the time of engines."""
+    return GENERATION if policy.deterministic else 1.0
+
+
+def assumed(recipe: Recipe) -> str:
+    """Return what the plan assumes of a recipe with the key."""
+    factors = [f"{TRAINING:g} times as long in training"] if trains(recipe) else []
+    factors += [f"{GENERATION:g} times in engines"] if generates(recipe) else []
+    return f"policy.deterministic: kernels take {' and '.join(factors)}, measured by others: deterministic_cost.py"

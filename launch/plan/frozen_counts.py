@@ -1,0 +1,46 @@
+"""Count the parameters of a rank that `freeze_parameters` freezes: they have no gradient and no optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from launch.plan.memory_parts import TrainModel
+from launch.plan.rank_division import Parallelism
+from pipeline.models.frozen_names import matched
+from pipeline.models.tensors import Tensor
+
+
+def tensors(model: TrainModel) -> list[Tensor]:
+    """Return the frozen tensors of a model that trains, without buffers. A value head is not among them."""
+    if not model.trained or not model.policy.freeze_parameters:
+        return []
+    names = matched(model.policy.freeze_parameters, (tensor.name for tensor in model.shape.tensors))
+    found = (tensor for tensor in model.shape.tensors if tensor.name in names and tensor.part != "buffer")
+    return [tensor for tensor in found if not (model.values and tensor.part == "output")]
+
+
+def cut(found: Iterable[Tensor], tensor: int) -> float:
+    """Return the number of parameters outside of routed experts on one of `tensor` tensor-parallel ranks."""
+    return sum(one.numel / (1 if one.split == "none" else tensor) for one in found if one.part != "routed")
+
+
+def routed(found: Iterable[Tensor]) -> int:
+    """Return the number of parameters of routed experts, on all ranks together."""
+    return sum(one.numel for one in found if one.part == "routed")
+
+
+def of_stage(model: TrainModel, layout: Parallelism, layers: range, first: bool, last: bool) -> tuple[float, float]:
+    """Return Megatron-Core's (parameters outside of routed experts, of routed experts) that a rank of a stage has frozen.
+
+    layers: of the stage. A tied embedding is on the first stage and on the last.
+    """
+    found = tensors(model)
+    kept = [one for one in found if one.layer in layers]
+    for one in found:
+        if one.layer is None:
+            at_begin = first if one.part == "embedding" else last
+            kept += [one] * (at_begin or (one.part == "embedding" and model.shape.tied and last and not model.values))
+    if model.policy.megatron_cfg.freeze_moe_router:  # the plan leaves routers out already
+        router = (model.shape.experts, model.shape.hidden)
+        kept = [one for one in kept if one.part != "router" or one.shape != router]
+    return cut(kept, layout.tensor), routed(kept) / (layout.expert * layout.expert_tensor)

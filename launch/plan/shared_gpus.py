@@ -1,0 +1,147 @@
+"""Estimate memory and transfer times of a GPU that a train rank and a generate rank share in turn.
+
+The turns are those of `pipeline/refit/colocation.py`. An inactive rank keeps on the GPU: CUDA's context, libraries and NCCL,
+CUDA graphs, and the refit's staging. A reward model on the train ranks computes while the engine is active; its weights are
+kept in host memory, so a turn does not move them. The float32 main weights of Megatron-Core count as weights that a refit
+reads, although they move to the host before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.plan import gpu_check, memory
+from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
+from launch.plan.phase import Phase
+from launch.plan.rank_division import train_parallelism
+from launch.plan.refit import RefitPrediction
+from pipeline.config import Recipe, engine_ranks, ranks, ranks_per_node, refits_by_ipc
+from pipeline.config.hardware import GPUSpec
+
+GIGA = 1e9
+TCP_GB_PER_S = 2.5
+"""GB/s into a node from others over TCP, which gloo uses: 20 Gbit/s. Assumed, not measured."""
+MOVED = ("weights", "merged weights", "optimizer", "other models")
+"""Parts of a train rank that move to the host and back; gradients are freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMemory:
+    """Bytes of one GPU."""
+
+    name: str
+    train: float
+    generate: float
+
+    @property
+    def total(self) -> float:
+        """Return the bytes of both ranks."""
+        return self.train + self.generate
+
+
+def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple[TurnMemory, ...]:
+    """Return the turns in the order of a step."""
+    staging = memory.staging(recipe, train.shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
+    away = train.parts.get("runtime", 0.0) + staging
+    asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
+    return (
+        TurnMemory("rollout", away + _scoring(recipe, train), generate.total),
+        TurnMemory("training", train.total, asleep),
+        TurnMemory("refit", away + _read(train), asleep + generate.parts.get("weights", 0.0)),
+    )
+
+
+def _scoring(recipe: Recipe, train: TrainMemory) -> float:
+    """Return the peak bytes of a reward model on the train ranks while it scores."""
+    judges = [each for each in models(recipe, train.shapes) if each.values and not each.trained]
+    layout = train_parallelism(recipe.policy, recipe.cluster.train)
+    return memory.peak(judges, layout, True, rank_batches(recipe, layout.data)).total if judges else 0.0
+
+
+def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
+    """Return the bytes of host memory of the two ranks of a GPU, offloaded models included."""
+    return train.host + _moved(train) + _kept(recipe, generate)
+
+
+def _read(train: TrainMemory) -> float:
+    """Return the bytes that a refit reads on the GPU: with adapters the merged weights, since the others are on the host."""
+    return train.parts.get("merged weights", train.parts.get("weights", 0.0))
+
+
+def _moved(train: TrainMemory) -> float:
+    return sum(train.parts.get(name, 0.0) for name in MOVED)
+
+
+def _kept(recipe: Recipe, generate: GenerateMemory) -> float:
+    """Return the bytes of weights that a sleeping engine keeps on the host: all of them for a delta refit, else 0."""
+    return generate.parts.get("weights", 0.0) if recipe.policy.generation.refit_transport == "delta" else 0.0
+
+
+def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iterator[Phase]:
+    """Yield the phases of a step in which ranks take turns on GPUs."""
+    rate = _rate(recipe)
+    kept = _kept(recipe, generate) / rate
+    sleep = {"engine's weights": kept} if kept else {}
+    yield Phase("train", "the trainer takes the GPUs", 0.0, {"trainer from the host": _moved(train) / rate, **sleep})
+    yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved(train) / rate, **sleep})
+
+
+def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> Phase:
+    """Return the phase in which weights reach the engines: by memory that both ranks of a GPU map, or through host memory.
+
+    NCCL joins no two ranks on one GPU. received: bytes of a generate rank. planned: None where the layouts are not known.
+    """
+    across = _across(recipe, received, planned)
+    far = across / ranks_per_node(recipe.cluster.generate)
+    near, by_ipc, assumed = received - far, refits_by_ipc(recipe), _gpu(recipe).assumed
+    parts = {"CUDA IPC": near / (assumed.ipc_gb_per_s * GIGA)} if by_ipc else {"gloo": near / (assumed.gloo_gb_per_s * GIGA)}
+    if by_host := far if by_ipc else received:
+        parts["to and from the host"] = 2 * by_host / _rate(recipe)
+    if across:
+        parts["gloo between nodes"] = across / (TCP_GB_PER_S * GIGA)
+    return Phase("refit", "weights to the engines", 0.0, parts)
+
+
+def _across(recipe: Recipe, received: float, planned: RefitPrediction | None) -> float:
+    """Return the bytes into the busiest node.
+
+    Without a plan each node is taken to hold an equal part of the model, as with FSDP2, and to receive the rest once.
+    """
+    generate = recipe.cluster.generate
+    if generate.nodes == 1:
+        return 0.0
+    if planned is None or recipe.policy.generation.refit_transport == "broadcast":
+        engine = min(engine_ranks(recipe.policy.generation.vllm_cfg), ranks_per_node(generate))
+        return received * engine * (generate.nodes - 1) / generate.nodes
+    into = planned.simulation.loads.nic_in.sum(0)[ranks(recipe.cluster.train) :]
+    return float(into.reshape(generate.nodes, -1).sum(1).max())
+
+
+def _rate(recipe: Recipe) -> float:
+    """Return the bytes a second between a GPU and page-locked memory."""
+    return _gpu(recipe).assumed.page_locked * GIGA * _gpu(recipe).host_gb_per_s
+
+
+def _gpu(recipe: Recipe) -> GPUSpec:
+    return gpu_check.gpu(recipe, recipe.cluster.train)
+
+
+def assumed(recipe: Recipe) -> str:
+    """Return the assumed transfer rates of shared GPUs, for the report."""
+    gpu = _gpu(recipe)
+    between = (
+        f" and {TCP_GB_PER_S:g} GB/s into a node over TCP, on the interface of its host name or of GLOO_SOCKET_IFNAME"
+        if recipe.cluster.train.nodes > 1
+        else ""
+    )
+    within = (
+        f"{gpu.assumed.ipc_gb_per_s:.3g} GB/s a rank by CUDA IPC"
+        if refits_by_ipc(recipe)
+        else f"{gpu.assumed.gloo_gb_per_s:.3g} GB/s a rank through host memory"
+    )
+    copies = f"{gpu.assumed.page_locked:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s"
+    return (
+        f"ranks that share a GPU: page-locked copies reach {copies}, a refit {within}{between}; no time for an engine to sleep"
+        " and wake"
+    )

@@ -1,0 +1,80 @@
+"""Check the file systems of a run: writable folders, a key, model files, container images and free space.
+
+Calls `encryption_key.py`, `model_weights.py`, `container_images.py` and `disk_space.py`. Sees the mounts of the machine that
+submits the job only; those of the nodes may differ.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.executors.containers import CONVERSIONS
+from launch.executors.executor import ROOT
+from launch.preflight import container_images, disk_space, encryption_key, model_weights
+from launch.preflight.disk_space import nearest_existing
+from pipeline.config import Problem, Recipe, uses_megatron
+
+LOCAL = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+"""File system types that are local to a machine unless it exports them."""
+
+
+def problems(
+    recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None, on_nodes: bool = False
+) -> Iterator[Problem]:
+    """Yield the problems of folders to write, models' files, containers and free space.
+
+    pending: models of needed recipes that have not run yet, which are not checked. notes: receives what may still be right.
+    on_nodes: the ranks run on a cluster's nodes, so containers and shared folders matter.
+    """
+    notes, pending = [] if notes is None else notes, list(pending)
+    conversions = disk_space.conversions_folder(recipe)
+    checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
+    if os.path.lexists(checkpoints):  # of the run folder itself `run_setup` sees to that
+        yield from _check_writable("run_dir", checkpoints, "another run_dir")
+    if uses_megatron(recipe.policy):
+        variable = CONVERSIONS[0]
+        yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
+    yield from encryption_key.problems(recipe, notes, on_nodes)
+    yield from model_weights.problems(recipe, pending, notes)
+    if on_nodes:
+        yield from container_images.problems(recipe, pending, conversions)
+        shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
+        _note_local(shared | ({CONVERSIONS[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
+    yield from disk_space.problems(recipe, pending, notes)
+
+
+def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
+    there = nearest_existing(folder)
+    if not there.is_dir():
+        yield Problem(key, "not-a-folder", f"{folder} cannot be a folder: {there} is not one. Try {instead}")
+    elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
+        what = f"{folder} cannot be written: {getpass.getuser()} may not write in {there}. Try {instead}"
+        yield Problem(key, "permission-denied", what)
+
+
+def _note_local(folders: dict[str, Path], notes: list[str]) -> None:
+    """Note folders on local file systems. folders: by the key that sets each."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for key, folder in folders.items():
+        places.setdefault(file_system(folder), []).append(f"{key} ({folder.absolute()})")
+    for (kind, mounted), those in places.items():
+        if kind in LOCAL:
+            notes.append(
+                f"{', '.join(those)}: on {mounted}, a file system of type {kind}, which is usually local to a machine; all"
+                " nodes of the job must see it"
+            )
+
+
+def file_system(path: Path) -> tuple[str, str]:
+    """Return (type, mount point) of the file system of a path that may not exist yet. See proc(5), /proc/[pid]/mountinfo."""
+    real = nearest_existing(path).resolve()
+    found = ("unknown", "/")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mounted = before.split()[4].replace(r"\040", " ")
+        if real.is_relative_to(mounted) and len(mounted) >= len(found[1]):  # a later mount hides an earlier one
+            found = after.split()[0], mounted
+    return found

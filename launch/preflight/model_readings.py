@@ -1,0 +1,185 @@
+"""Read what the job will read from a model's folder: stop tokens, special tokens, chat template, vocabulary.
+
+The same code decides as in the job (`pipeline/data/stop_tokens.py`, `pipeline/data/templates.py`), with the tokenizer's files
+in place of transformers' tokenizer. Nothing here imports transformers or torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.preflight import bounded
+from launch.recipes.model_files import is_inside, model_config, model_folder, read_json
+from pipeline import config
+from pipeline.config import PolicyConfig, Problem, Recipe, RecipeError, collected
+from pipeline.data.file_tokenizer import VOCABULARY, FileTokenizer
+from pipeline.data.stop_tokens import CONFIG, GENERATION, StopTokens, decide
+from pipeline.data.templates import check_template
+from pipeline.data.turn_ends import QUESTION, RENDER_ERRORS, TurnEnds, find_turn_ends
+from pipeline.models import rope
+from pipeline.recipe.values import is_template
+
+
+@dataclass(frozen=True)
+class ModelReading:
+    """The tokenizer, template, stop tokens and sizes of one model of a recipe, as its folder has them."""
+
+    section: str
+    model: PolicyConfig
+    tokenizer: FileTokenizer
+    stops: StopTokens
+    opening: str
+    """The text before the user's in a prompt; empty without a chat template."""
+    rows: int | None
+    """Rows of the embedding, config.json's vocab_size."""
+    ropes: tuple[rope.Rope, ...] = ()
+    """Rotary position embeddings, several if layers differ."""
+    problems: tuple[Problem, ...] = ()
+    """Why the chat template cannot be used."""
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield (label, text) for people."""
+        yield "stop tokens", ", ".join(map(str, self.stops.tokens)) or "none: every answer ends at its longest"
+        yield from (("", note) for note in self.stops.notes)
+        yield "BOS and EOS", self._added()
+        yield "padding", "none: sequences are packed end to end"
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer.chat_template, dict):
+            names = ", ".join(tokenizer.chat_template)
+            yield "template", f"{tokenizer.chosen.source} ({names}), SHA-256 {tokenizer.chosen.digest}"
+        elif tokenizer.chat_template:
+            yield "template", f"{tokenizer.chosen.source}, SHA-256 {tokenizer.chosen.digest}"
+        else:
+            yield "template", "none"
+        rows = f"; {self.rows} rows in {CONFIG}" if self.rows else ""
+        yield "vocabulary", f"{len(tokenizer)} tokens in {tokenizer.name_or_path}/{VOCABULARY}{rows}"
+        yield from (("RoPE", f"{one} ({one.source})") for one in self.ropes)
+
+    def _added(self) -> str:
+        """Describe the special tokens around texts and conversations."""
+        tokenizer = self.tokenizer
+        bare, bounds = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+        at = next((i for i in range(len(bounds)) if bounds[i : i + len(bare)] == bare), 0)
+        names = [str(tokenizer.convert_ids_to_tokens(id)) for id in bounds]
+        before, after = names[:at], names[at + len(bare) :]
+        added = [f"begins with {' '.join(before)}"] if before else []
+        added += [f"ends with {' '.join(after)}"] if after else []
+        text = f"a text without the template {' and '.join(added) or 'gets none'} ({VOCABULARY})"
+        if not tokenizer.chat_template:
+            return text
+        bos = tokenizer.bos_token
+        begins = bool(bos) and self.opening.startswith(bos)
+        return f"{text}; the template writes {bos} itself" if begins else f"{text}; the template writes no BOS"
+
+
+def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ()) -> ModelReading | None:
+    """Return what is read for a model; None if a needed run is still to write it, or without a tokenizer.json.
+
+    section: of the recipe, such as policy or evaluate.judge. Raises RecipeError.
+    """
+    key = f"{section}.tokenizer"
+    if is_inside(model.tokenizer.name, pending) or not model.tokenizer.name:
+        return None
+    folder = model_folder(f"{key}.name", model.tokenizer.name)
+    if not (folder / VOCABULARY).exists():
+        return None
+    tokenizer = FileTokenizer(folder, model.tokenizer, f"{key}.chat_template")
+    template_key = f"{key}.chat_template"
+    template = (
+        _rendered(tokenizer, model, template_key) if tokenizer.chat_template else _Template(find_turn_ends(_as(tokenizer)))
+    )
+    place: Path | None = None
+    described: dict[str, Any] = {}
+    rows = None
+    ropes: list[rope.Rope] = []
+    if not is_inside(model.model_name, pending):
+        with collected([]):  # other checks report a model that is not here, or its config
+            place = model_folder(f"{section}.model_name", model.model_name)
+            described = read_json(place / CONFIG)
+            rows = (model_config(model, pending, f"{section}.model_name") or {}).get("vocab_size")
+            text = {**described, **(described.get("text_config") or {})}
+            ropes = rope.decide(text, model.hf_config_overrides, f"{section}.hf_config_overrides")
+    generation = read_json(place / GENERATION) if place and (place / GENERATION).exists() else {}
+    try:
+        stops = decide(_as(tokenizer), template.ends, generation, described, model.hf_config_overrides)
+    except RecipeError as error:
+        raise RecipeError(*(Problem(f"{section}.model_name", one.code, one.message) for one in error.problems)) from None
+    rows = rows if isinstance(rows, int) else None
+    return ModelReading(section, model, tokenizer, stops, template.opening, rows, tuple(ropes), template.problems)
+
+
+def models(recipe: Recipe) -> dict[str, PolicyConfig]:
+    """Return the models of a recipe that have a tokenizer of their own, by section."""
+    found = {"policy": recipe.policy}
+    if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
+        found[f"env.{name}"] = config.reward_model_policy(recipe)
+    return found | config.served_models(recipe)
+
+
+def template_files(recipe: Recipe) -> dict[str, Path]:
+    """Return the files and folders from which a recipe takes chat templates, by key."""
+    given = {f"{section}.tokenizer.chat_template": model.tokenizer.chat_template for section, model in models(recipe).items()}
+    return {key: Path(text) for key, text in given.items() if text and not is_template(text) and Path(text).exists()}
+
+
+def described(recipe: Recipe) -> Iterator[str]:
+    """Yield lines about every model of a recipe that has a tokenizer. What cannot be read is named."""
+    for section, model in models(recipe).items():
+        yield f"{section}: {model.model_name}"
+        try:
+            found = read(section, model)
+        except RecipeError as error:
+            yield from (f"  cannot be read: {problem}" for problem in error.problems)
+            continue
+        if found is None:
+            yield f"  the job reads the tokenizer, which has no {VOCABULARY}"
+            continue
+        yield from (f"  {label:<12} {text}" for label, text in found.lines())
+        yield from (f"  cannot be used: {problem}" for problem in found.problems)
+
+
+@dataclass(frozen=True)
+class _Template:
+    ends: TurnEnds
+    opening: str = ""  # the text before the user's in a prompt
+    problems: tuple[Problem, ...] = ()
+
+
+def _rendered(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _Template:
+    """Return what conversations show of a template, from a process with little time and memory."""
+    if not tokenizer.chat_template:
+        return _Template(find_turn_ends(_as(tokenizer)))
+    kwargs = model.tokenizer.chat_template_kwargs or {}
+
+    def work() -> dict[str, Any]:
+        wrong: list[Problem] = []
+        with collected(wrong):
+            check_template(_as(tokenizer), kwargs, key)
+        ends = find_turn_ends(_as(tokenizer), kwargs)
+        try:
+            messages: Any = [{"role": "user", "content": QUESTION}]
+            text = tokenizer.apply_chat_template(messages, **{**kwargs, "tokenize": False, "add_generation_prompt": True})
+        except RENDER_ERRORS:
+            text = ""
+        opening, found, _ = text.partition(QUESTION)
+        return {
+            "ends": [ends.last, ends.between, ends.call, ends.inner, ends.why],
+            "opening": opening if found else "",
+            "problems": [(one.key, one.code, one.message) for one in wrong],
+        }
+
+    try:
+        found = bounded.call(work)
+    except bounded.Unbounded as error:
+        problem = Problem(key, "unsupported", f"{tokenizer.chosen.source}: cannot be rendered: {error}")
+        return _Template(TurnEnds(why=str(error)), problems=(problem,))
+    return _Template(TurnEnds(*found["ends"]), found["opening"], tuple(Problem(*fields) for fields in found["problems"]))
+
+
+def _as(tokenizer: FileTokenizer) -> Any:
+    """Return the tokenizer for functions that name transformers' class, which this process must not import."""
+    return tokenizer

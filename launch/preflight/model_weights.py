@@ -1,0 +1,116 @@
+"""Check by names, sizes and headers that a model's files are all present and complete.
+
+`pipeline/models/weight_files.py` reads them, as the job does, and `weight_tensors.py` compares them with config.json. Leaves
+out the weights' bytes, so a file damaged without a change of length passes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.preflight import weight_tensors
+from launch.recipes.model_files import is_inside, model_config, model_folder
+from pipeline import config
+from pipeline.algorithms import build
+from pipeline.config import PolicyConfig, Problem, Recipe, RecipeError, collected
+from pipeline.models.weight_files import ABSENT, INDEX, SINGLE, file_fault, read_weight_files
+
+OTHER_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+SHOWN = 4  # bad files reported per model
+
+
+def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
+    """Yield incomplete files; `architecture` and `input_files` report missing folders.
+
+    pending: models of needed runs that are still to be written, which are not checked. notes: receives what is not read.
+    """
+    notes = [] if notes is None else notes
+    seen: set[Path] = set()
+    weighed: set[Path] = set()  # folders checked; another model of the same folder may have random_init
+    models = config.models(recipe) | config.served_models(recipe)
+    names = {f"{section}.model_name": policy.model_name for section, policy in models.items()}
+    names["policy.tokenizer.name"] = recipe.policy.tokenizer.name
+    if environment := config.reward_environment(recipe):
+        names[f"env.{environment}.tokenizer.name"] = config.reward_model_policy(recipe).tokenizer.name
+    for key, name in names.items():
+        if not (folder := _folder(key, name, pending)):
+            continue
+        if folder not in seen:
+            seen.add(folder)
+            present = [folder / name for name in OTHER_FILES if os.path.lexists(folder / name)]
+            yield from (
+                Problem(key, fault_code(reason), f"{path} {reason}") for path in present if (reason := file_fault(path))
+            )
+        section = key.removesuffix(".model_name")
+        loaded = section in models and not models[section].random_init
+        if loaded and folder not in weighed and not (section == "policy" and _has_checkpoint(recipe)):
+            weighed.add(folder)
+            yield from _check_weights(section, models[section], folder, _head(recipe, section), notes)
+
+
+def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
+    if section == "policy":
+        of_evaluation = "rewards" if config.only_scores(recipe) else "logprobs"
+        return build(recipe).needs.head if config.trains(recipe) else of_evaluation
+    if section == "value":
+        return "values"
+    reward_models = ("evaluate.reward_model", f"env.{config.reward_environment(recipe)}")
+    return "rewards" if section in reward_models else "logprobs"
+
+
+def _has_checkpoint(recipe: Recipe) -> bool:
+    """Return whether all of the policy's weights are those of a run's checkpoint, which may have adapters alone."""
+    adapters = recipe.policy.dtensor_cfg.lora_cfg.enabled or recipe.policy.megatron_cfg.peft.enabled  # of the run
+    return not config.trains(recipe) and recipe.evaluate.checkpoint is not None and not adapters
+
+
+def _folder(key: str, name: str | None, pending: Sequence[os.PathLike]) -> Path | None:
+    """Return a model's folder; None if a run is still to write it, or if it is missing, which other checks report."""
+    if not name or is_inside(name, pending):
+        return None
+    try:
+        return model_folder(key, name)
+    except RecipeError:
+        return None
+
+
+def fault_code(reason: str) -> str:
+    """Return the code of a fault that `file_fault` returns."""
+    return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
+
+
+def _check_weights(
+    section: str, policy: PolicyConfig, folder: Path, head: weight_tensors.Head, notes: list[str]
+) -> Iterator[Problem]:
+    key = f"{section}.model_name"
+    if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
+        random = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
+        if any(folder.glob("pytorch_model*.bin")):
+            what = f"{folder} has weights as pytorch_model*.bin only, which are pickles. Try safetensors{random}"
+            yield Problem(key, "unsupported", what)
+        else:
+            what = f"{folder} has no weights ({SINGLE} or {INDEX}). Try to fetch the whole checkpoint{random}"
+            yield Problem(key, "file-not-found", what)
+        return
+    found = read_weight_files(folder)
+    notes += found.notes
+    found_problems = [Problem(key, fault_code(reason), f"{folder / name} {reason}") for name, reason in found.faults.items()]
+    yield from found_problems[:SHOWN]
+    if len(found_problems) > SHOWN:
+        what = f"{folder}: so are {len(found_problems) - SHOWN} more of its {len(found.files)} weight files; fetch it again"
+        yield Problem(key, "unreadable", what)
+    if not found.faults:
+        described = None
+        with collected([]):  # faults of config.json, which `architecture` reports
+            described = model_config(policy, (), key)
+        if (described or {}).get("auto_map"):
+            notes.append(f"{key}: {folder} comes with code of its own (auto_map in config.json), which never runs")
+        if os.path.lexists(folder / "adapter_config.json"):
+            notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
+        if described is not None:
+            yield from weight_tensors.problems(key, folder, described, found.tensors, head)

@@ -1,0 +1,67 @@
+"""Check that teachers have the policy's vocabulary."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.recipes.model_files import is_inside, model_config, model_folder
+from pipeline import config
+from pipeline.config import Problem, Recipe, collected
+from pipeline.data.file_tokenizer import read_tokenizer
+
+OWN_TOKENS = 0.01  # share of a vocabulary that only one model may have, such as markers of turns
+
+
+def problems(recipe: Recipe, tokenizer: Path | None, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Yield problems of each teacher's vocabulary.
+
+    tokenizer: the policy's tokenizer.json, or None. pending: models that needed recipes are still to write.
+    """
+    for name, model in config.teachers(recipe).items():
+        if model.model_name is None:  # other checks report it
+            continue
+        key = f"{config.teacher_section(name)}.model_name"
+        if tokenizer:
+            yield from _check_tokenizer(recipe, key, model.model_name, tokenizer, pending)
+        yield from _check_rows(recipe, key, model.model_name, config.teacher_policy(recipe, model), pending)
+
+
+def _check_tokenizer(recipe: Recipe, key: str, name: str, ours: Path, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Check that the teacher has the policy's vocabulary, apart from a few added tokens."""
+    if is_inside(name, pending):
+        return
+    found: list[Problem] = []
+    with collected(found):
+        theirs = model_folder(key, name) / "tokenizer.json"
+        student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
+    if found or teacher is None:  # other checks report a missing folder
+        return
+    moved = [token for token, number in student.items() if teacher.get(token, number) != number]
+    absent = len(student.keys() - teacher.keys())
+    if moved or absent > OWN_TOKENS * len(student):
+        what = f"'{moved[0]}' has another id there" if moved else f"{absent} of its {len(student)} tokens are missing there"
+        policy = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
+        message = f"got {name}, whose vocabulary differs from {policy}: {what}; expected a teacher with the policy's tokenizer"
+        yield Problem(key, "contradiction", message)
+
+
+def _check_rows(
+    recipe: Recipe, key: str, name: str, teacher: config.PolicyConfig, pending: Sequence[os.PathLike]
+) -> Iterator[Problem]:
+    """Check that the teacher has no more vocabulary rows than the policy.
+
+    Models with one tokenizer may differ in unused rows, and a teacher may give probability to one that the policy lacks.
+    """
+    ours = theirs = None
+    with collected([]):  # other checks report problems of the models
+        ours = (model_config(recipe.policy, pending, "policy.model_name") or {}).get("vocab_size")
+        theirs = (model_config(teacher, pending, key) or {}).get("vocab_size")
+    if ours and theirs and theirs > ours:
+        message = f"got {name} with {theirs} rows of vocabulary; expected at most the policy's {ours}, since it may give"
+        yield Problem(key, "too-large", f"{message} probability to rows that the policy does not have")
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    return read_tokenizer(path).get_vocab()

@@ -1,0 +1,58 @@
+"""Import and describe a user's code in a process of its own: `python -m launch.preflight.user_code_probe REPLY`.
+
+Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from stdin, and writes one of these by key into the file REPLY:
+{ok, fields, required}, {wrong, code}, {absent, importer}, {raised, foreign}. The caller discards what the code prints.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pipeline.environments import custom
+from pipeline.recipe import user_code
+
+
+def describe(source: dict[str, Any]) -> dict[str, Any]:
+    """Import and describe one object. source: its path, role (environment, tool, dataset, format) and kwargs."""
+    try:
+        thing = user_code.load(source["path"])
+    except user_code.NotFound as error:
+        return {"wrong": str(error), "code": "not-importable"}
+    except ModuleNotFoundError as error:
+        return {"absent": error.name, "importer": _innermost(error)[0]}
+    except SyntaxError as error:
+        return {"raised": f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})", "foreign": False}
+    except BaseException as error:  # SystemExit too
+        file, line = _innermost(error)
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
+        return {"raised": what, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
+    if source["role"] == "environment":
+        if wrong := custom.problem(thing, source["kwargs"]):
+            return {"wrong": wrong, "code": "wrong-type" if custom.problem(thing, ()) else "unknown-key"}
+        if not inspect.isclass(thing):
+            return {"ok": True, "fields": custom.fields(thing), "required": custom.required(thing)}
+    elif not callable(thing):
+        return {"wrong": f"it is a {type(thing).__name__}, which cannot be called", "code": "wrong-type"}
+    return {"ok": True, "fields": None, "required": []}
+
+
+def _innermost(error: BaseException) -> tuple[str, int | None]:
+    """Return the file and line that raised, ignoring the import system's frames."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return frames[-1].filename, frames[-1].lineno
+
+
+def main(reply: str) -> None:
+    """Describe every object of the request on stdin, and write the reply."""
+    request = json.load(sys.stdin)
+    user_code.search_in(request["folders"])
+    Path(reply).write_text(json.dumps({source["key"]: describe(source) for source in request["asked"]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

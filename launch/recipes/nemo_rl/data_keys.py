@@ -1,0 +1,115 @@
+"""Translate `data`: the data sets, their conversion to prompts and conversations, and the treatment of long records.
+
+`data.default` completes data.train and data.validation. Each may be a list of data sets, which NeMo-RL concatenates and Hetstep
+mixes in proportion to their sizes. `dataset_keys.py` translates one data set.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.recipes.nemo_rl.dataset_keys import Dataset
+from launch.recipes.nemo_rl.rules import Ignored, Only, Same, apply, given
+from launch.recipes.nemo_rl.translator import Translator
+from pipeline.algorithms import PAIRED
+
+SEVERAL = {"data.train": "data.datasets", "data.validation": "data.validations"}
+DATA = (
+    Same("data.shuffle"),
+    Same("data.max_input_seq_length", given),
+    Only("data.use_multiple_dataloader", (False, None), "a custom data loader", "false, which mixes them by their sizes"),
+    Ignored("data.custom_dataloader data.num_prompts_per_dataloader data.num_workers"),
+    # A few recipes set these next to data.train; NeMo-RL does not read them there.
+    Ignored("data.dataset_name data.prompt_file data.add_system_prompt"),
+)
+
+
+def translate(t: Translator, algorithm: str, path: Path) -> bool:
+    """Translate the section, and return whether there are validation data."""
+    default = t.consume("data.default") or {}
+    several = {key: _sets(t, key) for key in SEVERAL}
+    train, validation = several.values()
+    if not train:
+        message = "got no data set to train on. Try data.train.dataset_name=..., or data_path=FILE.jsonl"
+        t.problem("data.train", "missing-value", message)
+    names: set[str] = set()  # names of all data sets: a held-out split is validated under its data set's name
+    held_out = 0
+    for key, those in several.items():
+        for place, fields in enumerate(those):
+            source, ours = key, key
+            if len(those) > 1:
+                source, ours = f"{key}[{place}]", f"{SEVERAL[key]}.{_named({**default, **fields}, names)}"
+            held_out += Dataset(t, algorithm, source, ours, fields, default, path).translate()
+        if len(those) > 1:
+            t.put(key, None)
+        if not isinstance(t.get(key), Mapping) or not those:
+            t.consume(key)
+    if held_out + len(validation) > 1:
+        t.change("data.validation", "each data set contributes as many records as all together do in NeMo-RL")
+    if len(train) > 1 and t.get("data.shuffle") is False:
+        t.change("data.shuffle=false", "the data sets are mixed, each in its order; NeMo-RL concatenates them")
+    t.put("data.overlong_prompts", "drop", "data.max_input_seq_length")
+    message = "longer records are dropped; NeMo-RL keeps them in the batch and leaves them out of the loss"
+    t.change("data.max_input_seq_length", message)
+    if algorithm in PAIRED:
+        t.put("data.bad_records", "drop", "data.train")
+        t.change("data.train", "pairs with equal answers are dropped; NeMo-RL keeps them, with a constant loss")
+    if algorithm == "sft":
+        _turns(t)
+    apply(t, DATA)
+    return bool(held_out or validation)
+
+
+def environments(t: Translator) -> list[str]:
+    """Return the names of the environments that judge a data set's answers."""
+    default = t.get("data.default.env_name")
+    names = [one.get("env_name", default) for key in SEVERAL for one in _sets(t, key)]
+    return [name for name in dict.fromkeys(names) if name is not None]
+
+
+def _sets(t: Translator, key: str) -> list[dict[str, Any]]:
+    """Return the data sets of a key: one, a list of them, or none."""
+    found = t.get(key)
+    return [dict(found)] if isinstance(found, Mapping) and found else list(found or [])
+
+
+def _named(fields: Mapping[str, Any], names: set[str]) -> str:
+    """Return a unique name for one of several data sets, which becomes a part of metric names."""
+    where = Path(str(fields.get("data_path") or fields.get("dataset_name"))).stem
+    name = re.sub(r"[^A-Za-z0-9-]+", "_", where).strip("_-") or "data"
+    numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    names.add(found := next(one for one in numbered if one not in names))
+    return found
+
+
+def _turns(t: Translator) -> None:
+    """Translate the first and last tokens of a conversation.
+
+    NeMo-RL adds the tokenizer's bos at the start and its eos at the end, unless the template has them. The translated template
+    does the same.
+    """
+    bos, eos = (t.consume(f"data.add_{token}", True) for token in ("bos", "eos"))
+    if t.consume("data.add_generation_prompt", False) is not True:
+        t.change("data.add_generation_prompt=false", "the loss does not cover what the template puts before an answer")
+    key = "policy.tokenizer.chat_template"
+    ours = t.layer.get("policy", {}).get("tokenizer", {}).get("chat_template")
+    if ours is not None:
+        t.put(key, _framed(ours, bos, eos))
+    elif bos or eos:
+        t.change("data.add_bos, data.add_eos", "the first and last tokens come from the tokenizer's template only")
+
+
+def _framed(template: str, bos: bool, eos: bool) -> str:
+    """Return the template, extended to add a missing bos, and a missing eos after an answer."""
+    before = "{% if bos_token and not rendered.startswith(bos_token) %}{{ bos_token }}{% endif %}" if bos else ""
+    behind = (
+        "{% if messages[-1]['role'] == 'assistant' and eos_token and not rendered.rstrip('\\n').endswith(eos_token) %}"
+        "{{ eos_token }}{% endif %}"
+        if eos
+        else ""
+    )
+    return f"{{% set rendered %}}{template}{{% endset %}}{before}{{{{ rendered }}}}{behind}" if bos or eos else template

@@ -1,0 +1,113 @@
+"""Translate `env`. In NeMo-RL the section's name selects the class; in Hetstep `kind` does."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+from launch.recipes.nemo_rl.logger_keys import PRETRAINED
+from launch.recipes.nemo_rl.rules import Changed, Ignored, Only, Rule, Same, apply, under
+from launch.recipes.nemo_rl.translator import Translator
+from pipeline.config import kind_class
+from pipeline.config.config_tree import RECIPES
+
+ENVIRONMENT, VERIFIER = "this environment", "this verifier of answers"
+MATH: tuple[Rule, ...] = (
+    Only("stop_strings", (None, []), "stop strings", "null"),
+    Ignored("num_workers"),
+)
+REWARD_MODEL: tuple[Rule, ...] = (
+    Same("model_name precision hf_config_overrides.* tokenizer.name tokenizer.chat_template_kwargs.*"),
+    Only("checkpoint_path", (None,), PRETRAINED, "model_name=FOLDER"),
+    Only("reward_model_cfg.enabled", (True,), ENVIRONMENT, "true"),
+    Only("reward_model_cfg.reward_model_type", ("bradley_terry",), ENVIRONMENT, "bradley_terry"),
+    Changed("dtensor_cfg.tensor_parallel_size dtensor_cfg.context_parallel_size", (1,), "it is divided like the policy"),
+    Ignored("dtensor_cfg.* megatron_cfg.* resources.* dynamic_batching.* sequence_packing.* generation.*"),
+    Ignored("batch_size logprob_batch_size max_model_len max_grad_norm offload_optimizer_for_logprob processor"),
+    Ignored("enabled optimizer.* scheduler.* make_sequence_length_divisible_by tokenizer.use_fastokens"),
+)
+SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples")  # not environments
+KINDS = {"math": MATH, "math_default": MATH, "reward_model": REWARD_MODEL}
+LACKING = {"math_multi_reward": "several rewards of one answer", "nemo_gym": "NeMo Gym", "vlm": "images, sound or video"}
+
+PUZZLE = "sliding_puzzle_game"
+PUZZLE_PROMPT = str(RECIPES / "prompts/sliding_puzzle.txt")
+
+
+def translate(t: Translator, names: list[str]) -> None:
+    """Translate the environments. names: the environments that a data set uses."""
+    if t.on("env.should_use_nemo_gym"):
+        t.lacks("env.should_use_nemo_gym", True, "NeMo Gym")
+    for key in SWITCHES:
+        t.consume(f"env.{key}")
+    if isinstance(t.get(f"env.{PUZZLE}"), dict):
+        _puzzle(t)
+        names = [PUZZLE]
+    for name in t.get("env") or {}:
+        if name == PUZZLE or (name in names and name in KINDS and name not in LACKING):
+            continue
+        if name in names:
+            instead = "" if name in LACKING else f"one of: {', '.join(KINDS)}"
+            t.lacks(f"env.{name}", "a section", LACKING.get(name, ENVIRONMENT), instead)
+            t.consume(f"env.{name}")
+        elif isinstance(t.get(f"env.{name}"), dict):
+            t.consume(f"env.{name}")
+            t.ignore(f"env.{name}", "no data set uses this environment")
+    for name in names:
+        if name in KINDS:
+            _known(t, name)
+
+
+def _known(t: Translator, name: str) -> None:
+    key = f"env.{name}"
+    if not isinstance(t.get(key), dict):
+        t.problem(key, "missing-value", f"is not given, but a data set's env_name is {name}")
+    elif name == "reward_model":
+        t.put(f"{key}.kind", name, key)
+        t.put(f"{key}.served_by", "reward", f"{key}.resources.num_nodes")
+        apply(t, under(key, REWARD_MODEL))
+    else:
+        _math(t, key)
+        apply(t, under(key, MATH))
+
+
+def _math(t: Translator, key: str) -> None:
+    """Translate an environment of NeMo-RL's class math. With some verifiers it is multiple_choice here."""
+    kind, implementation = t.consume(f"{key}.verifier_type"), t.consume(f"{key}.math_verify_impl")
+    letters, verifiers = _choices("multiple_choice", "verifier_type"), _choices("math", "math_verify_impl")
+    if kind in letters:  # math_verify_impl has no effect then, in NeMo-RL either
+        t.put(f"{key}.kind", "multiple_choice", key)
+        t.put(f"{key}.kwargs.verifier_type", kind, f"{key}.verifier_type")
+        t.change(f"{key}.verifier_type", "of several letters in an answer the last counts; in NeMo-RL the first")
+        return
+    t.put(f"{key}.kind", "math", key)
+    if kind not in ("math", None):
+        t.lacks(f"{key}.verifier_type", kind, VERIFIER, f"one of: {', '.join(('math', *letters))}")
+    if implementation in verifiers:
+        t.put(f"{key}.kwargs.math_verify_impl", implementation, f"{key}.math_verify_impl")
+    elif implementation is not None:
+        t.lacks(f"{key}.math_verify_impl", implementation, VERIFIER, f"one of: {', '.join(verifiers)}")
+
+
+def _choices(kind: str, argument: str) -> tuple[str, ...]:
+    """Return the values that an argument of one of our environments may have."""
+    return get_args(get_type_hints(kind_class(kind).Arguments)[argument])
+
+
+def _puzzle(t: Translator) -> None:
+    """Translate the sliding puzzle, whose boards are data sets here.
+
+    NeMo-RL draws them in a separate script (run_grpo_sliding_puzzle.py) and ignores `data`.
+    """
+    key = f"env.{PUZZLE}"
+    given = (t.consume(key) or {}).get("cfg", {})
+    t.put(f"{key}.kind", "sliding_puzzle", key)
+    if "max_moves" in given:
+        t.put(f"{key}.kwargs.max_moves", given["max_moves"], f"{key}.cfg.max_moves")
+    prompts = t.get("grpo.num_prompts_per_step", 1) * t.get("grpo.max_num_steps", 1)
+    for split, size in (("train", prompts), ("validation", t.get("grpo.max_val_samples") or 256)):
+        kwargs = {"size": size, "game_config": dict(given.get("game_config", {}))}
+        dataset = {"dataset_name": "sliding_puzzle", "split": split, "env_name": PUZZLE, "prompt_file": PUZZLE_PROMPT}
+        t.put(f"data.{split}", {**dataset, "kwargs": kwargs}, f"{key}.cfg.game_config")
+    t.change(f"{key}.cfg.game_config", "the data set sliding_puzzle generates the boards of data.train and data.validation")
+    t.change(key, "a turn ends with the model's end-of-turn token; in NeMo-RL with the stop string </action>")
+    t.change(key, "the game's reply is a turn of the chat template; NeMo-RL appends its bare text to the model's answer")

@@ -1,0 +1,72 @@
+"""Translate `async_rl`, the section of NeMo-RL's single controller, into `grpo.async_grpo`.
+
+Its samplers select rollouts up to an age, as ours does; some select those that are complete first, so a note says which ours
+selects. It updates weights in flight. Its streaming trainer accumulates the gradients of a step while rollouts are under way,
+which changes no result.
+"""
+
+from __future__ import annotations
+
+from launch.recipes.nemo_rl.rules import Done, Ignored, Only, apply, under
+from launch.recipes.nemo_rl.translator import Translator
+
+KEY = "async_rl"
+OURS = "grpo.async_grpo"
+AGES = {  # sampler -> (its key of the age, what it selects)
+    "in_order": ("max_lookahead_versions", "does so too"),
+    "weight_fifo": ("max_staleness_versions", "does so too, by the weights that began them"),
+    "windowed": ("max_staleness_versions", "trains on the first that are complete, and drops older ones"),
+    "ready_first": ("max_staleness_versions", "trains on the first that are complete, of any age"),
+}
+RULES = under(
+    KEY,
+    (
+        Done("sampler.name sampler.max_lookahead_versions sampler.max_staleness_versions sampler.sample_freshest_first"),
+        Done("recompute_kv_cache_after_weight_updates rollout_failure.max_consecutive_dropped_prompts"),
+        Only("rollout_failure.max_skipped_prompts", (0,), "a run that goes on without some prompts", "0"),
+        Ignored(
+            "min_groups_for_streaming_train max_inflight_prompts max_buffered_rollouts",
+            "engines take all prompts of the allowed age; a step's gradients do not depend on it",
+        ),
+        Ignored("diagnostics"),
+        Ignored(
+            "rollout_failure.* stall_watchdog.* generation_fleet_health.* generation_router.*",
+            "ranks are one job, which has its own watchdog; it repeats an engine's failed work on another engine",
+        ),
+    ),
+)
+
+
+def translate(t: Translator) -> None:
+    """Translate the section if the recipe has one. It replaces `grpo.async_grpo`, which must be null beside it."""
+    if t.get(KEY) is None:
+        t.consume(KEY)
+        return
+    if t.get(OURS) is not None:
+        t.problem(OURS, "contradiction", f"got a section with one of {KEY}. Try null, as the single controller reads {KEY}")
+        t.consume(OURS)
+    name = t.get(f"{KEY}.sampler.name", "in_order")
+    if name in AGES:
+        _age(t, name)
+    else:
+        t.lacks(f"{KEY}.sampler.name", name, "a sampler of a user's own", f"one of: {', '.join(AGES)}")
+        t.consume(f"{KEY}.sampler")
+    apply(t, RULES)
+
+
+def _age(t: Translator, name: str) -> None:
+    key, selects = AGES[name]
+    given = f"{KEY}.sampler.{key}"
+    age = t.get(given, 1)
+    t.put(f"{OURS}.enabled", age != 0, given)  # our schema judges what is no whole number
+    text = f"{OURS}.max_trajectory_age_steps={age}"
+    if age == 0:
+        t.change(f"{KEY}.sampler.name={name}", f"{text}, the synchronous algorithm")
+        return
+    t.change(f"{KEY}.sampler.name={name}", f"{text}; a step trains on the oldest prompts, and NeMo-RL {selects}")
+    dropped = f"{KEY}.rollout_failure.max_consecutive_dropped_prompts"
+    again = f"{KEY}.recompute_kv_cache_after_weight_updates"
+    t.put(f"{OURS}.max_trajectory_age_steps", age, given)
+    t.put(f"{OURS}.in_flight_weight_updates", True, KEY)
+    t.put(f"{OURS}.recompute_kv_cache_after_weight_updates", t.get(again, False), again)
+    t.put(f"{OURS}.max_generation_failures", t.get(dropped, 0), dropped)

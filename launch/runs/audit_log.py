@@ -1,0 +1,347 @@
+"""Append to the audit log of a runs root: who submitted, cancelled, changed, exported or promoted what, and who was refused.
+
+    audit.jsonl   one line of JSON for each action, never changed or removed
+    audit.head    `begin NUMBER HASH` before each line is written and `end NUMBER HASH` after it
+
+Each line has its number, time (UTC), user, host, action, subject, details, the SHA-256 of the line before it (`previous`) and
+its own (`hash`). A line that is changed, dropped, inserted or moved breaks the chain; the head tells if last lines are missing.
+The `Receipt` of a submission is kept in the manifest of the run too, so a chain that somebody has computed anew is found.
+`launch/audit.py` verifies all of this.
+
+Several users and processes append at once, also over NFS: a writer holds a lock of audit.jsonl, opens both files with O_APPEND,
+and waits until they are on disk. If it is killed between `begin` and `end`, the next writer completes or removes its line.
+
+Nothing here is secret or signed. Somebody who may write both files and every folder that keeps a receipt can write another
+history; both files work with the attribute of append-only files (`chattr +a`), which leaves that to root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from launch.runs import shared_files
+from launch.runs.shared_files import Unusable
+from pipeline.config import Problem, RecipeError
+from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
+from pipeline.files import small_files
+from pipeline.files.storage import user_name
+from pipeline.recipe import secrets
+
+LOG, HEAD = "audit.jsonl", "audit.head"
+KEY = "cluster.audit"
+FIRST = "0" * 64
+"""`previous` of the first line."""
+DENIED = "permission-denied"
+NOWHERE = (-1, "")
+"""Number and hash of a line that is not as it was written."""
+WAIT_S = 60.0
+"""How long a writer waits for others to finish theirs."""
+HEAD_BYTES = 1 << 14
+"""Bytes at the end of audit.head that a writer reads."""
+RUNS = "runs"
+DEPTH = 4  # levels from a run folder to a run folder inside it: RUN/evaluations/SUITE/step_N
+Action = Literal[
+    "submit",  # before a job is submitted
+    "submitted",  # with the job's id
+    "cancel",
+    "change",  # of a live run
+    "stop_and_save",
+    "export",
+    "add",  # a version to a registry
+    "promote",  # to a stage of a registry
+    "refuse",  # an access
+]
+ACTIONS: tuple[str, ...] = get_args(Action)
+requested_by: contextvars.ContextVar[str | None] = contextvars.ContextVar("requested_by", default=None)
+"""The user of the REST service whose request is carried out; a line has it in its details."""
+VARIABLE = "HETSTEP_REQUESTED_BY"
+"""The variable with that user in the processes that a request starts."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A line's place in a log, and its hash. What keeps it can later show that the log is still the same up to this line."""
+
+    folder: str  # of the log, absolute
+    number: int  # from 1
+    hash: str
+
+
+def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {}, root: Path | None = None) -> Receipt | None:
+    """Append a line, and return its receipt once it is on disk; None if the run's key `cluster.audit` is `none`.
+
+    subject: what the action is about; the run's folder if it is about a run. details: any values of JSON; secrets are redacted.
+    root: the folder of the log; None: that of the run in the folder `subject` (`folder_of`).
+
+    Raises RecipeError with the key `cluster.audit` if the line cannot be written, or if the log is not as its head says.
+    """
+    assert action in ACTIONS, f"{action}: add it to Action"
+    folder = folder_of(Path(subject)) if root is None else root
+    if folder is None:
+        return None
+    if name := _requested_by():
+        details = {**details, "requested_by": name}
+    entry = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "user": user_name(os.geteuid()),  # not of the variable USER, which anybody can set
+        "host": socket.gethostname(),
+        "action": action,
+        "subject": str(subject),
+        "details": _plain(details),
+    }
+    try:
+        with _locked(folder) as (log, head):
+            return _append(folder, log, head, entry)
+    except OSError as error:
+        raise _refused(folder, "unwritable", f"which cannot be written: {error.strerror}", "free space there") from error
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for a process that carries out a request of the service, so that its lines name the user too."""
+    name = _requested_by()
+    return {**os.environ, **({VARIABLE: name} if name else {})}
+
+
+def _requested_by() -> str | None:
+    return requested_by.get() or os.environ.get(VARIABLE)
+
+
+@contextlib.contextmanager
+def recording_refusals(run_dir: Path, given: str | None = None) -> Iterator[None]:
+    """Record it if the block is refused a file or a folder, or something in a cluster, for want of permission.
+
+    run_dir: the run that the block is about. given: the value of `cluster.audit`; None: that of the run. A refusal raises
+    RecipeError with the code `permission-denied` all the same, also if the log cannot be written, which often is refused for
+    the same reason.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        why = f"got {what}; expected what {user_name(os.geteuid())} may use. Try its owner"
+        refusal = RecipeError(Problem("run", DENIED, why))
+        _record_refusal(refusal, run_dir, given)
+        raise refusal from error
+    except RecipeError as error:
+        _record_refusal(error, run_dir, given)
+        raise
+
+
+def _record_refusal(error: RecipeError, run_dir: Path, given: str | None) -> None:
+    run_dir = run_dir.absolute()
+    denied = [str(problem) for problem in error.problems if problem.code == DENIED]
+    root = (folder_of(run_dir) if given is None else folder_for(given, run_dir)) if denied else None
+    if root:
+        with contextlib.suppress(RecipeError):
+            record("refuse", run_dir, {"why": denied}, root)
+
+
+def folder_of(run_dir: Path) -> Path | None:
+    """Return the folder of the log of a run, by the recipe in its folder; None if `cluster.audit` is `none`."""
+    try:
+        given = small_files.read_yaml(run_dir / "recipe.yaml")["cluster"]["audit"]
+    except (OSError, RecipeError, KeyError, TypeError):  # a run of an earlier version, or no run
+        given = AUDIT_AUTO
+    return folder_for(given, run_dir)
+
+
+def folder_for(given: str, run_dir: Path) -> Path | None:
+    """Return the folder of the log for a run folder. given: the value of `cluster.audit`.
+
+    For `auto` it is the highest folder above the run that is named `runs`, else the folder that holds the run's; of these the
+    first that has a log or that this user may write, else the run's own. A run inside another run's folder, such as an
+    evaluation, has that run's log.
+    """
+    if given == AUDIT_NONE:
+        return None
+    if given != AUDIT_AUTO:
+        return Path(given).absolute()
+    run_dir = run_dir.absolute()
+    above = [each for each in list(run_dir.parents)[:DEPTH] if os.path.isfile(each / "recipe.yaml")]
+    top = above[-1] if above else run_dir
+    named = [each for each in reversed(top.parents) if each.name == RUNS]
+    return next((each for each in (*named, top.parent) if os.path.exists(each / LOG) or _writable(each)), top)
+
+
+def _writable(folder: Path) -> bool:
+    """Return whether this user may write a folder, or make it."""
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    return os.access(existing, os.W_OK | os.X_OK)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, without secrets in its texts."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float) else secrets.redacted(str(value))
+
+
+# ---- the form of lines --------------------------------------------------------------------------------------------------
+
+
+def as_line(entry: Mapping[str, Any]) -> str:
+    """Return the one text of an entry: keys in order, no blanks, ASCII, without a line end."""
+    return json.dumps(entry, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def hash_of(entry: Mapping[str, Any]) -> str:
+    """Return the SHA-256, in hex, of an entry without its own `hash`."""
+    return hashlib.sha256(as_line({key: value for key, value in entry.items() if key != "hash"}).encode()).hexdigest()
+
+
+def sealed(entry: Mapping[str, Any], number: int, previous: str) -> dict[str, Any]:
+    """Return an entry with its number, the hash of the line before it, and its own."""
+    entry = {**entry, "number": number, "previous": previous}
+    return {**entry, "hash": hash_of(entry)}
+
+
+@dataclass(frozen=True)
+class Head:
+    """The state of the log by audit.head."""
+
+    number: int = 0  # of the last line that is complete
+    hash: str = FIRST
+    begun: tuple[int, str] | None = None  # (number, hash) of the line that was being written, if its writer was killed
+
+    @classmethod
+    def parse(cls, text: str) -> Head:
+        """Return the head of the file's text. A last line without its end does not count. Raises ValueError."""
+        found = cls()
+        for line in text.split("\n")[:-1]:
+            word, number, own = line.split(" ")
+            if word == "end":
+                found = cls(int(number), own)
+            elif word == "begin":
+                found = cls(found.number, found.hash, (int(number), own))
+            else:
+                raise ValueError(f"got {word}; expected begin or end")
+        return found
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------------
+
+
+def _append(folder: Path, log: int, head: int, entry: dict[str, Any]) -> Receipt:
+    """Append an entry to the log, and return its receipt. log, head: descriptors of the two files, locked."""
+    number, previous = _recovered(folder, log, head)
+    entry = sealed(entry, number + 1, previous)
+    place = f"{entry['number']} {entry['hash']}\n"
+    _write(head, f"begin {place}")
+    _write(log, as_line(entry) + "\n")
+    _write(head, f"end {place}")
+    return Receipt(str(folder), entry["number"], entry["hash"])
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Append a text that is on disk when this returns; after an error the file is as long as before."""
+    before = os.fstat(descriptor).st_size
+    rest = memoryview(text.encode())
+    try:
+        while rest:  # a full disk takes a part and fails only at the next write
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, before)
+        raise
+
+
+def _recovered(folder: Path, log: int, head: int) -> tuple[int, str]:
+    """Return (number, hash) of the last line, after completing or removing one whose writer was killed.
+
+    Raises RecipeError if the log does not end as its head says.
+    """
+    _cut(head)
+    size = os.fstat(head).st_size
+    said = os.pread(head, HEAD_BYTES, max(0, size - HEAD_BYTES)).decode(errors="replace")
+    said = said if size <= HEAD_BYTES else said.partition("\n")[2]
+    last = _last_line(log)
+    try:
+        found = Head.parse(said)
+        entry = json.loads(last) if last else {"number": 0, "hash": FIRST}
+        is_whole = not last or (hash_of(entry) == entry["hash"] and as_line(entry) == last)
+        at = (int(entry["number"]), str(entry["hash"])) if is_whole else NOWHERE
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found, at = Head(), NOWHERE
+    if found.begun is not None and at == found.begun:
+        _cut(log)
+        _write(head, f"end {at[0]} {at[1]}\n")
+        return at
+    if found.begun is not None and at == (found.number, found.hash):
+        _cut(log)
+    if at != (found.number, found.hash) or not _ends_whole(log):
+        why = f"which does not end as {HEAD} says"
+        remedy = f"`python launch/audit.py verify root={folder}`; then keep both files elsewhere, and a new log begins"
+        raise _refused(folder, "tampered", why, remedy)
+    return at
+
+
+def _ends_whole(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+
+
+def _cut(descriptor: int) -> None:
+    """Remove a last line without its end, which a killed writer has left."""
+    if not _ends_whole(descriptor):
+        kept, _ = _tail(descriptor)
+        os.ftruncate(descriptor, kept)
+
+
+def _last_line(descriptor: int) -> str:
+    """Return the last line that has its end, without it; "" if there is none."""
+    end, _ = _tail(descriptor)
+    if not end:
+        return ""
+    begin, _ = _tail(descriptor, end - 1)
+    return os.pread(descriptor, end - 1 - begin, begin).decode(errors="replace")
+
+
+def _tail(descriptor: int, before: int | None = None, block: int = 1 << 14) -> tuple[int, int]:
+    """Return (the byte after the last line end before byte `before`, `before`). None: the file's size."""
+    end = os.fstat(descriptor).st_size if before is None else before
+    at = end
+    while at > 0:
+        begin = max(0, at - block)
+        if (found := os.pread(descriptor, at - begin, begin).rfind(b"\n")) >= 0:
+            return begin + found + 1, end
+        at = begin
+    return 0, end
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[tuple[int, int]]:
+    """Yield the descriptors of the log and its head, created if necessary and locked against other writers."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    try:
+        with shared_files.locked(folder / LOG, WAIT_S) as log:
+            head = shared_files.opened(folder / HEAD)
+            try:
+                yield log, head
+            finally:
+                os.close(head)
+    except Unusable as error:
+        raise _refused(folder, error.code, error.why, f"{error.remedy}, {KEY}=FOLDER with another one") from error
+
+
+def _refused(folder: Path, code: str, why: str, remedy: str) -> RecipeError:
+    expected = "expected an audit log to append to, because every action is recorded before it is done"
+    return RecipeError(Problem(KEY, code, f"got {folder / LOG}, {why}; {expected}. Try {remedy}, or {KEY}={AUDIT_NONE}"))
+
+
+def as_record(receipt: Receipt | None) -> dict[str, Any] | None:
+    """Return a receipt as values of JSON, for a manifest."""
+    return None if receipt is None else asdict(receipt)

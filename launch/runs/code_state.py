@@ -1,0 +1,55 @@
+"""Say which code this is: the Git commit, and a hash of what differs from it."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from launch.executors.executor import ROOT
+
+GIT_S = 20.0
+"""Time limit of git on a slow file system: a manifest without a commit is better than no submission."""
+LARGEST = 1 << 20
+"""Bytes of an untracked file whose content is hashed; of a larger one, which is hardly code, the name and the size are."""
+
+
+def code_state() -> dict[str, Any] | None:
+    """Return {"commit", "dirty", "diff"} of this checkout; None outside a Git checkout, or if Git takes too long.
+
+    diff: SHA-256, in hex, of the changes of tracked files (`git diff HEAD --binary`) and of the untracked files that Git does
+    not ignore; None without changes.
+    """
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    if commit is None or status is None:
+        return None
+    return {"commit": commit.decode().strip(), "dirty": bool(status.strip()), "diff": _diff() if status.strip() else None}
+
+
+def _diff() -> str | None:
+    changes, others = (
+        _git("diff", "HEAD", "--binary", "--no-ext-diff"),
+        _git("ls-files", "-z", "--others", "--exclude-standard"),
+    )
+    if changes is None or others is None:
+        return None
+    found = hashlib.sha256(changes)
+    for name in sorted(others.split(b"\0")):
+        path = ROOT / name.decode(errors="surrogateescape")
+        if name and path.is_file():
+            found.update(b"\0" + name + b"\0" + _content(path))
+    return found.hexdigest()
+
+
+def _content(path: Path) -> bytes:
+    size = path.stat().st_size
+    return hashlib.sha256(path.read_bytes()).digest() if size <= LARGEST else str(size).encode()
+
+
+def _git(*args: str) -> bytes | None:
+    try:
+        answer = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, timeout=GIT_S)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout if answer.returncode == 0 else None

@@ -1,0 +1,133 @@
+"""Read the evaluations of a run: scores.json, values.json and answers/TASK.jsonl of each.
+
+RUN_DIR/evaluations/SUITE/step_000050/     an evaluation of a checkpoint of the run
+RUN_DIR/                                   the run itself, if it is an evaluation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from launch.runs import evaluation_sources, run_keys, score_tables
+from pipeline.config import RecipeError
+from pipeline.evaluation.answers import FOLDER, read_answers
+from pipeline.evaluation.questions import Answer
+from pipeline.evaluation.scores import VALUES
+from pipeline.files import small_files
+
+CONTAMINATION = "contamination.json"
+
+
+class _CleanScores(TypedDict):
+    all: score_tables.MetricScore
+    clean: score_tables.MetricScore
+    flagged: score_tables.MetricScore
+
+
+class _SearchedTask(TypedDict):
+    """A task of contamination.json; without scores if its questions cannot be read."""
+
+    flagged: NotRequired[int]
+    questions: NotRequired[int]
+    scores: NotRequired[_CleanScores]
+
+
+class _Contamination(TypedDict):
+    tasks: dict[str, _SearchedTask]
+
+
+@dataclass(frozen=True)
+class EvaluationFolder:
+    """A complete evaluation."""
+
+    folder: Path
+    scores: dict[str, Any]  # scores.json
+
+    @property
+    def suite(self) -> str:
+        """Name of the suite."""
+        return self.scores["suite"]
+
+    @property
+    def step(self) -> int | None:
+        """Step of the checkpoint; None if the model is not of a run."""
+        return self.scores["step"]
+
+    @property
+    def label(self) -> str:
+        """The step, or else the model, for people."""
+        return self.scores["model"] if self.step is None else f"step {self.step}"
+
+    @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """The summary of each task by name."""
+        return self.scores["tasks"]
+
+    @property
+    def contamination(self) -> dict[str, dict[str, Any]]:
+        """Return the findings of launch/contamination.py by task; {} if it has not run."""
+        found = small_files.read(self.folder / CONTAMINATION, _Contamination)
+        return {name: dict(task) for name, task in found["tasks"].items()} if found else {}
+
+    def values(self, task: str, metric: str | None = None) -> dict[str, list[float]]:
+        """Return a metric of a task by question, {} if the task does not have it. None: the task's own metric.
+
+        Raises RecipeError for an evaluation without values.json.
+        """
+        return self._values.get(task, {}).get(metric or self.tasks[task]["metric"], {})
+
+    @cached_property
+    def _values(self) -> dict[str, dict[str, dict[str, list[float]]]]:
+        path = self.folder / VALUES
+        if (
+            found := small_files.read(path, dict[str, dict[str, dict[str, list[float]]]], "run_dir", score_tables.MEND)
+        ) is None:
+            raise small_files.damaged(path, "no such file", "the values of each question", "run_dir", score_tables.MEND)
+        return found
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """Return the settings of a task in recipe.yaml, {} where that cannot be read."""
+        try:
+            section = small_files.read_yaml(self.folder / "recipe.yaml")["evaluate"]
+            own = section.get("tasks") or {}
+            return own[task] if task in own else section.get("lm_eval") or {}
+        except (OSError, RecipeError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def answers(self, task: str) -> list[Answer]:
+        """Return a task's answers by question and sample. Raises RecipeError if they are encrypted, and not with a key here."""
+        return read_answers(self.folder / FOLDER / f"{task}.jsonl", run_keys.source(self.folder))
+
+
+def read(folder: Path) -> EvaluationFolder | None:
+    """Return the evaluation in a folder; None without scores.json. Raises RecipeError if that is malformed."""
+    scores = score_tables.read(folder)
+    if scores is None:
+        return None
+    return EvaluationFolder(folder, scores)
+
+
+def of_run(run_dir: Path) -> list[EvaluationFolder]:
+    """Return the complete evaluations of a run by suite and step, or the run's own if it is an evaluation."""
+    folders = [run_dir, *_folders(run_dir)]
+    found = [evaluation for folder in folders if (evaluation := read(folder))]
+    return sorted(found, key=lambda each: (each.suite, each.step is not None, each.step or 0, str(each.folder)))
+
+
+def _folders(run_dir: Path) -> Iterator[Path]:
+    for depth in ("*", "*/*"):
+        yield from (
+            path.parent for path in sorted((run_dir / evaluation_sources.FOLDER).glob(f"{depth}/{score_tables.SCORES}"))
+        )
+
+
+def by_suite(evaluations: list[EvaluationFolder]) -> dict[str, list[EvaluationFolder]]:
+    """Return the evaluations of each suite in the order of their steps."""
+    found: dict[str, list[EvaluationFolder]] = {}
+    for each in evaluations:
+        found.setdefault(each.suite, []).append(each)
+    return found

@@ -1,0 +1,125 @@
+"""Find the model or checkpoint to evaluate, and the keys of the recipe that follow from it.
+
+Of a run an evaluation takes the policy without what only training reads, the generate component (of a run that does not sample:
+the shape of its train component) and what the cluster needs. The suite gives everything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.runs import waiting_checkpoints
+from launch.runs.run_folder import read_recipe
+from pipeline import config
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import Checkpoint
+from pipeline.config import Problem, Recipe, RecipeError, generates
+
+FOLDER = "evaluations"
+"""Read the evaluations of a run folder: evaluations/SUITE/step_000050 is an evaluation's own run folder."""
+POLICY = ("model_name", "random_init", "tokenizer", "hf_config_overrides", "precision", "max_total_sequence_length")
+GENERATION = ("backend", "stop_token_ids", "max_num_seqs", "environment_process", "vllm_cfg", "vllm_kwargs")
+CLUSTER = ("executor", "audit", "time_min", "requeue", "node_checks", "sbatch_options", "network", "timeouts")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model or checkpoint to evaluate."""
+
+    values: dict[str, Any]  # nested keys of the recipe, over those of the suite
+    origin: str  # where the values are from, for show=true
+    run_dir: Path  # of the evaluation
+    name: str  # for people
+    checkpoint: Path | None = None  # the run's own, which `kept.keep` keeps until it is evaluated
+
+
+def of_model(name: str, suite: str) -> Source:
+    """Return a model as a source: a folder, or a name of the Hugging Face Hub. suite: the suite's name."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        name = str(folder.absolute())
+        parts = folder.absolute().parts[-2:] if folder.name == "hf" else (folder.name,)
+    else:
+        parts = tuple(name.split("/"))
+    own = re.sub(r"[^\w.-]+", "_", "--".join(parts)) or "model"
+    return Source({"policy": {"model_name": name}}, "model=", Path("runs/evaluations").absolute() / suite / own, name)
+
+
+def read_run(run_dir: Path) -> Recipe:
+    """Return the recipe of a run that trains. Raises RecipeError."""
+    recipe = read_recipe(run_dir)
+    if not config.trains(recipe):
+        message = f"got {run_dir}, which is an evaluation itself; expected a run that trains. Try model=PATH"
+        raise RecipeError(Problem("run", "unsupported", message))
+    return recipe
+
+
+def evaluation_folder(run_dir: Path, suite: str, step: int) -> Path:
+    """Return the run folder of the evaluation of one checkpoint."""
+    return run_dir / FOLDER / suite / f"step_{step:06d}"
+
+
+def select(run_dir: Path, suite: str, step: int | None) -> Checkpoint:
+    """Return the complete checkpoint of a step, or the latest. Raises RecipeError if there is none."""
+    found = available(run_dir, suite)
+    if not found:
+        message = f"{run_dir} has no complete checkpoint yet. Try step=follow, which waits for them, or model=PATH"
+        raise RecipeError(Problem("run", "no-checkpoint", message))
+    if step is not None and step not in found:
+        why = f"got {step}; expected the step of a complete checkpoint: {', '.join(map(str, found))}"
+        raise RecipeError(Problem("step", "no-checkpoint", why))
+    return found[max(found) if step is None else step]
+
+
+def available(run_dir: Path, suite: str) -> dict[int, Checkpoint]:
+    """Return the complete checkpoints by step, oldest first: the run's own, and those kept for this suite."""
+    kept_ones = (checkpoint.read(folder) for folder in waiting_checkpoints.folders(run_dir / FOLDER / suite))
+    found = {one.step: one for one in kept_ones if one}
+    found |= {one.step: one for one in checkpoint.complete_in(run_dir / "checkpoints")}
+    return dict(sorted(found.items()))
+
+
+def of_checkpoint(run_dir: Path, recipe: Recipe, found: Checkpoint, suite: str) -> Source:
+    """Return a run's checkpoint as a source. recipe: the run's."""
+    folder = evaluation_folder(run_dir, suite, found.step)
+    own = {"checkpoint": str(waiting_checkpoints.place(folder)), "step": found.step}
+    name = f"step {found.step} of {run_dir}"
+    return Source(_values(run_dir, recipe, own), str(run_dir / "recipe.yaml"), folder, name, found.folder)
+
+
+def of_future(recipe: Recipe, suite: str) -> Source:
+    """Return the checkpoints that a run is still to make as a source, for checks before the run is submitted."""
+    run_dir = Path(recipe.run_dir).absolute()
+    folder = evaluation_folder(run_dir, suite, 0)
+    return Source(_values(run_dir, recipe, {}), "the recipe", folder, f"checkpoints of {run_dir}")
+
+
+def _values(run_dir: Path, recipe: Recipe, own: dict[str, Any]) -> dict[str, Any]:
+    values = {"policy": _policy(recipe), "cluster": _cluster(recipe), "evaluate": {"run": str(run_dir), **own}}
+    values["checkpointing"] = _part(recipe.checkpointing, ("verify", "encryption"))
+    return values | ({"module_folders": recipe.module_folders} if recipe.module_folders else {})
+
+
+def _policy(recipe: Recipe) -> dict[str, Any]:
+    policy = _part(recipe.policy, POLICY) | {"generation": _part(recipe.policy.generation, GENERATION)}
+    if not generates(recipe):  # these are defaults there, and the suite may know better
+        del policy["generation"]
+    if recipe.policy.dtensor_cfg.lora_cfg.enabled:  # the checkpoint then holds adapters alone
+        policy["dtensor_cfg"] = {"lora_cfg": asdict(recipe.policy.dtensor_cfg.lora_cfg)}
+    if recipe.policy.megatron_cfg.peft.enabled:
+        policy["megatron_cfg"] = {"peft": asdict(recipe.policy.megatron_cfg.peft)}
+    return policy
+
+
+def _cluster(recipe: Recipe) -> dict[str, Any]:
+    component = recipe.cluster.generate if generates(recipe) else recipe.cluster.train
+    return _part(recipe.cluster, CLUSTER) | {"generate": asdict(component)}
+
+
+def _part(section: Any, names: Iterable[str]) -> dict[str, Any]:
+    values = asdict(section)
+    return {name: values[name] for name in names}

@@ -1,0 +1,144 @@
+"""Find the log lines that explain a failed run, beside failure.json: those of srun, of pyxis and of the failed rank.
+
+Under Slurm the batch script writes two files into the attempt's folder: `failed_step`, the component whose step failed first
+and its first rank; and `srun-COMPONENT.out`, srun's output for each component's step. The batch log has the output of all
+components in sequence, and its first error may be of a component that ended because another one failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from launch.executors.executor import REPORT
+from launch.executors.local import KILLED
+from launch.runs.attempts import AttemptFolder
+from launch.runs.run_folder import RunFolder
+from pipeline.config import RecipeError
+from pipeline.files import small_files
+from pipeline.recipe import user_files
+
+ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
+"""srun's line about ranks that pipeline/job/watchdog.py ended because another rank failed."""
+TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
+PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
+"""Groups: node, message. The node is `slurmstepd-NAME`; Slurm 26.05 prints the time instead. enroot's messages follow."""
+PYXIS_LINES = 12
+TASK_KILLED = re.compile(r"oom_kill|oom-kill|OOM Killed|Out Of Memory|\bKilled$", re.I)
+"""Lines of srun and slurmstepd about tasks that were killed, such as `Detected 1 oom_kill event in StepId=17.0`."""
+KILLED_LINES = 4
+TAIL_BYTES = 256 << 10
+
+
+def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
+    """Return the end of the log of the rank that failed first, or else of the most useful log: at most `count` lines."""
+    log = failed_log(attempt) if attempt else None
+    if log is None:
+        log = log_with_traceback(run_dir, attempt.logs if attempt else [])
+    return log_end(log, count) if log else []
+
+
+def killed_lines(attempt: AttemptFolder) -> list[str]:
+    """Return which rank a signal ended, and what the kernel or Slurm has recorded of it; [] if nothing is known."""
+    with contextlib.suppress(OSError):
+        return [(attempt.folder / KILLED).read_text().strip()]
+    found = (line for log in sorted(attempt.folder.glob("srun-*.out")) for line in tail(log).splitlines())
+    return list(dict.fromkeys(line for line in found if TASK_KILLED.search(line)))[:KILLED_LINES]
+
+
+def log_end(log: Path, count: int) -> list[str]:
+    """Return a heading and the last `count` lines of a log."""
+    return [f"the end of {log}:", *(f"  {line}" for line in tail(log).splitlines()[-count:])]
+
+
+def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
+    """Return why the container of the component that failed first did not start: its image, pyxis's errors; [] if it did."""
+    component, first_rank, srun_lines = _failed_step(attempt)
+    if component is None or _failed_rank_log(attempt, first_rank, srun_lines).exists():
+        return []
+    errors = [found for line in srun_lines if (found := PYXIS.match(line))]
+    if not errors:
+        return []
+    messages = list(dict.fromkeys(error[2].rstrip() for error in errors if error[1] == errors[0][1]))  # of the first node
+    image = _image(run_dir, component)
+    named = f"cluster.{component}.container_image: {image}" if image else "it has no image"
+    head = f"the container of the {component} component did not start ({named}); pyxis reports:"
+    return [head, *(f"  {line}" for line in messages[:PYXIS_LINES])]
+
+
+def _image(run_dir: Path, component: str) -> str | None:
+    try:
+        return RunFolder.at(run_dir).value(f"cluster.{component}.container_image")
+    except RecipeError:
+        return None
+
+
+def failed_log(attempt: AttemptFolder) -> Path | None:
+    """Return the log of the Slurm task that failed first, or else srun's of its step; None if both are empty."""
+    component, first_rank, srun_lines = _failed_step(attempt)
+    if component is None:
+        return None
+    logs = (_failed_rank_log(attempt, first_rank, srun_lines), srun_log(attempt, component))
+    return next((log for log in logs if log.exists() and log.stat().st_size), None)
+
+
+def _failed_step(attempt: AttemptFolder) -> tuple[str | None, int, list[str]]:
+    """Return (component, its first rank, srun's lines) of the step that failed first; (None, 0, []) if none did."""
+    try:
+        component, number = (small_files.read_text(attempt.folder / "failed_step") or "").split()
+        first_rank = int(number)
+    except ValueError:
+        return None, 0, []
+    log = srun_log(attempt, component)
+    return component, first_rank, tail(log).splitlines() if log.exists() else []
+
+
+def srun_log(attempt: AttemptFolder, component: str) -> Path:
+    """Return the path of srun's output for a component's step."""
+    return attempt.folder / f"srun-{component}.out"
+
+
+def _failed_rank_log(attempt: AttemptFolder, first_rank: int, srun_lines: list[str]) -> Path:
+    task = next((int(found[1]) for line in srun_lines if (found := TASK.match(line))), 0)
+    return attempt.folder / f"rank{first_rank + task:05d}.log"
+
+
+def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> list[str]:
+    """Return srun's line about the first failed task, and the batch script's about its component, in the last of `attempts`.
+
+    attempts: number of attempts in the log; each one but the last ends with its verdict. realm: that of the rank that failed
+    first, if failure.json names it. Then lines about other components, and about tasks that ended because of another rank, are
+    left out: srun often reports those first.
+    """
+    if not batch_log.exists():
+        return []
+    lines = tail(batch_log).splitlines()
+    verdicts = [number for number, line in enumerate(lines) if line.startswith("requeue: ")]
+    begin = verdicts[: attempts - 1][-1] if verdicts[: attempts - 1] else 0
+    lines = [line for line in lines[begin:] if line.startswith((REPORT, "srun: error:"))]
+    if realm:
+        lines = [line for line in lines if not ENDED_WITH_ANOTHER.search(line)]
+        lines = [line for line in lines if not line.startswith(REPORT) or f"the {realm} component" in line]
+    task = next((line for line in lines if " task" in line and not line.startswith(REPORT)), None)
+    component = next((line for line in lines if line.startswith(REPORT)), None)
+    return [line for line in (task, component) if line]
+
+
+def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
+    """Return the log with a traceback that was written to least recently, or else the executor's newest log."""
+    oldest_first = sorted(logs, key=lambda path: path.stat().st_mtime)
+    for log in oldest_first:
+        if "Traceback (most recent call last)" in tail(log):
+            return log
+    own = sorted((run_dir / "submitit").glob("*.log*"), key=lambda path: path.stat().st_mtime) + sorted(
+        (run_dir / "submitit").glob("*_log.out"), key=lambda path: path.stat().st_mtime
+    )
+    return next((log for log in reversed(own) if log.stat().st_size), None)
+
+
+def tail(log: Path) -> str:
+    """Return the last TAIL_BYTES of a log."""
+    with user_files.open_file(log) as file:
+        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+        return file.read().decode(errors="replace")

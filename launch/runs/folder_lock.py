@@ -1,0 +1,54 @@
+"""Lock a folder that a command writes into: one process at a time, and never through a file of another user."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.config import Problem, RecipeError
+from pipeline.files.storage import NotOwn, open_own
+
+RETRY_S = 0.2
+
+
+@contextlib.contextmanager
+def held(folder: Path, key: str, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock of an existing folder during the block.
+
+    key: the folder's key on the command line or in the recipe. wait_s: how long to wait for another process that holds the
+    lock. Raises RecipeError if that process keeps it, if the lock belongs to another user, or if the file system has no locks.
+    """
+    try:
+        lock = open(open_own(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w")  # noqa: SIM115 closed below
+    except NotOwn as error:
+        raise RecipeError(Problem(key, "permission-denied", f"{error}, or another {key}=...")) from None
+    except OSError as error:
+        raise RecipeError(unwritable(folder, key, error)) from None
+    deadline = time.monotonic() + wait_s
+    with lock:
+        while not _locks(lock.fileno(), folder, key):
+            if time.monotonic() >= deadline:
+                message = f"another process is submitting to {folder} or evaluates its gates. Try again later, or another {key}"
+                raise RecipeError(Problem(key, "in-use", message))
+            time.sleep(RETRY_S)
+        yield
+
+
+def unwritable(folder: Path, key: str, error: OSError) -> Problem:
+    """Return the problem of a folder that cannot be written."""
+    return Problem(key, "unwritable", f"{folder} cannot be written: {error.strerror}. Try another {key}=...")
+
+
+def _locks(descriptor: int, folder: Path, key: str) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        mount = "mount its file system with locks (Lustre: -o flock), or give another"
+        raise RecipeError(Problem(key, "no-locks", f"{folder} cannot be locked: {error.strerror}; {mount} {key}=...")) from None
+    return True

@@ -1,0 +1,123 @@
+"""The follower of a run's evaluations as a process of its own: what it is asked, its lock, its record, and its start.
+
+At most one process follows a run's evaluations by one suite: it holds the lock of RUN_DIR/evaluations/SUITE, and writes
+follow.json there. Its output is in RUN_DIR/evaluations/follow.log.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import socket
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from launch.executors.detached import start_detached
+from launch.executors.executor import ROOT
+from launch.runs import audit_log
+from launch.runs.evaluation_sources import FOLDER
+from pipeline.config import ClusterConfig, ComponentConfig, Problem, RecipeError, config_tree
+from pipeline.config.config_tree import ConfigMapping, ConfigValue
+from pipeline.config.schema import EvaluationConfig
+from pipeline.files import small_files
+
+LOG = "follow.log"
+RECORD = "follow.json"
+
+
+@dataclass(frozen=True)
+class FollowRequest:
+    """The work of a follower."""
+
+    run_dir: Path
+    suite: str | None  # None: the run's section `evaluation`
+    period: int | None = None
+    overrides: tuple[str, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)  # keys over the run's, under the overrides
+
+    @property
+    def command(self) -> list[str]:
+        """The command that follows in the foreground."""
+        given = {"run": self.run_dir, "step": "follow", "suite": self.suite, "period": self.period}
+        keys = [f"{key}={value}" for key, value in given.items() if value is not None]
+        return [sys.executable, "-u", str(ROOT / "launch/evaluate.py"), *keys, *self.overrides]
+
+
+def keys_of(section: EvaluationConfig) -> dict[str, Any]:
+    """Return the nested keys of the recipe that a run's section `evaluation` gives.
+
+    In `cluster` a key that only components have, such as partition, is cluster.generate's. Keys may be dotted. Raises
+    RecipeError for an empty key.
+    """
+    for name, given in (("overrides", section.overrides), ("cluster", section.cluster)):
+        if "" in given:
+            raise RecipeError(Problem(f"evaluation.{name}", "bad-format", "got an empty key; expected keys of the recipe"))
+    shared = {each.name for each in fields(ClusterConfig)}
+    of_component = {each.name for each in fields(ComponentConfig)} - shared
+    tree = config_tree.from_plain({}, None)
+    for key, value in section.overrides.items():
+        tree.set(key, _node(value))
+    for key, value in section.cluster.items():
+        inside = "cluster.generate" if key.partition(".")[0] in of_component else "cluster"
+        one = ConfigMapping()
+        one.set(f"{inside}.{key}", _node(value))
+        tree = config_tree.merge(tree, one)
+    return tree.plain()
+
+
+def _node(value: Any) -> ConfigMapping | ConfigValue:
+    return config_tree.from_plain(value, None)
+
+
+def is_followed(suite_folder: Path) -> bool:
+    """Return whether a process holds the lock of RUN_DIR/evaluations/SUITE."""
+    try:
+        with open(suite_folder / ".lock") as lock:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock yet, or another user's
+        return False
+    return False
+
+
+def write_record(suite_folder: Path, request: FollowRequest, failed: dict[int, str]) -> None:
+    """Write follow.json. failed: why the evaluation of a step was given up, by step."""
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "period": request.period, "failed": failed}
+    small_files.write(suite_folder / RECORD, record)
+
+
+@dataclass(frozen=True)
+class FollowRecord:
+    """The keys of follow.json that this version reads."""
+
+    pid: int | None = None
+    host: str | None = None
+    failed: dict[int, str] = field(default_factory=dict)  # why the evaluation of a step was given up, by step
+
+
+def read_record(suite_folder: Path) -> FollowRecord | None:
+    """Return follow.json; None before a follower has begun. Raises RecipeError for a damaged file."""
+    return small_files.read(suite_folder / RECORD, FollowRecord)
+
+
+def start(request: FollowRequest, name: str) -> str:
+    """Start a follower in the background, unless one is at work, and return a line about it. name: the suite's.
+
+    Raises RecipeError if the run folder cannot be written.
+    """
+    folder = request.run_dir / FOLDER
+    log = folder / LOG
+    if is_followed(folder / name):
+        return f"a process follows the evaluations by {name} already; its output is in {log}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            process = start_detached(request.command, output, audit_log.environment())
+    except OSError as error:
+        raise RecipeError(Problem("run", "unwritable", f"{log} cannot be written: {error.strerror}")) from None
+    again = shlex.join(request.command[2:])
+    return f"process {process.pid} evaluates checkpoints by {name}, output in {log}; after its end: python {again}"

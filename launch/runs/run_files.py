@@ -1,0 +1,118 @@
+"""Read what submissions and ranks leave in a run folder for commands: manifest.json, done.json, and files of attempts."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from pipeline.files import small_files
+from pipeline.files.small_files import Count, Moment
+
+GOES_ON = "Try to restore it from a copy, or to delete it: the run then goes on from its last complete checkpoint"
+
+
+class GitState(TypedDict):
+    """The checkout that a submission ran from."""
+
+    commit: str
+    dirty: bool
+
+
+class SubmissionRecord(TypedDict):
+    """An entry of manifest.json. Other keys are of launch/submission/origin.py."""
+
+    time: str  # ISO 8601, with its offset
+    user: str
+    host: str
+    command: str
+    executor: str
+    job_id: str
+    git: NotRequired[GitState | None]
+    recipe: NotRequired[str | None]  # SHA-256
+    versions: NotRequired[dict[str, str | None]]
+
+
+class DoneRecord(TypedDict):
+    """done.json: a run that is complete."""
+
+    step: Count
+    early_stop: NotRequired[str | None]  # why it stopped before its last step
+    evaluation: NotRequired[bool | None]
+
+
+class FailureRecord(TypedDict):
+    """failure.json: the first rank that failed. The traceback is empty if it did not raise, but died, hung or was late."""
+
+    rank: Count
+    message: str
+    realm: NotRequired[str]
+    host: NotRequired[str]
+    verb: NotRequired[str]
+    phase: NotRequired[str]
+    traceback: NotRequired[str]
+
+
+def where(failure: FailureRecord) -> str:
+    """Return where the rank failed, as text."""
+    known = ((key, failure.get(key)) for key in ("realm", "host", "verb", "phase"))
+    return ", ".join(f"{key} {value}" for key, value in known if value)
+
+
+def last_line(failure: FailureRecord) -> str:
+    """Return the last line of the message, which names the error."""
+    return (failure["message"].strip().splitlines() or [""])[-1]
+
+
+StageRow = tuple[str, Moment, Moment | None]
+"""Name, begin, end."""
+
+
+class StartupRecord(TypedDict):
+    """startup.json: the stages until the first step, written by pipeline/job/startup.py."""
+
+    began: Moment
+    here: Count
+    world: Count
+    stages: list[StageRow]
+    realms: dict[str, list[StageRow]]
+
+
+def submissions(run_dir: Path, key: str = "run") -> list[SubmissionRecord]:
+    """Return the entries of manifest.json, oldest first; [] before the first. Raises RecipeError for a damaged file."""
+    path = run_dir / "manifest.json"
+    found = small_files.read(path, list[SubmissionRecord], key) or []
+    for entry in found:
+        try:
+            datetime.fromisoformat(entry["time"]).timestamp()
+        except (ValueError, OverflowError):
+            raise small_files.damaged(path, f"the time {entry['time']!r}", "ISO 8601", key) from None
+    return found
+
+
+def completion(path: Path, key: str = "run") -> DoneRecord | None:
+    """Return a done.json; None if the run is not complete. Raises RecipeError for a damaged file."""
+    return small_files.read(path, DoneRecord, key, GOES_ON)
+
+
+class _Gpu(TypedDict):
+    name: str
+
+
+class NodeRecord(TypedDict):
+    """The keys of a node in nodes.json that commands read; pipeline/node_checks writes more."""
+
+    gpus: NotRequired[list[_Gpu]]
+    cpu: NotRequired[str | None]
+    clock_skew_s: NotRequired[float | None]
+    clock_error_s: NotRequired[float | None]
+
+
+class _Nodes(TypedDict):
+    nodes: dict[str, NodeRecord]
+
+
+def nodes(attempt: Path) -> dict[str, NodeRecord]:
+    """Return what the node checks of an attempt wrote about each node, by name; {} before they have ended."""
+    found = small_files.read(attempt / "nodes.json", _Nodes)
+    return {} if found is None else found["nodes"]

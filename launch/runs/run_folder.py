@@ -1,0 +1,289 @@
+"""Read a run's folder: recipe, submissions, metrics, busy time.
+
+Only files are read. recipe.yaml is read as plain values, without this version's schema, so runs of other versions can be shown
+too. launch/runs/attempts.py has each attempt's end, launch/runs/run_state.py the state of the job, launch/runs/run_setup.py
+writes the folder.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launch.runs import run_files
+from launch.runs.attempts import AttemptFolder, all_attempts
+from launch.runs.audit_log import DENIED, recording_refusals
+from launch.runs.run_files import SubmissionRecord
+from launch.terminal.units import plural
+from pipeline import config
+from pipeline.algorithms import ALGORITHMS
+from pipeline.config import ONLINE, Problem, Recipe, RecipeError, bound
+from pipeline.files import small_files
+from pipeline.observe.metrics import Reader
+from pipeline.steering import steer_files
+from pipeline.steering.steer_files import ChangeAnswer
+
+STEP_PHASES = ("rollout", "train", "refit")
+"""Phases within time/step."""
+OTHER_PHASES = ("validation", "save")
+"""Phases between two steps."""
+DEEPEST = 6
+"""Most levels from the folder of a team's runs to a run: USER/sweeps/SUITE/ID/runs/NAME."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Everything that a run's folder holds. A job may still write into it."""
+
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: Path) -> RunFolder:
+        """Return the folder's run. Raises RecipeError if the folder is not a run folder, or cannot be read.
+
+        The audit log records it if this user may not read the folder.
+        """
+        with recording_refusals(folder):
+            return cls._at(folder)
+
+    @classmethod
+    def _at(cls, folder: Path) -> RunFolder:
+        try:
+            if not folder.is_dir():
+                raise RecipeError(Problem("run", "file-not-found", f"{folder} is not a run folder: there is no such folder"))
+            if not (folder / "recipe.yaml").exists():
+                raise RecipeError(Problem("run", "not-a-run", f"{folder} is not a run folder: it has no recipe.yaml"))
+            run = cls(folder)
+            if not isinstance(run.recipe, dict) or "algorithm" not in run.recipe:
+                message = f"{folder} is not a run folder: its recipe.yaml has no `algorithm`"
+                raise RecipeError(Problem("run", "not-a-run", message))
+        except OSError as error:
+            code = DENIED if isinstance(error, PermissionError) else "unreadable"
+            raise RecipeError(Problem("run", code, f"{folder} cannot be read: {error.strerror}")) from None
+        return run
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """recipe.yaml as plain values, unchecked."""
+        return small_files.read_yaml(self.folder / "recipe.yaml")
+
+    @cached_property
+    def submissions(self) -> list[SubmissionRecord]:
+        """Entries of manifest.json, oldest first: time, user, host, command, Git commit, versions."""
+        return run_files.submissions(self.folder)
+
+    @cached_property
+    def attempts(self) -> list[AttemptFolder]:
+        """All starts of the ranks, oldest first."""
+        return all_attempts(self.folder)
+
+    @property
+    def name(self) -> str:
+        """The recipe's `name`, or else the folder's."""
+        return str(self.recipe.get("name", self.folder.name))
+
+    @property
+    def algorithm(self) -> str:
+        """The recipe's `algorithm`, such as `grpo`."""
+        return self.recipe["algorithm"]
+
+    @property
+    def trains(self) -> bool:
+        """True if the run has train ranks; an evaluation has none."""
+        return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].trains_model
+
+    @property
+    def model(self) -> str:
+        """The policy's model_name; `unknown` if the recipe has none."""
+        return str(self.value("policy.model_name", "unknown"))
+
+    @property
+    def max_steps(self) -> int | None:
+        """The maximum number of steps; None if only the epochs of data bound it, or nothing does."""
+        key = f"{self.algorithm}.max_num_steps"
+        return bound(int(self.changed_values.get(key, self.value(key, 0)))) or None
+
+    @cached_property
+    def answers(self) -> list[ChangeAnswer]:
+        """The answer to each request to change the run while it goes on, oldest first."""
+        return steer_files.answers(self.folder)
+
+    @property
+    def changed_values(self) -> dict[str, Any]:
+        """The values in force that are not those of recipe.yaml, by key. A later submission's value replaces a change."""
+        return {
+            change.key: change.new
+            for answer in self.answers
+            for change in answer.changes
+            if self.value(change.key) == change.submitted
+        }
+
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        """Return the recipe's value at a dotted key; `otherwise` if the key is absent or null."""
+        value: Any = self.recipe
+        for part in key.split("."):
+            if not isinstance(value, dict) or value.get(part) is None:
+                return otherwise
+            value = value[part]
+        return value
+
+    # ---- backend, components, layout ------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        """The train backend, if the run trains, and the generate backend, if it samples, for people."""
+        if not self.trains:
+            return str(self.value("policy.generation.backend"))
+        train = "Megatron-Core" if self.value("policy.megatron_cfg.enabled") else "FSDP2"
+        return f"{train}, {self.value('policy.generation.backend')}" if self.algorithm in ONLINE else train
+
+    @property
+    def components(self) -> dict[str, dict[str, Any]]:
+        """The section of each component of the job, by name, in rank order."""
+        served = any(isinstance(each, dict) and each.get("served_by") == "reward" for each in self.value("env", {}).values())
+        present = {"train": self.trains, "generate": self.algorithm in ONLINE, "reward": served}
+        return {name: self.value(f"cluster.{name}", {}) for name, is_there in present.items() if is_there}
+
+    @property
+    def layout(self) -> str:
+        """Ranks, nodes, GPUs and the parallel sizes above 1 of each component, for people."""
+        return "; ".join(f"{name}: {', '.join(self._shape(name, each))}" for name, each in self.components.items())
+
+    def _shape(self, name: str, component: dict[str, Any]) -> Iterator[str]:
+        nodes, gpus = component.get("nodes", 1), component.get("gpus_per_node", 0)
+        yield f"{plural(nodes * (component.get('ranks_per_node') or max(1, gpus)), 'rank')} on {plural(nodes, 'node')}"
+        if gpus:
+            yield f"{gpus} {component.get('gpu', 'GPUs')} each"
+        section = "generation.vllm_cfg" if name == "generate" else "dtensor_cfg"
+        if name != "generate" and self.value("policy.megatron_cfg.enabled"):
+            section = "megatron_cfg"
+        for key, value in self.value(f"policy.{section}", {}).items():
+            if key.endswith("_parallel_size") and isinstance(value, int) and value > 1:
+                yield f"{key.removesuffix('_parallel_size').replace('_', ' ')} {value}"
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of the job; GPUs that train and generate ranks share count once."""
+        sharing = {"generate"} if self.value("policy.generation.colocated.enabled") else set()
+        return sum(
+            each.get("nodes", 1) * each.get("gpus_per_node", 0) for name, each in self.components.items() if name not in sharing
+        )
+
+    # ---- how long -------------------------------------------------------------------------------------------------------
+
+    def busy_s(self) -> float:
+        """Return the seconds in which ranks ran: the sum over all attempts, each until `last_active`."""
+        ends = [last_active(attempt) for attempt in self.attempts]
+        return sum(max(0.0, end - attempt.started) for attempt, end in zip(self.attempts, ends, strict=True))
+
+    def last_written(self) -> float:
+        """Return the unix seconds of the last step, end or submission."""
+        return max(modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
+
+    # ---- metrics --------------------------------------------------------------------------------------------------------
+
+    def metrics(self, steps: int | None = None) -> MetricColumns:
+        """Return metrics.jsonl by column, or its last `steps` lines. Raises RecipeError for a malformed line."""
+        columns = MetricColumns()
+        for line in Reader(self.folder / "metrics.jsonl", steps).lines():
+            columns.append(line)
+        return columns
+
+
+@dataclass
+class MetricColumns:
+    """metrics.jsonl by column; NaN where a value is null."""
+
+    steps: array = field(default_factory=lambda: array("d"))
+    times: array = field(default_factory=lambda: array("d"))  # unix seconds
+    columns: dict[str, tuple[array, array]] = field(default_factory=dict)  # key -> (steps, values), in the order of appearance
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line of metrics.jsonl."""
+        step = line["step"]
+        self.steps.append(step)
+        self.times.append(line["time"])
+        for key, value in line.items():
+            if key not in ("step", "time"):
+                steps, values = self.columns.setdefault(key, (array("d"), array("d")))
+                steps.append(step)
+                values.append(math.nan if value is None else value)
+
+    def last(self, key: str) -> float | None:
+        """Return the latest value of a metric; None if no step has it."""
+        return self.columns[key][1][-1] if key in self.columns else None
+
+    def step_after(self, moment: float) -> float | None:
+        """Return the first step that ended after `moment` (unix seconds); None if none did."""
+        return next((step for step, time in zip(self.steps, self.times, strict=True) if time > moment), None)
+
+
+def phases(metrics: MetricColumns) -> dict[str, tuple[list[float], list[float]]]:
+    """Return phase -> (steps, seconds in each step): the phases of time/step, its rest, and the phases between steps.
+
+    A phase that took no time in any step is left out.
+    """
+    columns: dict[str, dict[float, float]] = {part: {} for part in ("step", *STEP_PHASES, *OTHER_PHASES)}
+    for part, values in columns.items():
+        if f"time/{part}" in metrics.columns:
+            values.update(zip(*metrics.columns[f"time/{part}"], strict=True))
+    steps = sorted({step for values in columns.values() for step in values})
+    whole = columns.pop("step")
+    layers = {part: [_or_zero(columns[part].get(step)) for step in steps] for part in STEP_PHASES}
+    parts = zip(*layers.values(), strict=True)
+    layers["rest"] = [max(0.0, _or_zero(whole.get(step)) - sum(each)) for step, each in zip(steps, parts, strict=True)]
+    layers |= {part: [_or_zero(columns[part].get(step)) for step in steps] for part in OTHER_PHASES}
+    return {part: (steps, seconds) for part, seconds in layers.items() if any(seconds)}
+
+
+def _or_zero(value: float | None) -> float:
+    return 0.0 if value is None or math.isnan(value) else value
+
+
+def last_active(attempt: AttemptFolder) -> float:
+    """Return the unix seconds of an attempt's verdict or, before it has one, of the last write to a rank's log."""
+    ended = modified(attempt.folder / "verdict")
+    return ended or max([attempt.started, *(modified(log) for log in attempt.logs)])
+
+
+def modified(path: Path) -> float:
+    """Return the unix seconds of the last write to a file; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+RUN_MARKS = ("recipe.yaml",)
+"""The file that makes a folder a run's."""
+
+
+def find(folder: Path, depth: int = 4, marks: Sequence[str] = RUN_MARKS) -> Iterator[Path]:
+    """Yield the run folders at or below a folder, `depth` levels down. Skips hidden and unreadable folders.
+
+    marks: Look for folders with one of these files instead, outside of run folders.
+    """
+    if any(os.path.isfile(folder / mark) for mark in marks):  # false, too, where this user may not look
+        yield folder
+    elif depth and not os.path.isfile(folder / RUN_MARKS[0]):
+        try:
+            below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+        except (PermissionError, FileNotFoundError, NotADirectoryError):  # also one that has gone meanwhile
+            return
+        for path in below:
+            yield from find(Path(path), depth - 1, marks)
+
+
+def read_recipe(run_dir: Path) -> Recipe:
+    """Return the recipe of the run folder that a command's key `run` names. Raises RecipeError."""
+    path = RunFolder.at(run_dir).folder / "recipe.yaml"
+    try:
+        return config.read(path)
+    except RecipeError as error:
+        raise RecipeError(Problem("run", "unreadable", f"{path} is not a recipe of this version: {error}")) from error

@@ -1,0 +1,141 @@
+"""Derive the state of a run from its job, where Slurm or this machine can be queried, and from its folder.
+
+Queries have a time limit. If the job cannot be queried (another machine's, no scontrol here, a slow slurmctld), the state is
+`unknown`, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from launch.executors import slurm, slurm_client
+from launch.executors.record import JobRecord, read_record
+from launch.executors.slurm_client import TERMINAL, JobComponent, SlurmError
+from launch.runs import run_files
+from launch.runs.run_folder import RunFolder
+from pipeline.config import RecipeError
+
+MAX_QUERIES = 8
+"""Number of jobs that are queried at the same time."""
+
+StateName = Literal["done", "running", "waiting", "failed", "stopped", "unknown"]
+"""`stopped`: somebody cancelled the run, or asked it to save and stop. `failed`: it ended by itself before its end."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run: whether it goes on, how it ended, and what its job does."""
+
+    name: StateName
+    why: str = ""
+    job: str = ""  # for people, e.g. `Slurm job 17`
+    components: Mapping[str, JobComponent] = field(default_factory=dict)
+    ends_by: float | None = None  # unix seconds of the job's time limit; None: the job does not run, or has no known limit
+
+
+@dataclass(frozen=True)
+class _JobState:
+    components: Mapping[str, JobComponent]
+    ends_by: float | None = None
+    ended: bool = False
+
+
+class _Unknown(Exception):
+    """The job cannot be queried; the message says why."""
+
+
+def states(runs: Sequence[RunFolder]) -> list[RunState]:
+    """Return the states of many runs, querying MAX_QUERIES jobs at a time, and no job of a run with a done.json."""
+    with ThreadPoolExecutor(MAX_QUERIES) as pool:
+        return list(pool.map(state, runs))
+
+
+def state(run: RunFolder) -> RunState:
+    """Return the state of one run: unknown if a file cannot be read, or is being rewritten."""
+    try:
+        return _state(run)
+    except OSError as error:
+        return RunState("unknown", f"{error.filename} cannot be read: {error.strerror}")
+
+
+def _state(run: RunFolder) -> RunState:
+    record = read_record(run.folder)
+    done, why = (run.folder / "done.json").exists(), _why_early(run)
+    if record is None:
+        return RunState("done" if done else "unknown", why if done else "it has never been submitted: there is no job.json")
+    job = f"{'Slurm' if record.executor == 'slurm' else record.executor} job {record.job_id}"
+    if done:
+        return RunState("done", why, job=job)
+    try:
+        found = _query_slurm(run, record) if record.executor == "slurm" else _query_local(run, record)
+    except _Unknown as why:
+        return _state_from_folder(run, str(why), job)
+    job_states = {part.state for part in found.components.values()}
+    why = next((part.reason for part in found.components.values() if part.reason), "")
+    if found.ended:
+        as_asked = bool(run.attempts) and run.attempts[-1].stopped_as_asked
+        name: StateName = "stopped" if as_asked or job_states & {"CANCELLED", "REVOKED"} else "failed"
+        verdict = run.attempts[-1].verdict if run.attempts else None
+        ending = f"its job ended as {' and '.join(sorted(job_states))}, and the run is not complete"
+        return RunState(name, (verdict or why).removeprefix("stop: ") or ending, job, found.components)
+    running = bool(job_states & {"RUNNING", "COMPLETING", "SIGNALING", "SUSPENDED", "STAGE_OUT"})
+    return RunState("running" if running else "waiting", why, job, found.components, found.ends_by)
+
+
+def _why_early(run: RunFolder) -> str:
+    """Return why a complete run stopped early; "" if it did not, or is not complete."""
+    done = run_files.completion(run.folder / "done.json")
+    return (done or {}).get("early_stop") or ""
+
+
+def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:
+    """Return the state of a run whose job cannot be queried. no_answer: why it cannot."""
+    latest = run.attempts[-1] if run.attempts else None
+    if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
+        return RunState("stopped" if latest.stopped_as_asked else "failed", verdict.removeprefix("stop: "), job)
+    if latest and not latest.verdict and latest.failure:
+        return RunState("failed", "a rank failed, and the attempt has no verdict", job)
+    return RunState("unknown", no_answer, job)
+
+
+# ---- queries ------------------------------------------------------------------------------------------------------------
+
+
+def _query_local(run: RunFolder, record: JobRecord) -> _JobState:
+    try:
+        status = record.attach(run.folder).status(now=True)
+    except RecipeError:
+        raise _Unknown(f"its processes are on {record.host}; look there") from None
+    components = {name: JobComponent(record.job_id, status.state, record.host, status.reason) for name in run.components}
+    started = run.attempts[-1].started if run.attempts else None
+    limit = run.value("cluster.time_min")
+    ends_by = started + 60 * limit if started and limit and not status.ended else None
+    return _JobState(components, ends_by, status.ended)
+
+
+def _query_slurm(run: RunFolder, record: JobRecord) -> _JobState:
+    if why := slurm_client.unreachable():
+        raise _Unknown(why)
+    if record.cluster and (here := slurm_client.cluster_name()) not in (None, record.cluster):
+        raise _Unknown(f"its job is on the cluster {record.cluster}, and this is {here}; look there")
+    names = list(run.components)
+    try:
+        if found := slurm_client.job_components(record.job_id):
+            return _named(found, names)
+    except SlurmError as error:
+        raise _Unknown(f"Slurm did not answer: {error}") from None
+    if run.attempts and run.attempts[-1].verdict is None:
+        return _JobState({name: JobComponent(record.job_id, slurm.GONE) for name in names}, ended=True)
+    raise _Unknown("Slurm no longer knows its job")
+
+
+def _named(found: list[JobComponent], names: list[str]) -> _JobState:
+    """Name the job's components; the one component of a plain job holds all of the run's."""
+    names = names if len(found) > 1 else [", ".join(names)]
+    components = {names[i] if i < len(names) else f"component {i}": part for i, part in enumerate(found)}
+    ended = all(part.state in TERMINAL for part in found)
+    ends = [part.ends_by for part in found if part.ends_by]
+    return _JobState(components, None if ended else min(ends, default=None), ended)

@@ -1,0 +1,115 @@
+"""Scores of an evaluation for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from launch.terminal.units import plural
+from pipeline.files import small_files
+
+SCORES = "scores.json"
+HEADER = ("task", "metric", "score", "95% interval", "questions", "samples", "truncated", "unparsed")
+NUMBERS = (2, 4, 5, 6, 7)  # columns that are aligned to the right
+MEND = "Try to restore it from a copy, or to delete it and to evaluate again, from the answers that are there"
+
+
+class MetricScore(TypedDict):
+    """A metric, with the ends of its 95% interval where these are known."""
+
+    value: float | None
+    low: NotRequired[float | None]
+    high: NotRequired[float | None]
+
+
+class GroupScores(TypedDict):
+    """The questions of one group."""
+
+    questions: int
+    metrics: dict[str, MetricScore]
+
+
+class TaskScores(TypedDict):
+    """A task of scores.json."""
+
+    metric: str
+    metrics: dict[str, MetricScore]
+    questions: int
+    samples: int
+    truncated: NotRequired[float | None]
+    unparsed: NotRequired[float | None]
+    unjudged: NotRequired[int]
+    groups: NotRequired[dict[str, GroupScores]]
+    macro: NotRequired[dict[str, MetricScore]]
+
+
+class Scores(TypedDict):
+    """scores.json, as pipeline/evaluation/scores.py writes it."""
+
+    suite: str
+    model: str
+    step: int | None
+    tasks: dict[str, TaskScores]
+    warnings: list[str]
+    run: NotRequired[str | None]
+
+
+def read(run_dir: Path) -> dict[str, Any] | None:
+    """Return an evaluation's scores.json; None if it has none yet. Raises RecipeError for a damaged file."""
+    found = small_files.read(run_dir / SCORES, Scores, "run_dir", MEND)
+    return dict(found) if found is not None else None
+
+
+def lines(scores: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each metric of each task, in aligned columns, and the warnings. scores: of scores.json."""
+    rows: list[Sequence[str]] = [HEADER]
+    for name, task in scores["tasks"].items():
+        rows += _rows(name, task)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    for row in rows:
+        cells = (f"{cell:{'>' if i in NUMBERS else '<'}{widths[i]}s}" for i, cell in enumerate(row))
+        yield "  ".join(cells).rstrip()
+    for name, task in scores["tasks"].items():
+        if task.get("unjudged"):
+            yield f"{name}: {plural(task['unjudged'], 'answer')} not judged; the same command asks again"
+    for warning in scores.get("warnings", ()):
+        yield f"warning: {warning}"
+
+
+def _rows(name: str, task: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Yield the rows of a task: its own metric first, then the others. What is of the task is only in the first row."""
+    metrics = dict(task["metrics"])
+    own = {task["metric"]: metrics.pop(task["metric"])} if task.get("metric") in metrics else {}
+    about = (f"{task['questions']:,}", f"{task['samples']:,}", _share(task.get("truncated")), _share(task.get("unparsed")))
+    for metric, found in {**own, **metrics}.items():
+        yield name, metric, _number(found["value"]), _interval(found) or "-", *about
+        name, about = "", ("", "", "", "")
+
+
+def main_scores(scores: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    """Return {value, low, high} of each task's own metric."""
+    return {
+        name: task["metrics"][task["metric"]]
+        for name, task in scores["tasks"].items()
+        if task.get("metric") in task.get("metrics", {})
+    }
+
+
+def short(scores: Mapping[str, Any]) -> str:
+    """Return the tasks' own metrics in one line."""
+    found = main_scores(scores).items()
+    return ", ".join(f"{name} {_number(of['value'])}{f' ({ends})' if (ends := _interval(of)) else ''}" for name, of in found)
+
+
+def _interval(found: Mapping[str, Any]) -> str:
+    low, high = found.get("low"), found.get("high")
+    return "" if low is None or high is None else f"{_number(low)} to {_number(high)}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

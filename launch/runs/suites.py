@@ -1,0 +1,86 @@
+"""The recipe of an evaluation: a suite, the keys of what is evaluated, and the command line's, each over the one before."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.runs.evaluation_sources import Source
+from pipeline import config
+from pipeline.config import RECIPES, Loaded, Problem, RecipeError, config_tree, interpolation
+
+TASKS = ["evaluate", "tasks"]
+SUITES = RECIPES / "suites"
+HARNESS = "lm_eval"
+"""suite=lm_eval:mmlu,hellaswag runs tasks of lm-evaluation-harness, over the suite of this name."""
+
+
+def name_of(suite: str) -> str:
+    """Return a suite's name, which is that of its folders, without a look at its file."""
+    prefix, colon, tasks = suite.partition(":")
+    if prefix == HARNESS and colon:
+        return re.sub(r"[^\w.-]+", "_", f"{HARNESS}_{tasks}".rstrip(","))[:100]
+    return Path(suite).stem
+
+
+def find(suite: str) -> tuple[str, Path, list[str]]:
+    """Return a suite's name, its file, and the tasks of lm-evaluation-harness that it names. Raises RecipeError."""
+    prefix, colon, tasks = suite.partition(":")
+    if prefix == HARNESS and colon:
+        names = [name for name in tasks.split(",") if name]
+        if not names:
+            raise RecipeError(Problem("suite", "missing-value", f"got '{suite}'; expected {HARNESS}:TASK or {HARNESS}:A,B"))
+        return name_of(suite), SUITES / f"{HARNESS}.yaml", names
+    path = config_tree.find_file(suite, SUITES, "suite", f"; or {HARNESS}:TASK,..., or a path to a recipe")
+    return path.stem, path, []
+
+
+def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_more: Mapping[str, Any] = {}) -> Loaded:
+    """Return the recipe of an evaluation, with its problems.
+
+    cluster_and_more: nested keys over the source's, under the command line's. Raises RecipeError for files that cannot be read.
+    """
+    name, path, tasks = find(suite)
+    own: dict[str, Any] = {"name": name, "run_dir": str(source.run_dir)}
+    if tasks:
+        own["evaluate"] = {HARNESS: {"tasks": tasks}}
+    layers = [_layer(own, "suite="), _layer(source.values, source.origin), _layer(dict(cluster_and_more), "evaluation")]
+    overrides = list(overrides)
+    loaded = config.inspect(str(path), overrides, above=layers)
+    loaded.problems[:0] = _unknown_tasks(loaded, path, overrides, layers)
+    if config.trains(loaded.recipe) and "algorithm" not in loaded.faulty:
+        message = f"got {path}, whose algorithm is {loaded.recipe.algorithm}; expected a suite, with algorithm: evaluate"
+        raise RecipeError(Problem("suite", "not-a-choice", message))
+    if "evaluate" in source.values and Path(loaded.recipe.run_dir).absolute() != source.run_dir.absolute():
+        message = f"got {loaded.recipe.run_dir}; expected {source.run_dir}, where a run's evaluations are. Try without it"
+        raise RecipeError(Problem("run_dir", "unsupported", message))
+    return loaded
+
+
+def _unknown_tasks(
+    loaded: Loaded, path: Path, overrides: Sequence[str], layers: Sequence[config_tree.ConfigMapping]
+) -> list[Problem]:
+    """Return a problem for each task with problems that only the command line has."""
+    given = {parts[2] for each in overrides if (parts := each.partition("=")[0].split("."))[:2] == TASKS and len(parts) > 3}
+    files = functools.reduce(config_tree.merge, [*config_tree.load_layers(path), *layers], config_tree.ConfigMapping())
+    known = files.find(".".join(TASKS))
+    names = list(known.children) if isinstance(known, config_tree.ConfigMapping) else []
+    found = []
+    for name in sorted(given.difference(names)):
+        key = ".".join([*TASKS, name])
+        near = difflib.get_close_matches(name, names, 1)
+        if names and any(problem.key.startswith(f"{key}.") for problem in loaded.problems):
+            hint = f"did you mean {near[0]}? " if near else ""
+            message = f"is no task of the suite; {hint}there are: {', '.join(names)}"
+            found.append(Problem(key, "unknown-key", message, config_tree.COMMAND_LINE))
+    return found
+
+
+def _layer(values: dict[str, Any], origin: str) -> config_tree.ConfigMapping:
+    tree = config_tree.from_plain(interpolation.escaped(values), origin)
+    assert isinstance(tree, config_tree.ConfigMapping), "of a mapping"
+    return tree

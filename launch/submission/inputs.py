@@ -1,0 +1,120 @@
+"""List the files that a run is made from, at its submission: models, data, prompts, containers, and an evaluated checkpoint.
+
+Only names, sizes and times are read here, so that a submission stays fast; the job hashes the contents
+(pipeline/files/input_records.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.preflight import model_readings
+from launch.recipes.model_files import hub_cache, model_folder
+from launch.runs import audit_log
+from pipeline import config
+from pipeline.algorithms.evaluate import TaskDataConfig
+from pipeline.config import DatasetConfig, Recipe, RecipeError
+from pipeline.config.data import NAMED_DATASETS
+from pipeline.files import input_records, small_files
+from pipeline.files.input_records import FOLDER, INPUTS
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Ends of the names of files that make a model what it is. Others, such as a tokenizer, are in many models."""
+
+
+def write(recipe: Recipe, run_dir: Path) -> list[str]:
+    """Add the inputs of a submission to inputs.json, and give the run an id. Raises OSError.
+
+    Return a warning for each file that was rewritten since an earlier submission.
+    """
+    input_records.begin(run_dir)
+    before = input_records.read_inputs(run_dir).get("inputs", [])
+    found = [each for each in of_recipe(recipe) if each not in before]
+    folder = audit_log.folder_for(recipe.cluster.audit, run_dir) or run_dir.parent
+    cache = folder / f".hashes-{os.geteuid()}.jsonl"
+    small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *found]})
+    earlier = {state.path: state for entry in before for state in input_records.files_of(entry)}
+    hashes = dict(input_records.read_hashes(run_dir / FOLDER / input_records.HASHES))
+    now = [state for entry in found for state in input_records.files_of(entry)]
+    changed = [(earlier[state.path], state) for state in now if earlier.get(state.path, state) != state]
+    return [input_records.rewritten(old, new, hashes.get(old, "")) for old, new in changed]
+
+
+def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield {"key", "role", "name", "path", "origin", "files"} of each input of a recipe.
+
+    key: of the recipe. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or folder that it
+    stands for; None if this machine does not have it. origin, files: as `pipeline.files.input_records.found` finds them.
+    arguments: subset, split and kwargs of a data set that has a name.
+    """
+    models = config.models(recipe) | config.served_models(recipe)
+    for section, policy in models.items():
+        if not policy.random_init:
+            yield _entry(f"{section}.model_name", "model", policy.model_name, _model(section, policy.model_name))
+    if not config.trains(recipe):
+        if recipe.evaluate.checkpoint:
+            yield _entry("evaluate.checkpoint", "checkpoint", recipe.evaluate.checkpoint, Path(recipe.evaluate.checkpoint))
+        for name, task in recipe.evaluate.tasks.items():
+            yield from _data(f"evaluate.tasks.{name}.data", task.data)
+    else:
+        for key, dataset in config.keyed_sets(recipe.data).items():
+            yield from _of_dataset(key, dataset)
+    for key, path in model_readings.template_files(recipe).items():
+        yield _entry(key, "prompt", str(path), path)
+    for name, component in config.components(recipe).items():
+        if component.container_image:
+            yield _entry(f"cluster.{name}.container_image", "image", component.container_image, Path(component.container_image))
+
+
+def _of_dataset(key: str, dataset: DatasetConfig) -> Iterator[dict[str, Any]]:
+    yield from _data(key, dataset)
+    for name in ("prompt_file", "system_prompt_file"):
+        if path := getattr(dataset, name):
+            yield _entry(f"{key}.{name}", "prompt", path, Path(path))
+
+
+def _data(key: str, dataset: DatasetConfig | TaskDataConfig) -> Iterator[dict[str, Any]]:
+    """Yield the input of a data set. One that is generated has no files, and is known by its name and arguments."""
+    name = dataset.dataset_name
+    if dataset.data_path:
+        yield _entry(f"{key}.data_path", "data", dataset.data_path, Path(dataset.data_path))
+    elif name:
+        repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
+        local = Path(name) if Path(name).is_dir() else hub_cache() / f"datasets--{repository.replace('/', '--')}" / "snapshots"
+        arguments = {part: getattr(dataset, part) for part in ("subset", "split", "kwargs")}
+        yield _entry(f"{key}.dataset_name", "data", name, local, arguments)
+
+
+def _model(section: str, name: str | None) -> Path | None:
+    with contextlib.suppress(RecipeError):
+        return model_folder(f"{section}.model_name", name) if name else None
+    return None
+
+
+def _entry(
+    key: str, role: str, name: str | None, path: Path | None, arguments: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an entry. A file that is not here yet, such as the model of a run that comes first, is looked for in the job."""
+    is_path = name is not None and os.path.isabs(name)
+    given = path if path is not None and (is_path or path.exists()) else Path(name) if name is not None and is_path else None
+    entry = {"key": key, "role": role, "name": name, "path": given and str(given), "origin": None, "files": []}
+    return input_records.found(entry | ({"arguments": arguments} if arguments else {}))
+
+
+# ---- contents -----------------------------------------------------------------------------------------------------------
+
+
+def is_weights(path: str) -> bool:
+    """Return whether a file holds weights, by its name."""
+    return path.endswith(WEIGHTS)
+
+
+def content(hashes: Iterable[str]) -> str:
+    """Return one SHA-256, in hex, of the hashes of several files, in any order; of one file its own."""
+    hashes = list(hashes)
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()

@@ -1,0 +1,278 @@
+"""Find the recipes that a run needs, and all their problems, before anything is created or submitted.
+
+The checks cover the recipe, the files of its models and data, storage and Slurm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launch.executors import allocation, cuda_variables, local, selection, slurm_client
+from launch.executors.components import components
+from launch.plan import backend_choice, evaluation, placement
+from launch.plan.estimate import Plan, plan
+from launch.plan.evaluation import EvaluationPlan
+from launch.preflight import (
+    architecture,
+    compiler,
+    evaluation_checkpoint,
+    file_systems,
+    input_files,
+    libraries,
+    record_counts,
+    sandbox_support,
+    slurm_job,
+    slurm_request,
+    slurm_sbatch,
+    user_imports,
+)
+from launch.preflight import current_allocation as allocated
+from launch.recipes import reading, trust
+from launch.recipes.model_files import ModelNotFound, PendingModel
+from launch.runs import evaluation_sources, follower_process, run_setup, suites
+from launch.runs.audit_log import KEY, recording_refusals
+from launch.submission import needed_recipe
+from pipeline import config
+from pipeline.algorithms import build
+from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, refuse
+from pipeline.models.shape import UnknownShape
+
+RESTART_S = 10.0
+"""How long a submission to Slurm waits for a controller that is being restarted."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe without problems of its own, with the chosen train backend and executor."""
+
+    recipe: Recipe
+    choice: backend_choice.BackendChoice | None  # None in an evaluation; in a dry run, if the model is not here
+    executor: selection.ExecutorChoice
+    plan: Plan | EvaluationPlan | None  # None if no plan can be made
+    notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed or ignored
+    inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the requested one
+    no_plan: tuple[Problem, ...] = ()  # why no plan can be made, if the run may succeed all the same
+    from_environment: dict[str, Any] = field(default_factory=dict)  # as of `Loaded`
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The runs of a recipe and its needed recipes, and all their problems."""
+
+    prepared: list[Prepared]  # in the order of the runs; [] if the requested recipe has problems of its own
+    problems: list[Problem]  # of recipes and plans
+    site_problems: list[Problem]  # of files, storage and Slurm, where the recipe would run
+    requested: Recipe | None = None  # if its run_dir and its cluster.audit have no problems
+
+    @property
+    def all_problems(self) -> list[Problem]:
+        """The problems of the recipes, then those of the site."""
+        return [*self.problems, *self.site_problems]
+
+    def refuse(self) -> None:
+        """Raise RecipeError if there are problems. What is denied to this user is recorded in the audit log."""
+        recipe = self.requested
+        with recording_refusals(Path(recipe.run_dir).absolute(), recipe.cluster.audit) if recipe else contextlib.nullcontext():
+            refuse(self.all_problems)
+
+
+def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> list[Prepared]:
+    """Return the recipes to run, in order, the requested one last. Needed recipes that are complete are left out.
+
+    plan_from: a run folder that calibrates the plan. Raises RecipeError with all problems.
+    """
+    found = examine(name, overrides, dry=False, plan_from=plan_from)
+    found.refuse()
+    return found.prepared
+
+
+def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> Examination:
+    """Examine a recipe and the recipes that it needs.
+
+    dry: nothing will be submitted, so no Slurm controller has to answer. Raises RecipeError for a recipe that cannot be read.
+    """
+    return examine_loaded(run_order(name, overrides), dry, plan_from)
+
+
+def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = None) -> Examination:
+    """Examine recipes in the order of their runs, the requested one last. dry: as in `examine`."""
+    pending: list[PendingModel] = []
+    prepared: list[Prepared] = []
+    problems: list[Problem] = []
+    site_problems: list[Problem] = []
+    inherited: dict[Problem, Problem] = {}  # a needed recipe's problem in an inherited key -> the requested recipe's problem
+    usable = False
+    for loaded in ordered:
+        one, own, site = _examine(loaded, pending, dry, plan_from)
+        usable = one is not None
+        prepared += [one] if one else []
+        recipe = one.recipe if one else loaded.recipe
+        needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
+        keys = {override.partition("=")[0] for override in loaded.inherited}
+        of_evaluation = _examine_evaluation(recipe, pending, dry) if not own else []
+        site += [each for each in of_evaluation if (each.key, each.code) not in {(one.key, one.code) for one in site}]
+        inherited |= {problem.within(needed): problem for problem in (*own, *site) if problem.key in keys}
+        problems += [problem.within(needed) for problem in own]
+        site_problems += [problem.within(needed) for problem in site]
+        head = "logprobs" if "algorithm" in loaded.faulty else build(recipe).needs.head
+        pending.append(PendingModel(Path(recipe.run_dir), recipe.policy, head))
+    everything = [*problems, *site_problems]
+    problems, site_problems = (
+        [problem for problem in some if inherited.get(problem) not in everything] for some in (problems, site_problems)
+    )
+    requested = None if {"run_dir", KEY} & set(ordered[-1].faulty) else ordered[-1].recipe
+    return Examination(prepared if usable else [], problems, site_problems, requested)
+
+
+def _examine(
+    loaded: Loaded, pending: list[PendingModel], dry: bool, plan_from: Path | None
+) -> tuple[Prepared | None, list[Problem], list[Problem]]:
+    """Return one recipe, None if it has problems of its own; these problems; and the site's."""
+    prepared, own, notes = None, list(loaded.problems), list(loaded.notes)
+    recipe, executor = loaded.recipe, selection.choose(loaded.recipe)
+    try:
+        recipe, choice = backend_choice.choose(recipe, pending, run_setup.earlier(recipe))
+        unread, unread_notes = loaded.unread(recipe)
+        own += unread
+        notes += unread_notes
+        if not own:
+            layout = list(architecture.against_layout(recipe, pending))
+            planned, no_plan = (None, ()) if layout else _plan(recipe, choice, plan_from, pending, notes, dry)
+            own += [*layout, *(planned.problems() if planned else ())]
+            prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan, loaded.from_environment)
+    except ModelNotFound as error:
+        if not own:
+            prepared = Prepared(recipe, None, executor, None, notes, loaded.inherited, (), loaded.from_environment)
+        own += config.independent(error.problems, loaded.faulty)
+    except RecipeError as error:
+        own += config.independent(error.problems, loaded.faulty)
+    site: list[Problem] = []
+    if "algorithm" not in loaded.faulty:  # without it the run's needs are unknown
+        site += config.independent(site_problems_of(recipe, executor, pending, dry, notes), loaded.faulty)
+        site += folder_problems(recipe) if not own and not site else []
+    return prepared, own, site
+
+
+def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) -> list[Problem]:
+    """Return the problems of the jobs that evaluate a run's checkpoints: the section `evaluation`."""
+    suite = recipe.evaluation.suite
+    if suite is None or not config.trains(recipe):
+        return []
+    found: list[Problem] = []
+    with collected(found):
+        source = evaluation_sources.of_future(recipe, suites.find(suite)[0])
+        loaded = suites.inspect(suite, source, (), follower_process.keys_of(recipe.evaluation))
+        _, own, site = _examine(placement.place_on_gpus(loaded), pending, dry, None)
+        found += [*own, *site]
+    named = (replace(each, key="evaluation.suite") if each.key == "suite" else each for each in found)
+    return [
+        each if each.key.startswith("evaluation.") or each.origin == "evaluation" else each.within("evaluation")
+        for each in named
+    ]
+
+
+def _plan(
+    recipe: Recipe,
+    choice: backend_choice.BackendChoice | None,
+    plan_from: Path | None,
+    pending: list[PendingModel],
+    notes: list[str],
+    dry: bool,
+) -> tuple[Plan | EvaluationPlan | None, tuple[Problem, ...]]:
+    """Return (the plan, why there is none). FSDP2 may train a model of a family that cannot be planned; a note names it."""
+    try:
+        return plan(recipe, choice, plan_from, pending) if choice else evaluation.plan(recipe, pending, reads=dry), ()
+    except UnknownShape as error:
+        notes.append(f"no plan: {error}")
+        return None, error.problems
+
+
+def folder_name(recipe: Recipe) -> str:
+    """Return the name by which `needs` lists a recipe: its run folder's, which may differ from the recipe's `name`."""
+    return Path(recipe.run_dir).name
+
+
+def run_order(name: str, overrides: list[str]) -> list[Loaded]:
+    """Return the needed recipes that are not complete, in order, then the requested one. Raises RecipeError for a cycle."""
+    requested = reading.inspect(name, overrides)
+    ordered: list[Loaded] = []
+
+    def add(loaded: Loaded, path: list[str]) -> None:
+        for need in loaded.recipe.needs:
+            named = config.name_of(need)
+            if named in path:
+                cycle = " -> ".join([*path, named])
+                raise RecipeError(Problem("needs", "circular", f"the recipes need each other: {cycle}"))
+            if named not in map(folder_name, [other.recipe for other in ordered]):
+                needed = needed_recipe.inspect(need, [f"run_dir=runs/{named}"], requested, overrides)
+                if run_setup.done_step(Path(needed.recipe.run_dir)) is None:
+                    add(needed, [*path, named])
+        ordered.append(placement.place_on_gpus(loaded))
+
+    add(requested, [config.name_of(name)])
+    return ordered
+
+
+def site_problems_of(
+    recipe: Recipe, chosen: selection.ExecutorChoice, pending: list[PendingModel], dry: bool, notes: list[str]
+) -> Iterator[Problem]:
+    """Yield the problems of files, storage and Slurm where the recipe would run.
+
+    pending: models that needed runs are still to write. notes: receives what could not be checked, and what only delays the
+    start.
+    """
+    yield from placement.problems(recipe)
+    yield from evaluation_checkpoint.problems(recipe)
+    code = user_imports.probe(recipe, trust.current(dry))
+    yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
+    yield from record_counts.problems(recipe, notes)
+    unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
+    if not config.trains(recipe):
+        from launch.preflight import evaluation_data  # imports numpy, which no other command needs
+
+        yield from evaluation_data.problems(recipe)
+    yield from file_systems.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
+    notes += libraries.unchecked(recipe)
+    notes += placement.notes(recipe)
+    notes += cuda_variables.notes(recipe) if config.trains(recipe) else ()
+    if unreachable:
+        why = f"got slurm; {unreachable}. Try a machine where a controller answers, or cluster.executor=local"
+        problem = Problem("cluster.executor", "unreachable", why)
+        notes += [str(problem), *slurm_request.notes(recipe)] if dry else []
+        yield from [] if dry else [problem]
+        yield from slurm_sbatch.option_problems(slurm_request.requests(recipe))
+    else:
+        yield from _executor_problems(recipe, chosen, notes)
+    yield from sandbox_support.problems(recipe, chosen.name, notes)
+    yield from user_imports.problems(recipe, chosen.name, notes, code)
+
+
+def folder_problems(recipe: Recipe) -> list[Problem]:
+    """Return the problems of a recipe's run folder. Only for a recipe without other problems."""
+    found: list[Problem] = []
+    with collected(found):
+        run_setup.check(recipe)
+    return found
+
+
+def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: list[str]) -> Iterator[Problem]:
+    notes += [str(chosen)] if chosen.reason else []
+    if chosen.name == "local":
+        found: list[Problem] = []
+        with collected(found):
+            local.rank_environments(components(recipe))
+        why = f" ({chosen})" if chosen.reason else ""
+        yield from (replace(problem, message=f"{problem.message}{why}") for problem in found)
+        yield from compiler.problems(recipe)
+    elif chosen.name == "slurm":
+        yield from slurm_job.problems(recipe, notes)
+    elif job_id := allocation.current():
+        yield from allocated.problems(recipe, job_id, notes)
+        yield from slurm_job.container_problems(recipe, notes)
+    else:
+        why = "got allocation, outside of an allocation (salloc) or inside one of its steps (srun). Try slurm"
+        yield Problem("cluster.executor", "unreachable", why)

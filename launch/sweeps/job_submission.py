@@ -1,0 +1,144 @@
+"""Submit a sweep's jobs: as many at once as the suite allows, and each job once, even after a kill.
+
+Under Slurm no process has to stay: dependencies (`--dependency=afterany`) make a run wait for the one `max_concurrent` places
+before it, and the check for all runs. On this machine the process stays, and starts a run when another has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from launch.executors import slurm, slurm_client, slurm_environment
+from launch.executors.executor import ROOT, JobStatus
+from launch.runs.attempts import latest
+from launch.runs.follow import failure
+from launch.submission import foreground
+from launch.submission.prepare import prepare
+from launch.sweeps.queue import Queue
+from launch.sweeps.sweep_folder import JobState, SweepFolder
+from launch.terminal import console
+from launch.terminal.safe_text import on_one_line
+from pipeline import config
+from pipeline.config import Problem, RecipeError
+
+POLL_S = 0.5
+
+
+def due(job_states: list[JobState], retries: int) -> list[JobState]:
+    """Return the jobs to submit: missing ones, and failed ones with retries left, unless a needed job has failed for good."""
+    found: dict[str, JobState] = {}
+    usable = {each.job.name for each in job_states if each.state in ("done", "live")}
+    for each in job_states:
+        is_due = each.state == "missing" or (each.state == "failed" and each.tries <= retries)
+        if is_due and all(need in usable or need in found for need in each.job.needs):
+            found[each.job.name] = each
+    return [*found.values()]
+
+
+def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
+    """Submit one job, and return its id. The output of submit.py goes into submit.log. Raises RecipeError."""
+    folder.refuse_cancelled()
+    job = job_state.job
+    why = why_failed(job_state) if job_state.state == "failed" else []
+    prepared = prepare(job.recipe, job.overrides)[-1]
+    with open(folder.path / "submit.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        handle = foreground.start(prepared, after, behind)
+    folder.record(job.name, handle.job_id, why)
+    again = f", again: {why[0]}" if why else ""
+    print(on_one_line(f"{job.name}: {handle.name()}{again}"), flush=True)
+    return handle.job_id
+
+
+def why_failed(job_state: JobState) -> list[str]:
+    """Return why a job did not complete, in lines."""
+    job, run_dir = job_state.job, Path(job_state.job.run_dir)
+    if job_state.record is None:
+        return [f"was not submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was not submitted"]
+    if job.needs and latest(run_dir) is None:
+        return [f"did not start, because {', '.join(job.needs)}, which it needs, did not succeed ({job_state.status})"]
+    return failure(run_dir, job_state.record.attach(run_dir), job_state.status or JobStatus("UNKNOWN"))
+
+
+# ---- under Slurm --------------------------------------------------------------------------------------------------------
+
+
+def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) -> None:
+    """Submit `todo` behind `live`. Raises RecipeError: the submitted jobs go on, and the same command submits the rest."""
+    limit = folder.suite.max_concurrent
+    ids = {each.job.name: each.record.job_id for each in live if each.record}
+    queue = sorted(ids.values(), key=int)
+    for each in todo:
+        after = tuple(ids[need] for need in each.job.needs if need in ids)
+        behind = (queue[-limit],) if len(queue) >= limit else ()
+        ids[each.job.name] = start(folder, each, after, behind)
+        queue.append(ids[each.job.name])
+
+
+def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
+    """Submit the job that checks the gates when all others have ended, and return its id. Raises RecipeError."""
+    suite, plan = folder.suite, folder.plan
+    recipes = (Path(job.run_dir) / "recipe.yaml" for job in plan.jobs if job.run is not None)
+    submitted = next(path for path in recipes if path.exists())  # not all are, if a needed run has failed for good
+    first = next(iter(config.components(config.read(submitted)).values()))
+    options = {
+        "job-name": f"{suite.name}-check",
+        "output": folder.path / "check.log",
+        "open-mode": "append",
+        "chdir": plan.cwd,
+        "ntasks": 1,
+        "time": suite.check.time_min,
+        "partition": suite.check.partition or first.partition,
+        "account": suite.check.account or first.account,
+        "qos": suite.check.qos or first.qos,
+        "mem": suite.check.mem,
+        "dependency": slurm.dependency(afterany=tuple(waits_for)),
+    }
+    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"check={folder.path}"]
+    script = folder.path / "check.sh"
+    head = "#!/bin/bash\n# Checks the gates after all runs have ended, and retries failed runs.\n"
+    script.write_text(f"{head}{slurm_environment.export_wishes()}exec {shlex.join(command)}\n")
+    options |= {key: value for key, value in slurm_environment.wishes().items() if options.get(key) is None}
+    flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    try:
+        return slurm_client.submit(script.read_text(), *flags)
+    except slurm_client.SlurmError as error:
+        if error.kind == "failed":
+            why = f"sbatch refused the job that checks the gates: {error.output}"
+            raise RecipeError(Problem("check", "refused-by-slurm", why)) from None
+        why = f"{error}. Try the same command again; it finds the job if Slurm has accepted it"
+        raise RecipeError(Problem("check", "unreachable", why)) from None
+
+
+# ---- on this machine ----------------------------------------------------------------------------------------------------
+
+
+def run_here(folder: SweepFolder) -> None:
+    """Run all jobs, with retries, until none is left. Raises RecipeError."""
+    suite = folder.suite
+    printed: dict[str, str] = {}
+    while True:
+        folder.refuse_cancelled()
+        job_states = folder.job_states(Queue("local"))
+        print_changes(job_states, printed)
+        live = [each for each in job_states if each.state == "live"]
+        todo = due(job_states, suite.retries)
+        if not live and not todo:
+            return
+        done = {each.job.name for each in job_states if each.state == "done"}
+        ready = [each for each in todo if done.issuperset(each.job.needs)]
+        for each in ready[: max(0, suite.max_concurrent - len(live))]:
+            start(folder, each)
+        time.sleep(POLL_S)
+
+
+def print_changes(job_states: list[JobState], printed: dict[str, str]) -> None:
+    """Print a line for each job whose state differs from the one in `printed`, and update that."""
+    for each in job_states:
+        now = each.state if each.status is None else f"{each.state}, {each.status}"
+        if each.state != "missing" and printed.get(each.job.name) != now:
+            printed[each.job.name] = now
+            console.print_field(each.job.name, on_one_line(now), on_one_line(f"{each.job.name}: {now}"))

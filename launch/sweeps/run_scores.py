@@ -1,0 +1,115 @@
+"""Scores of a sweep's runs, for its gates: of evaluations that exist, or that the check makes first.
+
+A gate asks for a suite, a task and, without `step`, the run's last checkpoint. A run that is an evaluation has its own scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from launch.executors.executor import ROOT
+from launch.runs import evaluation_folder, run_setup, suites
+from launch.runs.evaluation_folder import EvaluationFolder
+from launch.runs.run_folder import RunFolder
+from launch.runs.score_tables import SCORES
+from launch.sweeps.expressions import NoValue
+from launch.sweeps.suite import EvaluationGateConfig, Suite, gates_of
+from launch.terminal.safe_text import on_one_line
+
+LOG = "evaluate.log"
+DIGITS = 12  # of a question's hash
+Questions = Mapping[str, Sequence[float]]
+"""Values of the samples by question."""
+
+
+def find(run_dir: Path, gate: EvaluationGateConfig) -> EvaluationFolder:
+    """Return the evaluation of a run that a gate asks for. Raises NoValue without one, or without the task."""
+    step, name = _step(run_dir, gate), suites.find(gate.suite)[0]
+    found = [each for each in evaluation_folder.of_run(run_dir) if each.suite == name and each.step == step]
+    if not found:
+        raise NoValue(f"{run_dir} has no evaluation by {name}" + ("" if step is None else f" of step {step}"))
+    return _with_task(found[-1], gate)
+
+
+def _with_task(found: EvaluationFolder, gate: EvaluationGateConfig) -> EvaluationFolder:
+    if gate.task not in found.tasks:
+        raise NoValue(f"{found.folder} has no task {gate.task}; it has {', '.join(found.tasks) or 'none'}")
+    return found
+
+
+def _step(run_dir: Path, gate: EvaluationGateConfig) -> int | None:
+    """Return the checkpoint's step; None if the run is an evaluation."""
+    if RunFolder.at(run_dir).algorithm == "evaluate":
+        return None
+    return run_setup.done_step(run_dir) if gate.step is None else gate.step
+
+
+def score(found: EvaluationFolder, gate: EvaluationGateConfig) -> float:
+    """Return the score of the gate's task. Raises NoValue."""
+    task = found.tasks[gate.task]
+    metric = gate.metric or task["metric"]
+    value = task["metrics"].get(metric, {}).get("value")
+    if value is None:
+        raise NoValue(f"{found.folder}: {gate.task} has no {metric}; it has {', '.join(task['metrics']) or 'none'}")
+    return value
+
+
+def stored(folder: str, gate: EvaluationGateConfig) -> EvaluationFolder:
+    """Return the evaluation in a folder that a gate names. Raises NoValue."""
+    found = evaluation_folder.read(Path(folder))
+    if found is None:
+        raise NoValue(f"{folder} has no {SCORES}")
+    return _with_task(found, gate)
+
+
+def questions(found: Sequence[EvaluationFolder], gate: EvaluationGateConfig) -> dict[str, list[float]]:
+    """Return the values of all samples of several evaluations, such as those of the seeds, by a hash of the question's id."""
+    joined: dict[str, list[float]] = {}
+    for each in found:
+        for question, values in each.values(gate.task, gate.metric).items():
+            joined.setdefault(_hash(question), []).extend(values)
+    return dict(sorted(joined.items()))
+
+
+def _hash(question: str) -> str:
+    return "q" + hashlib.sha256(question.encode(errors="surrogatepass")).hexdigest()[:DIGITS]
+
+
+# ---- evaluations that are missing -------------------------------------------------------------------------------------------
+
+
+def evaluate_missing(suite: Suite, run_dirs: Mapping[str, Sequence[Path]], log: Path) -> None:
+    """Evaluate the checkpoints that gates ask for, one after another. run_dirs: of the completed runs, by run.
+
+    A failed evaluation is left to the gate, which then fails. The output of launch/evaluate.py goes into `log`.
+    """
+    for run, folders in run_dirs.items():
+        for run_dir in folders:
+            for command in dict.fromkeys(_missing(suite, run, run_dir)):
+                print(on_one_line(f"evaluates {' '.join(command)}"), flush=True)
+                with open(log, "ab") as output:
+                    program = [sys.executable, "-u", str(ROOT / "launch/evaluate.py"), *command]
+                    status = subprocess.run(program, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+                if status:
+                    print(f"the evaluation ended with status {status}: {log}", flush=True)
+
+
+def _missing(suite: Suite, run: str, run_dir: Path) -> Iterator[tuple[str, ...]]:
+    """Yield the arguments of launch/evaluate.py for each evaluation of a run that gates ask for and that does not exist."""
+    for gate in _asked(suite, run):
+        step, name = _step(run_dir, gate), suites.find(gate.suite)[0]
+        if step is None or any(each.suite == name and each.step == step for each in evaluation_folder.of_run(run_dir)):
+            continue
+        yield f"suite={gate.suite}", f"run={run_dir}", f"step={step}"
+
+
+def _asked(suite: Suite, run: str) -> Iterator[EvaluationGateConfig]:
+    """Yield what gates ask of a run: its own gates, and those of other runs that are compared with it."""
+    for other in suite.runs:
+        for gate in gates_of(suite, other).values():
+            if gate.evaluation and run in (other, gate.evaluation.not_worse_than):
+                yield gate.evaluation

@@ -1,0 +1,177 @@
+"""Begin or continue the search of a suite, and write its results: report.html, and verdict.json at its end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.pages.document import add_plotly
+from launch.recipes import reading
+from launch.sweeps import jobs
+from launch.sweeps.search import search_checks, search_page, space, trials
+from launch.sweeps.search.config import SearchConfig
+from launch.sweeps.search.search_checks import CheckedSearch
+from launch.sweeps.search.search_loop import SearchLoop
+from launch.sweeps.search.trial import Trial
+from launch.sweeps.search.trials import SearchResult, TrialResult
+from launch.sweeps.suite import LoadedSuite, Suite, as_arguments
+from launch.sweeps.sweep_folder import PROBE_S, SweepFolder, SweepPlan
+from launch.sweeps.verdict import read as read_verdict
+from pipeline.config import Problem, RecipeError, bound, refuse, section
+from pipeline.files import small_files
+from pipeline.files.storage import write_durably
+
+if TYPE_CHECKING:
+    from launch.sweeps.search.study import TrialStudy
+
+VERDICT = "verdict.json"
+
+
+def check(loaded: LoadedSuite, folder: SweepFolder) -> CheckedSearch:
+    """Check a search that has not begun. Raises RecipeError with all problems; writes nothing."""
+    overrides = _overrides(loaded.suite, loaded.overrides)
+    checked = search_checks.check(_search(loaded.suite), overrides, [f"run_dir={folder.path / 'runs' / 'trial-0000'}"])
+    refuse(jobs.not_submitting({checked.lowest[-1].executor.name}))
+    return checked
+
+
+def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, update_baseline: bool = False) -> int:
+    """Begin or continue a search, wait for its end, and return the exit status: 1 if no trial is complete then.
+
+    dry_run: print what is known of it; write nothing. update_baseline: refused. Raises RecipeError.
+    """
+    if update_baseline:
+        raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
+    search, overrides = _search(loaded.suite), _overrides(loaded.suite, loaded.overrides)
+    refuse(search_checks.installed(search))
+    checked = None if folder.begun else check(loaded, folder)
+    if dry_run:
+        return _show(loaded, folder, checked)
+    with folder.locked(PROBE_S):
+        folder.take_up()
+        if checked and folder.begun:  # by another process, meanwhile
+            folder.refuse_other(loaded.suite, loaded.overrides)
+        elif checked:
+            needed = jobs.with_needs(search.recipe, overrides, checked.lowest, "trial", 0)[:-1]
+            executor = checked.lowest[-1].executor.name
+            folder.begin(loaded.suite, SweepPlan(folder.path.name, executor, str(Path.cwd()), "", loaded.overrides, needed))
+        if (over := read_verdict(folder.path)) is not None:
+            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another search")
+            return 0 if over["passed"] else 1
+        print(f"{folder.title}: {space.trials(search)} trials, {search.parallel} at once, in {folder.path}", flush=True)
+        if checked and checked.price:
+            print(checked.price, flush=True)
+        opened = _open(folder)
+        SearchLoop(folder, search, opened.study, overrides, opened.write_page).run()
+        return _conclude(opened)
+
+
+def report(folder: SweepFolder) -> int:
+    """Write the report of a search as it stands, and return 0 if a trial is complete, else 1. Raises RecipeError."""
+    refuse(search_checks.installed(_search(folder.suite)))
+    opened = _open(folder)
+    opened.write_page()
+    found = opened.result()
+    print(f"{found.summary}\n{folder.path}/report.html")
+    return 0 if found.best else 1
+
+
+def trials_of(folder: SweepFolder) -> list[Trial]:
+    """Return the trials of a search that has begun, as they stand. Raises RecipeError without Optuna."""
+    search = _search(folder.suite)
+    refuse(search_checks.installed(search))
+    from launch.sweeps.search.study import snapshot  # imports Optuna, an optional package
+
+    return snapshot(folder.path, search)
+
+
+def _search(suite: Suite) -> SearchConfig:
+    assert suite.search is not None, "the caller has looked"
+    return suite.search
+
+
+def _overrides(suite: Suite, command_line: list[str]) -> list[str]:
+    """Return the overrides of every trial: the suite's, the search's, the command line's."""
+    return [*as_arguments(suite.overrides), *as_arguments(_search(suite).overrides), *command_line]
+
+
+def _show(loaded: LoadedSuite, folder: SweepFolder, checked: CheckedSearch | None) -> int:
+    """Print a search: its price and its corners; of one that has begun each trial with its recipe."""
+    search = _search(loaded.suite)
+    print(f"{folder.title}: {space.trials(search)} trials by {search.sampler}, {search.parallel} at once, in {folder.path}")
+    if checked:
+        print(checked.price or "its price is not known: the plan has no times")
+        for corner in space.corners(search):
+            values = [*_overrides(loaded.suite, loaded.overrides), *space.as_overrides(corner)]
+            print(f"corner: recipe={search.recipe} {' '.join(values)}")
+        return 0
+    outcomes = {each.name: each for each in trials_of(folder)}
+    for job in folder.plan.jobs:
+        trial = outcomes.get(job.name)
+        ending = f"  {trial.state}{'' if trial.value is None else f' {trial.value:.6g}'}" if trial else ""
+        print(f"{job.name}: recipe={job.recipe} {' '.join(job.overrides)}{ending}")
+    return 0
+
+
+# ---- results ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenedSearch:
+    """A search that has begun, with its study."""
+
+    folder: SweepFolder
+    suite: Suite
+    study: TrialStudy
+    max_steps: int | None  # of a trial; None if only its data bound it
+
+    def result(self) -> SearchResult:
+        """Return the trials as they stand."""
+        trials_now, importances = self.study.trials(), self.study.importances()
+        return trials.result(self.folder, _search(self.suite), trials_now, importances, self.max_steps)
+
+    def write_page(self) -> None:
+        """Write report.html, with Plotly's script beside it."""
+        write_durably(self.folder.path / "report.html", search_page.page(self.result(), self.suite))
+        add_plotly(self.folder.path)
+
+
+def _open(folder: SweepFolder) -> OpenedSearch:
+    """Open the study of a search that has begun. Raises RecipeError."""
+    from launch.sweeps.search.study import TrialStudy  # imports Optuna, an optional package
+
+    suite = folder.suite
+    recipe = reading.load(_search(suite).recipe, _overrides(suite, folder.plan.overrides))
+    max_steps = bound(section(recipe).max_num_steps)
+    return OpenedSearch(folder, suite, TrialStudy(folder.path, _search(suite), max_steps), max_steps)
+
+
+def _conclude(opened: OpenedSearch) -> int:
+    """Write the results of a search whose trials have ended, and return the exit status."""
+    opened.write_page()
+    found = opened.result()
+    best = found.best
+    value = {
+        "passed": best is not None,
+        "summary": found.summary,
+        "judged": datetime.now(UTC).isoformat(timespec="seconds"),
+        "verdicts": [],
+        "best": _as_json(best) if best else None,
+        "importances": dict(found.importances),
+        "trials": [_as_json(each) for each in found.trials],
+    }
+    small_files.write(found.folder / VERDICT, value)
+    print(found.summary)
+    if best:
+        print(f"best: {found.search.metric} {best.trial.value:.6g} of {best.trial.name}")
+        print(f"python launch/submit.py recipe={found.search.recipe} {' '.join(space.as_overrides(best.trial.values))}")
+    print(f"{found.folder}/report.html", flush=True)
+    return 0 if best else 1
+
+
+def _as_json(each: TrialResult) -> dict[str, object]:
+    reports = {step: value if math.isfinite(value) else None for step, value in each.trial.reports.items()}
+    return {**asdict(each.trial), "reports": reports, "name": each.trial.name, "seconds": each.seconds, "devices": each.devices}

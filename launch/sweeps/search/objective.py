@@ -1,0 +1,48 @@
+"""The metric of a search: an expression over a run's metrics, at each step and at the end."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from launch.sweeps import expressions, measurements
+from launch.sweeps.expressions import Curve, Expression
+from pipeline.observe import metrics
+
+NAME = re.compile(r"[A-Za-z_][\w./:-]*")
+
+
+def parse(text: str) -> Expression:
+    """Return the expression of a search's metric; of a metric's name alone its last value. Raises expressions.Malformed."""
+    return expressions.parse(f"last({text})" if NAME.fullmatch(text.strip()) else text)
+
+
+def curves(run_dir: Path) -> dict[str, Curve]:
+    """Return the metrics of a run so far. Raises RecipeError for a malformed metrics.jsonl."""
+    return measurements.curves(metrics.read(run_dir / "metrics.jsonl"))
+
+
+def by_step(expression: Expression, found: Mapping[str, Curve], after: int = -1) -> Iterator[tuple[int, float]]:
+    """Yield (step, the expression over the steps up to it) for each step > `after` at which one of its metrics has a value.
+
+    Steps without a value of the expression are left out, such as those before `last=10` has ten values; NaN stands where a
+    metric is not finite.
+    """
+    names = [name for name in dict.fromkeys(expressions.metrics(expression)) if name in found]
+    steps = sorted({step for name in names for step in found[name].steps if step > after})
+    for step in steps:
+        seen = {name: _until(found[name], step) for name in names}
+        if any(curve.steps and curve.steps[-1] == step and curve.values[-1] is None for curve in seen.values()):
+            yield step, math.nan
+            continue
+        try:
+            yield step, expressions.evaluate(expression, {name: curve for name, curve in seen.items() if curve.steps})
+        except expressions.NoValue:
+            continue
+
+
+def _until(curve: Curve, step: int) -> Curve:
+    count = sum(each <= step for each in curve.steps)
+    return Curve(curve.steps[:count], curve.values[:count])

@@ -1,0 +1,187 @@
+"""Run a search: ask for trials, submit each once, prune and tell them, until all have ended.
+
+A trial's job is in sweep.json before it is submitted, and a decision to prune is in the study before it is carried out. So a
+search that was killed at any moment goes on: a job that runs is found by its run folder, and one that was never submitted is
+submitted then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.executors.slurm_client import SlurmError
+from launch.submission import run_control
+from launch.submission.prepare import examine
+from launch.sweeps import expressions, job_submission
+from launch.sweeps.queue import Queue
+from launch.sweeps.search import objective, space
+from launch.sweeps.search.config import SearchConfig
+from launch.sweeps.search.trial import Trial
+from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
+from launch.sweeps.verdict import main_line
+from launch.terminal import console
+from launch.terminal.safe_text import on_one_line
+from pipeline.config import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from launch.sweeps.search.study import TrialStudy
+
+POLL_S = {"local": 0.5, "slurm": 5.0}
+"""Seconds between two looks at the runs, by executor."""
+
+
+@dataclass
+class SearchLoop:
+    """A search that goes on. Its process holds the lock of the sweep's folder."""
+
+    folder: SweepFolder
+    search: SearchConfig
+    study: TrialStudy
+    overrides: list[str]  # of every trial
+    after_end: Callable[[], None]  # called after trials have ended, to write the report
+
+    def run(self) -> None:
+        """Run the needed recipes, then all trials, to the end. Raises RecipeError if a needed one or Slurm refuses."""
+        self._patiently(self._needed_turn)
+        self._patiently(self._turn)
+
+    @functools.cached_property
+    def _executor(self) -> str:
+        return self.folder.plan.executor
+
+    @functools.cached_property
+    def _expression(self) -> expressions.Expression:
+        return objective.parse(self.search.metric)
+
+    def _patiently(self, turn: Callable[[], bool]) -> None:
+        """Take turns while one returns True. A Slurm that does not answer only delays the next one."""
+        silent = False
+        while True:
+            self.folder.refuse_cancelled()
+            try:
+                if not turn():
+                    return
+                silent = False
+            except RecipeError as error:
+                if error.codes != ("unreachable",) or self._executor != "slurm":
+                    raise
+                if not silent:
+                    console.print_field("waits", str(error), f"waits: {on_one_line(str(error))}")
+                silent = True
+            time.sleep(POLL_S[self._executor])
+
+    # ---- needed recipes -----------------------------------------------------------------------------------------------------
+
+    def _needed_turn(self) -> bool:
+        """Start the needed runs that can start, and return whether one is live then. Raises RecipeError if one has failed."""
+        queue, retries = Queue(self._executor), self.folder.suite.retries
+        states = [self.folder.job_state(job, queue) for job in self.folder.plan.jobs if job.run is None]
+        done = {each.job.name for each in states if each.state == "done"}
+        ready = [each for each in job_submission.due(states, retries) if done.issuperset(each.job.needs)]
+        for each in ready:
+            job_submission.start(self.folder, each)
+        live = any(each.state == "live" for each in states)
+        if not live and not ready and (lost := [each for each in states if each.state != "done"]):
+            why = main_line(job_submission.why_failed(lost[0]))
+            raise RecipeError(Problem("search.recipe", "run-failed", f"{lost[0].job.name}, which it needs, failed: {why}"))
+        return live or bool(ready)
+
+    # ---- trials -------------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """Look at every trial that runs, begin others in the free places, and return whether one runs then."""
+        queue, jobs = Queue(self._executor), {job.name: job for job in self.folder.plan.jobs}
+        before = [each for each in self.study.trials() if each.state == "running"]
+        for trial in before:
+            if (job := jobs.get(trial.name)) is None:  # its process was killed before it recorded the job
+                self._begin(trial)
+            else:
+                self._look(trial, self.folder.job_state(job, queue))
+        trials = self.study.trials()
+        live, missing = sum(each.state == "running" for each in trials), space.trials(self.search) - len(trials)
+        if live < len(before):
+            self.after_end()
+        for _ in range(min(self.search.parallel - live, missing)):
+            self._begin(self.study.ask())
+        return live > 0 or missing > 0
+
+    def _begin(self, trial: Trial) -> None:
+        """Record a trial's job, then submit it."""
+        run_dir = self.folder.path / "runs" / trial.name
+        values = [*space.as_overrides(trial.values), f"run_dir={run_dir}", f"cluster.executor={self._executor}"]
+        job = SweepJob(trial.name, self.search.recipe, [*self.overrides, *values], str(run_dir), trial.name)
+        self.study.note_folder(trial.number, str(run_dir))
+        self.folder.add_job(job)
+        print(on_one_line(f"{trial.name}: {space.shown(trial.values)}"), flush=True)
+        self._submit(trial, JobState(job, "missing"))
+
+    def _submit(self, trial: Trial, job_state: JobState) -> None:
+        """Submit a trial's job. A trial whose own values are refused has failed; any other problem is raised."""
+        try:
+            job_submission.start(self.folder, job_state)
+        except RecipeError:
+            job = job_state.job
+            if not (own := examine(job.recipe, job.overrides, dry=True).problems):
+                raise
+            self._fail(trial, "; ".join(map(str, own)))
+
+    def _look(self, trial: Trial, job_state: JobState) -> None:
+        """Report, prune, tell or submit a trial by the state of its job."""
+        if job_state.state == "missing":
+            self._submit(trial, job_state)
+            return
+        run_dir = Path(job_state.job.run_dir)
+        pruned_at = trial.pruned_at
+        if pruned_at is None and job_state.state != "failed":
+            pruned_at = self._report(trial, run_dir)
+        if job_state.state == "live":
+            if pruned_at is not None:
+                _ask_to_stop(run_dir, job_state)
+        elif job_state.state == "done":
+            self._complete(trial, run_dir)
+        elif pruned_at is not None:
+            self.study.prune(trial.number)
+            self._tell(trial, f"pruned at step {pruned_at}")
+        else:
+            self._fail(trial, main_line(job_submission.why_failed(job_state)))
+
+    def _report(self, trial: Trial, run_dir: Path) -> int | None:
+        """Report the metric of each new step, and return the step at which the trial is to be pruned; None if it goes on."""
+        last = max(trial.reports, default=-1)
+        for step, value in objective.by_step(self._expression, objective.curves(run_dir), last):
+            if self.study.report(trial.number, step, value):
+                return step
+        return None
+
+    def _complete(self, trial: Trial, run_dir: Path) -> None:
+        try:
+            value = expressions.evaluate(self._expression, objective.curves(run_dir))
+        except expressions.NoValue as error:
+            self._fail(trial, str(error))
+            return
+        if not math.isfinite(value):
+            self._fail(trial, f"{self.search.metric} is {value}")
+            return
+        self.study.complete(trial.number, value)
+        self._tell(trial, f"{self.search.metric} {value:.6g}")
+
+    def _fail(self, trial: Trial, why: str) -> None:
+        self.study.fail(trial.number, on_one_line(why))
+        self._tell(trial, f"failed: {why}")
+
+    def _tell(self, trial: Trial, what: str) -> None:
+        console.print_field(trial.name, on_one_line(what), on_one_line(f"{trial.name}: {what}"))
+
+
+def _ask_to_stop(run_dir: Path, job_state: JobState) -> None:
+    """Ask a run to save and stop, without waiting for that. Asked again at every look, since its job may start anew."""
+    assert job_state.record is not None, "a live job has one"
+    with contextlib.suppress(TimeoutError, SlurmError):  # still running; or Slurm does not answer, and the next look asks again
+        run_control.stop_and_save(run_dir, job_state.record.attach(run_dir), timeout_s=0)

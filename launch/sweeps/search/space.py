@@ -1,0 +1,107 @@
+"""Parameters as values and overrides of a recipe: their kinds, the corners of the space, the points of a grid."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, get_args
+
+from launch.sweeps.search.config import ParameterConfig, SearchConfig
+from pipeline.config import Recipe, schema_validation, yaml_text
+
+MOST_CORNERS = 64
+"""Most corners of a space that are checked. Of a larger space the two extreme ones are, and each end of each parameter."""
+
+Values = Mapping[str, Any]
+"""A value by dotted key of the recipe."""
+
+
+def is_whole(key: str, parameter: ParameterConfig) -> bool:
+    """Return whether a range is of whole numbers: by the schema's type of the key.
+
+    Where the schema has no type, as for arguments of an optimizer, it is if its ends and its step are whole.
+    """
+    section, names = Recipe, key.split(".")
+    while names:
+        name = names.pop(0)
+        inner, several = schema_validation.sections(section).get(name, (None, False))
+        if inner is None or not names:
+            kind = schema_validation.fields(section).get(name) if not names else None
+            kinds = {kind, *get_args(kind)}
+            if kinds & {int, float}:
+                return int in kinds and float not in kinds
+            break
+        names = names[1:] if several else names
+        section = inner
+    ends = (parameter.low, parameter.high, parameter.step)
+    return all(end is not None and float(end).is_integer() for end in ends)
+
+
+def number(value: float, whole: bool) -> float:
+    """Return a number of a range; as an int if the range is of whole numbers and it is one."""
+    return int(value) if whole and float(value).is_integer() else float(value)
+
+
+def ends(key: str, parameter: ParameterConfig) -> list[Any]:
+    """Return both ends of a range, or all choices."""
+    if parameter.choices is not None:
+        return parameter.choices
+    whole = is_whole(key, parameter)
+    assert parameter.low is not None and parameter.high is not None, "`checks.structure` requires them"
+    return list(dict.fromkeys([number(parameter.low, whole), number(parameter.high, whole)]))
+
+
+def corners(search: SearchConfig) -> list[dict[str, Any]]:
+    """Return the corners of the space, the lowest first and the highest last; of a large space only some."""
+    found = {key: ends(key, parameter) for key, parameter in search.parameters.items()}
+    if math.prod(map(len, found.values())) <= MOST_CORNERS:
+        return [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
+    lowest, highest = ({key: values[i] for key, values in found.items()} for i in (0, -1))
+    return [lowest, *({**lowest, key: value} for key, values in found.items() for value in values[1:]), highest]
+
+
+def points(key: str, parameter: ParameterConfig) -> list[Any]:
+    """Return the values of one parameter in a grid, ascending. Only for choices and ranges with a step."""
+    if parameter.choices is not None:
+        return parameter.choices
+    low, _, step = _decimals(parameter)
+    whole = is_whole(key, parameter)
+    return [number(float(low + i * step), whole) for i in range(count(parameter))]
+
+
+def count(parameter: ParameterConfig) -> int:
+    """Return the number of a parameter's values in a grid. Only for choices and ranges with a step."""
+    if parameter.choices is not None:
+        return len(parameter.choices)
+    low, high, step = _decimals(parameter)
+    return int((high - low) // step) + 1
+
+
+def _decimals(parameter: ParameterConfig) -> tuple[Decimal, Decimal, Decimal]:
+    """Return (low, high, step) of a range as written: in binary, three steps of 0.1 pass an upper end of 0.3."""
+    low, high, step = (None if each is None else Decimal(str(each)) for each in (parameter.low, parameter.high, parameter.step))
+    assert low is not None and high is not None and step is not None, "`structure` requires them"
+    return low, high, step
+
+
+def grid(search: SearchConfig) -> list[dict[str, Any]]:
+    """Return every combination of the parameters' points, the last parameter fastest."""
+    found = {key: points(key, parameter) for key, parameter in search.parameters.items()}
+    return [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
+
+
+def trials(search: SearchConfig) -> int:
+    """Return the number of trials."""
+    return len(grid(search)) if search.trials is None else search.trials
+
+
+def as_overrides(values: Values) -> list[str]:
+    """Return values as `key=value` arguments."""
+    return [f"{key}={yaml_text.dump([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
+
+
+def shown(values: Values) -> str:
+    """Return values for people: `policy.optimizer.kwargs.lr=0.000123 ...` with four significant digits."""
+    return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())

@@ -1,0 +1,139 @@
+"""Check the section `search` by itself: ranges, choices, the metric, and keys that exclude each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from launch.runs.run_setup import flat
+from launch.sweeps import expressions
+from launch.sweeps.search import objective, space
+from launch.sweeps.search.config import ParameterConfig, SearchConfig
+from pipeline.config import Problem
+
+MOST_POINTS = 10_000
+"""Most points of a grid."""
+READ = ("name", "overrides", "folder", "search", "retries")
+"""Keys of a suite that a search reads."""
+DEFAULT = SearchConfig()
+
+
+def problems(
+    search: SearchConfig, suite: Mapping[str, Any], default: Mapping[str, Any], set_by_sweep: Container[str]
+) -> Iterator[Problem]:
+    """Yield the problems across keys of a search that fits the schema.
+
+    suite, default: the values of its suite, and those of a suite without keys. set_by_sweep: keys of a recipe that no trial may
+    set.
+    """
+    for key, value in suite.items():
+        if key not in READ and value != default[key]:
+            yield Problem(key, "contradiction", f"got search too, which does not read it. Try a suite without {key}")
+    for key, overrides in (("overrides", suite["overrides"]), ("search.overrides", search.overrides)):
+        for name in flat(overrides) if overrides else ():
+            if name in set_by_sweep:
+                yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each trial")
+            elif name in search.parameters:
+                yield Problem(f"{key}.{name}", "has-no-effect", "it is a parameter of the search")
+    if not search.parameters:
+        example = "such as policy.optimizer.kwargs.lr: {low: 1.0e-6, high: 1.0e-4, log: true}"
+        yield Problem("search.parameters", "missing-value", f"got none; expected at least one, {example}")
+    wrong = False
+    for key, parameter in search.parameters.items():
+        where = f"search.parameters.{key}"
+        if key in set_by_sweep:
+            yield Problem(where, "contradiction", "the sweep sets this for each trial")
+        for other in search.parameters:
+            if other.startswith(f"{key}."):
+                yield Problem(where, "contradiction", f"got {other} too, which is inside; expected one of them")
+        found = list(_choices(where, parameter) if parameter.choices is not None else _range(where, key, parameter))
+        wrong = wrong or bool(found)
+        yield from found
+    yield from _metric(search.metric)
+    yield from _pruner(search)
+    if search.parameters and not wrong:
+        yield from _sampler(search)
+
+
+def _choices(where: str, parameter: ParameterConfig) -> Iterator[Problem]:
+    choices: list[Any] = parameter.choices or []
+    if not choices:
+        yield Problem(f"{where}.choices", "missing-value", "got none; expected at least one")
+    for choice in choices:
+        if not isinstance(choice, str | int | float | None) or (isinstance(choice, float) and not math.isfinite(choice)):
+            yield Problem(f"{where}.choices", "wrong-type", f"got {choice}; expected texts, numbers, true, false or null")
+            return
+    if doubles := [each for i, each in enumerate(choices) if each in choices[:i]]:
+        yield Problem(f"{where}.choices", "given-twice", f"got {doubles[0]} twice; expected distinct choices")
+    for name in ("low", "high", "step"):
+        if getattr(parameter, name) is not None:
+            yield Problem(f"{where}.{name}", "contradiction", "got choices too; expected a range or choices")
+    if parameter.log:
+        yield Problem(f"{where}.log", "has-no-effect", "choices are drawn as they are")
+
+
+def _range(where: str, key: str, parameter: ParameterConfig) -> Iterator[Problem]:
+    low, high, step = parameter.low, parameter.high, parameter.step
+    if low is None or high is None:
+        lacking = "low" if low is None else "high"
+        yield Problem(f"{where}.{lacking}", "missing-value", "got none; expected both ends of the range, or a list of choices")
+        return
+    if low >= high:
+        yield Problem(f"{where}.low", "contradiction", f"got {low:g}; expected below high, {high:g}")
+        return
+    if parameter.log and low <= 0:
+        yield Problem(f"{where}.low", "too-small", f"got {low:g}; expected above 0, since log is true")
+    if parameter.log and step is not None:
+        yield Problem(f"{where}.step", "contradiction", f"got {step:g}; expected null, as log is true. Try a list of choices")
+    if step is not None and space.count(parameter) < 2:
+        yield Problem(f"{where}.step", "too-large", f"got {step:g}; expected at most the range, {high - low:g}")
+    if space.is_whole(key, parameter):
+        for name, value in {"low": low, "high": high, "step": step}.items():
+            if value is not None and not float(value).is_integer():
+                yield Problem(f"{where}.{name}", "wrong-type", f"got {value:g}; expected a whole number, as {key} takes")
+
+
+def _metric(metric: str) -> Iterator[Problem]:
+    try:
+        if not any(expressions.metrics(objective.parse(metric))):
+            what = f"got '{metric}', which is a constant; expected a metric such as val/accuracy, or an expression over metrics"
+            yield Problem("search.metric", "bad-format", what)
+    except expressions.Malformed as error:
+        yield Problem("search.metric", "bad-format", str(error))
+
+
+def _sampler(search: SearchConfig) -> Iterator[Problem]:
+    """Yield the problems of a sampler with parameters that are valid by themselves."""
+    if search.sampler == "grid":
+        yield from _grid(search)
+    elif search.trials is None:
+        yield Problem("search.trials", "missing-value", f"got none; expected a number, since the sampler is {search.sampler}")
+    if search.sampler == "cmaes":
+        for key, parameter in search.parameters.items():
+            if parameter.choices is not None:
+                yield Problem(f"search.parameters.{key}", "unsupported", "cmaes draws from ranges only. Try sampler=tpe")
+        if len(search.parameters) < 2:
+            yield Problem("search.sampler", "unsupported", "cmaes needs at least two parameters. Try tpe")
+
+
+def _grid(search: SearchConfig) -> Iterator[Problem]:
+    without = [key for key, each in search.parameters.items() if each.choices is None and each.step is None]
+    for key in without:
+        why = "got none; expected the distance of the grid's points, or a list of choices in place of the range"
+        yield Problem(f"search.parameters.{key}.step", "missing-value", why)
+    if without:
+        return
+    size = math.prod(space.count(parameter) for parameter in search.parameters.values())
+    if size > MOST_POINTS:
+        yield Problem("search.sampler", "too-large", f"got a grid of {size:,} points; expected at most {MOST_POINTS:,}")
+    elif search.trials not in (None, size):
+        yield Problem("search.trials", "contradiction", f"got {search.trials}; expected null or {size}, the points of the grid")
+
+
+def _pruner(search: SearchConfig) -> Iterator[Problem]:
+    """Yield the keys that the pruner does not read."""
+    read = {"none": (), "median": ("min_steps",)}.get(search.pruner, ("min_steps", "reduction_factor"))
+    for name in ("min_steps", "reduction_factor"):
+        if name not in read and getattr(search, name) != getattr(DEFAULT, name):
+            yield Problem(f"search.{name}", "has-no-effect", f"pruner={search.pruner} does not read it")

@@ -1,0 +1,211 @@
+"""Keep a search's trials in Optuna's study, a journal in the sweep's folder. The only module that imports Optuna.
+
+Whoever opens the study holds the lock of the sweep's folder, so one process writes at a time; others read a `snapshot`. The
+sampler is made anew for each trial, with a seed of its own, so a search that was killed draws on as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import optuna  # pyright: ignore[reportMissingImports] optional package
+from optuna.distributions import (  # pyright: ignore[reportMissingImports] as above
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.storages.journal import JournalFileBackend  # pyright: ignore[reportMissingImports] as above
+from optuna.trial import TrialState  # pyright: ignore[reportMissingImports] as above
+
+from launch.sweeps.search import space
+from launch.sweeps.search.config import ParameterConfig, SearchConfig
+from launch.sweeps.search.trial import StateOfTrial, Trial
+from pipeline.files.storage import write_durably
+
+JOURNAL = "search.journal"
+STUDY = "search"
+STREAM = 1_000_003  # distance of the seeds of two searches, above their numbers of trials
+RANDOM_FIRST = 10
+"""Most trials at random before the Parzen estimator chooses."""
+POINT, LOST, WHY, PRUNED_AT = "grid point", "lost", "why", "pruned at"
+"""Attributes of a trial."""
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+STATES: dict[TrialState, StateOfTrial] = {
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+
+
+class TrialStudy:
+    """The trials of one search."""
+
+    def __init__(self, folder: Path, search: SearchConfig, max_steps: int | None):
+        """Open the study in a sweep's folder, or create it. max_steps: of a trial; None if only its data bound it."""
+        self._search, self._max_steps = search, max_steps
+        self._distributions = {key: _distribution(key, each) for key, each in search.parameters.items()}
+        path = folder / JOURNAL
+        _mend(path)
+        self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
+        self._study = optuna.create_study(
+            storage=self._storage,
+            pruner=_pruner(search, max_steps),
+            study_name=STUDY,
+            direction=search.direction,
+            load_if_exists=True,
+        )
+        self._id = self._storage.get_study_id_from_name(STUDY)
+        self._give_up_incomplete()
+
+    def _give_up_incomplete(self) -> None:
+        """Set aside trials that a killed process had not given all values. They were never submitted, and do not count."""
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if trial.params.keys() != self._distributions.keys():
+                self._mark(trial.number, LOST, True)
+                self._study.tell(trial.number, state=TrialState.FAIL)
+
+    # ---- trials -----------------------------------------------------------------------------------------------------------
+
+    def trials(self) -> list[Trial]:
+        """Return all trials that have values, in order."""
+        return [_trial(each) for each in self._frozen()]
+
+    def _frozen(self) -> list[Any]:
+        found = self._study.get_trials(deepcopy=False)
+        return [each for each in found if each.state in STATES and LOST not in each.user_attrs]
+
+    def ask(self) -> Trial:
+        """Return a new trial with its values."""
+        self._study.sampler = _sampler(self._search, len(self._study.get_trials(deepcopy=False)))
+        if self._search.sampler == "grid":
+            self._enqueue()
+        number = self._study.ask(self._distributions).number
+        return _trial(self._study.get_trials(deepcopy=False)[number])
+
+    def _enqueue(self) -> None:
+        """Queue the first point of the grid that no trial has, unless a killed process has queued one."""
+        if self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            return
+        taken = {each.user_attrs[POINT] for each in self._frozen()}
+        points = space.grid(self._search)
+        point = next(i for i in range(len(points)) if i not in taken)
+        self._study.enqueue_trial(points[point], user_attrs={POINT: point})
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Record the metric of a running trial at a step, and return whether to prune the trial; the decision is recorded.
+
+        No trial is pruned at its last step.
+        """
+        trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+        self._storage.set_trial_intermediate_value(trial_id, step, value)
+        if self._max_steps is not None and step >= self._max_steps:
+            return False
+        if not self._study.pruner.prune(self._study, self._storage.get_trial(trial_id)):
+            return False
+        self._mark(number, PRUNED_AT, step)
+        return True
+
+    def complete(self, number: int, value: float) -> None:
+        """Record the metric of a run that is complete."""
+        self._study.tell(number, value)
+
+    def prune(self, number: int) -> None:
+        """Record that a pruned trial's run has stopped. Its value is the last one reported."""
+        self._study.tell(number, state=TrialState.PRUNED)
+
+    def fail(self, number: int, why: str) -> None:
+        """Record that a trial has no value. why: for people, on one line."""
+        self._mark(number, WHY, why)
+        self._study.tell(number, state=TrialState.FAIL)
+
+    def note_folder(self, number: int, run_dir: str) -> None:
+        """Record a trial's run folder, for Optuna's own tools."""
+        self._mark(number, "run_dir", run_dir)
+
+    def _mark(self, number: int, key: str, value: Any) -> None:
+        self._storage.set_trial_user_attr(self._storage.get_trial_id_from_study_id_trial_number(self._id, number), key, value)
+
+    # ---- results ----------------------------------------------------------------------------------------------------------
+
+    def importances(self) -> dict[str, float]:
+        """Return each parameter's share of the importance, largest first; empty with fewer than two complete trials.
+
+        By PED-ANOVA (https://arxiv.org/abs/2304.10255), which needs no further package, unlike fANOVA.
+        """
+        complete = [each for each in self.trials() if each.state == "complete"]
+        if len(complete) < 2 or len({each.value for each in complete}) < 2:
+            return {}
+        return dict(optuna.importance.get_param_importances(self._study))
+
+
+def snapshot(folder: Path, search: SearchConfig) -> list[Trial]:
+    """Return the trials of a search that another process may be running: those in a copy of its journal."""
+    with tempfile.TemporaryDirectory() as copy:
+        if (folder / JOURNAL).exists():
+            shutil.copy(folder / JOURNAL, copy)
+        return TrialStudy(Path(copy), search, None).trials()
+
+
+def _trial(trial: Any) -> Trial:
+    attributes = trial.user_attrs
+    state = STATES[trial.state]
+    value = trial.value if state in ("complete", "pruned") else None
+    return Trial(
+        number=trial.number,
+        state=state,
+        values=dict(trial.params),
+        reports=dict(sorted(trial.intermediate_values.items())),
+        value=None if value is None or math.isnan(value) else value,
+        why=attributes.get(WHY, ""),
+        pruned_at=attributes.get(PRUNED_AT),
+    )
+
+
+def _mend(path: Path) -> None:
+    """Remove what a killed process left: the journal's lock, and an incomplete last line, which Optuna refuses to read over."""
+    Path(f"{path}.lock").unlink(missing_ok=True)
+    if path.exists() and not (text := path.read_text()).endswith("\n") and text:
+        write_durably(path, text[: text.rfind("\n") + 1])
+
+
+# ---- Optuna's parts -----------------------------------------------------------------------------------------------------
+
+
+def _distribution(key: str, parameter: ParameterConfig) -> BaseDistribution:
+    if parameter.choices is not None:
+        return CategoricalDistribution(parameter.choices)
+    low, high, step = parameter.low, parameter.high, parameter.step
+    assert low is not None and high is not None, "`checks.structure` requires them"
+    if space.is_whole(key, parameter):
+        return IntDistribution(int(low), int(high), parameter.log, int(step or 1))
+    return FloatDistribution(low, high, parameter.log, step)
+
+
+def _sampler(search: SearchConfig, asked: int) -> optuna.samplers.BaseSampler:
+    """Return the sampler of the next trial. asked: number of trials before it."""
+    seed = search.seed * STREAM + asked
+    if search.sampler == "tpe":
+        first = min(RANDOM_FIRST, max(1, space.trials(search) // 4))
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=first)
+    if search.sampler == "cmaes":
+        return optuna.samplers.CmaEsSampler(seed=seed)
+    return optuna.samplers.RandomSampler(seed=seed)  # the grid's points are queued, so nothing is drawn
+
+
+def _pruner(search: SearchConfig, max_steps: int | None) -> optuna.pruners.BasePruner:
+    first, factor = search.min_steps, search.reduction_factor
+    if search.pruner == "asha":
+        return optuna.pruners.SuccessiveHalvingPruner(first, factor)
+    if search.pruner == "hyperband":
+        return optuna.pruners.HyperbandPruner(first, max_steps or "auto", factor)
+    if search.pruner == "median":
+        return optuna.pruners.MedianPruner(n_warmup_steps=first)
+    return optuna.pruners.NopPruner()

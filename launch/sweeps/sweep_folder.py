@@ -1,0 +1,231 @@
+"""Read and write a sweep's folder: its suite, its jobs, their submissions and states.
+
+    runs/sweeps/<name>/<id>/
+      suite.yaml     the resolved suite             check.sh, check.log   the job that checks the gates at the end
+      sweep.json     jobs, executor, folders        verdict.json          the outcome of every gate
+      jobs.jsonl     a line per submission          junit.xml, report.md, report.html
+      runs/<run>-<seed>/                            the run folders
+      cancelled      present after `SweepRun.cancel`, until the sweep is continued
+A job's state comes from Slurm and its run folder, never from the sweep's folder, so a killed process loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from launch.executors.executor import JobStatus
+from launch.executors.record import JobRecord, read_record, write_record
+from launch.runs import folder_lock, run_setup
+from launch.runs.run_setup import flat
+from launch.sweeps import suite as suites
+from launch.sweeps.queue import Queue
+from launch.sweeps.suite import Suite
+from pipeline.config import Problem, RecipeError
+from pipeline.files import small_files
+from pipeline.files.storage import listed, write_durably
+
+JOBS = "jobs.jsonl"
+CANCELLED = "cancelled"
+"""The file whose presence ends the process that works on the sweep."""
+SETTLE_S = 5.0
+"""How late done.json may appear on a shared file system, after the job has ended."""
+PROBE_S = 2.0
+"""How long to wait for the lock of a program that takes it for a moment, to see whether anybody works on the sweep."""
+LOCK_S = 600.0
+"""How long the check waits for a process that is submitting."""
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """A run with one seed, or a recipe that such runs need, which runs once for all of them."""
+
+    name: str
+    recipe: str
+    overrides: list[str]
+    run_dir: str  # absolute
+    run: str | None = None  # None if other jobs need this one
+    seed: int | None = None
+    needs: list[str] = field(default_factory=list)  # names of jobs
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """The contents of sweep.json, written when the sweep begins."""
+
+    id: str
+    executor: str  # slurm, local
+    cwd: str  # base of the recipes' relative paths
+    baseline: str
+    overrides: list[str]  # overrides of the command line, for every recipe
+    jobs: list[SweepJob]
+    update_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A line of jobs.jsonl."""
+
+    job: str  # a job's name
+    job_id: str
+    time: float
+    after: list[str] = field(default_factory=list)  # of a retry: why the previous try failed, in lines
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The state of a job."""
+
+    job: SweepJob
+    state: str  # missing (never submitted), live, done or failed
+    record: JobRecord | None = None  # of the latest submission
+    status: JobStatus | None = None  # of the latest submission
+    tries: int = 0
+
+
+class SweepFolder:
+    """One sweep's folder, which may not exist yet."""
+
+    def __init__(self, path: Path):
+        self.path = path.absolute()
+
+    @property
+    def title(self) -> str:
+        """Name and id of the sweep."""
+        return f"{self.path.parent.name} {self.path.name}"
+
+    # ---- suite and jobs -------------------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Return whether sweep.json exists."""
+        return (self.path / "sweep.json").exists()
+
+    @property
+    def plan(self) -> SweepPlan:
+        """The contents of sweep.json. Raises RecipeError if there is none."""
+        if not self.begun:
+            why = f"{self.path} is not a sweep's folder: it has no sweep.json"
+            raise RecipeError(Problem("check", "not-a-run", why))
+        plan = small_files.read(self.path / "sweep.json", SweepPlan, "check", "Try to restore it from a copy")
+        assert plan is not None, "it has begun"
+        return plan
+
+    @property
+    def suite(self) -> Suite:
+        """The resolved suite. Raises RecipeError."""
+        return suites.read(self.path / "suite.yaml")
+
+    def begin(self, suite: Suite, plan: SweepPlan) -> None:
+        """Write the suite, then sweep.json, which marks the folder as complete."""
+        write_durably(self.path / "suite.yaml", suites.to_yaml(suite))
+        small_files.write(self.path / "sweep.json", asdict(plan))
+
+    def request_baseline(self, requested: bool) -> None:
+        """Set whether the check writes a new baseline."""
+        small_files.write(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": requested})
+
+    def add_job(self, job: SweepJob) -> None:
+        """Add a job to sweep.json, before its submission; a job of the same name is replaced."""
+        plan = self.plan
+        jobs = [*(each for each in plan.jobs if each.name != job.name), job]
+        small_files.write(self.path / "sweep.json", asdict(replace(plan, jobs=jobs)))
+
+    def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
+        """Raise RecipeError if the sweep in this folder began with another suite."""
+        before = {**flat(asdict(self.suite)), "the command line": self.plan.overrides}
+        now = {**flat(asdict(suite)), "the command line": overrides}
+        for key in [*now, *before]:
+            if now.get(key) != before.get(key):
+                there = f"expected {before.get(key)}, with which {self.path} began. Try that, or another id=NAME"
+                raise RecipeError(Problem(key, "run-exists", f"got {now.get(key)}; {there}"))
+
+    @contextlib.contextmanager
+    def locked(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Create the folder if necessary, and lock it during the block. Raises RecipeError if another process holds it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(folder_lock.unwritable(self.path, "folder", error)) from None
+        with folder_lock.held(self.path, "folder", wait_s):
+            yield
+
+    # ---- cancelling -----------------------------------------------------------------------------------------------------
+
+    @property
+    def cancelled(self) -> bool:
+        """Return whether somebody has cancelled the sweep since it was last begun or continued."""
+        return (self.path / CANCELLED).exists()
+
+    def cancel(self) -> None:
+        """Have the process that works on the sweep, here or elsewhere, submit nothing more and end."""
+        write_durably(self.path / CANCELLED, "cancelled; the same command continues the sweep\n")
+
+    def take_up(self) -> None:
+        """Forget that the sweep was cancelled, since it goes on. The caller holds the lock."""
+        (self.path / CANCELLED).unlink(missing_ok=True)
+
+    def refuse_cancelled(self) -> None:
+        """Raise RecipeError if the sweep has been cancelled."""
+        if self.cancelled:
+            message = (
+                f"got {self.path}, which was cancelled; expected a sweep that goes on. Try the same command, to continue it"
+            )
+            raise RecipeError(Problem("id", "not-running", message))
+
+    # ---- submissions ----------------------------------------------------------------------------------------------------
+
+    def submissions(self, job: str) -> list[Submission]:
+        """Return a job's submissions, oldest first. A truncated last line is skipped: the run folder knows that job."""
+        return [each for each in small_files.lines(self.path / JOBS, Submission, "check") if each.job == job]
+
+    def record(self, job: str, job_id: str, after: list[str] | None = None) -> None:
+        """Append a submission to jobs.jsonl. after: of a retry, why the previous try failed, in lines."""
+        small_files.append(self.path / JOBS, asdict(Submission(job, job_id, time.time(), after or [])))
+
+    # ---- states ---------------------------------------------------------------------------------------------------------
+
+    def job_states(self, queue: Queue) -> list[JobState]:
+        """Return the state of every job. Raises RecipeError if jobs cannot be queried from here."""
+        return [self.job_state(job, queue) for job in self.plan.jobs]
+
+    def job_state(self, job: SweepJob, queue: Queue) -> JobState:
+        """Return the state of one job. Raises RecipeError if jobs cannot be queried from here."""
+        run_dir = Path(job.run_dir)
+        ids = [each.job_id for each in self.submissions(job.name)]
+        record = read_record(run_dir)
+        if record is not None and job.run is not None and record.job_id not in ids:
+            ids.append(record.job_id)  # its submitter was killed before `record`; nothing else writes into this folder
+        if run_setup.ended_well(run_dir) if job.run is not None else run_setup.done_step(run_dir) is not None:
+            return JobState(job, "done", record, None, len(ids))
+        status = queue.of(record, run_dir) if record else None
+        if status and not status.ended:
+            return JobState(job, "live", record, status, max(1, len(ids)))
+        if orphan := queue.writing_into(run_dir):  # its submitter was killed before it wrote job.json
+            write_record(run_dir, orphan)
+            return JobState(job, "live", orphan, queue.of(orphan, run_dir), len(ids) + 1)
+        if status and status.succeeded and _appears(run_dir / "done.json"):
+            return JobState(job, "done", record, status, len(ids))
+        if record is None or record.job_id not in ids:  # the record is of a job before this sweep
+            return JobState(job, "missing")
+        return JobState(job, "failed", record, status, len(ids))
+
+    def live_job_ids(self, queue: Queue) -> list[str]:
+        """Return the ids of the jobs that are live."""
+        return [each.record.job_id for each in self.job_states(queue) if each.state == "live" and each.record]
+
+    def check_job(self, queue: Queue, other_than: str | None = None) -> str | None:
+        """Return the id of the live Slurm job that will check the gates, ignoring `other_than`; None if there is none."""
+        return queue.writing_to(re.compile(re.escape(str(self.path / "check.log"))), other_than)
+
+
+def _appears(path: Path) -> bool:
+    """Return whether a file exists, or appears within SETTLE_S because another node has just written it."""
+    deadline = time.monotonic() + SETTLE_S
+    while not (there := listed(path)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return there

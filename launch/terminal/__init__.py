@@ -1,0 +1,1 @@
+"""What people read on a terminal: tables, live boards, command lines, units."""

@@ -1,0 +1,77 @@
+"""Several frozen teachers of one vocabulary: which of them scores a sample, and the checks of the recipe's section.
+
+NeMo-RL's multi-teacher on-policy distillation (nemo_rl/algorithms/opd.py), after https://arxiv.org/abs/2601.02780. A sample's
+environment names its teacher, as in NeMo-RL the agent of NeMo Gym. Each sample has exactly one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.recipe.problems import Problem
+
+if TYPE_CHECKING:
+    from pipeline.types import RolloutGroup, Sample
+
+SECTION = "on_policy_distillation"
+
+
+def training_environments(recipe: Any) -> dict[str, str]:
+    """Return the environments of the training data, each with the key of the first data set that has it."""
+    several, one = recipe.data.datasets, recipe.data.train
+    sets = {f"data.datasets.{name}": each for name, each in several.items()} or ({"data.train": one} if one else {})
+    return {each.env_name: key for key, each in reversed(list(sets.items())) if each.env_name is not None}
+
+
+def teacher_by_environment(recipe: Any) -> dict[str, str]:
+    """Return the name of the teacher of each environment of the training data that has one.
+
+    Of teachers with equal keys the first one scores the samples of all.
+    """
+    teachers, default = recipe.on_policy_distillation.teachers, recipe.on_policy_distillation.default_teacher_alias
+    aliases = {name: name if name in teachers else default for name in training_environments(recipe)}
+    return {
+        name: next(first for first, keys in teachers.items() if keys == teachers[alias])
+        for name, alias in aliases.items()
+        if alias in teachers
+    }
+
+
+def loaded_teachers(recipe: Any) -> tuple[str, ...]:
+    """Return the names of the teachers that score a sample, in the recipe's order."""
+    used = set(teacher_by_environment(recipe).values())
+    return tuple(name for name in recipe.on_policy_distillation.teachers if name in used)
+
+
+def with_teachers(recipe: Any, groups: Sequence[RolloutGroup], samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples, one per rollout in order, with the name of the teacher that scores each."""
+    teachers = teacher_by_environment(recipe)
+    names = (teachers[group.prompt.environment] for group in groups for _ in group.rollouts)
+    return [dataclasses.replace(sample, teacher=name) for sample, name in zip(samples, names, strict=True)]
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------------
+
+
+def problems(recipe: Any) -> Iterator[Problem]:
+    """Yield the problems of the section, for an algorithm that reads it."""
+    teachers, default = recipe.on_policy_distillation.teachers, recipe.on_policy_distillation.default_teacher_alias
+    for name, keys in teachers.items():
+        if keys.model_name is None:
+            key = f"{SECTION}.teachers.{name}.model_name"
+            yield Problem(key, "missing-value", "got null; expected a folder or a Hugging Face name")
+    if default is not None and default not in teachers:
+        message = f"got {default}; expected a key of {SECTION}.teachers: {', '.join(teachers) or 'there is none'}"
+        yield Problem(f"{SECTION}.default_teacher_alias", "not-a-choice", message)
+        return
+    environments = training_environments(recipe)
+    for name, key in environments.items():
+        if name not in teachers and default is None:
+            message = f"has no teacher of {name}, the environment of {key}. Try {SECTION}.default_teacher_alias"
+            yield Problem(f"{SECTION}.teachers", "missing-value", message)
+    asked = {name if name in teachers else default for name in environments}
+    for name in teachers.keys() - asked:
+        message = f"got a teacher of {name}; expected an environment of the training data: {', '.join(environments)}"
+        yield Problem(f"{SECTION}.teachers.{name}", "has-no-effect", message)

@@ -1,0 +1,134 @@
+"""Verify checkpoints and exports before they are read: each file is what was written, and the key is the right one.
+
+`checkpointing.verify` says how much. full: the SHA-256 of every file, so all bytes are read once more; the ranks divide the
+files. size: names and sizes of files, and the seals of complete.json and digests.sha256. off: names and sizes of the files that
+complete.json lists, as `pipeline.checkpoints.checkpoint.read` compares them in any case.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline import encryption
+from pipeline.checkpoints.checkpoint import COMPLETE, DIGESTS, Checkpoint, complete_in, seals
+from pipeline.config import CheckpointingConfig, Problem, RecipeError, Verify
+from pipeline.encryption.encrypted_file import fitting
+from pipeline.files import digests, input_records
+from pipeline.files.digests import MANIFEST
+
+SHOWN = 4
+WITHOUT_DIGEST = ("README.md", input_records.MARK)
+"""Files of an export that are written after it: the card, which people edit, and lineage.json, which holds hashes itself."""
+WHOLE = (0, 1)
+
+
+def obtain_key(given: CheckpointingConfig) -> encryption.EncryptionKey | None:
+    """Return the key that a recipe names, from its file or its command; None without either. Raises RecipeError."""
+    section = given.encryption
+    return encryption.obtain(section.key_file, section.key_command, section.key_timeout_s)
+
+
+def check_same_key(key: encryption.EncryptionKey | None, fingerprint: str) -> None:
+    """Raise RecipeError if this node's key is not that of rank 0, which has this fingerprint."""
+    if key is None or key.fingerprint != fingerprint:
+        own = "none" if key is None else key.fingerprint
+        message = f"got the key {own} on {socket.gethostname()}; expected the key of rank 0, {fingerprint}, on every node"
+        raise RecipeError(Problem("checkpointing.encryption", "wrong-key", message))
+
+
+def check_key(found: Checkpoint | None, key: encryption.EncryptionKey | None) -> None:
+    """Raise RecipeError, which names the fingerprints, if a checkpoint is encrypted and this is not its key."""
+    if found is not None and found.fingerprint is not None:
+        fitting(key, found.fingerprint, found.folder)
+
+
+def check_record(found: Checkpoint, verify: Verify, key: encryption.EncryptionKey | None) -> None:
+    """Raise RecipeError, which names the files, if this is not a checkpoint's key, or its names and seals are wrong.
+
+    A checkpoint of an earlier version has no digests, so only its key is checked.
+    """
+    check_key(found, key)
+    if verify != "off" and found.version >= DIGESTS:
+        _refuse(found, _record_problems(found, key))
+
+
+def check_before_submission(found: Checkpoint, given: CheckpointingConfig) -> None:
+    """Raise RecipeError for what shows on a login node, which may not have the key: none or a wrong one, names and seals."""
+    section = given.encryption
+    is_here = section.key_command is None and (section.key_file is None or Path(section.key_file).exists())
+    if found.fingerprint and is_here:  # only ranks start the command
+        fitting(obtain_key(given), found.fingerprint, found.folder)
+    if given.verify != "off" and found.version >= DIGESTS:
+        _refuse(found, _record_problems(found, None))
+
+
+def check_share(found: Checkpoint, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
+    """Raise RecipeError, which names the files, if files of a checkpoint have other digests. Only `full` reads the files.
+
+    share: (i, n) compares the ith of n shares of the files. Call `check_record` first, in one process.
+    """
+    if verify == "full" and found.version >= DIGESTS:
+        listed, _ = digests.read_manifest(found.folder)
+        _refuse(found, digests.content_problems(found.folder, listed, found.record["files"], share))
+
+
+def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
+    """Raise RecipeError, which names the files, if a model's folder has digests and is not as it was exported.
+
+    key: of the recipe, that names the folder. Hidden files do not count.
+    """
+    if verify == "off" or not (folder / MANIFEST).exists():
+        return
+    try:
+        listed, _ = digests.read_manifest(folder)
+    except ValueError as error:
+        raise _damaged(key, "", [str(error)], "export it again") from None
+    names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *WITHOUT_DIGEST) and not name.startswith(".")]
+    problems = list(digests.name_problems(names, listed))
+    if not problems and verify == "full":
+        sizes = {name: (folder / name).stat().st_size for name in listed}
+        problems = list(digests.content_problems(folder, listed, sizes, share))
+    if problems:
+        advice = f"export it again, or remove {MANIFEST} if the change is yours"
+        raise _damaged(key, f"{folder}: ", problems, advice)
+
+
+def _record_problems(found: Checkpoint, key: encryption.EncryptionKey | None) -> Iterator[str]:
+    """Yield `NAME: got ...; expected ...` for what shows without reading the large files."""
+    folder, record = found.folder, found.record
+    expected = seals(record, key if found.fingerprint else None)  # without the key, all but what only the key shows
+    if any(record.get(name) != value for name, value in expected.items()):
+        yield f"{COMPLETE}: got other values than those that were sealed; expected those that the run wrote"
+        return
+    try:
+        listed, digest = digests.read_manifest(folder)
+    except FileNotFoundError:
+        yield f"{MANIFEST}: got no such file; expected it"
+        return
+    except ValueError as error:
+        yield str(error)
+        return
+    if digest != record["digests"]:
+        yield f"{MANIFEST}: got SHA-256 {digest[:16]}...; expected {record['digests'][:16]}..., which {COMPLETE} has"
+        return
+    yield from digests.name_problems([name for name in digests.names_in(folder) if name not in (COMPLETE, MANIFEST)], listed)
+
+
+def _refuse(found: Checkpoint, problems: Iterator[str]) -> None:
+    if listed := list(problems):
+        raise _damaged("checkpoint", f"{found.folder}: ", listed, _other_step(found))
+
+
+def _other_step(found: Checkpoint) -> str:
+    """Return advice: the step before this one from which the run can go on."""
+    earlier = [each.step for each in complete_in(found.folder.parent) if each.step < found.step]
+    if not earlier:
+        return "a copy of it, if you have one; there is no earlier complete step"
+    return f"step {max(earlier)}: the run goes on from there once {found.folder} is moved away"
+
+
+def _damaged(key: str, where: str, problems: list[str], advice: str) -> RecipeError:
+    more = f"; and {len(problems) - SHOWN} more files" if len(problems) > SHOWN else ""
+    return RecipeError(Problem(key, "damaged", f"{where}{'; '.join(problems[:SHOWN])}{more}. Try {advice}"))

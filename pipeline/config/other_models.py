@@ -1,0 +1,190 @@
+"""Describe the other models of a run, each as a policy's configuration, from which backends are built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from pipeline.algorithms import build
+from pipeline.algorithms.evaluate import JUDGED, only_scores
+from pipeline.algorithms.served_models import ServedModelConfig
+from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers
+from pipeline.config.environments import EnvironmentConfig
+from pipeline.config.megatron import MegatronLoRAConfig
+from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
+from pipeline.config.schema import Recipe, generates
+from pipeline.recipe.problems import Problem
+
+EngineModel = Literal["policy", "judge", "reward_model"]
+"""The model that an engine of the generate component serves."""
+
+
+def reward_environment(recipe: Recipe) -> str | None:
+    """Return the key under `env` of the environment of kind reward_model, or None. A recipe has at most one."""
+    if not generates(recipe):
+        return None
+    return next((name for name, environment in recipe.env.items() if environment.kind == "reward_model"), None)
+
+
+def reward_model(recipe: Recipe) -> EnvironmentConfig | None:
+    """Return the environment of kind reward_model, or None."""
+    name = reward_environment(recipe)
+    return recipe.env[name] if name is not None else None
+
+
+def serves_rewards(recipe: Recipe) -> bool:
+    """Return whether the reward model has ranks of its own. The job then has a reward component."""
+    environment = reward_model(recipe)
+    return environment is not None and environment.served_by == "reward"
+
+
+def check_reward_model(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of environments with reward models."""
+    models = [name for name, environment in recipe.env.items() if environment.kind == "reward_model"]
+    if len(models) > 1:
+        text = f"{' and '.join(models)} are of kind reward_model; expected one at most"
+        yield Problem("env", "contradiction", text)
+    for name, environment in recipe.env.items():
+        key, kind, model = f"env.{name}.model_name", environment.kind, environment.model_name
+        if kind == "reward_model" and model is None:
+            yield Problem(key, "missing-value", "got null; expected the reward model's folder, or its Hugging Face name")
+        if kind != "reward_model" and model is not None:
+            yield Problem(key, "has-no-effect", f"got {model}, but the kind is {kind}; only a reward_model has one")
+
+
+def critic(recipe: Recipe) -> PolicyConfig:
+    """Return PPO's critic as a policy's configuration."""
+    value = recipe.value
+    return _with_policy_layout(
+        recipe, value, max_grad_norm=value.max_grad_norm, optimizer=value.optimizer, scheduler=value.scheduler
+    )
+
+
+def teachers(recipe: Recipe) -> dict[str, TeacherConfig]:
+    """Return the teachers that train ranks load, by name: on_policy_distillation's, or `teacher` alone with the name ""."""
+    needs, several = build(recipe).needs, recipe.on_policy_distillation.teachers
+    if needs.taught and several:
+        return {name: several[name] for name in loaded_teachers(recipe)}
+    return {"": recipe.teacher} if needs.teacher_top_k else {}
+
+
+def teacher_section(name: str) -> str:
+    """Return the section of the recipe that describes a teacher of this name in `teachers`."""
+    return f"{SECTION}.teachers.{name}" if name else "teacher"
+
+
+def teacher_policy(recipe: Recipe, model: TeacherConfig) -> PolicyConfig:
+    """Return a teacher as a policy's configuration. Its model_name must not be null."""
+    return _with_policy_layout(recipe, model)
+
+
+def reward_model_policy(recipe: Recipe) -> PolicyConfig:
+    """Return the reward model as a policy's configuration. The recipe must have one."""
+    environment = reward_model(recipe)
+    assert environment is not None
+    given = environment.tokenizer
+    tokenizer = TokenizerConfig(given.name or environment.model_name or "", given.chat_template, given.chat_template_kwargs)
+    return _with_policy_layout(recipe, environment, tokenizer=tokenizer)
+
+
+def judge_policy(recipe: Recipe) -> PolicyConfig:
+    """Return the judge of an evaluation as a policy's configuration. It must be a model of the job."""
+    judge = recipe.evaluate.judge
+    generation = replace(recipe.policy.generation, stop_token_ids=None)
+    return _served(replace(recipe, policy=replace(recipe.policy, generation=generation)), judge)
+
+
+def evaluated_reward_model(recipe: Recipe) -> PolicyConfig:
+    """Return the reward model of an evaluation as a policy's configuration. It must have one. FSDP2 computes it."""
+    policy = recipe.policy
+    dtensor = replace(policy.dtensor_cfg, enabled=True, tensor_parallel_size=1)
+    fsdp = replace(policy, dtensor_cfg=dtensor, megatron_cfg=replace(policy.megatron_cfg, enabled=False))
+    return _served(replace(recipe, policy=fsdp), recipe.evaluate.reward_model)
+
+
+def _served(recipe: Recipe, model: ServedModelConfig) -> PolicyConfig:
+    given, length = model.tokenizer, model.max_total_sequence_length
+    tokenizer = TokenizerConfig(given.name or model.model_name or "", given.chat_template, given.chat_template_kwargs)
+    generation = recipe.policy.generation
+    generation = replace(generation, vllm_cfg=replace(generation.vllm_cfg, max_model_len=length))
+    return _with_policy_layout(recipe, model, tokenizer=tokenizer, max_total_sequence_length=length, generation=generation)
+
+
+def served_models(recipe: Recipe) -> dict[str, PolicyConfig]:
+    """Return the judge and the reward model that an evaluation loads, by the section of the recipe that describes them."""
+    if recipe.algorithm != "evaluate":
+        return {}
+    found: dict[str, PolicyConfig] = {}
+    kinds = {task.kind for task in recipe.evaluate.tasks.values()}
+    if recipe.evaluate.reward_model.model_name is not None and "preference" in kinds:
+        found["evaluate.reward_model"] = evaluated_reward_model(recipe)
+    if recipe.evaluate.judge.model_name is not None and not only_scores(recipe) and kinds & set(JUDGED):
+        found["evaluate.judge"] = judge_policy(recipe)
+    return found
+
+
+def skipped_tasks(recipe: Recipe) -> dict[str, str]:
+    """Return why tasks of an evaluation do not apply to its model, by task."""
+    reward_model, tasks = recipe.evaluate.reward_model.model_name, recipe.evaluate.tasks.items()
+    if reward_model is None:
+        why = "evaluate.reward_model.model_name is null, so no reward model scores preferences"
+        return {name: why for name, task in tasks if task.kind == "preference"}
+    if only_scores(recipe):
+        why = "the evaluated model is a reward model, which does not generate"
+        return {name: why for name, task in tasks if task.kind != "preference"}
+    return {}
+
+
+def engine_models(recipe: Recipe, engines: int) -> tuple[EngineModel, ...]:
+    """Return the model of each of so many engines: the evaluated model first. If they are too few, it has none."""
+    if recipe.algorithm != "evaluate":
+        return ("policy",) * engines
+    served = served_models(recipe)
+    others: list[EngineModel] = []
+    if "evaluate.reward_model" in served:
+        if only_scores(recipe):
+            return ("reward_model",) * engines
+        others += ["reward_model"] * recipe.evaluate.reward_model.engines
+    if "evaluate.judge" in served:
+        others += ["judge"] * recipe.evaluate.judge.engines
+    policy: list[EngineModel] = ["policy"] * (engines - len(others))
+    return (*policy, *others)
+
+
+def models(recipe: Recipe) -> dict[str, PolicyConfig]:
+    """Return all models of the train backend, by the section of the recipe that describes them."""
+    found = {"policy": recipe.policy}
+    needs = build(recipe).needs
+    if needs.critic:
+        found["value"] = critic(recipe)
+    found |= {teacher_section(name): teacher_policy(recipe, model) for name, model in teachers(recipe).items()}
+    if name := reward_environment(recipe):
+        found[f"env.{name}"] = reward_model_policy(recipe)
+    return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere
+
+
+def _with_policy_layout(
+    recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig | ServedModelConfig, **more: Any
+) -> PolicyConfig:
+    """Return the policy's configuration with another model in it.
+
+    Megatron-Core's own optimizer keys do not apply to it, nor do the layers of the first and last stage unless it is the same
+    model.
+    """
+    policy = recipe.policy
+    own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}
+    own["peft"] = MegatronLoRAConfig()
+    if model.model_name != policy.model_name:
+        own |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
+    return replace(
+        policy,
+        model_name=model.model_name,
+        random_init=getattr(model, "random_init", False),
+        hf_config_overrides=model.hf_config_overrides,
+        precision=model.precision,
+        freeze_parameters=getattr(model, "freeze_parameters", []),
+        dtensor_cfg=replace(policy.dtensor_cfg, lora_cfg=LoRAConfig()),
+        megatron_cfg=replace(policy.megatron_cfg, **own),
+        **more,
+    )

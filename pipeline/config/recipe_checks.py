@@ -1,0 +1,251 @@
+"""Checks across the keys of a recipe, from the recipe alone. `launch/preflight/` checks what needs files or a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pipeline.algorithms import ALGORITHMS, build
+from pipeline.algorithms.algorithm import Algorithm
+from pipeline.algorithms.early_stop import EarlyStopConfig, check_early_stop
+from pipeline.config import (
+    determinism,
+    dtensor_checks,
+    hardware,
+    lora_refit_checks,
+    megatron_checks,
+    schema_validation,
+)
+from pipeline.config.checkpointing import check_encryption
+from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks, ranks_per_node
+from pipeline.config.data import check_data, validates
+from pipeline.config.environments import check_environments
+from pipeline.config.other_models import check_reward_model, engine_models, reward_environment, reward_model, serves_rewards
+from pipeline.config.parallelism import check_divides, check_layout, colocated, components_on_train_nodes, named_backend
+from pipeline.config.policy import PolicyConfig
+from pipeline.config.schema import Recipe, adapters, engine_ranks, generates, section, trains
+from pipeline.recipe.problems import Problem, refuse
+
+
+def validate(recipe: Recipe) -> None:
+    """Raise RecipeError with all problems of a recipe.
+
+    Checks that depend on the train backend run only once it is chosen: `launch/plan/backend_choice.py` then calls this again.
+    """
+    refuse(problems(recipe))
+
+
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of single values; if there are none, those of combinations."""
+    yield from list(schema_validation.value_problems(recipe)) or contradictions(recipe)
+
+
+def contradictions(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of combinations of values."""
+    if recipe.algorithm in ALGORITHMS:
+        yield from _check_algorithm(recipe, build(recipe))
+    if not trains(recipe):
+        yield from _check_without_trainers(recipe)
+    else:
+        yield from _check_packing(recipe.policy)
+        yield from _check_world(recipe)
+        yield from check_data(recipe)
+    yield from determinism.problems(recipe, components(recipe))
+    yield from _check_storage(recipe.cluster.timeouts)
+    yield from check_encryption(recipe.checkpointing, recipe.run_dir)
+    yield from check_environments(recipe.env)
+    yield from hardware.problems(recipe)
+
+
+def _check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[Problem]:
+    yield from algorithm.problems()
+    yield from _check_validation(recipe)
+    if generates(recipe):
+        yield from _check_sampling(recipe)
+    elif algorithm.needs.head == "logprobs" and (temperature := recipe.policy.generation.temperature) != 1:
+        message = (
+            f"got {temperature}; expected 1, since {recipe.algorithm} learns the model's own log-probs and samples nothing"
+        )
+        yield Problem("policy.generation.temperature", "contradiction", message)
+
+
+def _check_storage(timeouts: TimeoutsConfig) -> Iterator[Problem]:
+    if timeouts.storage is not None and timeouts.storage >= timeouts.save:
+        message = f"got {timeouts.storage:g} s; expected less than cluster.timeouts.save, {timeouts.save:g} s"
+        yield Problem("cluster.timeouts.storage", "too-large", message)
+
+
+def _check_packing(policy: PolicyConfig) -> Iterator[Problem]:
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        tokens, longest = getattr(policy.sequence_packing, key), policy.max_total_sequence_length
+        if policy.sequence_packing.enabled and tokens is not None and tokens < longest:
+            message = f"got {tokens}; expected at least policy.max_total_sequence_length, {longest}, to hold one sequence"
+            yield Problem(f"policy.sequence_packing.{key}", "too-small", message)
+
+
+def _check_world(recipe: Recipe) -> Iterator[Problem]:
+    yield from check_reward_model(recipe)
+    if named_backend(recipe.policy) == "megatron":
+        yield from megatron_checks.check_megatron(recipe.policy)
+    else:
+        yield from dtensor_checks.check_dtensor(recipe)
+    yield from dtensor_checks.check_lora(recipe)
+    yield from lora_refit_checks.check_lora_refit(recipe)
+    yield from _check_frozen(recipe.policy)
+    yield from check_layout(recipe)
+    if generates(recipe):
+        yield from _check_engine(recipe)
+        yield from _check_quantisation(recipe)
+    if colocated(recipe):
+        yield from _check_colocated(recipe)
+    if recipe.cluster.share_nodes:
+        yield from _check_shared_nodes(recipe)
+    yield from _check_gpus(recipe)
+    for name in components_on_train_nodes(recipe):
+        if getattr(recipe.cluster, name).sbatch_options:
+            message = "got options, but its ranks are on cluster.train's nodes. Try cluster.train.sbatch_options"
+            yield Problem(f"cluster.{name}.sbatch_options", "has-no-effect", message)
+
+
+def _check_frozen(policy: PolicyConfig) -> Iterator[Problem]:
+    if policy.freeze_parameters and adapters(policy) is not None:
+        message = "got patterns with adapters, which freeze all other weights; expected none. Try without it"
+        yield Problem("policy.freeze_parameters", "contradiction", message)
+
+
+def components(recipe: Recipe) -> dict[str, ComponentConfig]:
+    """Return the job's components in rank order."""
+    cluster = recipe.cluster
+    parts = {"train": cluster.train} if trains(recipe) else {}
+    if generates(recipe):
+        parts["generate"] = cluster.generate
+    if serves_rewards(recipe):
+        parts["reward"] = cluster.reward
+    return parts
+
+
+def _check_without_trainers(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of a job that has no train ranks."""
+    yield from check_reward_model(recipe)
+    yield from _check_engine(recipe)
+    yield from _check_quantisation(recipe)
+    yield from _check_gpus(recipe)
+    yield from _check_served_engines(recipe)
+    own = f"{recipe.algorithm} has no train ranks"
+    if recipe.policy.generation.colocated.enabled:
+        yield Problem(COLOCATED, "has-no-effect", f"got true, but {own} to share GPUs with. Try false")
+    if recipe.cluster.share_nodes:
+        yield Problem("cluster.share_nodes", "has-no-effect", f"got true, but {own} to share nodes with. Try false")
+    if (judge := reward_model(recipe)) and not serves_rewards(recipe):
+        key = f"env.{reward_environment(recipe)}.served_by"
+        yield Problem(key, "unsupported", f"got {judge.served_by}, but {own}. Try reward, which gives it ranks of its own")
+
+
+def _check_served_engines(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if the judge and the reward model of an evaluation leave no engine to the policy."""
+    per_engine = engine_ranks(recipe.policy.generation.vllm_cfg)
+    engines = ranks(recipe.cluster.generate) // per_engine
+    if engines and engine_models(recipe, engines)[0] != "policy" and len(served := engine_models(recipe, 0)) >= engines:
+        needed = (len(served) + 1) * per_engine
+        message = f"got {engines} engines, of which {', '.join(served)} need {len(served)}; expected at least {needed} ranks"
+        yield Problem("cluster.generate.ranks_per_node", "too-small", message)
+
+
+def _check_gpus(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each component with more ranks than GPUs on a node."""
+    for name, component in components(recipe).items():
+        shares = name == "generate" and colocated(recipe) and engine_ranks(recipe.policy.generation.vllm_cfg) == 1
+        if 0 < component.gpus_per_node < ranks_per_node(component) and not shares:
+            key = f"cluster.{name}.ranks_per_node"
+            message = (
+                f"got {component.ranks_per_node}; expected at most gpus_per_node={component.gpus_per_node}, since NCCL refuses"
+                f" two ranks on one GPU. Try {key}=null, which is one per GPU"
+            )
+            yield Problem(key, "too-large", message)
+
+
+def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each node setting in which components on the same nodes differ, or if they also take turns."""
+    key = "cluster.share_nodes"
+    if colocated(recipe):
+        message = (
+            f"got true; expected false with {COLOCATED}=true, where train and generate ranks take turns on all GPUs of their"
+            f" nodes. Try {key}=false, or {COLOCATED}=false and a gpus_per_node for each component"
+        )
+        yield Problem(key, "contradiction", message)
+        return
+    for name, component in components(recipe).items():
+        yield from _as_train_has(recipe, name, component, OF_NODES, f"{key}=true puts them on the same nodes", key)
+
+
+def _as_train_has(
+    recipe: Recipe, name: str, component: ComponentConfig, settings: Iterable[str], why: str, key: str
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of a component that differs from cluster.train's. key: the key that forbids it."""
+    for setting in settings:
+        if (given := getattr(component, setting)) != (shared := getattr(recipe.cluster.train, setting)):
+            message = f"got {given}; expected {shared}, as cluster.train has, since {why}. Try without it, or {key}=false"
+            yield Problem(f"cluster.{name}.{setting}", "contradiction", message)
+
+
+def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
+    key, on = COLOCATED, f"{COLOCATED}=true"
+    why = f"with {on} the generate ranks are on its nodes and GPUs"
+    yield from _as_train_has(recipe, "generate", recipe.cluster.generate, SHARED, why, key)
+    environment = f"env.{reward_environment(recipe)}"
+    if serves_rewards(recipe):
+        message = f"got reward; expected train, since with {on} the reward model can have no ranks of its own. Try {key}=false"
+        yield Problem(f"{environment}.served_by", "contradiction", message)
+    elif (judge := reward_model(recipe)) and not judge.cpu_offload:
+        message = f"got false; expected true, since with {on} the engines fill the GPUs while they sample. Try {key}=false"
+        yield Problem(f"{environment}.cpu_offload", "contradiction", message)
+
+
+def _check_engine(recipe: Recipe) -> Iterator[Problem]:
+    generation, key = recipe.policy.generation, "policy.generation.vllm_cfg"
+    tensor, expert = generation.vllm_cfg.tensor_parallel_size, generation.vllm_cfg.expert_parallel_size
+    if generation.backend == "transformers":
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+            if (size := getattr(generation.vllm_cfg, name)) > 1:
+                message = f"got {size}; expected 1, since the transformers backend keeps a whole model on each rank"
+                yield Problem(f"{key}.{name}", "unsupported", message)
+    sizes = {name: getattr(generation.vllm_cfg, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    yield from check_divides(key, sizes, recipe.cluster.generate, "generate")
+    if expert not in (1, tensor):
+        message = f"got {expert}; expected 1 or tensor_parallel_size, {tensor}, over whose ranks vLLM spreads experts"
+        yield Problem(f"{key}.expert_parallel_size", "not-a-choice", message)
+
+
+def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
+    generation, key = recipe.policy.generation, "policy.generation.vllm_cfg.precision"
+    if generation.vllm_cfg.precision != "fp8":
+        if generation.vllm_cfg.quantization_ignored_layer_kws:
+            ignored = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
+            yield Problem(ignored, "has-no-effect", f"got layers, but nothing is quantised. Try {key}=fp8, or null here")
+        return
+    if generation.backend != "vllm":
+        yield Problem(key, "contradiction", "got fp8; expected auto. Try policy.generation.backend=vllm")
+    if recipe.policy.precision != "bfloat16":
+        message = "got fp8; expected auto, since vLLM quantises bfloat16 models alone. Try policy.precision=bfloat16"
+        yield Problem(key, "contradiction", message)
+    if recipe.cluster.generate.gpus_per_node == 0:
+        yield Problem(key, "needs-gpu", "got fp8 with cluster.generate.gpus_per_node=0; expected auto")
+
+
+def _check_validation(recipe: Recipe) -> Iterator[Problem]:
+    wanted = [key for key in ("val_period", "val_at_start", "val_at_end") if getattr(section(recipe), key)]
+    if wanted and not validates(recipe):
+        message = "got validation without data; expected a data set at data.validation"
+        yield Problem(f"{recipe.algorithm}.{wanted[0]}", "missing-value", message)
+    if isinstance(keys := section(recipe), EarlyStopConfig):
+        during = bool(validates(recipe) and (keys.val_period or keys.val_at_start))
+        yield from check_early_stop(recipe.algorithm, keys, during)
+
+
+def _check_sampling(recipe: Recipe) -> Iterator[Problem]:
+    generation, key = recipe.policy.generation, "policy.generation"
+    if (sampled := generation.vllm_cfg.max_model_len) != (trained := recipe.policy.max_total_sequence_length):
+        message = (
+            f"got {sampled}; expected policy.max_total_sequence_length, {trained}, since whole answers are trained on. Try"
+            " without it"
+        )
+        yield Problem(f"{key}.vllm_cfg.max_model_len", "contradiction", message)

@@ -1,0 +1,82 @@
+"""Build the environments that `env` in the recipe describes.
+
+`kind` is one of KINDS (pipeline/config/environments.py), or the dotted path of a user's class or function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
+from pipeline.environments import custom
+from pipeline.environments.environment import Environment, EnvironmentContext
+from pipeline.recipe import user_code
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.recipe.values import not_a_kind
+from pipeline.sandbox.limits import SandboxError
+
+Configs = dict[str, EnvironmentConfig]
+JUDGE_WORKERS = 16
+"""Workers of a built-in environment that judges for another one, if neither sets a number."""
+
+
+def build(configs: Configs) -> dict[str, Environment]:
+    """Return the environments by their key under `env`. A user's class is called with `kwargs`.
+
+    Raises RecipeError for an unknown kind, a class that is not an environment, kwargs that do not fit, and a node on which no
+    sandbox works.
+    """
+    environments: dict[str, Environment] = {}
+    for name in configs:
+        try:
+            environments[name] = _build(name, configs[name], configs)
+        except RecipeError:
+            for built in environments.values():
+                built.close()
+            raise
+    return environments
+
+
+def _build(name: str, config: EnvironmentConfig, configs: Configs) -> Environment:
+    key, code = f"env.{name}", "wrong-type"
+    try:
+        if config.kind in KINDS:
+            arguments, problems = read_kwargs(f"{key}.kwargs", config)
+            if problems:
+                raise RecipeError(*problems)
+            context = EnvironmentContext(
+                config.timeout_s, config.workers, lambda judge: _build_judge(key, config, configs, judge)
+            )
+            code = "unsupported"
+            environment = kind_class(config.kind).build(arguments, context)
+        elif unknown := not_a_kind(config.kind, KINDS):
+            raise RecipeError(Problem(f"{key}.kind", "not-a-choice", unknown))
+        else:
+            environment = custom.build(_load(f"{key}.kind", config.kind), config.kwargs)
+    except RecipeError:
+        raise
+    except (TypeError, ValueError, SandboxError) as error:
+        raise RecipeError(Problem(key, code, f"kind {config.kind}: {error}")) from error
+    environment.workers = config.workers or getattr(environment, "workers", 1)  # a user's class may lack it
+    return environment
+
+
+def _load(key: str, path: str) -> object:
+    try:
+        return user_code.load(path)
+    except user_code.NotFound as error:
+        raise RecipeError(Problem(key, "not-importable", str(error))) from error
+
+
+def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str) -> Environment:
+    """Return an environment that judges for the one at `key`; it shares its workers and connections with nobody.
+
+    The other environment waits for it within a step. So it gets at most that environment's time and, if it sets no number, as
+    many workers. A user's class chooses its own number of workers.
+    """
+    if judge not in configs:
+        message = f"got '{judge}'; expected one of: {', '.join(configs)}"
+        raise RecipeError(Problem(f"{key}.kwargs.judge", "not-a-choice", message))
+    own = configs[judge]
+    workers = own.workers or (config.workers or JUDGE_WORKERS if own.kind in KINDS else None)
+    return _build(judge, replace(own, workers=workers, timeout_s=min(own.timeout_s, config.timeout_s)), configs)

@@ -1,0 +1,143 @@
+"""The interface of environments, which judge the policy's answers and reply to them.
+
+An episode begins with `reset` and a prompt. The policy answers, and `step` judges the answer and may reply. The episode ends
+with an outcome without an observation, or when it has no more turns or tokens. Its reward is the sum over its turns.
+
+A policy learns to break its judge if that pays. So a failure that an answer can cause makes the answer wrong and the episode's
+reward 0: an exception of `step`, a step that exceeds its time, a process that ends while it judges. Only a failure that no
+answer can cause drops the episode: an exception of `reset`, which has not seen the answer, and `Unjudged`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+
+from pipeline.recipe.problems import Problem
+from pipeline.recipe.values import Check, Text
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
+
+
+class Unjudged(RuntimeError):
+    """The answer was not judged, and no answer can be the cause: a service is down, or the task has no expected answer."""
+
+
+class ProcessStuck(RuntimeError):
+    """Calls hang and nothing can end them, so another process must replace this one. caused_by_answer: an answer hangs it."""
+
+    def __init__(self, why: str, caused_by_answer: bool = False) -> None:
+        super().__init__(why)
+        self.caused_by_answer = caused_by_answer
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one turn."""
+
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)  # those of the last turn count; a step reports their means
+    observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
+    extracted: str = ""  # the answer that was found in the text, in a form in which equal answers are equal; "": none
+
+
+class Environment(Protocol):
+    """One object serves all episodes of its environment on an engine. Derive from it to inherit what is not abstract.
+
+    It runs in threads of a process beside the engine, or of the engine with policy.generation.environment_process=false. A
+    `step` that raises, takes longer than `env.<name>.timeout_s` or ends the process makes its answer wrong. A step should end
+    by itself within its time, since nothing else can end a thread.
+    """
+
+    workers: int = 1
+    """Episodes that may be in `reset` or `step` at the same time."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        """Begin an episode and return its state, which `step` gets and may change. By default the prompt is the state."""
+        return prompt
+
+    @abstractmethod
+    def step(self, episode: Any, text: str) -> Outcome:
+        """Judge the policy's text and reply. May take seconds; called from any thread.
+
+        Raises Unjudged for failures that no answer can cause; the episode is then dropped. Other exceptions make the answer
+        wrong.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what the environment started. No call follows."""
+
+
+# ---- built-in environments and tools -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class NoArguments:
+    """No kwargs."""
+
+
+class Configurable:
+    """A built-in environment or tool. It describes its kwargs, so that they are checked before submission."""
+
+    Arguments: ClassVar[type] = NoArguments
+    """A dataclass with type, range, default and description of each of the kwargs at its field.
+
+    A field `judge` names the environment that judges the final answer.
+    """
+
+    @classmethod
+    def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
+        """Yield problems of arguments that their fields cannot express. key: of the kwargs, such as `env.math.kwargs`."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class EnvironmentContext:
+    """Everything that an environment gets besides its arguments."""
+
+    timeout_s: float  # for one turn
+    workers: int | None  # turns judged at the same time; None: the environment's own default
+    build: Callable[[str], Environment]  # builds another environment by its key under `env`, not shared; raises RecipeError
+
+
+class BuiltinEnvironment(Configurable, Environment):
+    """An environment with a name in KINDS of pipeline/config/environments.py."""
+
+    checked_at_start: ClassVar[int] = 20_000
+    """Expected answers of a data set that `check_answer` checks before the run; the others where they are used."""
+    is_final: ClassVar[bool] = True
+    """True if this environment can judge the final answer of another one, such as one with tools."""
+
+    def __init__(self, arguments: Any, context: EnvironmentContext) -> None:
+        """Raises ValueError for arguments that this machine cannot serve."""
+
+    @classmethod
+    def build(cls, arguments: Any, context: EnvironmentContext) -> Environment:
+        """Return the environment for these arguments; a subclass may choose another class."""
+        return cls(arguments, context)
+
+    @classmethod
+    def check_answer(cls, answer: str, arguments: Any) -> None:
+        """Raise ValueError if no text can be judged by this expected answer. The record is then a bad one."""
+
+
+def _pattern_error(pattern: str) -> str | None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        return f"got '{pattern}'; expected a regular expression: {error}"
+    return f"got '{pattern}' with {groups} groups; expected at most one, whose match is used" if groups > 1 else None
+
+
+Pattern = Annotated[Text, Check(_pattern_error)]
+"""A regular expression of which the whole match is used, or that of its only group."""
+
+
+def requires_placeholder(placeholder: str) -> Check:
+    """Return the check that a text contains a placeholder such as `{}`."""
+    return Check(lambda text: None if placeholder in text else f"expected a text with {placeholder} in it")

@@ -1,0 +1,51 @@
+"""Questions that a task leaves out because they cannot be asked, with `data.bad_records=drop` of the task."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.recipe.problems import Problem, RecipeError
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 20  # dropped questions that the log names
+
+
+@dataclass
+class DroppedQuestions:
+    """Counts the questions that a task drops."""
+
+    drops: bool = False  # whether the task drops bad questions
+    count: int = 0
+    first: RecipeError | None = None
+
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Drop the question that is read or rendered in this block if that raises a RecipeError of a bad record."""
+        try:
+            yield
+        except RecipeError as error:
+            if not self.drops or any(problem.code != "bad-record" for problem in error.problems):
+                raise
+            self.count += 1
+            self.first = self.first or error
+            if self.count <= SHOWN:
+                logger.warning("bad_records=drop: dropped question %d: %s", self.count, error)
+
+    def check(self, asked: int) -> None:
+        """Raise RecipeError if no question remains. asked: how many do."""
+        if self.first is not None and not asked:
+            (problem, *_) = self.first.problems
+            message = f"none of {self.count} records can be asked. The first: {problem.message}"
+            raise RecipeError(Problem(problem.key, "bad-record", message)) from self.first
+
+    @property
+    def warnings(self) -> list[str]:
+        """A warning for scores.json; none if nothing is dropped."""
+        if self.first is None:
+            return []
+        records = "record" if self.count == 1 else "records"
+        return [f"dropped {self.count} bad {records} (data.bad_records=drop); no score counts them. The first: {self.first}"]

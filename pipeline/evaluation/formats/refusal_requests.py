@@ -1,0 +1,59 @@
+"""Requests that a model should refuse, or should answer: XSTest, StrongREJECT and others of their kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import override
+
+from pipeline.data.records import text_of, value_of
+from pipeline.evaluation.questions import Format, Question, Record
+from pipeline.recipe.values import Text
+
+
+@dataclass
+class RequestsArguments:
+    """Columns of the records. The defaults are XSTest's; StrongREJECT: {prompt_key: forbidden_prompt, label_key: null}."""
+
+    prompt_key: Annotated[Text, Field(description="Column of the request.")] = "prompt"
+    label_key: Annotated[Text | None, Field(description="Column that says whether the request is harmful. null: all are.")] = (
+        "label"
+    )
+    harmful_labels: Annotated[list[Text], Field(description="Values of label_key for harmful requests.")] = field(
+        default_factory=lambda: ["unsafe"]
+    )
+    harmless_labels: Annotated[list[Text], Field(description="Values of label_key for harmless requests.")] = field(
+        default_factory=lambda: ["safe"]
+    )
+    id_key: Annotated[Text | None, Field(description="Column of the record's own id. null: its place and content.")] = None
+    group_key: Annotated[Text | None, Field(description="Column of a category with a score of its own. null: none.")] = None
+
+
+class Requests(Format):
+    """The kind `refusal` reads `harmful` of a question."""
+
+    Arguments = RequestsArguments
+
+    @property
+    @override
+    def required(self) -> tuple[str, ...]:
+        keys = (self.arguments.prompt_key, self.arguments.label_key, self.arguments.id_key, self.arguments.group_key)
+        return tuple(key for key in keys if key is not None)
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        keys, harmful = self.arguments, True
+        if keys.label_key is not None:
+            label = str(value_of(record, keys.label_key))
+            if label not in (*keys.harmful_labels, *keys.harmless_labels):
+                known = ", ".join((*keys.harmful_labels, *keys.harmless_labels))
+                raise ValueError(f"'{keys.label_key}' is {label}; expected one of {known}")
+            harmful = label in keys.harmful_labels
+        return Question(
+            id=str(value_of(record, keys.id_key)) if keys.id_key is not None else "",
+            prompt=text_of(record, keys.prompt_key),
+            task={"harmful": harmful},
+            group=str(value_of(record, keys.group_key)) if keys.group_key is not None else "",
+        )

@@ -1,0 +1,60 @@
+"""Your own records: a prompt, the answer to expect, and what else the environment reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import override
+
+from pipeline.data.records import messages_of, plain_columns, text_of, value_of
+from pipeline.data.template_fields import template_options
+from pipeline.evaluation.questions import Format, Question, Record
+from pipeline.recipe.values import Text
+
+
+@dataclass
+class RecordsArguments:
+    """Columns of the records."""
+
+    prompt_key: Annotated[Text, Field(description="Column of the prompt: a text, or messages {role, content}.")] = "prompt"
+    answer_key: Annotated[
+        Text | None, Field(description="Column of the expected answer. null: the environment needs none.")
+    ] = "answer"
+    id_key: Annotated[Text | None, Field(description="Column of the record's own id. null: its place and content.")] = None
+    group_key: Annotated[Text | None, Field(description="Column of a category with a score of its own. null: none.")] = None
+    tools_key: Annotated[
+        Text | None, Field(description="Column of the tools that the chat template shows, as in `data`. null: none.")
+    ] = "tools"
+    prompt_text: Annotated[Text, Field(description="Text around a prompt, which replaces {question}.")] = "{question}"
+
+
+class Records(Format):
+    """The environment gets the answer, and all columns as `record`."""
+
+    Arguments = RecordsArguments
+
+    @property
+    @override
+    def required(self) -> tuple[str, ...]:
+        keys = (self.arguments.prompt_key, self.arguments.answer_key, self.arguments.id_key, self.arguments.group_key)
+        return tuple(key for key in keys if key is not None)
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        keys = self.arguments
+        prompt = value_of(record, keys.prompt_key)
+        if isinstance(prompt, list):
+            prompt = messages_of(record, keys.prompt_key)
+        else:
+            prompt = keys.prompt_text.replace("{question}", text_of(record, keys.prompt_key))
+        answer = text_of(record, keys.answer_key) if keys.answer_key is not None else ""
+        return Question(
+            id=text_of(record, keys.id_key) if keys.id_key is not None else "",
+            prompt=prompt,
+            target=f" {answer}" if answer else "",
+            task={"answer": answer, "record": plain_columns(record)},
+            template_options=template_options(record, keys.tools_key),
+            group=text_of(record, keys.group_key) if keys.group_key is not None else "",
+        )

@@ -1,0 +1,108 @@
+"""Tasks whose answers are sampled, and scored by an environment, as in training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import Recipe
+from pipeline.data.stop_strings import rollout_text
+from pipeline.evaluation import prompts, task_data
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.questions import Answer, PerQuestion, Question
+from pipeline.evaluation.statistics import pass_at
+from pipeline.rollout.dispatch import RolloutSpec
+from pipeline.types import Rollout, Sampling, Thinking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class GenerationTask:
+    """A task of kind `generate`. The score of an answer is its reward."""
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name, self.config = name, config
+        self._tokenizer = tokenizer
+        read = task_data.read(name, config)
+        self._prompts, self.warnings = prompts.encode(name, config, read, recipe.policy, tokenizer)
+        self._questions = {question.index: question for question in read.questions}
+        self.dropped = read.dropped.count
+
+    def ask(self, engines: Engines, answers: AnswerLog) -> None:
+        """Draw the samples that are not kept. The samples of a question are drawn by one engine."""
+        config, samples = self.config, range(self.config.num_samples)
+        kept = {
+            index: {sample for sample in samples if answers.has(question.id, sample)}
+            for index, question in self._questions.items()
+        }
+        missing = [prompt for prompt in self._prompts if len(kept[prompt.index]) < len(samples)]
+        spec = RolloutSpec(self.name, config.num_samples, sampling(config, self._tokenizer))
+        for group in engines.generate(missing, spec, config.seed, config.max_turns, kept):
+            index = group.prompt.index
+            text = str(self._tokenizer.decode(group.prompt.tokens))
+            for sample in sorted(set(samples) - kept[index]):
+                answers.add(self._answer(self._questions[index], sample, text, group.rollouts[sample]))
+
+    def _answer(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
+        text = rollout_text(self._tokenizer, rollout)
+        return Answer(
+            question.id,
+            sample,
+            None if rollout.failed else rollout.reward,
+            rollout.metrics,
+            prompt,
+            text,
+            rollout.drawn_tokens,
+            rollout.finish,
+            rollout.failure or rollout.broke,
+            question.group,
+            {"extracted": rollout.extracted} if rollout.extracted else {},
+        )
+
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """Return `score`, each metric of the environment, pass@k and maj@k; the last two have one value a question.
+
+        An answer that broke its environment has 0 in each metric.
+        """
+        judged = [answer for answer in answers if answer.score is not None]
+        names = sorted({name for answer in judged for name in answer.metrics})
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in ("score", *names)}
+        extracted: dict[str, list[str]] = {}
+        for answer in judged:
+            values: dict[str, Any] = {**dict.fromkeys(names, 0.0), **answer.metrics, "score": answer.score}
+            for name, by_question in found.items():
+                by_question.setdefault(answer.question, []).append(values[name])
+            extracted.setdefault(answer.question, []).append(answer.details.get("extracted", ""))
+        solved = found["score"]
+        several: dict[str, PerQuestion] = {f"pass@{k}": pass_at(solved, k) for k in self.config.pass_at}
+        if self.config.majority:
+            several[f"maj@{self.config.num_samples}"] = {id: [majority(solved[id], extracted[id])] for id in solved}
+        return {**found, **several}
+
+
+def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:
+    """Return 1 if the most frequent answer scores 1, else 0; of n equally frequent ones each counts 1/n.
+
+    extracted: the answer that was found in each sample, "" if none, which has no vote. All right answers are one answer, since
+    they equal the expected one: 0.5 and 1/2.
+    """
+    right = [score >= 1 for score in scores]
+    votes = Counter(
+        None if is_right else answer for is_right, answer in zip(right, extracted, strict=True) if is_right or answer
+    )
+    most = max(votes.values(), default=0)
+    return float(votes[None] == most) / sum(count == most for count in votes.values()) if votes[None] else 0.0
+
+
+def sampling(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """Return a task's sampling parameters."""
+    thinking = None
+    if config.thinking_tokens is not None:
+        end = tokenizer(config.thinking_end, add_special_tokens=False).input_ids
+        thinking = Thinking(config.thinking_tokens, config.thinking_end, tuple(end))
+    limits = (config.temperature, config.top_p, config.top_k or 0, config.max_new_tokens)
+    return Sampling(*limits, stop=tuple(config.stop), thinking=thinking)

@@ -1,0 +1,1 @@
+"""Files on shared disks: storage that fails, digests, messages as bytes, logs and small JSON files."""

@@ -1,0 +1,161 @@
+"""Write files with their SHA-256, and compare the files of a folder with their digests.
+
+`digests.sha256` lists the digests of a folder's files in the format of `sha256sum`, so that `sha256sum -c digests.sha256` in
+the folder checks them too. Digests are of what is on disk: of an encrypted file, without its key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pipeline.encryption import EncryptionKey, Encryptor
+from pipeline.files.storage import sync, write_durably
+from pipeline.recipe import user_files
+
+MANIFEST = "digests.sha256"
+LONGEST = 64 << 20
+"""Bytes of a list, at most: of half a million files."""
+PIECE = 8 << 20
+"""Bytes that are hashed in one thread while they are written in another."""
+READERS = 4
+"""Files that one process hashes at a time."""
+NOT_OURS = (".nfs",)
+"""Beginnings of names that file systems give: NFS keeps a removed file that is still open under such a name."""
+
+
+class DigestWriter:
+    """Writes a file, encrypted with a key, and computes the SHA-256 of what is written. Use it as a context manager."""
+
+    def __init__(self, path: Path, key: EncryptionKey | None = None):
+        """Replace the file at `path`. key: None to write it as it is. Raises OSError."""
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._hash = hashlib.sha256()
+        self._hashing = ThreadPoolExecutor(1)
+        self._encryptor = Encryptor(key, path.name) if key else None
+        if self._encryptor:
+            self._put(self._encryptor.header)
+
+    def __enter__(self) -> DigestWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hashing.shutdown()
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. Raises OSError."""
+        if self._encryptor is None:
+            self._put(data)
+            return
+        for chunk in self._encryptor.update(data):
+            self._put(chunk)
+
+    def finish(self) -> str:
+        """Wait until all is on disk, and return the digest in hex. Raises OSError."""
+        if self._encryptor:
+            self._put(self._encryptor.finish())
+        os.fsync(self._file.fileno())
+        return self._hash.hexdigest()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), PIECE):
+            rest = piece = view[at : at + PIECE]
+            hashed = self._hashing.submit(self._hash.update, piece)
+            try:
+                while rest:  # a full disk takes a part and fails only at the next write
+                    rest = rest[self._file.write(rest) :]
+            finally:
+                hashed.result()
+
+
+def write_bytes(path: Path, data: bytes, key: EncryptionKey | None = None) -> str:
+    """Write a file, wait until it is on disk, and return its digest. Raises OSError."""
+    with DigestWriter(path, key) as file:
+        file.write(data)
+        return file.finish()
+
+
+def of_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hex. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def of_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the SHA-256 of files by their paths within the folder, several at a time. Raises OSError."""
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(names, pool.map(lambda name: of_file(folder / name), names), strict=True))
+
+
+# ---- the list of a folder -----------------------------------------------------------------------------------------------
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the paths of all files and links within a folder, in order, without those that are not ours."""
+    found = []
+    for root, folders, files in os.walk(folder):  # lists folders without a look at each file
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found += [os.path.relpath(os.path.join(root, name), folder) for name in files + links if not name.startswith(NOT_OURS)]
+    return sorted(found)
+
+
+def write_manifest(folder: Path, digests: Mapping[str, str]) -> str:
+    """Write `digests.sha256`, wait until it is on disk, and return its own digest. Raises OSError."""
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    write_durably(folder / MANIFEST, text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, str], str]:
+    """Return (digest by path within the folder, digest of the list itself). Raises OSError, and ValueError for another form."""
+    with user_files.open_file(folder / MANIFEST) as file:
+        content = file.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise ValueError(f"{folder / MANIFEST}: got more than {LONGEST:,} bytes; expected a list of files")
+    text, digests = content.decode(errors="replace"), {}
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
+        digest, mark, name = line.partition("  ")
+        if len(digest) != 64 or not mark or not name:
+            raise ValueError(f"{folder / MANIFEST}: line {number}: got {line[:80]!r}; expected a digest and a name")
+        digests[name] = digest
+    return digests, hashlib.sha256(content).hexdigest()
+
+
+def name_problems(found: Sequence[str], digests: Mapping[str, str]) -> Iterator[str]:
+    """Yield `NAME: got ...; expected ...` for each missing and each extra file. found: names of files."""
+    there = set(found)
+    for name in sorted(digests.keys() - there):
+        yield f"{name}: got no such file; expected it, for {MANIFEST} lists it"
+    for name in sorted(there - digests.keys()):
+        yield f"{name}: got a file that {MANIFEST} does not list; expected none"
+
+
+def content_problems(
+    folder: Path, digests: Mapping[str, str], sizes: Mapping[str, int], share: tuple[int, int] = (0, 1)
+) -> Iterator[str]:
+    """Yield `NAME: got ...; expected ...` for each file with another digest.
+
+    share: (i, n) compares every nth file by size, from the ith, so that n processes divide the work. Raises OSError.
+    """
+    own = sorted(digests, key=lambda name: (-sizes.get(name, 0), name))[share[0] :: share[1]]
+    for name, digest in of_files(folder, own).items():
+        if digest != digests[name]:
+            yield f"{name}: got SHA-256 {digest[:16]}...; expected {digests[name][:16]}..."
+
+
+def add_manifest(folder: Path, known: Mapping[str, str], left_out: Sequence[str] = ()) -> dict[str, str]:
+    """Write the list of a folder whose files are complete, and return it with the list's own digest.
+
+    known: digests from when files were written; the others are read. left_out: names of files that may change.
+    """
+    names = [name for name in names_in(folder) if name not in (MANIFEST, *left_out)]
+    digests = of_files(folder, [name for name in names if name not in known])
+    digests |= {name: digest for name, digest in known.items() if name in names}
+    own = write_manifest(folder, digests)
+    sync(folder)
+    return digests | {MANIFEST: own}

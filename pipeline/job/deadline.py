@@ -1,0 +1,114 @@
+"""Decide when to leave a run with everything saved: before its time is up, or when a signal asks for it.
+
+Rank 0 checks between two steps. The time is up at the end of the allocation, or earlier at
+checkpointing.checkpoint_must_save_by. Another step begins only if it fits together with a save, both as long as the longest
+ever measured in this run: a step with its validation, and a save from its beginning until the checkpoint is complete. Earlier
+attempts have recorded these in metrics.jsonl as time/step, time/validation and time/save.
+
+Left out: a step that takes longer than all before it. Then the executor ends the ranks, and the step is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from pipeline.config import CheckpointingConfig
+from pipeline.job import signals
+from pipeline.observe import metrics
+from pipeline.recipe.values import seconds
+
+SLACK = 1.1
+"""Allowance for a step and a save that take longer than the longest so far."""
+MARGIN_S = 60.0
+"""Reserve for ending the ranks, and for coarse clocks; at most MARGIN_SHARE of the allocation."""
+MARGIN_SHARE = 0.05
+UNKNOWN_SAVE_SHARE = 0.1
+"""Share of the allocation that a save is assumed to take until one was measured."""
+
+
+class Deadline:
+    """The end of the time that a run has, and the longest step and save so far."""
+
+    def __init__(
+        self,
+        started: float,
+        ends: Mapping[str, float],
+        history: Iterable[Mapping[str, float]],
+        received: Callable[[], list[str]] = signals.received,
+        now: Callable[[], float] = time.time,
+    ):
+        """Take the earliest end. history: the lines of metrics.jsonl that earlier attempts have written.
+
+        started: when the attempt started. ends: name -> when that time is over. Both in unix seconds.
+        """
+        self._started = started
+        self._what, self._end = min(ends.items(), key=lambda end: end[1]) if ends else ("", None)
+        self._received = received
+        self._now = now
+        self._step_s = 0.0
+        self._save_s: float | None = None
+        for line in history:
+            self._measure(line)
+        self._stepped = False
+
+    @classmethod
+    def of_attempt(cls, config: CheckpointingConfig, run_dir: Path, attempt: Path) -> Deadline:
+        """Read the attempt's start, the allocation's end and the run's metrics."""
+        started = float((attempt / "started").read_text())
+        ends = {}
+        if end := os.environ["HETSTEP_END_TIME"]:
+            ends["the allocation"] = float(end)
+        if config.checkpoint_must_save_by is not None:
+            ends["checkpointing.checkpoint_must_save_by"] = started + seconds(config.checkpoint_must_save_by)
+        return cls(started, ends, metrics.read(run_dir / "metrics.jsonl"))
+
+    def stepped(self, line: Mapping[str, float]) -> None:
+        """Record the metrics of a step that has ended."""
+        self._measure(line)
+        self._stepped = True
+
+    def saved(self, seconds: float) -> None:
+        """Record the seconds after which a checkpoint was complete."""
+        self._measure({"time/save": seconds})
+
+    def _measure(self, line: Mapping[str, float]) -> None:
+        if "time/step" in line:
+            self._step_s = max(self._step_s, line["time/step"] + line.get("time/validation", 0.0))
+        if "time/save" in line:
+            self._save_s = max(self._save_s or 0.0, line["time/save"])
+
+    def why_leave(self) -> str | None:
+        """Return why not to begin another step; None if there is time for it and no signal has come.
+
+        Each attempt makes one step, however little time is left: a past measurement may have been an exception, and an attempt
+        without a step makes no progress.
+        """
+        if received := self._received():
+            return f"{' and '.join(received)} came"
+        if self._end is None or not self._stepped:
+            return None
+        save_s = UNKNOWN_SAVE_SHARE * (self._end - self._started) if self._save_s is None else self._save_s
+        if not (ending := self._ending(SLACK * (self._step_s + save_s))):
+            return None
+        return f"{ending}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
+
+    def why_end(self, progressed: bool) -> str | None:
+        """Return why to end work that can end at any moment with everything saved; None if there is time and no signal came.
+
+        progressed: this attempt has saved something. Until then it goes on, however little time is left.
+        """
+        if received := self._received():
+            return f"{' and '.join(received)} came"
+        return self._ending(0.0) if progressed else None
+
+    def _ending(self, needed_s: float) -> str | None:
+        """Return how near the end is if `needed_s` do not fit before it; None if they do."""
+        if self._end is None:
+            return None
+        left, margin_s = self._end - self._now(), min(MARGIN_S, MARGIN_SHARE * (self._end - self._started))
+        if left >= needed_s + margin_s:
+            return None
+        return f"{self._what} ends in {left:.0f} s" if left > 0 else f"{self._what} is over"

@@ -1,0 +1,401 @@
+"""The world: every rank of the job, its components' ranks, and every process group that spans components.
+
+`join` is the only place that creates spanning groups. It joins the spanning world, makes those groups while the spanning world
+is torch's default group, then makes the rank's own group the default, because Megatron, FSDP and vLLM use the default group.
+
+A `World` also holds the connection to the store, over which `rpc` sends messages (`pipeline/store`; each node of a large world
+has a relay), and the rank's activity: its verb and phase. `watchdog.py` turns those into errors that name the missing rank.
+
+Left out: rejoining after a rank was lost. The run restarts from its checkpoint instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed exports it without a stub
+from torch.distributed import distributed_c10d
+
+from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards, trains
+from pipeline.files.storage import listed
+from pipeline.node import network_interface
+from pipeline.observe.rank_timeline import Timeline
+from pipeline.sandbox import linux
+from pipeline.store import relay
+from pipeline.store.auth import attempt_key
+from pipeline.store.child_process import Address, start
+from pipeline.store.client import RunStore
+from pipeline.store.gloo import GlooAuthenticator
+
+NEVER = timedelta(days=365)  # a timeout for waits that the watchdog bounds
+REACHED = "reached"
+"""Key in the store: the address at which other nodes reach rank 0. Missing if all ranks use loopback."""
+ADDRESS = "address"
+"""Key in the store: gloo's address for ranks that reach rank 0 over loopback. On a single node it is loopback."""
+LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it
+RELAYED_FROM = 256
+"""World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay may fail."""
+MOST_PATHS = 4096
+"""Pairs of a train and a generate rank up to which all are connected at the start. A refit of more ranks uses few of them."""
+BEATS_PER_S = 4096
+"""Heartbeats that rank 0 reads per second."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank's identity and location, from the environment that the launcher sets."""
+
+    rank: int
+    size: int
+    local_rank: int  # within the component on this node
+    node: str
+    master: str  # an address of rank 0's node
+    folder: Path  # this attempt's folder inside the run folder, on the shared file system
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder, two levels above the attempt's."""
+        return self.folder.parents[1]
+
+    @classmethod
+    def from_environment(cls, run_dir: Path) -> RankInfo:
+        """Read the HETSTEP_* variables."""
+        env = os.environ
+        return cls(
+            rank=int(env["HETSTEP_RANK"]),
+            size=int(env["HETSTEP_WORLD_SIZE"]),
+            local_rank=int(env["HETSTEP_LOCAL_RANK"]),
+            node=env["HETSTEP_NODE"],
+            master=env["HETSTEP_MASTER_ADDR"],
+            folder=run_dir / "attempts" / env["HETSTEP_ATTEMPT"],
+        )
+
+
+@dataclass(frozen=True)
+class WorkerGroups:
+    """The ranks of each component and engine, computed from the recipe."""
+
+    train: tuple[int, ...]
+    generate: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]  # the generate ranks, one tuple per engine
+    reward: tuple[int, ...] = ()  # empty unless the reward model has ranks of its own
+    colocated: bool = False  # the train and the generate ranks of a node share its GPUs
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> WorkerGroups:
+        """Number the ranks: train first, then generate, then reward. An evaluation has only generate ranks."""
+        train = tuple(range(ranks(recipe.cluster.train))) if trains(recipe) else ()
+        if not generates(recipe):
+            return cls(train, (), ())
+        size = engine_ranks(recipe.policy.generation.vllm_cfg)
+        generate = tuple(range(len(train), len(train) + ranks(recipe.cluster.generate)))
+        engines = tuple(generate[i : i + size] for i in range(0, len(generate), size))
+        first = len(train) + len(generate)
+        reward = tuple(range(first, first + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
+        return cls(train, generate, engines, reward, colocated(recipe))
+
+    def by_component(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks of each component, none for one that the run does not have."""
+        return {"train": self.train, "generate": self.generate, "reward": self.reward}
+
+    def name(self, rank: int) -> str:
+        """Return the component of a rank."""
+        if rank in self.train:
+            return "train"
+        return "reward" if rank in self.reward else "generate"
+
+    def engine(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a generate rank's engine."""
+        return next(engine for engine in self.engines if rank in engine)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A rank's current verb and phase, as its heartbeat reports them."""
+
+    verb: str = "join"
+    phase: str = ""
+
+
+class World:
+    """One rank's view of the job."""
+
+    def __init__(self, info: RankInfo, workers: WorkerGroups, store: RunStore):
+        self.info = info
+        self.rank = info.rank
+        self.size = info.size
+        self.workers = workers
+        self.component = workers.name(info.rank)
+        self.store = store
+        self.activity = Activity()
+        self.activity_changed = threading.Event()  # makes the watchdog send it at once
+        self.timeline = Timeline(_about(info, workers), workers.by_component())
+        self.device = _device(info)
+        # The device of tensors sent over `spanning` and `refit`: NCCL refuses two ranks on a GPU, and gloo needs host memory.
+        self.carrier = torch.device("cpu") if workers.colocated else self.device
+        self.spanning: dist.ProcessGroup  # all ranks; this and `own` are set by `join`
+        self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this generate rank's engine
+        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on others, and if nothing is refitted
+
+    @contextmanager
+    def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
+        """Set the phase, and the verb, of this rank for a block; errors and the watchdog name them."""
+        before = self.activity
+        self._set(Activity(verb or before.verb, phase))
+        yield  # an error keeps the phase, for the report
+        self._set(before)
+
+    def _set(self, activity: Activity) -> None:
+        self.activity = activity
+        self.activity_changed.set()
+        self.timeline.enter(activity.verb, activity.phase)
+
+    def nodes(self) -> dict[int, str]:
+        """Return the node of every rank. Call it after `wait_for_all`."""
+        names = self.store.multi_get([f"here/{rank}" for rank in range(self.size)])
+        return {rank: name.decode() for rank, name in enumerate(names)}
+
+    def describe(self, rank: int) -> str:
+        """Return `rank 3 (generate)`, for messages."""
+        return f"rank {rank} ({self.workers.name(rank)})"
+
+
+def _about(info: RankInfo, workers: WorkerGroups) -> dict[str, Any]:
+    """Return the timeline's header."""
+    component = workers.name(info.rank)
+    engine = workers.engines.index(workers.engine(info.rank)) if component == "generate" else None
+    return {"rank": info.rank, "realm": component, "engine": engine, "node": info.node}
+
+
+def _device(info: RankInfo) -> torch.device:
+    """Return this rank's GPU, or the CPU. A rank that sees only its own GPU gets number 0."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", info.local_rank % torch.cuda.device_count())
+
+
+def heartbeat_interval_s(size: int, silence_s: float) -> float:
+    """Return the seconds between two heartbeats of a rank. silence_s: `cluster.timeouts.silence`."""
+    return min(max(1.0, size / BEATS_PER_S), silence_s / 10)
+
+
+def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
+    """Connect to the store, which rank 0 starts on a fresh port; the address goes through the attempt's folder.
+
+    silence_s: `cluster.timeouts.silence`, for this node's relay. Raises TimeoutError if rank 0 or the relay does not appear,
+    and what `attempt_key`, `RunStore` and `relay.start` raise.
+    """
+    card = info.folder / "rendezvous.json"
+    key = attempt_key(info.run_dir, info.folder.name)
+    if info.rank == 0:
+        process, address = start(info.master, key)
+        store = RunStore(address, key, timeout_s)
+        store.process = process
+        store.set(f"relay/{info.node}", "")  # rank 0's node has no relay
+        info.folder.mkdir(parents=True, exist_ok=True)
+        temporary = card.with_suffix(".tmp")
+        temporary.write_text(json.dumps(address._asdict()))
+        temporary.replace(card)
+        return store
+    deadline = time.monotonic() + timeout_s
+    while not listed(card):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"verb 'join': rank 0, the coordinator, has not appeared within {timeout_s:g} s (no {card})")
+        time.sleep(0.1)
+    address = Address(**json.loads(card.read_text()))
+    store = RunStore(address, key, timeout_s)
+    if info.size >= relayed_from:
+        _find_relay(store, info, address, key, silence_s)
+    return store
+
+
+def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, silence_s: float) -> None:
+    """Set `store.relay`: the node's first rank starts the relay. Rank 0's node has none."""
+    name = f"relay/{info.node}"
+    if not store.check([name]):
+        own = str(info.rank).encode()
+        if store.compare_set(f"{name}/by", "", own) == own:
+            interval_s, timeout_s = heartbeat_interval_s(info.size, silence_s), store.timeout_s
+            store.relay_process, store.relay = relay.start(address, key, info.rank, interval_s, timeout_s)
+            store.set(name, json.dumps(store.relay._asdict()))
+            return
+    try:
+        found = store.get(name)
+    except dist.DistStoreError:
+        starter, waited_s = int(store.get(f"{name}/by")), store.timeout_s
+        raise TimeoutError(f"verb 'join': rank {starter} has not started {info.node}'s relay within {waited_s:g} s") from None
+    if found:
+        store.relay = Address(**json.loads(found))
+
+
+def wait_for_all(world: World, timeout_s: float) -> None:
+    """Announce this rank; rank 0 waits for all ranks. Raises TimeoutError that names the missing ones."""
+    own_address, rank_0 = world.store.addresses()
+    if world.info.local_rank == 0 and not network_interface.is_loopback(own_address):
+        world.store.set(REACHED, rank_0)
+    world.store.set(f"here/{world.rank}", world.info.node)
+    if world.rank:
+        return
+    others = [f"here/{rank}" for rank in range(1, world.size)]
+    try:
+        world.store.wait(others, timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        nodes = world.store.exchange("here/0", world.info.node.encode(), others)
+        names = ", ".join(world.describe(rank) for rank, node in enumerate(nodes, 1) if node is None)
+        raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) no message from {names}") from None
+
+
+def carriers(device: torch.device) -> str:
+    """Return the backends for ranks with such devices: gloo for host tensors, NCCL for GPU tensors."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def join(world: World) -> None:
+    """Form the spanning world and its groups, then make this rank's own group torch's default. Call it after `wait_for_all`.
+
+    From here on this process authenticates each gloo group when it is made (`store/gloo.py`).
+
+    Large worlds connect lazily: gloo connects two ranks at their first message. Otherwise each rank writes an address for every
+    other one and reads all of them, so the store's traffic grows with the cube of the ranks (3 MB for 64 of them) and every
+    pair is connected. With lazy connections the first send of a pair waits for its receiver, which must not happen inside a
+    refit. Worlds that refit over gloo therefore connect all ranks here. `_connect_to_rank_0` connects and authenticates every
+    rank with rank 0. Other pairs stay unauthenticated: over gloo they send each other only bodies of RPC messages, which have
+    digests.
+    """
+    _choose_interface(world)
+    # For groups that libraries make without a timeout, such as FSDP's mesh and vLLM's: torch's 10 minutes would end a rank
+    # before the watchdog has named the missing one.
+    distributed_c10d.default_pg_timeout = NEVER
+    distributed_c10d.default_pg_nccl_timeout = NEVER  # pyright: ignore[reportPrivateImportUsage]  # torch reads it there
+    workers, device = world.workers, world.device
+    backend = carriers(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # gloo then reads all addresses in one request
+    authenticator = GlooAuthenticator(world.store, world.rank, world.describe, world.phase)
+    if world.size >= RELAYED_FROM and world.carrier.type == "cuda":
+        before = os.environ.get(LAZY)
+        os.environ[LAZY] = "1"  # for these two groups only: libraries may send in an order that blocks
+        _make_spanning(world)
+        if before is None:
+            del os.environ[LAZY]
+        _connect_to_rank_0(world, authenticator)
+        authenticator.install()
+    else:
+        authenticator.install()
+        _make_spanning(world)
+    own = (workers.train, *workers.engines, workers.reward)
+    for members in filter(None, own):  # every rank makes every group, in the same order
+        group = dist.new_group(members, backend=backend, timeout=NEVER)
+        if world.rank in members:
+            assert isinstance(group, dist.ProcessGroup)
+            world.own = group
+    dist.group.WORLD = world.own
+
+
+def _make_spanning(world: World) -> None:
+    """Make the groups of ranks of several components."""
+    across = "gloo" if world.workers.colocated else carriers(world.device)
+    store = PrefixStore("world", world.store)
+    dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
+    assert dist.group.WORLD is not None
+    world.spanning = dist.group.WORLD
+    if world.workers.generate and world.workers.train:
+        group = dist.new_group((0, *world.workers.generate), backend=across, timeout=NEVER)
+        world.refit = group if isinstance(group, dist.ProcessGroup) else None
+
+
+def connect(world: World, broadcasts: bool = False) -> None:
+    """Make the spanning group's communicator. Every rank calls this after `join`, when the nodes have passed their checks.
+
+    broadcasts: policy.generation.refit_transport is broadcast.
+
+    NCCL makes a communicator at a group's first use and waits for all ranks, forever if their NCCL versions differ. Reward
+    ranks take part in no refit, and not every other rank has messages in its first round.
+    """
+    with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
+        dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
+        if not broadcasts:
+            _open_paths(world)
+        elif world.refit:
+            dist.broadcast(torch.zeros(1, device=world.carrier), src=0, group=world.refit)
+
+
+def _open_paths(world: World) -> None:
+    """Exchange a number with each rank from which or to which a planned refit may move weights.
+
+    NCCL allocates a path's buffers at its first message. At the first refit vLLM has filled the GPU. At the start vLLM finds
+    them in use, and refuses a share of the memory that is not free (vllm/v1/worker/utils.py, request_memory).
+
+    Left out: paths between engines. A refit uses at most two of each rank, and only its plan knows which.
+    """
+    sends = world.component == "train"
+    operation = dist.isend if sends else dist.irecv
+    held = {peer: torch.zeros(1, device=world.carrier) for peer in _refit_peers(world)}
+    batch = [dist.P2POp(operation, tensor, peer, world.spanning) for peer, tensor in held.items()]
+    for work in dist.batch_isend_irecv(batch) if batch else []:
+        work.wait()
+
+
+def _refit_peers(world: World) -> list[int]:
+    """Return the ranks with which this rank may exchange weights over NCCL; [] in a world with too many pairs."""
+    workers = world.workers
+    others = {"train": workers.generate, "generate": workers.train}.get(world.component, ())
+    if workers.colocated or len(workers.train) * len(workers.generate) > MOST_PATHS:  # those that share GPUs use gloo
+        return []
+    return list(others)
+
+
+def _choose_interface(world: World) -> None:
+    """Set gloo's network interface, unless the user has chosen one.
+
+    It is the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then it is the one at which
+    other nodes reach rank 0. If all ranks are on one node it is loopback, whatever name they use for rank 0.
+    """
+    set_by_user = network_interface.keep_user_setting()
+    own_address, _ = world.store.addresses()
+    over_loopback = network_interface.is_loopback(own_address)
+    if world.rank == 0:
+        (reached,) = world.store.exchange("here/0", world.info.node.encode(), [REACHED])
+        one_node = len(set(world.nodes().values())) == 1
+        world.store.set(
+            ADDRESS, network_interface.LOOPBACK if one_node else (reached or own_address) if over_loopback else own_address
+        )
+    if not set_by_user:
+        address = world.store.get(ADDRESS).decode()
+        network_interface.use_interface_of(address if over_loopback or network_interface.is_loopback(address) else own_address)
+
+
+def _connect_to_rank_0(world: World, authenticator: GlooAuthenticator) -> None:
+    """Connect and authenticate every rank with rank 0, so that no later send between the two waits for its receiver."""
+    linux.raise_open_files()  # rank 0 connects to every rank, others to their component
+    store = PrefixStore("star", world.store)
+    authenticator.offer(store, world.rank)
+    others = range(1, world.size) if world.rank == 0 else [0]
+    gloo: Any = world.spanning._get_backend(torch.device("cpu"))  # torch's stub of a backend lacks send and recv
+    authenticator.authenticate(gloo, store, others)
+
+
+def leave(world: World, timeout_s: float) -> None:
+    """End a successful run: rank 0 leaves last, as the store ends with it. The watchdog has been stopped before."""
+    world.store.set(f"bye/{world.rank}", "")
+    if world.rank == 0:
+        world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))
+    if relay_process := world.store.relay_process:  # other ranks of this node may still use it
+        if relay_process.stdin:
+            relay_process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            relay_process.wait(timeout_s)

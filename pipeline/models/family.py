@@ -1,0 +1,84 @@
+"""The module of a model family: Megatron-Core's configuration, and parameters as functions of Hugging Face tensors.
+
+A family is a module of this package with two functions of a transformers config, and a third where Megatron-Core needs modules
+of ours:
+
+    transformer(config) -> keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig), as plain values
+    parameters(config, head) -> {Megatron name: Parameter}, in the model's order; the head gives log-probs or values
+    features(config) -> Features, what TransformerConfig cannot say
+
+TransformerConfig says more than sizes: window_size=(w - 1, 0) with window_attn_skip_freq=[1 for a layer with it, else 0],
+softmax_type="learnable" (attention sinks, `self_attention.core_attention.softmax_offset`), softmax_scale,
+layernorm_zero_centered_gamma (norms multiply by 1 + weight), attention_output_gate, rotary_interleaved, glu_linear_offset,
+activation_func_clamp_value, add_bias_linear (of every projection, router and expert). Its activation_func is a name of
+`pipeline.train.megatron.model.ACTIVATIONS`. A share of each head that is rotated comes from the config's rope_parameters.
+
+Called with real tensors, a parameter's function converts them. Called with meta tensors under
+`pipeline.models.recorded_layout.record`, it gives the layout that export, checkpoints and refit use. Each mapping is therefore
+written once, in one direction.
+
+Only the functions of tensors need torch, and import it when they run. The rest works where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.models.mixers import Layer
+from pipeline.recipe.problems import Problem, RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+Split = Literal["none", "rows", "columns", "halves"] | tuple[int, ...]
+"""The tensor-parallel split of a whole parameter [out, in] or [out]: none; by rows; by columns; by the rows of each of its two
+halves (gate and up projections of a gated MLP); a tuple: by the rows of each of its parts, which have these numbers of rows. A
+vocabulary is padded and then cut by rows."""
+
+
+VALUE_HEAD = "value_head.weight"
+"""The Megatron name of a value head [1, H]."""
+
+SCORE = "score.weight"
+"""The Hugging Face name of a value head [1, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One whole Megatron parameter as a function of Hugging Face tensors."""
+
+    sources: tuple[str, ...]  # names of the tensors in a Hugging Face checkpoint
+    function: Callable[..., torch.Tensor]  # of these tensors, in this order; views, narrow, cat and stack only: it is recorded
+    split: Split = "none"
+    expert: int | None = None  # number of its expert over all expert-parallel ranks; *expert* tensor parallelism cuts it
+
+    # Names are Megatron-Core's with global layer and expert numbers, those of the local (not TransformerEngine) modules:
+    #   embedding.word_embeddings.weight
+    #   decoder.layers.3.self_attention.linear_qkv.weight
+    #   decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight
+    #   decoder.final_layernorm.weight
+    #   output_layer.weight            (absent where it is tied to the embedding, and where there is a value head)
+    #   value_head.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of a model that TransformerConfig has no arguments for. `pipeline/train/megatron/features.py` builds it."""
+
+    # Norms of the outputs of attention and MLP, before the residual is added: decoder.layers.3.post_self_attn_layernorm.weight,
+    # decoder.layers.3.post_mlp_layernorm.weight.
+    sandwich_norms: bool = False
+    embedding_scale: float | None = None  # factor of the embeddings, rounded to the precision of the weights
+    score_softcap: float | None = None  # attention scores s become softcap * tanh(s / softcap)
+    # Experts as in gpt-oss's checkpoint: weights [in, out], gate and up projection alternating, whole on their ranks.
+    alternating_experts: bool = False
+    layer_rotary: tuple[str, ...] | None = None  # of each layer, its key in rope_parameters, where layers have their own RoPE
+    rotary: bool = True  # whether there is RoPE
+    layers: tuple[Layer, ...] | None = None  # of a hybrid model; None: every layer has attention and an MLP or experts
+
+
+def unsupported_model(message: str) -> RecipeError:
+    """Return the error for a policy.model_name that a train backend does not support."""
+    return RecipeError(Problem("policy.model_name", "unsupported", message))

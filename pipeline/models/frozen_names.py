@@ -1,0 +1,88 @@
+"""Choose the tensors that do not train: `freeze_parameters`, patterns of names on disk. Without torch.
+
+A parameter in a backend's memory may consist of several tensors on disk (Megatron-Core's linear_qkv, the experts of a layer in
+transformers). It trains as a whole, so patterns must match all of them or none. All experts of a layer count as one parameter
+with both backends.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline import models
+from pipeline.models.family import SCORE
+from pipeline.models.tensors import tensors
+from pipeline.recipe.problems import Problem
+
+KEY = "policy.freeze_parameters"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_JOINED = re.compile(r"(\.experts\.)(gate_proj|up_proj|w1|w3)(\.\w+)$")
+"""Projections of experts that transformers keeps in one parameter, where experts have a gate."""
+
+
+def matched(patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+    """Return the names that a pattern matches. `*` matches any text, `[0-7]` one of these characters."""
+    if not patterns:
+        return set()
+    match = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns)).match
+    return {name for name in names if match(name)}
+
+
+def problems(
+    patterns: Sequence[str], names: Collection[str], groups: Mapping[str, Sequence[str]], key: str = KEY
+) -> Iterator[Problem]:
+    """Yield a problem for each pattern that matches nothing, for parameters that are frozen in part, and if nothing trains.
+
+    names: of all tensors on disk that train without patterns. groups: {parameter in memory: its tensors on disk}.
+    """
+    for pattern in patterns:
+        if not matched([pattern], names):
+            some = ", ".join(sorted(names)[:3])
+            message = f"got '{pattern}', which matches none of the model's {len(names)} tensors; expected names such as {some}"
+            yield Problem(key, "not-a-choice", message)
+    frozen = matched(patterns, names)
+    if frozen and len(frozen) == len(names):
+        yield Problem(key, "contradiction", "got patterns that match all tensors; expected some left to train")
+    for parameter, sources in groups.items():
+        inside = [name for name in sources if name in frozen]
+        if inside and len(inside) < len(sources):
+            other = next(name for name in sources if name not in frozen)
+            message = (
+                f"got patterns that match {inside[0]} but not {other}; expected both or neither, since they are one parameter,"
+                f" {parameter}"
+            )
+            yield Problem(key, "contradiction", message)
+            return  # other layers have the same
+
+
+def grouped(parameters: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Return {parameter: tensors on disk}, with all experts of a layer as one."""
+    groups: dict[str, list[str]] = {}
+    for name, sources in parameters.items():
+        groups.setdefault(re.sub(r"\.local_experts\.\d+\.", ".", name), []).extend(sources)
+    return groups
+
+
+def known_groups(config: Mapping[str, Any], of: SimpleNamespace, megatron: bool, values: bool) -> dict[str, list[str]]:
+    """Return {parameter in a backend's memory: its tensors on disk, buffers left out}, from config.json.
+
+    of: the parsed config. megatron: whether Megatron-Core trains. values: whether a value head replaces the output layer.
+    Raises ValueError for a family whose tensors are not described, KeyError for a missing key.
+    """
+    found = tensors(config)
+    if megatron:
+        buffers = {tensor.name for tensor in found if tensor.part == "buffer"}
+        described = models.family(of.model_type).parameters(of, "values" if values else "logprobs")
+        return grouped({name: one.sources for name, one in described.items() if not buffers.intersection(one.sources)})
+    groups: dict[str, list[str]] = {}
+    gated = any(".experts." in tensor.name and tensor.name.endswith(("gate_proj.weight", "w3.weight")) for tensor in found)
+    for tensor in found:
+        if tensor.part != "buffer" and not (values and tensor.part == "output"):
+            name = _EXPERT.sub(".experts.", tensor.name)
+            name = _JOINED.sub(r"\1gate_up_proj", name) if gated else name
+            groups.setdefault(name, []).append(tensor.name)
+    return groups | ({SCORE: [SCORE]} if values else {})

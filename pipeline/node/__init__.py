@@ -1,0 +1,1 @@
+"""What a rank asks of its machine: compilers, builds, caches, memory, network interface."""

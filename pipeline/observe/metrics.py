@@ -1,0 +1,346 @@
+"""Write the metrics of a run on rank 0: metrics.jsonl, TensorBoard events and rollouts. And read them.
+
+metrics.jsonl has one object per step. A rerun cuts it, the TensorBoard events and the rollouts back to the restored step, so no
+step appears twice. A line that cannot be written is retried, because the metrics are the result of the run. Failures to write
+rollouts or TensorBoard events never stop it. Missing TensorBoard events are written as soon as possible, at the latest at the
+next start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, TypedDict, TypeVar
+
+from pipeline.config import LoggerConfig
+from pipeline.encryption import EncryptionKey, encrypt, is_encrypted, read_bytes
+from pipeline.files import small_files
+from pipeline.files.small_files import Count, Moment
+from pipeline.files.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, tell_slow, write_durably
+from pipeline.recipe import user_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from pipeline.observe.tensorboard_writer import TensorBoardWriter
+    from pipeline.types import Completion, Prompt, Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+RESOURCES = "resources/"
+"""Prefix of the resource monitor's keys. They are not in the log, for there are many."""
+NOT_REPRODUCIBLE = ("time", "throughput/", "idle/", RESOURCES)
+"""Prefixes of keys that differ from run to run; all others must not."""
+
+
+MEND = "Try to remove its line, or to restore the file from a copy"
+
+
+class StepLine(TypedDict):
+    """A line of metrics.jsonl: the other keys are metrics, numbers or null."""
+
+    step: Count
+    time: Moment
+
+
+class SaidTurn(TypedDict):
+    """A turn of an episode."""
+
+    said: str
+    told: str
+    said_tokens: NotRequired[Count]
+    told_tokens: NotRequired[Count]
+
+
+class RolloutLine(TypedDict):
+    """A line of a file of rollouts: the other keys are metrics of the rollout."""
+
+    prompt: str
+    completion: str
+    reward: float
+    completion_tokens: list[int]
+    finish: str
+    prompt_tokens: NotRequired[list[int]]
+    turns: NotRequired[list[SaidTurn]]
+    task: NotRequired[dict[str, Any] | None]
+    spans: NotRequired[list[tuple[int, int]]]  # version of the weights, tokens
+
+
+class Metrics:
+    """Writes a run's metrics, rollouts and TensorBoard events."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LoggerConfig,
+        after_step: int | None,
+        retry: RetryPolicy = NO_RETRIES,
+        key: EncryptionKey | None = None,
+    ):
+        """Continue after a restored step and drop everything beyond it; with None, drop everything. key: encrypts rollouts."""
+        self._key = key
+        last = -1 if after_step is None else after_step  # step 0 is the validation before the first step
+        self._path = run_dir / "metrics.jsonl"
+        self._rollouts = run_dir / "rollouts"
+        self._config = config
+        self._retry = retry
+        self._clocks: dict[str, float] = {}
+        self._missing: dict[str, list[int]] = {}  # unwritten steps, by what was to be written
+        text = self._retrying(lambda: self._cut(last))
+        self._size = len(text.encode())
+        self._unshown = [json.loads(line) for line in text.splitlines()] if config.tensorboard_enabled else []
+        self._tensorboard = _tensorboard_writer(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
+        self._show(last)
+
+    def _cut(self, last: int) -> str:
+        """Drop what was written after a step and return the rest of metrics.jsonl."""
+        text = "".join(json.dumps(line) + "\n" for line in read(self._path) if line["step"] <= last)
+        write_durably(self._path, text)
+        for path in self._rollouts.glob("*_*.jsonl"):
+            if int(path.stem.rpartition("_")[2]) > last:
+                path.unlink()
+        return text
+
+    def _retrying(self, work: Callable[[], Result]) -> Result:
+        return retrying(work, "writing the metrics", self._path, self._retry)
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Add the time of a block to this step's `time/<name>`, in seconds."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._clocks[name] = self._clocks.get(name, 0.0) + time.perf_counter() - start
+
+    def take_clocks(self) -> dict[str, float]:
+        """Return the seconds of `clock` as `time/NAME`, and reset them."""
+        clocks = {f"time/{name}": seconds for name, seconds in self._clocks.items()}
+        self._clocks = {}
+        return clocks
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Append a step's line, which is on disk when this returns. NaN and infinity become JSON's null.
+
+        Raises StorageError if it cannot be written. fsync costs about 4 ms, the page cache alone 0.02 ms.
+        """
+        line = {"step": step, "time": time.time(), **_finite(values)}
+        text = (json.dumps(line) + "\n").encode()
+        self._size = self._retrying(lambda: append(self._path, self._size, text))
+        if self._tensorboard is not None:
+            self._unshown.append(line)
+            self._show(step)
+        _log(step, values)
+
+    def log_again(self, step: int, values: dict[str, float]) -> None:
+        """Merge values into the line of a step, replacing those under the same keys."""
+        new = {"step": step, "time": time.time(), **_finite(values)}
+        lines = {line["step"]: line for line in read(self._path)}
+        lines[step] = lines.get(step, {}) | new
+        text = "".join(json.dumps(line) + "\n" for line in lines.values())
+        self._retrying(lambda: write_durably(self._path, text))
+        self._size = len(text.encode())
+        if self._tensorboard is not None:
+            self._tensorboard.show_from(step)
+            self._unshown.append(new)
+            self._show(step)
+        _log(step, values)
+
+    def _show(self, step: int) -> None:
+        """Write missing TensorBoard events. If that fails, the next step retries."""
+        if self._unshown and self._tensorboard:
+            with self._going_on("TensorBoard", step):
+                self._tensorboard.show(self._unshown)
+                self._unshown = []
+
+    @property
+    def logs_rollouts(self) -> bool:
+        """True if `log_rollouts` writes rollouts."""
+        return self._config.num_rollouts_to_log != 0
+
+    def log_rollouts(
+        self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase, kind: str = "step"
+    ) -> None:
+        """Write the rollouts of a step, one object per line, to rollouts/KIND_STEP.jsonl; `kind` is "step" or "val"."""
+        path = self._rollouts / f"{kind}_{step:06d}.jsonl"
+        records = itertools.islice(_records(groups, tokenizer), self._config.num_rollouts_to_log)
+        content = "".join(json.dumps(record) + "\n" for record in records).encode()
+        if self._key:
+            content = encrypt(content, self._key, path.name)
+        with self._going_on("rollouts", step):
+            self._retry.check()  # a later attempt may write there
+            self._rollouts.mkdir(exist_ok=True)
+            try:
+                append(path, 0, content, durable=False)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _going_on(self, what: str, step: int) -> Iterator[None]:
+        """Log when writing `what` begins to fail and what was lost, but do not stop the run."""
+        missing, begun = self._missing.setdefault(what, []), time.monotonic()
+        try:
+            yield
+            if (took := time.monotonic() - begun) > SLOW_S:
+                tell_slow(f"writing {what} of step {step}", took)
+        except OSError as error:
+            if not missing:
+                logger.warning("%s of step %d cannot be written (%s); the run goes on without", what, step, error)
+            missing.append(step)
+            return
+        if missing:
+            lost = "nothing is missing" if what == "TensorBoard" else f"those of steps {_spans(missing)} are lost"
+            logger.info("%s can be written again, from step %d on; %s", what, step, lost)
+            missing.clear()
+
+    def close(self) -> None:
+        """Log what was never written."""
+        for what, steps in self._missing.items():
+            if steps:
+                logger.warning("%s of steps %s were never written", what, _spans(steps))
+
+
+class Reader:
+    """Reads a metrics.jsonl while a run writes it; yields no step twice when a restarted run repeats steps."""
+
+    def __init__(self, path: Path, steps: int | None = None):
+        """steps: start so many lines before the end; None: at the first."""
+        self._path = path
+        self._steps = steps
+        self._inode = self._offset = 0
+        self._latest = self._given = -math.inf  # time of the latest line; likewise when the file was last replaced
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete lines since the last call. Raises RecipeError for a line that is not a step."""
+        try:
+            opened = user_files.open_file(self._path)
+        except FileNotFoundError:
+            return
+        with opened as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # a restarted run replaces the file
+                self._inode, self._given = inode, self._latest
+                self._offset = _last(file, self._steps) if self._steps else 0
+            file.seek(self._offset)
+            for text in small_files.whole_lines(file, self._path):
+                self._offset += len(text)
+                step = small_files.parsed(text, StepLine, self._path, remedy=MEND)
+                line: dict[str, Any] = {**small_files.checked(step, dict[str, float | None], self._path, remedy=MEND)}
+                if line["time"] > self._given:
+                    self._latest = line["time"]
+                    yield line
+
+
+def read_rollouts(path: Path, key: Callable[[], EncryptionKey | None] = lambda: None) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of rollouts.
+
+    key: is asked for the key if the file is encrypted. Raises RecipeError for a line that is not JSON, and if the key does not
+    fit or the file is damaged.
+    """
+    with user_files.open_file(path) as file:
+        encrypted = is_encrypted(file.read(8))
+    content = read_bytes(path, key() if encrypted else None)
+    whole = (text for text in content.splitlines(keepends=True) if text.endswith(b"\n"))
+    return [dict(small_files.parsed(text, RolloutLine, path, remedy=MEND)) for text in whole]
+
+
+def _last(file: BinaryIO, lines: int) -> int:
+    """Return the offset of the last `lines` lines; of fewer if these are long."""
+    size, looked = file.seek(0, os.SEEK_END), 65536
+    while looked < 2 * small_files.LONGEST:
+        start = file.seek(max(0, size - looked))
+        parts = file.read(size - start).split(b"\n")  # the last one is empty or incomplete
+        if start == 0 or len(parts) > lines + 1:
+            return size - len(b"\n".join(parts[-lines - 1 :]))
+        looked *= 2
+    return start + len(parts[0]) + 1
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a metrics.jsonl. Raises RecipeError for a line that is not a step."""
+    return list(Reader(path).lines())
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    """Return the values with None, which becomes null, in place of NaN and infinity."""
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+
+
+def _log(step: int, values: dict[str, float]) -> None:
+    shown = (f"{key} {value:.4g}" for key, value in values.items() if not key.startswith(RESOURCES))
+    logger.info("step %d: %s", step, ", ".join(shown))
+
+
+def _spans(steps: list[int]) -> str:
+    """Return steps as ranges: [1, 2, 3, 7] -> `1-3, 7`."""
+    runs: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _tensorboard_writer(folder: Path, last: int) -> TensorBoardWriter:
+    from pipeline.observe.tensorboard_writer import TensorBoardWriter  # only rank 0 needs the package
+
+    return TensorBoardWriter(folder, last)
+
+
+def _records(groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    for group in groups:
+        text, tokens = str(tokenizer.decode(group.prompt.tokens)), group.prompt.tokens.tolist()
+        for sample, rollout in enumerate(group.rollouts):
+            yield _record(group.prompt, text, tokens, sample, rollout, tokenizer)
+
+
+def _record(
+    prompt: Prompt, text: str, tokens: list[int], sample: int, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return a line of a rollouts file. `completion` has the whole episode; `turns` separates completions and observations."""
+    turns = []
+    if len(rollout.turns) > 1 or any(len(turn.observation) for turn in rollout.turns):
+        turns = [
+            {
+                "said": _said(turn.completion, tokenizer),
+                "told": tokenizer.decode(turn.observation),
+                "said_tokens": len(turn.completion.tokens),
+                "told_tokens": len(turn.observation),
+            }
+            for turn in rollout.turns
+        ]
+    completion = rollout.tokens
+    return {
+        "prompt_index": prompt.index,
+        **({"dataset": prompt.dataset} if prompt.dataset else {}),
+        "sample": sample,
+        "prompt": text,
+        "prompt_tokens": tokens,
+        "completion": tokenizer.decode(completion) if turns else "".join(_said(t.completion, tokenizer) for t in rollout.turns),
+        "completion_tokens": completion.tolist(),
+        **({"turns": turns} if turns else {}),
+        "task": prompt.task,
+        "reward": rollout.reward,
+        **rollout.metrics,
+        **({"failure": rollout.failure} if rollout.failure else {}),
+        **({"broke": rollout.broke} if rollout.broke else {}),
+        **({"extracted": rollout.extracted} if rollout.extracted else {}),
+        "finish": rollout.finish,
+        "spans": [[span.version, span.tokens] for span in rollout.spans],
+    }
+
+
+def _said(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a completion, with its special tokens, up to its stop string."""
+    text = str(tokenizer.decode(completion.tokens))
+    return text.partition(completion.stop)[0] if completion.stop else text

@@ -1,0 +1,78 @@
+"""The problems that checks find in a recipe, a file or a cluster, and the error that carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from pipeline.recipe.problem_codes import CODES
+
+HELP_HINT = "for cause and cure: python launch/submit.py help=CODE"
+"""The line below a list of problems."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mistake in a recipe, on the command line, in a file or in a cluster, and its location.
+
+    key: dotted key of the recipe, or argument of the command line, that has to change
+    code: stable name of the kind of problem, one of `pipeline.recipe.problem_codes.CODES`; tests and scripts compare it
+    message: `got 0; expected at least 1. Try ...`; its text may change between versions
+    origin: file and line of the key, such as `recipes/tiny_grpo.yaml:12`; empty if the recipe does not set it
+    """
+
+    key: str
+    code: str
+    message: str
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, f"{self.code}: add it to pipeline/recipe/problem_codes.py"
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.origin, self.key, self.message) if part)
+
+    def within(self, where: str) -> Problem:
+        """Return the problem with `where` before its origin: the run, or the needed recipe, that contains it."""
+        return replace(self, origin=": ".join(part for part in (where, self.origin) if part))
+
+
+class HetstepError(Exception):
+    """The base of the errors that name problems; `problems` has all that were found."""
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("\n".join(map(str, self.problems)))
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The code of each problem."""
+        return tuple(problem.code for problem in self.problems)
+
+
+class RecipeError(HetstepError, ValueError):
+    """Raised for a recipe, a file or a cluster that cannot be used."""
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise RecipeError if there are problems; equal ones are listed once."""
+    if found := tuple(dict.fromkeys(problems)):
+        raise RecipeError(*found)
+
+
+def format_problems(problems: Sequence[Problem]) -> str:
+    """Return the problems as text for a command, each with `[code]` at its end: one on its own line, several as a list."""
+    lines = [f"{problem} [{problem.code}]" for problem in problems]
+    if len(lines) == 1:
+        return lines[0]
+    return "\n  - ".join([f"{len(lines)} problems", *lines]) + f"\n{HELP_HINT}"
+
+
+@contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Catch a RecipeError of this block and add its problems to `problems`; the rest of the block is skipped."""
+    try:
+        yield
+    except RecipeError as error:
+        problems += error.problems

@@ -1,0 +1,180 @@
+"""Compute rewards with a reward model: rank 0 collects rollouts, has them scored, and sets their rewards.
+
+If the reward model reads the same tokens, prompt and completion are scored as they were sampled. That is so if its tokenizer
+has the policy's vocabulary, and its chat template too where prompts were made with one. Otherwise the conversation is tokenized
+again for the reward model: the prompt's messages and the completion as the assistant's turn, or, without a chat template, the
+prompt's text, the completion's and the end-of-sequence token. A chat template then also ends the turn of an answer cut for
+length. White space that it writes after the end-of-turn token is removed, as in training (`pipeline/data/preferences.py`),
+because the score is read where a sampled answer ends.
+
+A sequence of more than `policy.max_total_sequence_length` tokens loses its first ones: the score is read at the end, so the
+answer must be complete. An error would end the run for one long answer. This happens only to text that is tokenized again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline import config
+from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.packing import plan_microbatches
+from pipeline.data.plain_text import PlainText
+from pipeline.data.rendering import ChatTemplate
+from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.data.stop_strings import text_before_stop
+from pipeline.data.templates import check_template
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.rollout.rollout_messages import ScoreWork
+from pipeline.rpc import RpcGroup
+from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup, is_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Encode = Callable[[Prompt, Rollout], np.ndarray]
+"""(prompt, rollout) -> [L] int32, the reward model's input."""
+
+
+class Scoring:
+    """Sets the rewards of groups to the reward model's scores."""
+
+    def __init__(self, recipe: Recipe, serving: RpcGroup, places: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
+        """Score on the ranks of `serving`, which are at `places`. tokenizer: the policy's."""
+        environment = config.reward_environment(recipe)
+        assert environment is not None  # only such recipes are scored
+        self._environment = environment
+        self._model = config.reward_model_policy(recipe)
+        self._serving = serving
+        self._places = places
+        self._encode = _encoder(recipe, self._model, self._environment, tokenizer)
+        self._lowest = math.nan  # finite score of the last call that had any
+
+    def __call__(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups with scores as rewards where the prompt's environment is the reward model's.
+
+        Each such rollout gets the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was too long.
+        An answer without a finite score gets the lowest finite one of this call, or of the last call that had one. Raises
+        ValueError if there was none.
+        """
+        judged = [(group.prompt, rollout) for group in groups if self._is_scored(group) for rollout in group.rollouts]
+        sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
+        limit = self._model.max_total_sequence_length
+        scores = self._score([tokens[-limit:] for tokens in sequences])
+        lowest = self._lowest = min(filter(is_reward, scores), default=self._lowest)
+        rewarded = iter(
+            [
+                self._rewarded(prompt, rollout, score, lowest, len(tokens) > limit)
+                for (prompt, rollout), tokens, score in zip(judged, sequences, scores, strict=True)
+            ]
+        )
+        return [
+            dataclasses.replace(group, rollouts=tuple(itertools.islice(rewarded, len(group.rollouts))))
+            if self._is_scored(group)
+            else group
+            for group in groups
+        ]
+
+    def _is_scored(self, group: RolloutGroup) -> bool:
+        return group.prompt.environment == self._environment
+
+    def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, lowest: float, truncated: bool) -> Rollout:
+        broke = "" if is_reward(score) else f"the reward model scores it {score}"
+        if broke and not math.isfinite(lowest):
+            raise ValueError(
+                f"env.{self._environment}: got score {score} for an answer to prompt {prompt.index}; expected a finite score"
+                " for at least one answer. Try another reward model or precision"
+            )
+        score = lowest if broke else score
+        metrics = {**rollout.metrics, "reward_model_score": score, "reward_model_truncated": float(truncated)}
+        return dataclasses.replace(rollout, reward=score, metrics=metrics, broke=broke or rollout.broke)
+
+    def _score(self, sequences: list[np.ndarray]) -> list[float]:
+        if not sequences:
+            return []
+        packing = self._model.sequence_packing
+        bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, self._model.logprob_batch_size)
+        plan = plan_microbatches([len(tokens) for tokens in sequences], self._places[0].size, *bounds)
+        works = [ScoreWork([[sequences[i] for i in members] for members in microbatches]) for microbatches in plan]
+        replies = self._serving.score(parts=[works[place.rank] for place in self._places]).result()
+        scores = [math.nan] * len(sequences)
+        for place, reply in zip(self._places, replies, strict=True):  # ranks that share a place reply the same
+            for i, score in zip(itertools.chain(*plan[place.rank]), reply, strict=True):
+                scores[i] = score
+        return scores
+
+
+# ---- the reward model's input -------------------------------------------------------------------------------------------
+
+
+def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTrainedTokenizerBase) -> Encode:
+    """Return the function that encodes rollouts. Raises RecipeError if a needed chat template is missing."""
+    chat, theirs = recipe.data.apply_chat_template, load_tokenizer(model.tokenizer)
+    if _same_tokens(ours, theirs, recipe.policy.tokenizer, model.tokenizer, chat):
+        return lambda prompt, rollout: np.concatenate([prompt.tokens, rollout.tokens])
+    if chat and not theirs.chat_template:
+        message = f"got none, and {model.tokenizer.name} has none; expected one, as the policy has another tokenizer"
+        raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
+    if chat:
+        check_template(theirs, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
+    template = ChatTemplate(theirs, model.tokenizer.chat_template_kwargs)
+    return _Retokenizer(environment, ours, theirs, chat, template, PlainText(theirs), SpecialTokenEscaper(theirs))
+
+
+def _same_tokens(
+    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, our: TokenizerConfig, their: TokenizerConfig, chat: bool
+) -> bool:
+    if ours.get_vocab() != theirs.get_vocab():
+        return False
+    options = their.chat_template_kwargs in (None, our.chat_template_kwargs)
+    return not chat or (ours.chat_template == theirs.chat_template and options)
+
+
+@dataclass(frozen=True)
+class _Retokenizer:
+    """Tokenizes a conversation with the reward model's own tokenizer."""
+
+    environment: str
+    ours: PreTrainedTokenizerBase
+    theirs: PreTrainedTokenizerBase
+    chat: bool
+    template: ChatTemplate
+    plain: PlainText
+    escaper: SpecialTokenEscaper  # of `theirs`: special tokens that the policy writes as text stay text
+
+    def __call__(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
+        if len(rollout.turns) > 1:
+            turns = len(rollout.turns)
+            message = f"got an episode of {turns} turns; expected 1. Try a reward model with the policy's tokenizer"
+            raise RecipeError(Problem(f"env.{self.environment}", "unsupported", message))
+        answer = self.escaper.escape(text_before_stop(self.ours, rollout.tokens.tolist(), rollout.stop))
+        if self.chat:
+            messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
+            text = self.template.text(messages, **prompt.task.get("template_options", {}))
+            if (stripped := text.rstrip()).endswith(self._special):
+                text = stripped
+            tokens = self.escaper.tokenize(text)
+        else:
+            tokens = [*self.plain.tokens(self._task(prompt, "text")), *self.escaper.tokenize(answer)]
+            tokens += self.plain.end if rollout.finish == "stop" else []
+        return np.asarray(tokens, np.int32)
+
+    @property
+    def _special(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self.theirs.added_tokens_decoder.values() if token.special)
+
+    def _task(self, prompt: Prompt, key: str) -> Any:
+        if key not in prompt.task:
+            message = (
+                f"got prompt {prompt.index} with {', '.join(prompt.task)}; expected also {key}, as the reward model has another"
+                " tokenizer than the policy. Try a reward model with the policy's tokenizer"
+            )
+            raise RecipeError(Problem(f"env.{self.environment}", "missing-column", message))
+        return prompt.task[key]

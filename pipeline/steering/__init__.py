@@ -1,0 +1,1 @@
+"""Change keys of a live run between two steps."""

@@ -1,0 +1,112 @@
+"""The adapters in a checkpoint: which weights on disk they adapt, and these weights merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pipeline.boxes import Piece, whole
+from pipeline.config import LoRAConfig
+from pipeline.models.hugging_face import layout
+from pipeline.models.recorded_layout import Shape, invert
+from pipeline.train.adapters import adapter_weights
+from pipeline.train.adapters.fused_experts import ExpertParameter, expert_parameters, parameter_of
+from pipeline.train.adapters.spec import A, AdapterSpec, B
+from pipeline.train.shards import BoxReader
+
+PREFIX = "adapter."  # of the adapters' tensors in a checkpoint
+
+
+def saved_spec(record: Mapping[str, Any]) -> AdapterSpec:
+    """Return the options of a checkpoint's adapters. record: the checkpoint's. Those of training alone are the defaults."""
+    names = ("dim", "alpha", "use_dora", "use_rslora")
+    return AdapterSpec.of(LoRAConfig(True, **{name: record[name] for name in names if name in record}))
+
+
+def adapted_layers(reader: BoxReader) -> dict[str, Shape]:
+    """Return {layer: [out, in]} of the layers that have an adapter in a checkpoint."""
+    found = {}
+    for name, shape in reader.shapes.items():
+        if name.startswith(PREFIX) and name.endswith(A):
+            layer = name.removeprefix(PREFIX).removesuffix(A)
+            found[layer] = (reader.shapes[PREFIX + layer + B][0], shape[1])
+    return found
+
+
+class SavedAdapters:
+    """The adapters in a checkpoint of a model."""
+
+    def __init__(self, reader: BoxReader, record: Mapping[str, Any], hf: PreTrainedModel):
+        """record: the checkpoint's of its adapters. hf: the model on the meta device, which may be another one."""
+        self.spec = saved_spec(record)
+        self._reader = reader
+        self._experts = expert_parameters(hf)
+        self.layers = adapted_layers(reader)
+        # Of each weight on disk that consists of experts: its boxes of parameters in memory.
+        parts = {name: pieces for name, pieces in layout(hf).items() if name in self._experts} if self._experts else {}
+        self._parts: dict[str, list[Piece]] = invert(parts)
+
+    @property
+    def mixture(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return bool(self._experts)
+
+    def of_experts(self) -> dict[str, ExpertParameter]:
+        """Return {parameter in memory: its description} of experts, of which some are adapted under one A for all rows."""
+        held = {found[0] for layer in self.layers if (found := parameter_of(layer))}
+        return {name: parameter for name, parameter in self._experts.items() if name in held}
+
+    def weights(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return {weight on disk: shape} of the adapted weights. shapes: of the model's tensors on disk.
+
+        A layer that is not of this model is found under its own name, with the shape of its adapter.
+        """
+        found: dict[str, Shape] = {}
+        adapted: dict[str, set[int]] = {}
+        for layer, shape in self.layers.items():
+            name, expert = parameter_of(layer) or ("", 0)
+            if (parameter := self._experts.get(name)) is None:
+                found[f"{layer}.weight"] = shape
+            elif shape != (parameter.rows, parameter.columns) or expert >= parameter.experts:
+                found[layer] = shape
+            else:
+                adapted.setdefault(name, set()).add(expert)
+        for stored, pieces in self._parts.items():
+            if any(not adapted.get(piece.name, set()).isdisjoint(_experts(piece)) for piece in pieces):
+                found[stored] = shapes[stored]
+        return found
+
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Merge a whole weight on disk, one of `weights`, with its adapters."""
+        layer = name.removesuffix(".weight")
+        if layer in self.layers and (parameter_of(layer) or ("",))[0] not in self._experts:
+            return self._merge(layer, weight, slice(None), slice(None))
+        merged = weight.clone()
+        for piece in self._parts[name]:
+            parameter, place = self._experts[piece.name], piece.target.within(whole(tuple(weight.shape)))
+            part = merged[place].reshape(piece.source.size)
+            for one, expert in zip(part, _experts(piece), strict=True):
+                if (layer := parameter.layer(expert)) in self.layers:
+                    own = one.T if parameter.transposed else one
+                    own.copy_(self._merge(layer, own, *parameter.part(piece.source)))
+            merged[place] = part.reshape(piece.target.size)
+        return merged
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor of an adapter by its name, such as `<layer>.lora_A.weight`."""
+        return self._reader.read(PREFIX + name, whole(self._reader.shapes[PREFIX + name]))
+
+    def _merge(self, layer: str, weight: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+        """Merge these rows and columns of a layer's weight."""
+        a, b, *magnitude = (self.read(stored) for stored in self.spec.shapes(layer, *self.layers[layer]))
+        part = a[:, columns]
+        assert not magnitude or part.shape == a.shape, f"{layer}: the norms of DoRA need whole rows"
+        return adapter_weights.merge(weight, part, b[rows], self.spec.scale, magnitude[0][rows] if magnitude else None)
+
+
+def _experts(piece: Piece) -> range:
+    """Return the numbers of the experts in a piece's box of a parameter in memory."""
+    return range(piece.source.offset[0], piece.source.offset[0] + piece.source.size[0])

@@ -1,0 +1,41 @@
+"""The adapters of a policy as engines that serve them need them, without a backend."""
+
+from __future__ import annotations
+
+from pipeline import models
+from pipeline.config import PolicyConfig, refuse, uses_megatron
+from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, model_config
+from pipeline.train import lora
+from pipeline.train.adapters import modules
+from pipeline.train.adapters.adapted_layers import family_not_served, not_served
+from pipeline.train.adapters.model_adapters import ExpertsAdapter, LinearAdapter
+from pipeline.train.adapters.module_layers import AdaptedModule, not_served_modules, options
+from pipeline.train.adapters.spec import AdapterSpec
+from pipeline.types import ServedAdapters
+
+
+def served_adapters(policy: PolicyConfig) -> ServedAdapters:
+    """Return the adapters of policy.model_name, in the order of the backend that trains them.
+
+    Raises RecipeError for layers that cannot have one, and for those whose adapters engines cannot apply.
+    """
+    config = model_config(policy)
+    refuse(family_not_served(config.model_type))
+    if uses_megatron(policy):
+        return _of_megatron(policy)
+    hf = meta_model(config)
+    adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, layout(hf))
+    experts = [one.weight for one in adapters.items if isinstance(one, ExpertsAdapter)]
+    linear = [one.stored for one in adapters.items if isinstance(one, LinearAdapter)]
+    refuse(not_served(experts, linear))
+    return ServedAdapters(adapters.spec.dim, adapters.spec.alpha, adapters.spec.rslora, adapters.shapes)
+
+
+def _of_megatron(policy: PolicyConfig) -> ServedAdapters:
+    config, peft = model_config(policy), policy.megatron_cfg.peft
+    chosen = modules.choose(peft, models.family(config.model_type).parameters(config))
+    refuse(not_served_modules(chosen))
+    spec, (shapes, _), found = AdapterSpec.of(options(peft)), checkpoint_shapes(config), {}
+    for module in chosen:
+        found |= AdaptedModule.of(module, shapes).tensors(spec, shapes)
+    return ServedAdapters(spec.dim, spec.alpha, spec.rslora, found)

@@ -1,0 +1,305 @@
+"""Megatron-Core's distributed optimizer: each data-parallel rank updates a flat range of every parameter, in float32.
+
+Its settings come from `policy.megatron_cfg.optimizer` and `.scheduler` if the recipe has them, otherwise from
+`policy.optimizer` and `policy.scheduler`, so a recipe can change the backend without other keys. With Megatron-Core's settings,
+norms and biases have no weight decay, which is its default. With torch's settings, all parameters have it, which is torch's
+default.
+
+Not supported: fp16 and its loss scale; CPU offload; checkpoints in Megatron-Core's format (`ranges` returns flat ranges, which
+`megatron_backend.py` writes as boxes of Hugging Face tensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as CoreConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig, Problem, RecipeError
+from pipeline.train.megatron.gradient_norm import Gradient, GradientNorm
+from pipeline.train.optimizer import LRSchedule
+
+ADAM = {"torch.optim.AdamW": True, "torch.optim.Adam": False}  # name -> whether weight decay is decoupled
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRange:
+    """The flat range [start, stop) of a parameter that this data-parallel rank updates."""
+
+    parameter: torch.nn.Parameter  # of the model
+    start: int
+    stop: int
+    main: torch.Tensor  # [stop - start] float32 weights
+    state: dict[str, torch.Tensor]  # exp_avg and exp_avg_sq, each [stop - start]; empty before the first step
+
+
+class ScheduledOptimizer:
+    """Megatron-Core's optimizer with the schedule of its learning rate and weight decay."""
+
+    def __init__(self, policy: PolicyConfig, model: DistributedDataParallel, norm: GradientNorm):
+        """Raises RecipeError for settings that Megatron-Core's optimizer does not support."""
+        own = policy.megatron_cfg.optimizer
+        config = _core_config(policy, own)
+        overrides = None if own else {}  # None: Megatron-Core's default
+        core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
+        assert isinstance(core, ChainedOptimizer)
+        self._core = core
+        self._norm, self._checked = norm, False
+        self._policy, self._config = policy, config
+        self.updates = 0  # Adam needs their number for its bias correction
+        self._schedule = self._new_schedule(policy, config)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings that a checkpoint records, as JSON values."""
+        config, scheduler = self._config, self._policy.megatron_cfg.scheduler
+        return {
+            name: getattr(config, name)
+            for name in ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+        } | {
+            "decoupled_weight_decay": config.decoupled_weight_decay,
+            "decays_norms": self._policy.megatron_cfg.optimizer is None,
+            "scheduler": asdict(scheduler) if scheduler else self._policy.scheduler,
+        }
+
+    def _new_schedule(self, policy: PolicyConfig, config: CoreConfig) -> TorchLRSchedule | MegatronLRSchedule:
+        scheduler = policy.megatron_cfg.scheduler
+        if scheduler is not None:
+            return MegatronLRSchedule(self._core, config, scheduler)
+        return TorchLRSchedule(self._core, config, policy.scheduler)
+
+    def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
+        """Return a function that takes the rates and schedules of `policy`: `TrainBackend.new_rates`."""
+        config = _core_config(policy, policy.megatron_cfg.optimizer)
+        groups = self._core.param_groups
+        before = [dict(group) for group in groups]
+        try:
+            for group in groups:  # a schedule reads these, and sets `lr` and `weight_decay`
+                group |= {"lr": config.lr, "max_lr": config.lr, "min_lr": config.min_lr}
+            schedule = self._new_schedule(policy, config)
+            schedule.advance(self._schedule.steps)
+            after = [{name: group[name] for name in ("lr", "weight_decay", "max_lr", "min_lr")} for group in groups]
+        finally:
+            for group, own in zip(groups, before, strict=True):
+                group.clear()
+                group |= own
+
+        def take() -> None:
+            self._policy, self._config, self._schedule = policy, config, schedule
+            for group, rates in zip(groups, after, strict=True):
+                group |= rates
+
+        return take
+
+    @property
+    def schedule_steps(self) -> int:
+        """The number of steps of the schedule."""
+        return self._schedule.steps
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self._schedule.lr
+
+    def advance_schedule(self) -> None:
+        """Advance the schedule by one step of the algorithm."""
+        self._schedule.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._core.zero_grad()
+
+    def step(self) -> float:
+        """Update the weights, and return the norm of the whole gradient before clipping. Collective over the component.
+
+        Raises FloatingPointError if the gradient is not finite; weights and state are then unchanged. The first step of a
+        process raises RuntimeError if gradients of replicas, or Megatron-Core's norm, are not what the layout says.
+        """
+        self._core.prepare_grads()
+        norm = self._norm.norm(self._gradients())
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        if not self._checked:
+            self._norm.check(self._gradients(), norm, self._core.get_grad_norm)
+            self._checked = True
+        if self._config.clip_grad > 0:
+            for part in self._parts():
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=self._config.clip_grad, total_norm=norm)
+        self._core.step_with_ready_grads()
+        self.updates += 1
+        return norm
+
+    def _gradients(self) -> Iterator[Gradient]:
+        """Yield the gradients of the ranges that this rank updates."""
+        for part in self._parts():
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][place]
+                if main.grad is not None:
+                    yield parameter, main, main.grad
+
+    def ranges(self) -> Iterator[ParameterRange]:
+        """Yield the ranges that this rank updates."""
+        for part in self._parts():
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                where = part._get_model_param_range_map(parameter)["param"]
+                main = part.optimizer.param_groups[group]["params"][place]
+                state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if torch.is_tensor(v) and v.dim()}
+                yield ParameterRange(parameter, where.start, where.end, main.detach(), state)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors of the optimizer. With a single precision, its weights are views of the model's."""
+        for part in self.ranges():
+            yield from (part.main, *part.state.values())
+
+    def restore(self, updates: int, schedule_steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
+        """Restore the state of a checkpoint. state: the state tensors of each parameter of `ranges`."""
+        self.updates = updates
+        self._schedule = self._new_schedule(self._policy, self._config)
+        self._schedule.advance(schedule_steps)
+        for part in self._parts():
+            # torch's Adam counts steps per parameter, TransformerEngine's and apex's per group.
+            per_parameter = isinstance(part.optimizer, torch.optim.Adam)
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][place]
+                found = dict(state.get(parameter, {}))
+                if found and per_parameter:
+                    found["step"] = torch.tensor(float(updates))
+                part.optimizer.state[main] = found
+            if updates and not per_parameter:
+                for group in part.optimizer.param_groups:
+                    group["step"] = updates
+
+    def _parts(self) -> list[Any]:
+        """Return Megatron-Core's optimizers that have parameters: of dense parameters and of experts."""
+        return [part for part in self._core.chained_optimizers if part.optimizer is not None and part.get_parameters()]
+
+
+class TorchLRSchedule:
+    """A schedule of torch, run on a dummy optimizer because Megatron-Core's is not a torch optimizer."""
+
+    def __init__(self, core: Any, config: CoreConfig, schedule: Any):
+        self._core, self._config = core, config
+        assert config.lr is not None  # `_core_config` sets it
+        self._dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
+        self._schedule = LRSchedule(self._dummy, schedule)
+        self._apply()
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return self._schedule.steps
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self._schedule.lr
+
+    def step(self) -> None:
+        """Advance by one step of the algorithm."""
+        self.advance(1)
+
+    def advance(self, steps: int) -> None:
+        """Advance by that many steps."""
+        self._schedule.advance(steps)
+        self._apply()
+
+    def _apply(self) -> None:
+        for group in self._core.param_groups:
+            group["lr"] = self._schedule.lr
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+
+
+class MegatronLRSchedule:
+    """Megatron-Core's warm-up and decay, in steps of the algorithm."""
+
+    def __init__(self, core: Any, config: CoreConfig, schedule: MegatronSchedulerConfig):
+        if schedule.lr_decay_iters is None and schedule.lr_decay_style != "constant":
+            message = f"got null; expected the number of steps of lr_decay_style={schedule.lr_decay_style}"
+            raise RecipeError(Problem("policy.megatron_cfg.scheduler.lr_decay_iters", "missing-value", message))
+        assert config.lr is not None and config.min_lr is not None
+        steps = max(schedule.lr_decay_iters or 0, schedule.lr_warmup_iters + 1)
+        self.steps = 0
+        self._core = core
+        self._scheduler = OptimizerParamScheduler(
+            core,
+            init_lr=schedule.lr_warmup_init,
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            lr_warmup_steps=schedule.lr_warmup_iters,
+            lr_decay_steps=steps,
+            lr_decay_style=schedule.lr_decay_style,
+            start_wd=config.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+            end_wd=config.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+            wd_incr_steps=steps,
+            wd_incr_style=schedule.weight_decay_incr_style,
+        )
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return float(self._core.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        """Advance by one step of the algorithm."""
+        self.advance(1)
+
+    def advance(self, steps: int) -> None:
+        """Advance by that many steps."""
+        self.steps += steps
+        self._scheduler.step(increment=steps)
+
+
+def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> CoreConfig:
+    shared = {
+        "bf16": policy.precision == "bfloat16",
+        "params_dtype": getattr(torch, policy.precision),
+        "use_distributed_optimizer": True,
+    }
+    if own is not None:
+        if own.optimizer != "adam":
+            message = f"got {own.optimizer}; expected adam, the only choice for Megatron-Core's distributed optimizer"
+            raise RecipeError(Problem("policy.megatron_cfg.optimizer.optimizer", "not-a-choice", message))
+        return CoreConfig(
+            optimizer=own.optimizer,
+            lr=own.lr,
+            min_lr=own.min_lr,
+            weight_decay=own.weight_decay,
+            adam_beta1=own.adam_beta1,
+            adam_beta2=own.adam_beta2,
+            adam_eps=own.adam_eps,
+            clip_grad=own.clip_grad or 0.0,
+            **shared,
+        )
+    torch_config = policy.optimizer
+    kwargs = dict(torch_config.kwargs)
+    if torch_config.name not in ADAM:
+        message = f"got {torch_config.name}; expected {' or '.join(ADAM)}, or policy.megatron_cfg.optimizer"
+        raise RecipeError(Problem("policy.optimizer.name", "not-a-choice", message))
+    decoupled = ADAM[torch_config.name]
+    lr, (beta1, beta2) = kwargs.pop("lr", 1e-3), kwargs.pop("betas", (0.9, 0.999))
+    eps, decay = kwargs.pop("eps", 1e-8), kwargs.pop("weight_decay", 0.01 if decoupled else 0.0)
+    for speed_only in ("fused", "foreach"):
+        kwargs.pop(speed_only, None)
+    if kwargs:
+        message = f"got {', '.join(kwargs)}, which Megatron-Core's optimizer does not support"
+        raise RecipeError(Problem("policy.optimizer.kwargs", "unsupported", message))
+    return CoreConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=decay,
+        decoupled_weight_decay=decoupled,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=eps,
+        clip_grad=policy.max_grad_norm or 0.0,
+        **shared,
+    )

@@ -1,0 +1,371 @@
+"""The Megatron-Core training backend: tensor, pipeline, context, expert, sequence and data parallelism.
+
+Weights are in the recipe's precision. Megatron-Core's DistributedDataParallel sums gradients, and its distributed optimizer
+keeps float32 weights and state cut over data-parallel ranks. Checkpoints hold boxes of Hugging Face tensors, so they load with
+any layout. With adapters (adapters.py) only these are trained and saved; `weights` and `local_tensor` return merged weights, or
+the adapters for a role that serves these (served_weights.py).
+
+Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FSDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import PreTrainedConfig
+from typing_extensions import override
+
+from pipeline import models
+from pipeline.boxes import Box, Piece, Region
+from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.encryption import EncryptionKey
+from pipeline.models.config_json import check_attention, check_megatron_attention
+from pipeline.models.family import VALUE_HEAD
+from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
+from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
+from pipeline.train import checkpoint_state, lora
+from pipeline.train import freezing as frozen
+from pipeline.train.adapters.module_layers import options
+from pipeline.train.context_parallel import LocalBatch, localize
+from pipeline.train.initial_weights import ReadBox, initial_weights
+from pipeline.train.megatron import adapted_stage
+from pipeline.train.megatron.conversion import converted
+from pipeline.train.megatron.distributed_optimizer import ScheduledOptimizer
+from pipeline.train.megatron.frozen_stage import freeze_stage
+from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
+from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
+from pipeline.train.megatron.host_weights import HostWeights
+from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
+from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
+from pipeline.train.megatron.model import build, data_parallel
+from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of, stored
+from pipeline.train.megatron.served_weights import ServedWeights
+from pipeline.train.megatron.stage_heads import ValueHead, VocabularyHead, broadcast_outputs
+from pipeline.train.offload import Offload
+from pipeline.train.outputs import broadcast_record, reduce_outputs
+from pipeline.train.sequence_bounds import check_batch
+from pipeline.train.shards import Shards, collect_shards, read_shards
+from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
+from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
+
+
+class MegatronBackend(TrainBackend):
+    """The training backend on Megatron-Core."""
+
+    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
+        """Build the backend, as `pipeline.train.build` documents."""
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._policy, self._group, self._role = policy, group, role
+        initialize(policy, seed)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_size = parallel_state.get_data_parallel_world_size()
+        hf = model_config(policy, role.head)
+        check_attention(hf, policy.max_total_sequence_length)
+        check_megatron_attention(hf, policy.max_total_sequence_length)
+        self._shapes, _ = checkpoint_shapes(hf, role.head)
+        self._stage = build(policy, hf, role.head).to(self.device)
+        self._starts_on_host = not kernels_read_starts(self._stage, self._stage.config)
+        if not role.trained:
+            self._stage.requires_grad_(False)
+        family = models.family(hf.model_type).parameters(hf, role.head)
+        self._adapters = adapted_stage.adapt(self._stage, policy, family, self._shapes) if role.trained else None
+        whole, shapes = (self._adapters.parameters, self._adapters.shapes) if self._adapters else ({}, {})
+        self._local = local_tensors(self._stage, family | whole, self._shapes | shapes)
+        self._base = {name: local for name, local in self._local.items() if name not in whole}
+        self._saved = SavedState.of(self._local, self._shapes, self._adapters, role.head)
+        self._vocabulary = hf.vocab_size
+        self._head = ValueHead() if role.head == "values" else VocabularyHead.of(policy, hf, role)
+        self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
+        if role.trained:
+            freeze_stage(self._stage, policy, self._base, family)
+            set_flags(self._local)
+            model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
+            self._training = model, ScheduledOptimizer(policy, model, GradientNorm(self._local, group, self.device))
+        self._load_initial(hf, seed)
+        weights = [local.tensor for local in self._local.values()]
+        self._reference = HostWeights(weights, self.device) if role.reference and self._adapters is None else None
+        peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None
+        self._lora_record = lora.record(options(peft), random_seed) if self._adapters else None
+        served = (self._local, self._base, self._shapes, self._adapters, role.serves_adapters)
+        self._served = ServedWeights(*served, group, self.device)
+        self._host = HostWeights(weights, self.device) if role.offload and not role.trained else None
+        if self._host is not None:
+            self._host.free_device()
+        self._offload = Offload(self.device, shared=True)
+
+    # ---- forward and step -----------------------------------------------------------------------------------------------
+
+    @override
+    def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
+        if model not in ("policy", "reference"):
+            raise ValueError(f"model '{model}' is not one of: policy, reference")
+        self._check(batches)
+        found: list[Outputs] = []
+
+        def keep(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
+            found.append(outputs)
+            return torch.zeros((), device=self.device)  # Megatron-Core's schedule expects a loss
+
+        head = self._head if model == "policy" else self._head.untruncated()
+        with torch.no_grad(), self._weights_of(model):
+            self._run(self._stage, batches, keep, head, top_k)
+        self._empty_cache(2)
+        return self._on_all_stages(found, batches, head, top_k)
+
+    @override
+    def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+        self._check_trained()
+        self._check(batches)
+        if not batches:
+            raise ValueError("a step needs at least one batch")
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        found: list[LossOutput] = []
+
+        def finish(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
+            output = loss(outputs, batch)
+            found.append(LossOutput(output.loss.detach(), output.metrics))
+            return output.loss
+
+        with self._adapters.training() if self._adapters else contextlib.nullcontext():
+            self._run(self._model, batches, finish, self._head)
+        metrics = self._metrics(found)
+        lr = self._optimizer.lr
+        metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
+        self._served.refresh()
+        self._empty_cache(1)
+        return StepResult(metrics)
+
+    @override
+    def advance_schedule(self) -> None:
+        self._optimizer.advance_schedule()
+
+    @override
+    def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
+        return self._optimizer.new_rates(policy)
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        return self._check_trained()[0]
+
+    @property
+    def _optimizer(self) -> ScheduledOptimizer:
+        return self._check_trained()[1]
+
+    def _check_trained(self) -> tuple[DistributedDataParallel, ScheduledOptimizer]:
+        if self._training is None:
+            raise ValueError(f"{self._policy.model_name} was built with ModelRole(trained=False)")
+        return self._training
+
+    def _check(self, batches: Sequence[PackedBatch]) -> None:
+        for batch in batches:
+            check_batch(batch, self._vocabulary)
+            if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
+                raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
+
+    def _run(
+        self,
+        model: torch.nn.Module,
+        batches: Sequence[PackedBatch],
+        finish: Callable[[PackedBatch, Outputs], torch.Tensor],
+        head: VocabularyHead | ValueHead,
+        top_k: int = 0,
+    ) -> None:
+        """Run Megatron-Core's pipeline schedule over the microbatches.
+
+        finish(batch, outputs): called on the last stage; its result is differentiated, unless gradients are disabled.
+        """
+        if not batches:
+            return
+
+        def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: torch.nn.Module):
+            batch, local = next(iterator)
+            sequences = PackedSequences.of(local.packing, self._starts_on_host)
+            hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
+            if not parallel_state.is_pipeline_last_stage():
+                return hidden, None
+            # The schedule expects a number of tokens to divide by. It is ignored: losses are already divided.
+            one = torch.ones((), dtype=torch.int, device=self.device)
+            outputs = head.outputs(self._stage, hidden, local, top_k)
+            return outputs, lambda outputs: (finish(batch, outputs), one, None)
+
+        config = self._stage.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        context = context_group()
+        pairs = ((batch, localize(batch, context.size(), context.rank(), multiple, context)) for batch in batches)
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=pairs,
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=1,  # unused: each microbatch has its own length (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=not torch.is_grad_enabled(),
+        )
+
+    def _on_all_stages(
+        self, found: list[Outputs], batches: Sequence[PackedBatch], head: VocabularyHead | ValueHead, top_k: int
+    ) -> list[Outputs]:
+        """Return the last pipeline stage's outputs on all stages."""
+        stages = pipeline_group()
+        if stages.size() == 1 or not batches:
+            return found
+        if stages.rank() != stages.size() - 1:
+            found = [head.empty(batch, top_k) for batch in batches]
+        broadcast_outputs(found, stages)
+        return found
+
+    def _metrics(self, outputs: list[LossOutput]) -> dict[str, float]:
+        """Return the step's metrics, equal on all ranks."""
+        stages = pipeline_group()
+        found = {}
+        if parallel_state.is_pipeline_last_stage():
+            # Tensor- and context-parallel peers computed the same loss of the same batches.
+            found = reduce_outputs(outputs, True, data_group(), self.device)
+        if stages.size() == 1:
+            return found
+        return broadcast_record(found, stages.size() - 1, stages, self.device)
+
+    def _empty_cache(self, level: int) -> None:
+        if self.device.type == "cuda" and self._policy.megatron_cfg.empty_unused_memory_level >= level:
+            torch.cuda.empty_cache()
+
+    # ---- offloading -----------------------------------------------------------------------------------------------------
+
+    @override
+    def offload(self, keep_weights: bool = False) -> None:
+        if keep_weights:
+            self._served.merge()
+        served = self._served.read()
+        weights = [*(local.tensor for local in self._local.values()), *self._served.merged]
+        if self._training is not None:
+            model, optimizer = self._training
+            optimizer.zero_grad()
+            buffers = model.buffers + model.expert_parallel_buffers  # pyright: ignore[reportOperatorIssue] - a list here
+            self._offload.drop(buffer.grad_data for buffer in buffers)
+            self._offload.offload(optimizer.tensors(), keep=served if self._adapters else weights)
+        if self._adapters is not None:
+            base = [local.tensor for local in self._base.values() if not local.tensor.requires_grad]
+            self._offload.offload(base, keep=served if keep_weights else (), frozen=True)
+        if self._host is None and (self._adapters is not None or not keep_weights):
+            self._offload.offload(weights, keep=served if keep_weights else (), frozen=not self._role.trained)
+
+    @override
+    def reload(self) -> None:
+        self._offload.reload()
+
+    # ---- weights --------------------------------------------------------------------------------------------------------
+
+    @override
+    def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        precision = getattr(torch, self._policy.precision)
+        with self._weights_of("policy"):
+            yield from self._served.model_tensors(precision) if model else self._served.tensors(precision)
+
+    @property
+    @override
+    def shapes(self) -> dict[str, Shape]:
+        return self._served.shapes
+
+    @override
+    def layout(self) -> list[Region]:
+        return self._served.layout()
+
+    @override
+    def local_tensor(self, name: str) -> torch.Tensor:
+        return self._served.tensor(name)
+
+    @contextlib.contextmanager
+    def _weights_of(self, model: str) -> Iterator[None]:
+        """Have the weights of "policy" or "reference" in the model's tensors, on the device, within this context."""
+        if model == "reference" and self._adapters is not None and self._role.reference:
+            with self._adapters.disabled():
+                yield
+            return
+        if model == "reference" and self._reference is None:
+            raise ValueError("there are no reference weights; build the backend with ModelRole(reference=True)")
+        frozen = self._host if model == "policy" else self._reference
+        with frozen.on_device() if frozen else contextlib.nullcontext():
+            yield
+
+    def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
+        self._load_base(hf, seed)
+        if self._adapters is not None:
+            adapters = {name: local for name, local in self._local.items() if name not in self._base}
+            self._fill(self._adapters.initial(self._local, seed), lambda local: local.hugging_face, adapters)
+
+    def _load_base(self, hf: PreTrainedConfig, seed: int) -> None:
+        head = self._role.head
+        if self._policy.random_init:
+            self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face, self._base)
+            return
+        conversion = converted(self._policy, hf, self._group, head, phase=self._role.phase)
+        read = conversion.read
+        if head == "values":  # a conversion does not contain the head, because it may be random
+            files = initial_weights(self._policy, hf, seed, head)
+
+            def read(name: str, box: Box) -> torch.Tensor:
+                return files(SCORE, box) if name == VALUE_HEAD else conversion.read(name, box)
+
+        self._fill(read, lambda local: local.whole, self._base)
+
+    def _fill(self, read: ReadBox, pieces_of: Callable[[LocalTensor], list[Piece]], of: Mapping[str, LocalTensor]) -> None:
+        """Fill these tensors and the optimizer's float32 ranges of them with what `read` returns for their pieces."""
+        for local in of.values():
+            tensor = local.tensor.detach()
+            tensor.zero_()  # padding of the vocabulary has no piece
+            copy_pieces(tensor, pieces_of(local), read)
+        by_tensor = {id(local.tensor): local for local in of.values()}
+        for part in self._optimizer.ranges() if self._training is not None else ():
+            if (local := by_tensor.get(id(part.parameter))) is not None:
+                part.main.zero_()
+                for box, view in boxes(part, part.main):
+                    copy_pieces(view, restrict(pieces_of(local), box), read)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+    @override
+    def shards(self, copy: bool = False) -> Shards:
+        self._check_trained()
+        record = {
+            "ranks": self._group.size(),
+            "layout": layout_of(self._stage.config),
+            "updates": self._optimizer.updates,
+            "schedule": self._optimizer.schedule_steps,
+            "optimizer": self._optimizer.options,
+            "lora": self._lora_record,
+            "frozen": self._policy.freeze_parameters,
+            "random": checkpoint_state.random_record(),
+        }
+        random = checkpoint_state.random_tensors(self.device, self._group.rank())
+        return collect_shards(self._saved.entries(self._optimizer.ranges(), random), record, copy)
+
+    @override
+    def load(self, folder: Path, key: EncryptionKey | None = None) -> None:
+        # The layout may differ from the saved one. Random states are restored only for the same layout.
+        self._check_trained()
+        reader, records = read_shards(folder, key)
+        record = records[0]
+        lora.check_record(folder, record.get("lora"), self._lora_record)
+        frozen.check_record(folder, record, self._policy.freeze_parameters)
+        self._saved.check_tensors(folder, reader)
+        if record.get("optimizer") != self._optimizer.options:
+            message = (
+                f"{folder} was saved with other settings of the optimizer, or by another backend:"
+                f" {record.get('optimizer')} -> {self._optimizer.options}"
+            )
+            raise RecipeError(Problem("policy.optimizer", "contradiction", message))
+        self._fill(lambda name, box: reader.read(stored(name), box), lambda local: local.hugging_face, self._saved.local)
+        updates = record["updates"] if "updates" in record else record["steps"]
+        states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
+        self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)
+        self._served.refresh()
+        if record.get("layout") == layout_of(self._stage.config) and record["ranks"] == self._group.size():
+            checkpoint_state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
