@@ -20,8 +20,9 @@ if __name__ == "__main__":
 
 from launch.api import provenance
 from launch.governance import tree
-from launch.terminal import command_line, console
+from launch.terminal import command_line
 from launch.terminal.command_line import Key
+from launch.terminal.rich_console import rich_console
 from pipeline.config import Problem
 
 
@@ -54,7 +55,7 @@ def execute(request: LineageRequest) -> int:
         return 0
     assert request.path is not None, "LineageRequest.problems lets no such request pass"
     found = provenance.lineage(request.path, root=request.root)
-    printer = console.rich_console() if sys.stdout.isatty() else console.rich_console(width=tree.WIDTH)
+    printer = rich_console() if sys.stdout.isatty() else rich_console(width=tree.WIDTH)
     for node in found.nodes:
         printer.print(tree.tree(found.graph, node), no_wrap=not sys.stdout.isatty())
     if request.draw:

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
@@ -19,10 +19,12 @@ from launch.runs import resources, run_summary, status_text
 from launch.runs.run_folder import RunFolder, find
 from launch.runs.run_state import state, states
 from launch.terminal import command_line, console
-from launch.terminal.board import Board
 from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line
 from pipeline.config import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from launch.terminal.board import Board
 
 BAD = ("failed", "stopped")
 WATCH_S = 2.0
@@ -83,6 +85,8 @@ def _watch(request: StatusRequest, pause_s: float) -> int:
             if ended:
                 return status
             time.sleep(pause_s)
+    from launch.terminal.board import Board  # rich takes 50 ms, which a look without a board need not pay
+
     with Board() as board:
         while True:
             status, ended = _show(request, board)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+
+from rich.tree import Tree
 
 from launch.governance.graph import Lineage, LineageNode
-from launch.terminal import console
+from launch.terminal.rich_console import rich_console
 from launch.terminal.safe_text import on_one_line
-
-if TYPE_CHECKING:
-    from rich.tree import Tree
 
 WIDTH = 2000
 """Columns where no terminal wraps lines."""
@@ -20,7 +18,7 @@ WIDTH = 2000
 def text(found: Lineage, nodes: Iterable[LineageNode]) -> str:
     """Return the trees of nodes as lines that are not wrapped."""
     lines = io.StringIO()
-    printer = console.rich_console(width=WIDTH, file=lines)
+    printer = rich_console(width=WIDTH, file=lines)
     for node in nodes:
         printer.print(tree(found, node), no_wrap=True)
     return lines.getvalue().rstrip("\n")
@@ -28,8 +26,6 @@ def text(found: Lineage, nodes: Iterable[LineageNode]) -> str:
 
 def tree(found: Lineage, node: LineageNode) -> Tree:
     """Return a node as a tree for rich."""
-    from rich.tree import Tree  # late, because it takes time
-
     whole = Tree(_line(node))
     for heading, edges in (("made from", found.parents), ("what was made from it", found.children)):
         if edges.get(node.key):

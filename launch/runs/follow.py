@@ -25,7 +25,7 @@ from launch.runs import run_files, startup_stages
 from launch.runs.attempts import AttemptFolder, all_attempts, of_job
 from launch.runs.evaluation_progress import AnswerCounts, evaluates
 from launch.runs.failure_logs import container_failure, failed_log_lines, failed_step, killed_lines, log_end, tail
-from launch.terminal.console import rich_console
+from launch.terminal.rich_console import rich_console
 from launch.terminal.safe_text import plain
 from pipeline.observe.metrics import Reader
 from pipeline.recipe.problems import RecipeError

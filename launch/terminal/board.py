@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from launch.terminal.console import STATE_STYLES, rich_console
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from launch.terminal.rich_console import STATE_STYLES, rich_console
 from launch.terminal.safe_text import on_one_line, plain
-
-if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.table import Table
 
 LEAST_IMPORTANT = (
     "logs", "runs", "job", "start-up", "idle", "evaluation", "starts", "phases", "checkpoint", "answers", "changes",
@@ -35,8 +36,6 @@ class Board:
 
     def __init__(self, console: Console | None = None):
         """console: rich's; None: of stdout."""
-        from rich.live import Live
-
         self._console = console or rich_console()
         self._heading, self._style = "", ""
         self._rows: list[Row] = []
@@ -101,10 +100,6 @@ class Board:
         return rows, self._table[:ranks], f"no room for {', '.join(missing)}" if missing else ""
 
     def _frame(self, rows: Sequence[Row], table: Sequence[Sequence[str]], footer: str) -> Group:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_column(no_wrap=True, style="bold")
         grid.add_column(overflow="fold")
@@ -132,10 +127,6 @@ def _label(part: Sequence[Row]) -> str:
 
 
 def _rich_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for name in header:
         table.add_column(name, no_wrap=True)

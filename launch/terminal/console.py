@@ -1,167 +1,61 @@
-"""Print for people: aligned, wrapped and coloured by rich on a terminal; plain lines, one per item, anywhere else.
-
-rich is imported only for a terminal, so that commands in scripts start fast. The variable NO_COLOR turns colours and bold off.
-"""
+"""Print for people: by `rich_console.py` on a terminal; plain lines, one per item, anywhere else."""
 
 from __future__ import annotations
 
-import os
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
 
-from launch.terminal.safe_text import on_one_line, plain
+from launch.terminal.safe_text import plain
 from pipeline.recipe import secrets
-from pipeline.recipe.problems import HELP_HINT, Problem, format_problems
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-LABEL_WIDTH = 10
-MIN_TEXT_WIDTH = 20
-"""Columns for a text on a very narrow terminal."""
-STATE_STYLES = {
-    "done": "green",
-    "passed": "green",
-    "running": "cyan",
-    "waiting": "yellow",
-    "failed": "bold red",
-    "stopped": "red",
-    "not judged": "yellow",
-}
-"""Styles of the states of runs and of the outcomes of gates."""
+from pipeline.recipe.problems import Problem, format_problems
 
 
-def rich_console(stderr: bool = False, **options: Any) -> Console:
-    """Return rich's console for stdout or stderr, without markup or guesses about the text."""
-    from rich.console import Console
+def _rich() -> ModuleType:
+    from launch.terminal import rich_console  # rich takes 50 ms, which commands in scripts need not pay
 
-    colours = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, color_system=colours, **options)
+    return rich_console
 
 
 def print_field(label: str, text: str, line: str, style: str = "") -> None:
     """Print `text` behind a label on a terminal, wrapped with a hanging indent; elsewhere print `line`."""
     if sys.stdout.isatty():
-        print_rows([(label, text)], style)
+        _rich().print_rows([(label, text)], style)
     else:
         print(line, flush=True)
 
 
 def print_rows(rows: Iterable[tuple[str, str]], style: str = "", heading: str = "") -> None:
-    """Print a terminal's rows of label and text: the labels aligned, the texts wrapped with a hanging indent.
-
-    A word that is too long, such as a path, stays whole, so that it can be copied; the terminal wraps it.
-
-    style: rich's style of the texts. heading: a line above the rows.
-    """
-    from rich.text import Text
-
-    rows = list(rows)
-    console = rich_console(soft_wrap=True)
-    label_width = max([LABEL_WIDTH, *(len(label) for label, _ in rows)])
-    if heading:
-        console.print(Text(plain(heading), style="bold"))
-    for label, text in rows:
-        parts = [part for line in plain(text).split("\n") for part in _wrapped(line, console.width - label_width - 1)]
-        for number, part in enumerate(parts):
-            shown = plain(label) if number == 0 else ""
-            console.print(Text.assemble((f"{shown:{label_width}s} ", "bold"), (part, STATE_STYLES.get(text, style))))
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    parts = textwrap.wrap(line, max(width, MIN_TEXT_WIDTH), break_long_words=False, break_on_hyphens=False)
-    return parts or [""]
+    """Print a terminal's rows of label and text, below a heading: see `rich_console.print_rows`."""
+    _rich().print_rows(rows, style, heading)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a terminal's table, whose first column is a state. A row is one line, however narrow the terminal is."""
-    from rich.text import Text
-
-    cells = [[on_one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    console = rich_console(soft_wrap=True)
-
-    def aligned(row: Sequence[str]) -> str:
-        return "  ".join(f"{cell:{width}s}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-    console.print(Text(aligned(header), style="bold"))
-    for row in cells:
-        text = Text(aligned(row))
-        text.stylize(STATE_STYLES.get(row[0], ""), 0, len(row[0]))
-        console.print(text)
+    """Print a terminal's table, whose first column is a state: see `rich_console.print_table`."""
+    _rich().print_table(header, rows)
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
     """Print problems to stderr, each with its origin, key, message and [code]."""
-    if not sys.stderr.isatty():
+    if sys.stderr.isatty():
+        _rich().print_problems(problems)
+    else:
         print(plain(secrets.redacted(f"error: {format_problems(problems)}")), file=sys.stderr)
-        return
-    from rich.text import Text
-
-    console = rich_console(stderr=True)
-    if len(problems) > 1:
-        console.print(Text.assemble(("error", "bold red"), f": {len(problems)} problems"))
-    console.print(_problem_grid(problems, ("error:", "bold red") if len(problems) == 1 else ("  •", "")))
-    console.print(Text(HELP_HINT, style="dim"))
 
 
 def print_unmet(heading: str, problems: Sequence[Problem]) -> None:
     """Print problems that do not end a command to stdout, below a heading."""
-    if not sys.stdout.isatty():
+    if sys.stdout.isatty():
+        _rich().print_unmet(heading, problems)
+    else:
         print(f"\n{heading}:\n  - " + "\n  - ".join(map(str, problems)))
-        return
-    from rich.text import Text
-
-    console = rich_console()
-    console.print(Text(f"\n{heading}:", style="bold"))
-    console.print(_problem_grid(problems, ("  •", "")))
 
 
 def print_usage(first: str, keys: dict[str, str], rest: str) -> None:
     """Print a command's description: its first paragraph, its keys with their meanings, the rest."""
-    width = max(map(len, keys)) + 2
-    if not sys.stdout.isatty():
-        lines = [f"    {name:{width}s}{meaning}" for name, meaning in keys.items()]
-        print("\n\n".join(filter(None, (first, "\n".join(lines), rest))))
+    if sys.stdout.isatty():
+        _rich().print_usage(first, keys, rest)
         return
-    from rich.padding import Padding
-    from rich.text import Text
-
-    console, grid = rich_console(), _grid(width)
-    for name, meaning in keys.items():
-        grid.add_row(Text(name, style="bold"), Text(meaning))
-    console.print(Text(f"{first}\n"))
-    console.print(Padding(grid, (0, 0, 0, 4)))
-    if rest:
-        console.print(Text(f"\n{rest}"))
-
-
-def _grid(width: int) -> Table:
-    """Return two columns: labels of `width` characters, and texts that wrap at the terminal's width."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(no_wrap=True, min_width=width)
-    grid.add_column(overflow="fold")
-    return grid
-
-
-def _problem_grid(problems: Sequence[Problem], mark: tuple[str, str]) -> Table:
-    from rich.text import Text
-
-    grid = _grid(len(mark[0]))
-    for problem in problems:
-        grid.add_row(Text(*mark), _problem_text(problem))
-    return grid
-
-
-def _problem_text(problem: Problem) -> Text:
-    from rich.text import Text
-
-    origin, key, message = (plain(secrets.redacted(part)) for part in (problem.origin, problem.key, problem.message))
-    parts = [(f"{origin}: ", "dim") if origin else "", (key, "bold") if key else "", ": " if key else "", message]
-    return Text.assemble(*filter(None, parts), (f" [{problem.code}]", "dim"))
+    width = max(map(len, keys)) + 2
+    lines = [f"    {name:{width}s}{meaning}" for name, meaning in keys.items()]
+    print("\n\n".join(filter(None, (first, "\n".join(lines), rest))))
