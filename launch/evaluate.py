@@ -19,7 +19,7 @@ from typing import Annotated, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch.evaluations import evaluation_job
+from launch.evaluations import evaluation_job, follower
 from launch.evaluations.evaluation_job import Evaluation
 from launch.recipes.trust import Trust, trusting
 from launch.runs import evaluation_sources, follower_process, suites
@@ -177,8 +177,6 @@ def _follow(request: EvaluateRequest, run_dir: Path) -> int:
     recipe = evaluation_sources.read_run(run_dir)
     suite, more = _suite(request, recipe)
     period = request.period or (recipe.evaluation.period if request.suite is None else 1)
-    from launch.evaluations import follower  # imports rich
-
     if request.detach:
         work = FollowRequest(run_dir, request.suite, request.period, tuple(request.overrides))
         print(follower_process.start(work, suites.find(suite)[0]))

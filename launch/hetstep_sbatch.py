@@ -14,6 +14,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from launch import submit
+from launch.executors.allocation import batch_job
+from launch.recipes import reading
+from launch.terminal import command_line
+from pipeline import config
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
@@ -66,11 +72,6 @@ def translated(environment: Mapping[str, str], arguments: list[str], shares_node
 
 def shares_nodes(arguments: list[str]) -> bool:
     """Return whether the recipe's components divide the GPUs of each node. `submit` reports the recipe's problems."""
-    from launch import submit
-    from launch.recipes import reading
-    from launch.terminal import command_line
-    from pipeline import config
-
     try:
         request = command_line.parse(submit.SubmitRequest, arguments)
         return request.recipe is not None and reading.inspect(request.recipe, request.overrides).recipe.cluster.share_nodes
@@ -80,9 +81,6 @@ def shares_nodes(arguments: list[str]) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status."""
-    from launch import submit
-    from launch.executors.allocation import batch_job
-
     why = ""
     if batch_job() is None:
         why = "launch/hetstep_sbatch.py runs only in `sbatch launch/hetstep.sbatch recipe=...`. Try launch/submit.py"

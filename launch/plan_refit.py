@@ -22,7 +22,9 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch.plan import backend_choice, refit_picture
+import numpy as np
+
+from launch.plan import backend_choice, refit_picture, refit_time
 from launch.plan.estimate import needed_model
 from launch.plan.rank_division import parallel_sizes
 from launch.plan.refit import RefitPrediction, predict
@@ -190,10 +192,6 @@ def _table(predicted: RefitPrediction) -> list[str]:
 
 
 def _verdict(predicted: RefitPrediction) -> list[str]:
-    import numpy as np
-
-    from launch.plan import refit_time
-
     network = predicted.recipe.cluster.network
     spent = sorted(refit_time.bounds(predicted.simulation).items(), key=lambda item: -item[1])
     seconds, floor = predicted.seconds, predicted.floor

@@ -16,6 +16,7 @@ from launch.evaluate import EvaluateRequest, evaluations
 from launch.evaluations import evaluation_job
 from launch.executors.executor import ROOT
 from launch.runs import run_setup, score_tables, waiting_checkpoints
+from launch.runs.evaluation_comparison import compare
 from launch.terminal.safe_text import plain
 from pipeline.config import Problem, RecipeError, refuse
 
@@ -63,8 +64,6 @@ class EvaluationRun(BaseRun):
 
         The questions are compared in pairs. `summary` of each says it in a line.
         """
-        from launch.runs.evaluation_comparison import compare  # imports numpy
-
         other = before.folder if isinstance(before, BaseRun) else Path(before).absolute()
         return compare(evaluation_job.read_complete(other), evaluation_job.read_complete(self.folder))
 

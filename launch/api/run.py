@@ -12,7 +12,8 @@ from launch.api.errors import NotEnded, RunFailed
 from launch.executors.executor import RunJob
 from launch.executors.record import read_record
 from launch.executors.slurm_client import SlurmError
-from launch.runs import run_keys, run_state
+from launch.pages import report_page
+from launch.runs import run_keys, run_state, run_summary, status_text
 from launch.runs.run_folder import RunFolder
 from launch.runs.run_state import StateName
 from launch.submission import run_control
@@ -47,8 +48,6 @@ class RunStatus:
         return self.state in ENDED
 
     def __str__(self) -> str:
-        from launch.runs import status_text
-
         return status_text.text(dict(self.values))
 
 
@@ -76,8 +75,6 @@ class BaseRun:
 
     def status(self) -> RunStatus:
         """Return the state of the run. Queries its job, within seconds."""
-        from launch.runs import run_summary  # imports rich
-
         run = RunFolder.at(self.folder)
         found = run_summary.whole(run, run_state.state(run))
         latest = {key: values[-1] for key, values in found["metrics"].items()}
@@ -198,8 +195,6 @@ class BaseRun:
         Args:
             out: the page; None: `report.html` in the run's folder.
         """
-        from launch.pages import report_page
-
         path = self.folder / "report.html" if out is None else Path(out).absolute()
         report_page.write(report_page.read([self.folder]), path)
         return path

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from launch.executors.executor import RunJob
 from launch.plan import placement
 from launch.runs import run_setup, score_tables, suites, waiting_checkpoints
+from launch.runs.evaluation_comparison import compare
+from launch.runs.evaluation_folder import read as read_folder
 from launch.runs.evaluation_sources import Source
 from launch.submission import foreground, prepare, run_control
 from launch.submission.prepare import Examination
@@ -114,8 +116,6 @@ def print_scores(run_dir: Path) -> None:
 
 def read_complete(folder: Path) -> EvaluationFolder:
     """Return a complete evaluation. Raises RecipeError."""
-    from launch.runs.evaluation_folder import read as read_folder  # imports numpy
-
     found = read_folder(folder)
     if found is None:
         message = f"got {folder}; expected the folder of a complete evaluation, which has a {score_tables.SCORES}"
@@ -125,8 +125,6 @@ def read_complete(folder: Path) -> EvaluationFolder:
 
 def print_comparison(other: EvaluationFolder, run_dir: Path) -> None:
     """Print for each task whether an evaluation is better than another one, worse, or neither."""
-    from launch.runs.evaluation_comparison import compare
-
     print(f"compared with {other.label}, in {other.folder}")
     for each in compare(other, read_complete(run_dir)):
         print(plain(f"{each.task}, {each.metric}: {each.summary}"), flush=True)

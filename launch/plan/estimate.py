@@ -21,6 +21,7 @@ from launch.plan import (
     memory,
     memory_generate,
     recomputation,
+    refit_time,
     shared_gpus,
     split,
     step_time,
@@ -377,8 +378,6 @@ def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitP
 
 
 def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
-    from launch.plan import refit_time  # imports numpy, which a plan without a refit does not need
-
     if recipe.policy.generation.refit_transport == "broadcast":
         return refit_time.broadcast_seconds(refit.reference, recipe.cluster.network)[0]
     return refit.seconds

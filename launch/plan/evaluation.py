@@ -26,6 +26,7 @@ from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural, seconds, size
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
+from pipeline.evaluation import task_data
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 from pipeline.recipe import user_files
@@ -164,8 +165,6 @@ def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
 
 def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, float | None]:
     """Return (questions, mean tokens of a prompt, mean tokens of the choices); None if the data cannot be read here."""
-    from pipeline.evaluation import task_data  # imports numpy
-
     with collected([]):  # other checks report it
         found = task_data.read(name, task)
         some = found.questions[:SAMPLED]

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from launch.plan import refit_layouts, refit_time
 from launch.recipes.model_files import planning_config
 from pipeline.config import PRECISIONS, Recipe, colocated, ranks, ranks_per_node
 from pipeline.models.shape import ModelShape
+from pipeline.refit import plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,8 +51,6 @@ class RefitPrediction:
     @property
     def floor(self) -> tuple[float, str]:
         """Return the least seconds of any transfer on this network, and the limit that sets them."""
-        from launch.plan import refit_time
-
         return refit_time.floor(self.demand, self.recipe.cluster.network)
 
 
@@ -59,11 +61,6 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPred
     layouts are unknown or incompatible.
     """
     # Late imports, so that mistakes on the command line are reported fast.
-    import numpy as np
-
-    from launch.plan import refit_layouts, refit_time
-    from pipeline.refit import plan
-
     nodes, network = node_names(recipe), recipe.cluster.network
     itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
     model = model or planning_config(recipe.policy)

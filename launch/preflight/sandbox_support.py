@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.config import KINDS, EnvironmentConfig, Problem, Recipe, generates, read_kwargs
+from pipeline.environments.python_tool import SandboxArguments
+from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
 from pipeline.sandbox import backends
 from pipeline.sandbox.limits import ISOLATING_BACKENDS, SandboxError
 
@@ -46,9 +48,6 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
 
 def _sandboxes(key: str, config: EnvironmentConfig) -> Iterator[tuple[str, SandboxArguments]]:
     """Yield (key, kwargs) of each environment or tool that runs programs. Checks of the recipe report problems of kwargs."""
-    from pipeline.environments.python_tool import SandboxArguments  # only where a recipe generates
-    from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
-
     arguments = read_kwargs(key, config)[0] if config.kind in KINDS else None
     if isinstance(arguments, SandboxArguments):
         yield key, arguments

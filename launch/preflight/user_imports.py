@@ -24,6 +24,7 @@ from launch.preflight import bounded, user_source
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS
 from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, trains
+from pipeline.environments.tools import TOOLS, read_tools
 
 PROBE_S = 30.0
 ABSENT = "there is no module"
@@ -47,8 +48,6 @@ def named(recipe: Recipe) -> list[CodeReference]:
         if environment.kind not in KINDS:
             found.append(CodeReference(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs))
         if environment.kind == "tools":
-            from pipeline.environments.tools import TOOLS, read_tools  # only where a recipe has tools
-
             key = f"env.{name}.kwargs.tools"
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}

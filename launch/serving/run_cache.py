@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from launch.api.run import ENDED
+from launch.pages import report_page
 from launch.runs import run_state, run_summary, status_text
 from launch.runs.run_folder import RunFolder, find
 from launch.serving.access import AccessError
@@ -108,8 +109,6 @@ class RunCache:
 
     def report(self, run_id: str) -> str:
         """Return the report of a run as HTML, which loads plotly.min.js beside its address. Raises RecipeError."""
-        from launch.pages import report_page
-
         folder = self.folder(run_id)
 
         def written() -> tuple[str, tuple[Any, ...] | None]:

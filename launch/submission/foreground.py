@@ -13,6 +13,7 @@ from launch.executors.record import read_record
 from launch.plan import evaluation, plan_table
 from launch.plan.evaluation import EvaluationPlan
 from launch.runs import run_setup
+from launch.runs.evaluation_progress import evaluates
 from launch.submission import run_control
 from launch.submission.prepare import RESTART_S, Prepared, folder_name
 from launch.submission.preview import print_notes
@@ -130,7 +131,6 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def follow_to_end(run_dir: Path, job: RunJob, steps: int | None, metrics: MetricsTail) -> int:
     """Follow a job to its end, and return the exit status. Ctrl-C cancels it; on a terminal, after a question."""
-    from launch.runs.evaluation_progress import evaluates
     from launch.runs.follow import Follower
 
     follower = Follower(run_dir, job, steps, metrics)

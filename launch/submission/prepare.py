@@ -20,6 +20,7 @@ from launch.preflight import (
     architecture,
     compiler,
     evaluation_checkpoint,
+    evaluation_data,
     file_systems,
     input_files,
     libraries,
@@ -232,8 +233,6 @@ def site_problems_of(
     yield from record_counts.problems(recipe, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     if not config.trains(recipe):
-        from launch.preflight import evaluation_data  # imports numpy, which no other command needs
-
         yield from evaluation_data.problems(recipe)
     yield from file_systems.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
