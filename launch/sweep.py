@@ -217,8 +217,7 @@ def print_result(result: SweepResult) -> None:
     for each in result.verdicts:
         if each.outcome is not GateResult.PASSED or "RETRIED" in each.message:
             gate = on_one_line(f"{each.run}, {each.gate}: {each.message}")
-            style = console.STATE_STYLES[each.outcome.value]
-            console.print_field(each.outcome.value, gate, f"{each.outcome.value}: {gate}", style)
+            console.print_state(each.outcome.value, gate)
     for note in map(on_one_line, result.notes):
         console.print_field("note", note, f"note: {note}")
     print(f"{result.summary}\n{result.folder}/report.html", flush=True)

@@ -25,6 +25,14 @@ def print_field(label: str, text: str, line: str, style: str = "") -> None:
         print(line, flush=True)
 
 
+def print_state(state: str, text: str) -> None:
+    """Print `text` behind a state, such as `failed`, in the state's colour on a terminal."""
+    if sys.stdout.isatty():
+        _rich().print_rows([(state, text)], _rich().STATE_STYLES[state])
+    else:
+        print(f"{state}: {text}", flush=True)
+
+
 def print_rows(rows: Iterable[tuple[str, str]], style: str = "", heading: str = "") -> None:
     """Print a terminal's rows of label and text, below a heading: see `rich_console.print_rows`."""
     _rich().print_rows(rows, style, heading)
