@@ -10,7 +10,7 @@ import html
 import itertools
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -255,3 +255,12 @@ def _buckets(length: int, count: int) -> list[range]:
     """Return consecutive ranges of nearly equal length that cover `length` indices, of which there are more than `count`."""
     edges = [length * i // count for i in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(edges)]
+
+
+# ---- figures with axes of their own ---------------------------------------------------------------------------------------
+
+
+def drawing(title: str, traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], note: str = "") -> Html:
+    """Return a figure with its title and a note below it. Texts in the traces must be escaped: `chart.plotly_text`."""
+    caption = tag("figcaption", tag("h3", title), tag("p", note) if note else None)
+    return tag("figure", caption, data({"data": list(traces), "layout": layout}, "drawing-data"), class_="drawing")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from launch.drawing.html import Html, tag
-from launch.pages import resource_section, rollouts
-from launch.pages.chart import Chart, figures
+from launch.drawing import rank_traces, step_picture
+from launch.drawing.html import Html, table, tag, text
+from launch.pages import rollouts
+from launch.pages.chart import Chart, figures, swatch
 from launch.pages.curves import Curves, LabelledRun
-from launch.pages.document import Section, add_plotly, document
+from launch.pages.document import Section, add_plotly, details, document
 from launch.pages.evaluation_section import evaluations
 from launch.pages.overview import moment, overview
-from launch.pages.recipe_section import recipes
-from launch.pages.step_pictures import step_pictures
+from launch.runs import resources
 from launch.runs.run_folder import RunFolder
 from launch.runs.run_state import RunState, states
+from pipeline.config import environment_names
 
 
 def read(folders: Sequence[Path]) -> list[LabelledRun]:
@@ -68,7 +71,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     refit += curves.take("time/refit_")
     lengths = curves.take(r"(train|val)/(completion_tokens|truncated)")
     speed = curves.take("(throughput|time)/")
-    used = resource_section.charts(curves)
+    used = resource_charts(curves)
     idle, ages = curves.idle(), [*curves.ages(), *curves.take("async/")]
     main = curves.take("(train|val)/")
     spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
@@ -81,7 +84,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     drawn = step_pictures([each.run for each in labelled], names)
     yield Section("Timeline", [*drawn, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
     shares = "Means, and bands from min to max, over the ranks of a component. launch/OPERATIONS.md has the formulas."
-    yield Section("Resources", [*resource_section.warnings(labelled), *grid(used)], shares)
+    yield Section("Resources", [*resource_warnings(labelled), *grid(used)], shares)
     yield Section(
         "Staleness", grid(ages), "Age: steps between the weights that generated a token and the step that trains on it."
     )
@@ -95,4 +98,83 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
 
 
-# ---- the terminal -------------------------------------------------------------------------------------------------------
+# ---- recipes --------------------------------------------------------------------------------------------------------------
+
+
+MISSING = "-"
+
+
+def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
+    """Return each run's recipe.yaml and, for several runs, a table of the keys that differ."""
+    content = []
+    if len(runs) > 1:
+        rows = differences([environment_names.named(run.folder, run.recipe) for run in runs])
+        header = ["key", *(text(swatch(i), label) for i, label in enumerate(labels))]
+        shown = [[tag("code", key), *(tag("code", value) for value in values)] for key, values in rows]
+        content.append(table(header, shown, "What differs") if rows else tag("p", "The recipes are the same."))
+    for run, label in zip(runs, labels, strict=True):
+        source = tag("pre", environment_names.recipe_text(run.folder))
+        content.append(details(f"recipe.yaml of {label}" if len(runs) > 1 else "recipe.yaml", source, open_=len(runs) == 1))
+    return content
+
+
+def differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Yield (dotted key, value in each recipe) for keys that differ, except the run folder."""
+    flat = [dict(_flat(recipe)) for recipe in recipes]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = [(key, [each.get(key, MISSING) for each in flat]) for key in keys if key != "run_dir"]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+# ---- resources ------------------------------------------------------------------------------------------------------------
+
+
+def resource_charts(curves: Curves) -> list[Chart]:
+    """Return the charts of resources. Which rank is at the max is no curve."""
+    curves.left = [key for key in curves.left if not (key.startswith(resources.RESOURCES) and key.endswith("_max_rank"))]
+    return curves.take(resources.RESOURCES)
+
+
+def resource_warnings(labelled: Sequence[LabelledRun]) -> list[Html]:
+    """Return a table of the warnings of each run's last attempt; none for a run without."""
+    content = []
+    for each in labelled:
+        rows = [
+            [line["step"], moment(line["time"]), line.get("rank"), line.get("message")] for line in resources.warnings(each.run)
+        ]
+        if rows:
+            of = f" of {each.label}" if len(labelled) > 1 else ""
+            content.append(table(["step", "time", "rank", "warning"], rows, f"Warnings{of}"))
+    return content
+
+
+# ---- timelines ------------------------------------------------------------------------------------------------------------
+
+
+PIXELS = 1000
+"""Shorter spans are merged."""
+
+
+def step_pictures(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
+    """Return the last complete step of each run that has a timeline."""
+    found = []
+    for run, label in zip(runs, labels, strict=True):
+        if recorded := rank_traces.attempt_traces(run.attempts):
+            step = rank_traces.trace_with_step(recorded, None).step(None, PIXELS)
+            found.append(_figure(step, f" of {label}" if len(runs) > 1 else ""))
+    return found
+
+
+def _figure(step: rank_traces.StepSpans, of: str) -> Html:
+    title = f"{step.title}{of}, {step.end - step.begin:.3g} s"
+    legend = [tag("span", tag("span", class_=f"swatch is-{key}", aria_hidden="true"), key) for key in step.categories()]
+    drawn = tag("div", step_picture.svg_figure(step, title), class_="scroll", tabindex="0")
+    return tag("figure", tag("figcaption", tag("h3", title)), tag("div", *legend, class_="legend"), drawn, class_="timeline")

@@ -15,10 +15,10 @@ from launch.pages.document import PLOTLY
 from launch.runs import run_folder
 from launch.runs.status_text import plain_values
 from launch.serving.access import AccessError
+from launch.serving.bodies import SubmittedSweep, SweepAnswer, SweepBody, SweepLine
 from launch.serving.changes import REFUSED, SWEEPS, check_overrides, checked, closed, in_threads_of, refuse_file
 from launch.serving.routes import runs
 from launch.serving.run_cache import SEPARATOR, RunCache
-from launch.serving.sweep_models import SubmittedSweep, SweepAnswer, SweepBody, SweepLine
 from launch.sweeps import suite as suites
 from launch.sweeps.suite import Suite
 from launch.sweeps.verdict import read as read_verdict

@@ -113,6 +113,7 @@ from pipeline.config.policy import (
     OptimizerConfig,
     PolicyConfig,
     SequencePackingConfig,
+    TeachersConfig,
     TokenizerConfig,
     ValueConfig,
 )
@@ -137,5 +138,4 @@ from pipeline.config.schema import (
     trial_lengths,
     uses_megatron,
 )
-from pipeline.config.teachers import TeachersConfig
 from pipeline.recipe.problems import Problem, RecipeError, collected, format_problems, refuse

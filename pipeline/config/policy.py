@@ -273,3 +273,20 @@ class TeacherConfig:
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
     cpu_offload: Annotated[Bool, Field(description="Keep the weights in host memory while the teacher is idle.")] = True
+
+
+@dataclass
+class TeachersConfig:
+    """Several teachers of the policy's vocabulary. One of them scores each sample: that of the sample's environment."""
+
+    teachers: Annotated[
+        dict[str, TeacherConfig],
+        Field(
+            description="The teacher of each environment, by its key under `env`. Teachers with equal keys are loaded once."
+            " In place of `teacher`."
+        ),
+    ] = field(default_factory=dict)
+    default_teacher_alias: Annotated[
+        Text | None,
+        Field(description="Key of `teachers` whose teacher scores the other environments. null: each has its own."),
+    ] = None

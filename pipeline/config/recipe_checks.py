@@ -11,7 +11,6 @@ from pipeline.config import (
     determinism,
     dtensor_checks,
     hardware,
-    lora_refit_checks,
     megatron_checks,
     schema_validation,
 )
@@ -19,9 +18,18 @@ from pipeline.config.checkpointing import check_encryption
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks, ranks_per_node
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments
+from pipeline.config.megatron import MegatronLoRAConfig
 from pipeline.config.other_models import check_reward_model, engine_models, reward_environment, reward_model, serves_rewards
-from pipeline.config.parallelism import check_divides, check_layout, colocated, components_on_train_nodes, named_backend
-from pipeline.config.policy import PolicyConfig
+from pipeline.config.parallelism import (
+    DTENSOR,
+    MEGATRON,
+    check_divides,
+    check_layout,
+    colocated,
+    components_on_train_nodes,
+    named_backend,
+)
+from pipeline.config.policy import LoRAConfig, PolicyConfig
 from pipeline.config.schema import Recipe, adapters, engine_ranks, generates, section, trains
 from pipeline.recipe.problems import Problem, refuse
 
@@ -89,7 +97,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
     else:
         yield from dtensor_checks.check_dtensor(recipe)
     yield from dtensor_checks.check_lora(recipe)
-    yield from lora_refit_checks.check_lora_refit(recipe)
+    yield from _check_lora_refit(recipe)
     yield from _check_frozen(recipe.policy)
     yield from check_layout(recipe)
     if generates(recipe):
@@ -249,3 +257,39 @@ def _check_sampling(recipe: Recipe) -> Iterator[Problem]:
             " without it"
         )
         yield Problem(f"{key}.vllm_cfg.max_model_len", "contradiction", message)
+
+
+# ---- policy.generation.lora_refit -----------------------------------------------------------------------------------------
+
+
+SERVED_DIM = 512
+"""The greatest rank of adapters that vLLM serves. A test compares it with vLLM."""
+
+
+def _check_lora_refit(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each key with which engines cannot serve adapters."""
+    policy, generation = recipe.policy, recipe.policy.generation
+    if generation.lora_refit != "adapter":
+        return
+    key, (section, lora) = "policy.generation.lora_refit", _adapters(policy)
+    stages = generation.vllm_cfg.pipeline_parallel_size
+    for found, what, why in (
+        (not lora.enabled, f"{section}.enabled=false", "there are no adapters"),
+        (lora.use_dora, f"{section}.use_dora=true", "vLLM has no DoRA"),
+        (lora.dim > SERVED_DIM, f"{section}.dim={lora.dim}", f"vLLM serves ranks up to {SERVED_DIM}"),
+        (generation.backend != "vllm", f"policy.generation.backend={generation.backend}", "it serves merged weights"),
+        (policy.random_init, "policy.random_init=true", "engines read the base weights from files"),
+        (generation.refit_transport == "delta", "policy.generation.refit_transport=delta", "it compares whole weights"),
+        (generation.colocated.enabled, "policy.generation.colocated.enabled=true", "sleeping engines drop the base weights"),
+        (stages > 1, f"policy.generation.vllm_cfg.pipeline_parallel_size={stages}", "a stage has only some of the layers"),
+    ):
+        if found:
+            yield Problem(key, "contradiction", f"got adapter with {what}; expected merged, since {why}. Try {key}=merged")
+
+
+def _adapters(policy: PolicyConfig) -> tuple[str, LoRAConfig | MegatronLoRAConfig]:
+    """Return (key, section) of the backend's adapters; while the recipe leaves the backend open, of those that are enabled."""
+    dtensor, megatron, backend = policy.dtensor_cfg.lora_cfg, policy.megatron_cfg.peft, named_backend(policy)
+    if backend == "megatron" or (backend is None and megatron.enabled and not dtensor.enabled):
+        return f"{MEGATRON}.peft", megatron
+    return f"{DTENSOR}.lora_cfg", dtensor

@@ -16,8 +16,7 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig
-from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, ValueConfig
-from pipeline.config.teachers import TeachersConfig
+from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TeachersConfig, ValueConfig
 from pipeline.recipe.values import (
     LIVE,
     MISSING,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.monitor.network import NICBytes
 from pipeline.monitor.readings import GB, Sample
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -116,3 +115,35 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
                 yield folder, limit, use
                 if folder == top:
                     break
+
+
+# ---- network cards --------------------------------------------------------------------------------------------------------
+
+
+WORD = 4
+"""Bytes of a unit of InfiniBand's data counters (InfiniBand Architecture Specification, PortXmitData)."""
+SYSTEM = Path("/sys/class")
+
+
+class NICBytes:
+    """The counters of a node. InfiniBand over Ethernet (RoCE) is counted by its port alone."""
+
+    def __init__(self, system: Path = SYSTEM):
+        """system: where the kernel describes devices."""
+        self._counters: list[tuple[Path, int]] = []  # (file, bytes of a unit)
+        ports = sorted(system.glob("infiniband/*/ports/*/counters"))
+        self._counters += [(port / f"port_{way}_data", WORD) for port in ports for way in ("xmit", "rcv")]
+        with_ports = {net.name for net in system.glob("infiniband/*/device/net/*")}
+        for interface in sorted(system.glob("net/*")):
+            if (interface / "device").exists() and interface.name not in with_ports:  # loopback, bridges and veth have none
+                self._counters += [(interface / "statistics" / f"{way}_bytes", 1) for way in ("tx", "rx")]
+
+    def read(self) -> int:
+        """Return the bytes sent and received so far. A counter that has gone is skipped."""
+        total = 0
+        for path, unit in self._counters:
+            try:
+                total += unit * int(path.read_text())
+            except (OSError, ValueError):
+                continue
+        return total

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from vllm.config.lora import MaxLoRARanks
 
 from pipeline.config import LoRAConfig
-from pipeline.config.lora_refit_checks import SERVED_DIM
+from pipeline.config.recipe_checks import SERVED_DIM
 from pipeline.generate import build
 from pipeline.train.adapters import adapter_weights
 from pipeline.train.adapters.served_adapters import served_adapters

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from launch import bundle
-from launch.pages import recipe_section
+from launch.pages import report_page
 from launch.recipes import reading
 from launch.runs import run_setup
 from launch.runs.run_folder import RunFolder
@@ -41,7 +41,7 @@ def test_a_bundle_a_report_and_trackers_get_names(run):
     folder, _ = run
     texts = dict(bundle.contents(RunFolder.at(folder)))
     assert environment_names.FILE not in texts and "rank00000.log" in str(texts.keys())
-    texts["report"] = str(recipe_section.recipes([RunFolder.at(folder)], ["run"]))
+    texts["report"] = str(report_page.recipes([RunFolder.at(folder)], ["run"]))
     (sent,) = [each for each in attachments(folder, 1, 0) if each.name == "recipe.yaml"]
     sent.send(type("Tracker", (), {"log_file": lambda self, path: texts.update(tracker=path.read_text())})())
     for name, text in texts.items():

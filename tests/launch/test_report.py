@@ -15,7 +15,7 @@ from launch import report
 from launch.pages import report_page, rollouts
 from launch.pages.chart import Chart, Mark, Series, figure
 from launch.pages.document import SCRIPTS
-from launch.pages.recipe_section import differences
+from launch.pages.report_page import differences
 from launch.runs.run_folder import RunFolder
 from tests.launch import made_runs
 from tests.launch.made_runs import Texts

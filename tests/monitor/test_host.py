@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from pipeline.monitor.host import HostReader, cgroup_memory, descendants
-from pipeline.monitor.network import NICBytes
+from pipeline.monitor.host import HostReader, NICBytes, cgroup_memory, descendants
 
 GRANDCHILD = """
 import subprocess, sys, time

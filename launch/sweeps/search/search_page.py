@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from launch.drawing.html import Html, table, tag
-from launch.pages.chart import Chart, Series, figures, plotly_text
+from launch.pages.chart import Chart, Series, drawing, figures, plotly_text
 from launch.pages.document import Section, details, document
-from launch.pages.figures import drawing
 from launch.sweeps import suite as suites
 from launch.sweeps.search import space
 from launch.sweeps.search.config import ParameterConfig
