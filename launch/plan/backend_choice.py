@@ -47,8 +47,8 @@ from pipeline.config import (
 from pipeline.models.shape import ModelShape
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
-MANY_EXPERTS = 16  # Mixtral has 8: a token uses 2 of them, so gathering all 8 moves only four times what it uses
-MAX_STATE = 0.7  # fraction of the GPUs' memory
+MANY_EXPERTS = 16  # assumed: Mixtral has 8: a token uses 2 of them, so gathering all 8 moves only four times what it uses
+MAX_STATE = 0.7  # assumed: fraction of the GPUs' memory
 
 MEGATRON_LAYOUT = (
     "tensor_model_parallel_size",

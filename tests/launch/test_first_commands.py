@@ -11,6 +11,7 @@ import pytest
 
 from launch import status, submit
 from launch.executors import slurm_client
+from launch.executors.executor import ROOT
 from launch.executors.record import JobRecord, write_record
 from pipeline import config
 from tests.launch.model import write_recipe
@@ -24,7 +25,7 @@ def outside(monkeypatch):
     for key in [key for key in os.environ if key.startswith("SLURM_")]:
         monkeypatch.delenv(key)
     monkeypatch.setattr(slurm_client, "_unreachable", {})
-    monkeypatch.chdir(submit.local.ROOT)
+    monkeypatch.chdir(ROOT)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -115,8 +116,8 @@ def test_a_hanging_controller_is_waited_for_within_the_limit(slurm_cluster, monk
 def test_the_run_of_the_page(tmp_path, monkeypatch):
     """Run it in a clone whose folder's name has spaces and non-ASCII letters, without Slurm."""
     clone = tmp_path / "a b ü"
-    subprocess.run(["git", "clone", "--quiet", str(submit.local.ROOT), str(clone)], check=True)
-    (clone / ".venv").symlink_to(Path(submit.local.ROOT, ".venv").resolve())
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    (clone / ".venv").symlink_to(Path(ROOT, ".venv").resolve())
     enter(monkeypatch, situations.without_cluster(tmp_path)[0])
     answer = subprocess.run(["bash", "-c", first_commands()[1]], cwd=clone, capture_output=True, text=True, timeout=540)
     assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
