@@ -20,6 +20,7 @@ def sections(key):
 
 
 def test_suggested_keys_exist():
+    assert all(aliases.ALIASES.values()) and len(aliases.ALIASES) > 50
     for target in set(itertools.chain(*aliases.ALIASES.values())):
         if KWARGS in target:
             section, _, option = target.partition(KWARGS)

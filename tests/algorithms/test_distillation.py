@@ -75,7 +75,9 @@ def largest_differences() -> dict[str, tuple[int, float, float]]:
 
 
 def test_against_the_reference():
-    for name, (cases, loss, gradient) in largest_differences().items():
+    differences = largest_differences()
+    assert len(differences) == 6
+    for name, (cases, loss, gradient) in differences.items():
         assert cases == 10 and loss < 1e-12 and gradient < 1e-12, name
 
 

@@ -60,7 +60,9 @@ def largest_differences() -> dict[str, tuple[int, float, float | None]]:
 
 
 def test_against_the_reference():
-    for name, (_, difference, _) in largest_differences().items():
+    differences = largest_differences()
+    assert len(differences) == 4
+    for name, (_, difference, _) in differences.items():
         assert difference < 1e-12, name
 
 

@@ -68,9 +68,10 @@ def test_each_unit_appears_once_and_complete(sequences_per_item: int, packed: bo
 
 def test_counts_are_of_the_whole_update():
     samples = [sample(0, 5), sample(1, 4), sample(2, 3), sample(3, 9, counted=False)]
-    for of_rank in split_batch(
-        samples, policy(True), [DataParallelRank(0, 2), DataParallelRank(1, 2)], 2, sequences_per_item=2
-    ):
+    ranks = [DataParallelRank(0, 2), DataParallelRank(1, 2)]
+    split = split_batch(samples, policy(True), ranks, 2, sequences_per_item=2)
+    assert len(split) == 2
+    for of_rank in split:
         (update,) = of_rank
         assert (update.counts.tokens, update.counts.sequences) == (4 + 3 + 2, 3)
 

@@ -20,6 +20,7 @@ def cases() -> list[tuple[list[int], int, int | None, int | None]]:
 
 
 def test_packing_of_any_lengths():
+    assert len(cases()) == 400
     for lengths, ranks, tokens, sequences in cases():
         plan = plan_microbatches(lengths, ranks, tokens, sequences)
         assert plan == plan_microbatches(lengths, ranks, tokens, sequences)

@@ -94,9 +94,8 @@ def test_the_system_prompt_comes_first(tmp_path):
     (tmp_path / "system.txt").write_text("be brief")
     made = chat(system_prompt_file=str(tmp_path / "system.txt"))
     for record in ({"input": "two", "chosen": "dos", "rejected": "tres"}, {"chosen": PROMPT + DOS, "rejected": PROMPT + TRES}):
-        assert all(
-            prompt.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user") for prompt, _ in read(made, record)
-        )
+        chosen, rejected = (prompt for prompt, _ in read(made, record))
+        assert chosen.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user") and chosen == rejected
 
 
 def test_conversations_that_differ_early_count_every_assistant_turn_from_there():

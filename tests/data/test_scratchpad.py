@@ -11,7 +11,9 @@ TINY = config.RECIPES / "tiny"
 
 
 def test_every_line_of_the_scratchpad_is_correct():
-    for record in addition("train", 2000, seed=3):
+    records = addition("train", 2000, seed=3)
+    assert len(records) == 2000
+    for record in records:
         a, b = map(int, record["input"].rstrip("=").split("+"))
         scratchpad, answer = record["output"].split(";")
         assert answer == record["answer"] == str(a + b)

@@ -218,3 +218,16 @@ def test_the_format_is_evaluated(example):
     assert {answer["question"] for answer in kept} == {f"chal-{i}" for i in range(6)}
     assert all(answer["prompt"].count("nswer:") == 5 and answer["group"] == "Addition" for answer in kept)
     assert json.loads((folder / "svamp/scores.json").read_text())["tasks"]["svamp"]["questions"] == 6
+
+
+# ---- a preflight check ------------------------------------------------------------------------------------------------------
+
+CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
+
+
+def test_the_check_refuses(example):
+    folder = example(CONTRIBUTING)
+    (command,) = page_commands(CONTRIBUTING, folder)
+    refused = run(folder, *command[: command.index("#")])
+    assert refused.returncode == 2 and "cluster.time_min: got 5; expected more than" in refused.stderr, refused.stderr
+    assert refused.stderr.count("[too-small]") == 1

@@ -69,7 +69,9 @@ def test_tensor_parallel_run_agrees(tmp_path, local):
 
 
 def test_sampled_logprobs_equal_the_train_backends(local):
-    for line in read(local.folder / "metrics.jsonl"):
+    lines = read(local.folder / "metrics.jsonl")
+    assert lines
+    for line in lines:
         assert line["train/gen_logprob_error_max"] < 1e-4
         assert 1 <= line["train/token_mult_prob_error"] < 1 + 1e-4
 

@@ -84,6 +84,7 @@ def step(environment: Environment, name: str, text: str) -> None:
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 def test_no_text_makes_a_step_raise(environments):
     draw = random.Random(7)
+    assert environments.keys() == CONFIGS.keys()
     for number in range(300):
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 9)))
         call = '<tool_call>{"name": "calculator", "arguments": {"expression": "' + text + '"}}</tool_call>'
@@ -109,6 +110,7 @@ def texts(length: int) -> list[str]:
 def test_no_text_is_searched_forever(environments, name):
     interpreter = EnvironmentConfig(kind="code_interpreter", kwargs={"sandbox": "none"})  # no text here has a closed code block
     environment = environments.get(name) or build({name: interpreter})[name]
+    assert len(texts(SHORT)) == len(texts(LONG)) == len(BEGINS) * (1 + len(REPEATED))
     for text in texts(SHORT) + texts(LONG):
         begun = time.thread_time()
         step(environment, name, text)
@@ -125,6 +127,7 @@ def test_judges_read_long_texts_in_linear_time(texts: str):
 
 
 def test_a_fence_is_not_searched_for_forever():
+    assert len(texts(LONG)) == len(BEGINS) * (1 + len(REPEATED))
     for text in texts(LONG):
         begun = time.thread_time()
         code_in(text)

@@ -59,6 +59,7 @@ def read(suite: str, name: str, folder: Path) -> tuple[TaskConfig, TaskData]:
 
 @pytest.mark.parametrize("suite", RECORDS)
 def test_every_task_of_the_suites_reads_its_records(suite: str, tmp_path: Path):
+    assert RECORDS[suite]
     for name, records in RECORDS[suite].items():
         _, found = read(suite, name, tmp_path)
         wanted = len(records) - (name == "livecodebench")  # one is before the suite's window

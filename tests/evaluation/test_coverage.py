@@ -14,6 +14,7 @@ ERRORS = 3  # standard errors of a simulated share
 @pytest.mark.parametrize("case", [*coverage.cases()], ids=lambda case: case.name)
 def test_intervals_hold_the_true_score(case):
     error = ERRORS * math.sqrt(0.05 * 0.95 / TRIALS)
+    assert len(case.sizes) >= 2
     for n in case.sizes[:2]:
         assert coverage.COVERED[0] - error < coverage.coverage(case, n, TRIALS, seed=1) < coverage.COVERED[1] + error
 

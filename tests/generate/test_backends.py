@@ -46,6 +46,7 @@ def same(a, b):
 def test_logprobs_are_those_of_the_sampling_distribution(engine, family, checkpoint, temperature):
     drawn = requests(6, 4, temperature=temperature)
     done = drain(engine, drawn)
+    assert len(drawn) == 24
     for request in drawn:
         completion = done[request.id]
         expected = checkpoint(family, 0).logprobs(request.tokens, completion.tokens, temperature)
@@ -56,8 +57,9 @@ def test_logprobs_are_those_of_the_sampling_distribution(engine, family, checkpo
 def test_greedy_equals_hugging_face(engine, family, checkpoint):
     drawn = requests(6, 1, temperature=0.0)
     done = drain(engine, drawn)
-    for request in drawn:
-        assert done[request.id].tokens.tolist() == checkpoint(family, 0).greedy(request.tokens, 24)
+    greedy = {request.id: checkpoint(family, 0).greedy(request.tokens, 24) for request in drawn}
+    assert len(drawn) == 6
+    assert {id: completion.tokens.tolist() for id, completion in done.items()} == greedy
 
 
 def test_draws_do_not_depend_on_other_requests(engine):

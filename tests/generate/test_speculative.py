@@ -27,6 +27,7 @@ def test_completions_are_the_policy_s(version, engine, checkpoint):
     for temperature in (0.0, 1.0):
         asked = requests(6, 2, seed=9, temperature=temperature)
         done = drain(engine, asked)
+        assert len(asked) == 12
         for request in asked:
             completion = done[request.id]
             expected = policy.logprobs(request.tokens, completion.tokens, temperature)

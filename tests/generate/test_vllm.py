@@ -78,6 +78,7 @@ def test_seeded_prompts_that_exceed_one_step_s_token_budget(new_engine):
     drawn = [single(random.integers(2, 96, 61), id=str(k), max_new_tokens=2) for k in range(128)]  # 7808 tokens
     done = drain(engine, drawn)
     engine.close()
+    assert len(done) == 128
     assert all(1 <= len(completion.tokens) <= 2 for completion in done.values())
 
 

@@ -67,7 +67,8 @@ def test_nodes_are_shared_in_one_way(load):
 
 
 def test_a_run_of_one_component_shares_nothing(load):
-    assert not any(isinstance(part, ColocatedComponent) for part in components(load(SHARE, "algorithm=sft")).values())
+    parts = components(load(SHARE, "algorithm=sft"))
+    assert list(parts) == ["train"] and not isinstance(parts["train"], ColocatedComponent)
 
 
 # ---- one allocation -----------------------------------------------------------------------------------------------------
@@ -209,10 +210,11 @@ def test_compilers_of_a_rank(cpus, given, compilers):
 
 
 def test_threads_of_ranks_on_shared_nodes(load):
-    for share in nodes.shares(components(load(SHARE, *FOUR_AND_TWO))).values():
-        assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", SLURM_CPUS_ON_NODE="96") == "16"
-    for share in nodes.shares(components(load(TOGETHER, "cluster.train.gpus_per_node=4"))).values():
-        assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", SLURM_CPUS_ON_NODE="96") == "24"
+    for overrides, threads in (((SHARE, *FOUR_AND_TWO), "16"), ((TOGETHER, "cluster.train.gpus_per_node=4"), "24")):
+        shares = nodes.shares(components(load(*overrides)))
+        assert shares.keys() == {"train", "generate"}
+        for share in shares.values():
+            assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", SLURM_CPUS_ON_NODE="96") == threads
 
 
 def test_a_request_for_part_of_a_node_is_noted(load):

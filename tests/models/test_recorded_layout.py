@@ -245,6 +245,7 @@ def test_restrict(case):
     real = function(*sources.values())
     shape, pieces = record(function, list(zip(names, shapes, strict=True)))
     ranges = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+    assert shape and all(ranges)
     for chosen in itertools.product(*ranges):
         box = Box(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
         built = torch.zeros(box.size, dtype=real.dtype)

@@ -122,6 +122,7 @@ def test_transformers_form_of_the_config_gives_the_same_tensors(described, tmp_p
 
 
 def test_layers_and_experts_follow_the_names(described):
+    assert any(tensor.layer is not None for tensor in tensors(described))
     for tensor in tensors(described):
         names = tensor.name.split(".")
         assert tensor.layer == (int(names[names.index("layers") + 1]) if "layers" in names else None)
@@ -140,7 +141,9 @@ def test_cuts_equal_the_families(name):
     cuts = {tensor.name: tensor.split for tensor in tensors({"model_type": family, **TINY, **changes})}
     experts = {tensor.name: tensor.expert for tensor in tensors({"model_type": family, **TINY, **changes})}
     rows = {tensor.name: tensor.shape[0] for tensor in tensors({"model_type": family, **TINY, **changes})}
-    for parameter in models.family(config.model_type).parameters(config).values():
+    parameters = models.family(config.model_type).parameters(config)
+    assert parameters
+    for parameter in parameters.values():
         if isinstance(parameter.split, tuple) and len(parameter.sources) > 1:  # its parts are those of its tensors, one by one
             parts = [(rows[name],) if cuts[name] == "rows" else cuts[name] for name in parameter.sources]
             assert parameter.split == tuple(count for part in parts for count in part)

@@ -39,6 +39,7 @@ def test_a_group_of_nccl_alone_refuses_host_tensors(raised):
 
 
 def test_two_ranks_on_one_device_are_refused(raised):
+    assert len(raised["one_device_twice"]) == ranks.SIZE
     for words in raised["one_device_twice"]:
         assert "ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 4 of here" in words
 
@@ -53,6 +54,7 @@ def test_two_ranks_on_one_device_are_refused(raised):
     ],
 )
 def test_all_ranks_must_call_the_same_collectives(raised, scenario, number, told):
+    assert len(raised[scenario]) == ranks.SIZE
     for words in raised[scenario]:
         before, *operations = re.split(r"rank \d: ", words)
         assert f"the operations of the communicator of ranks 0, 1, 2 differ in number {number}: " in before
@@ -79,6 +81,7 @@ def test_a_pair_that_sends_first_at_both_ends_deadlocks(raised):
 
 
 def test_batches_and_collectives_of_a_group_run_in_one_order(raised):
+    assert len(raised["a_batch_before_or_after_a_collective"]) == ranks.SIZE
     for words in raised["a_batch_before_or_after_a_collective"]:
         assert "rank 0: operation 2, send to rank 1 of float32[2]; rank 1: operation 2, allreduce" in words
 

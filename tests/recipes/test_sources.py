@@ -101,6 +101,7 @@ def test_the_header_names_them(name: str) -> None:
         parent = yaml.safe_load(path.read_text()).get("defaults")
         path = config.RECIPES / parent if parent else None
     unbroken = text.replace("\n# ", " ")
+    assert CLAIMS["recipes"][name]["sources"]
     for given in CLAIMS["recipes"][name]["sources"]:
         source = sources.read(given["name"] if isinstance(given, dict) else given)
         assert source.path in unbroken, source.path

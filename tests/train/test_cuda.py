@@ -74,6 +74,7 @@ def test_backward_passes_of_attention_are_equal_to_the_last_bit(deterministic, n
     for _ in range(3):
         out = attend(query, key, value, packed, kind, sinks if name == "sinks" else None)
         found.append([out, *torch.autograd.grad(out.float().sin().sum(), leaves)])
+    assert len(found) == 3 and len(found[0]) == 1 + len(leaves)
     assert all(torch.equal(ours, theirs) for again in found[1:] for ours, theirs in zip(again, found[0], strict=True))
 
 
@@ -84,6 +85,7 @@ def test_backward_passes_are_equal_to_the_last_bit(models, deterministic, family
     for _ in range(3):
         metrics = trained.step([batch], cases.loss).metrics
         found.append((metrics, {name: gradient.clone() for name, gradient in ranks.gradients(trained).items()}))
+    assert len(found) == 3 and found[0][1]
     for metrics, gradients in found[1:]:
         assert metrics == found[0][0]
         assert all(torch.equal(gradient, found[0][1][name]) for name, gradient in gradients.items())

@@ -292,6 +292,7 @@ def test_other_optimizers_resume_to_the_last_bit(models, tmp_path, name, kwargs)
     expected = ranks.weights(trained)
     trained.load(tmp_path)
     trained.step([cases.pack(ALL)], cases.loss)
+    assert expected
     assert all(torch.equal(tensor, expected[name]) for name, tensor in trained.weights())
 
 

@@ -34,6 +34,7 @@ LAYOUTS = [
 def test_layout(layout, families, models, realm):
     ranks.run(functools.partial(ranks.some_families, families), layout, models)
 
+    assert families
     # What those ranks saved goes on at another layout as it did at theirs: here, on one rank.
     for family in {"qwen3_tied", "qwen3_moe"} & set(families):
         folder = models / ranks.saved_by(layout, family)

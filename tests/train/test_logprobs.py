@@ -136,6 +136,7 @@ def test_each_output_has_its_own_gradient(chunk, part):
     given, exact = inputs(torch.float32), inputs()
     found = torch.autograd.grad(only(given, ours(given, 0.6, chunk)), (given.hidden, given.weight))
     expected = torch.autograd.grad(only(exact, plain(exact, 0.6)), (exact.hidden, exact.weight))
+    assert len(found) == len(expected) == 2
     for gradient, theirs in zip(found, expected, strict=True):
         assert (gradient - theirs).abs().max() < 2e-6 * theirs.abs().max()
 
@@ -175,6 +176,7 @@ def test_the_graph_can_be_used_twice(chunk):
     total = given.total(ours(given, 1.0, chunk))
     first = torch.autograd.grad(total, (given.hidden, given.weight), retain_graph=True)
     second = torch.autograd.grad(total, (given.hidden, given.weight))
+    assert len(first) == 2
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -55,7 +55,9 @@ def test_two_ranks(models, layout, families):
     folder = models / ranks.saved_by(layout, "qwen3")
     resumed.load(folder)
     batches = [cases.pack(chosen) for chosen in ranks.shares(ONE)[0]]
-    for theirs in json.loads((folder / "after.json").read_text()):
+    after = json.loads((folder / "after.json").read_text())
+    assert len(after) == 2
+    for theirs in after:
         ours = cases.learn(resumed, batches)
         assert abs(ours["loss"] - theirs["loss"]) < 1e-6
         assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5

@@ -92,6 +92,7 @@ def test_a_refit_keeps_only_the_merged_weights_of_a_model_with_adapters(models):
 def test_a_frozen_model_is_copied_once(models):
     frozen = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(trained=False))
     weights = {name: frozen.local_tensor(name).clone() for name in {region.tensor for region in frozen.layout()}}
+    assert weights
     for _ in range(2):
         frozen.offload()
         frozen.reload()

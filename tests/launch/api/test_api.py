@@ -48,6 +48,7 @@ assert not os.listdir(), os.listdir()
 
 
 def test_everything_public_is_documented():
+    assert "submit" in hetstep.__all__
     for name in hetstep.__all__:
         public = getattr(hetstep, name)
         assert inspect.getdoc(public), name

@@ -35,6 +35,7 @@ def test_adapters_of_a_rank(model, ranks, expert):
         planned = FSDPMemory(TrainModel(policy, shape), train_parallelism(policy, recipe.cluster.train), cuda=False)
         hf = meta_model(model_config(policy))
         adapted = {one.weight for one in lora.inject(hf, lora_cfg, layout(hf)).items}
+        assert adapted
         numel = {name: parameter.numel() for name, parameter in hf.named_parameters()}
         assert planned.resident["merged weights"] == 4 * sum(numel[name] for name in adapted) / ranks
         if names != ATTENTION:  # the plan counts adapters of all linear layers

@@ -36,7 +36,9 @@ def test_resident_memory(name, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "precision"), measure.ENGINES)
 def test_vllms_memory_equals_the_prediction(model, precision, tmp_path):
-    for part, (predicted, found) in measure.engine(model, precision, tmp_path).items():
+    parts = measure.engine(model, precision, tmp_path)
+    assert parts.keys() == {"weights", "KV cache", "tokens"}
+    for part, (predicted, found) in parts.items():
         assert predicted == pytest.approx(found, rel=0.01), part
 
 

@@ -56,8 +56,9 @@ IN_TURN = (*ONE_NODE, COLOCATED)
     ],
 )
 def test_the_printed_keys_select_the_mode(name, overrides):
-    recipe = planned(name, *overrides).recipe
-    for mode in compared(name, *overrides).values():
+    recipe, found = planned(name, *overrides).recipe, compared(name, *overrides)
+    assert len(found) > 1
+    for mode in found.values():
         again = config.changed(recipe, mode.changes)
         assert modes.mode_name(again) == mode.name
         assert again.cluster == mode.plan.recipe.cluster
