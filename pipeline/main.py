@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from pipeline import algorithms, config, node_checks, rpc
 from pipeline.algorithms.algorithm import OnlineAlgorithm
 from pipeline.checkpoints import verification
 from pipeline.checkpoints.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import Recipe, refuse
-from pipeline.coordinator import RunParts, run_offline, run_online
+from pipeline.coordinator import run_offline, run_online
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
+from pipeline.evaluation.evaluation_loop import evaluate
 from pipeline.files import small_files
 from pipeline.files.input_records import END_S, Hashing
 from pipeline.files.storage import RetryPolicy, retrying, wait_for
@@ -37,8 +39,13 @@ from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.rollout import collectors
 from pipeline.rollout.scoring import Scoring
 from pipeline.rpc import RpcClient, RpcGroup
+from pipeline.run_logger import RunLogger
+from pipeline.run_progress import RunProgress
+from pipeline.run_saver import RunSaver
+from pipeline.steering.live_changes import Steering
 from pipeline.tracking import supervision
-from pipeline.types import Prompt
+from pipeline.training_run import TrainingRun
+from pipeline.types import DataParallelRank, Prompt
 
 
 def main(run_dir: Path) -> None:
@@ -138,30 +145,37 @@ def _coordinate(
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts)
     reward = RpcGroup(client, world, workers.reward, RewardRole, timeouts)
     shared = workers.colocated
-    others_up = [generate.setup(), reward.setup()]
+    engines_up, judges_up = generate.call(GenerateRole.setup), reward.call(RewardRole.setup)
     if shared:  # vLLM measures free memory as it starts, so nothing else may allocate or free
-        others_up[0].result()
-        generate.sleep(False).result()
+        engines_up.result()
+        generate.call(GenerateRole.sleep, False).result()
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         stream, validation = build_streams(recipe, tokenizer)
         if not config.only_evaluates(recipe) and checkpoints.latest() is None:  # a resumed run may have used all records
             refuse(filter(None, [epochs.of_records(recipe, stream.usable).problem()]))
-    places = train.setup().result()
-    _, judges = [other.result() for other in others_up]
+    places = train.call(TrainRole.setup).result()
+    engines_up.result()
+    judges = judges_up.result()
     refits = None
     if config.generates(recipe):
         refits = RefitCoordinator(recipe, workers, train, generate, role.shapes, world.nodes())
-    colocation = Colocation(shared, train, generate, refits)
-    deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
-    parts = (recipe, run_dir, checkpoints, train, places, colocation, tokenizer, attempt, deadline, world.timeline)
-    learning = running.of_learning(world, recipe, tokenizer)
-    run = RunParts(*parts, startup=startup, phase=world.phase, monitor=monitor, learning=learning)
+    run = _training_run(
+        recipe=recipe,
+        run_dir=run_dir,
+        world=world,
+        train=train,
+        places=places,
+        colocation=Colocation(shared, train, generate, refits),
+        checkpoints=checkpoints,
+        attempt=attempt,
+        startup=startup,
+        tokenizer=tokenizer,
+        monitor=monitor,
+    )
     if config.generates(recipe):
-        judge = None
-        if config.reward_model(recipe):
-            judge = Scoring(recipe, *((reward, judges) if workers.reward else (train, places)), tokenizer)
         engines = [RpcGroup(client, world, engine, GenerateRole, timeouts) for engine in workers.engines]
+        judge = _judge(recipe, train, places, reward, judges, tokenizer)
         section = config.section(recipe)
         assert isinstance(section, config.OnlineConfig) and isinstance(algorithm, OnlineAlgorithm)
         rollouts = collectors.build(recipe.algorithm, section, recipe.policy.generation, engines, judge)
@@ -169,35 +183,90 @@ def _coordinate(
         step = run_online(run, algorithm, rollouts, stream, prompts)
     else:
         step = run_offline(run, algorithm, stream, [item for item in validation if not isinstance(item, Prompt)])
-    if not run.left:
-        _end(run, step)
-    supervision.finish(trackers, left=bool(run.left))
+    if not run.progress.left:
+        _end(recipe, run_dir, checkpoints, step, run.progress.stopped)
+    supervision.finish(trackers, left=bool(run.progress.left))
 
 
-def _end(run: RunParts, step: int) -> None:
-    """Link the last export and write done.json. step: the run's last one."""
+def _training_run(
+    recipe: Recipe,
+    run_dir: Path,
+    world: World,
+    train: RpcGroup[TrainRole],
+    places: list[DataParallelRank],
+    colocation: Colocation,
+    checkpoints: Checkpoints,
+    attempt: Attempt,
+    startup: Startup,
+    tokenizer: PreTrainedTokenizerBase,
+    monitor: StepMonitor | None,
+) -> TrainingRun:
+    deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
+    logger = RunLogger(
+        recipe,
+        run_dir,
+        retry=checkpoints.retry,
+        key=checkpoints.writing_key,
+        tokenizer=tokenizer,
+        phase=world.phase,
+        monitor=monitor,
+        learning=running.of_learning(world, recipe, tokenizer),
+    )
+    saver = RunSaver(recipe.checkpointing, checkpoints, train, colocation, attempt, deadline, logger)
+    return TrainingRun(
+        recipe=recipe,
+        train=train,
+        places=places,
+        colocation=colocation,
+        checkpoints=checkpoints,
+        attempt=attempt,
+        timeline=world.timeline,
+        startup=startup,
+        steering=Steering(recipe, run_dir, train, checkpoints.retry),
+        logger=logger,
+        saver=saver,
+        progress=RunProgress(recipe, deadline, attempt, saver),
+    )
+
+
+def _judge(
+    recipe: Recipe,
+    train: RpcGroup[TrainRole],
+    places: list[DataParallelRank],
+    reward: RpcGroup[RewardRole],
+    judges: list[DataParallelRank],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Scoring | None:
+    """Return what scores by a reward model, on ranks of its own or on the train ranks; None if the recipe has none."""
+    if not config.reward_model(recipe):
+        return None
+    if reward.ranks:
+        return Scoring(recipe, functools.partial(reward.scatter, RewardRole.score), judges, tokenizer)
+    return Scoring(recipe, functools.partial(train.scatter, TrainRole.score), places, tokenizer)
+
+
+def _end(recipe: Recipe, run_dir: Path, checkpoints: Checkpoints, step: int, stopped: str | None) -> None:
+    """Link the last export and write done.json. step: the run's last one. stopped: why it stopped before `max_num_steps`."""
     record: dict[str, Any] = {"step": step}
-    if config.only_evaluates(run.recipe):
+    if config.only_evaluates(recipe):
         record["evaluation"] = True
     else:
-        run.checkpoints.link_latest(run.folder / "hf", "hf")
-        record |= {"early_stop": run.stopped} if run.stopped else {}
-    _write_done(run.folder, record, run.checkpoints.retry)
+        checkpoints.link_latest(run_dir / "hf", "hf")
+        record |= {"early_stop": stopped} if stopped else {}
+    _write_done(run_dir, record, checkpoints.retry)
 
 
-def _unlocked(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy, train: RpcGroup) -> Checkpoints:
+def _unlocked(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy, train: RpcGroup[TrainRole]) -> Checkpoints:
     """Return the run's checkpoints, once every train rank has their key. Raises RecipeError before any model is loaded."""
     key = verification.obtain_key(recipe.checkpointing)
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, retry, key)
     verification.check_key(checkpoints.latest(), key)
     if key:
-        train.unlock(key.fingerprint).result()
+        train.call(TrainRole.unlock, key.fingerprint).result()
     return checkpoints
 
 
 def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> None:
-    from pipeline.evaluation.evaluation_loop import evaluate
-
     storage_s = storage_timeout_s(recipe.cluster.timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     retry = RetryPolicy(storage_s, attempt.check)

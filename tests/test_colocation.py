@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.refit.colocation import Colocation
+from tests.fake_group import FakeGroup
 
 # Memory of each on a GPU. The engine's cache is as large as the whole trainer.
 TRAINER, ENGINE = {"weights": 1, "rest": 3}, {"weights": 1, "cache": 4}
 
 
 @dataclass
-class GPU:
+class GPU(FakeGroup):
     """Stands in for the verbs of both ranks and for the refit."""
 
     trainer: set[str] = field(default_factory=lambda: {"weights", "rest"})

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that leaves between two steps: `pipeline.coordinator.RunParts` over real checkpoints, without ranks."""
+"""Checkpoints of a run that leaves between two steps: `TrainingRun` over real checkpoints, without ranks."""
 
 import contextlib
 import threading
@@ -11,16 +11,23 @@ import pytest
 from pipeline.algorithms.sft import SFTConfig
 from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, LoggerConfig
-from pipeline.coordinator import NothingSaved, RunParts
+from pipeline.files.storage import NO_RETRIES
 from pipeline.job.attempt import Attempt, Superseded
 from pipeline.job.deadline import Deadline
+from pipeline.job.startup import Startup
 from pipeline.observe.metrics import Metrics, read
 from pipeline.refit.colocation import Colocation
+from pipeline.run_logger import RunLogger
+from pipeline.run_progress import NothingSaved, RunProgress
+from pipeline.run_saver import RunSaver
+from pipeline.steering.live_changes import Steering
+from pipeline.training_run import TrainingRun
+from tests.fake_group import FakeGroup
 
 POSITION = {"epoch": 0, "index": 8}
 
 
-class Ranks:
+class Ranks(FakeGroup):
     """The train realm, reduced to the time that its saves take."""
 
     def __init__(self):
@@ -39,7 +46,7 @@ class Ranks:
 class Steps:
     """Return rank 0's run between steps."""
 
-    def __init__(self, run_dir: Path, **checkpointing):
+    def __init__(self, run_dir: Path, logging: dict | None = None, **checkpointing):
         self.signals: list[str] = []
         self.attempt = Attempt(run_dir / "attempts/17-0")
         self.attempt.folder.mkdir(parents=True)
@@ -47,15 +54,36 @@ class Steps:
         self.ranks = Ranks()
         config = CheckpointingConfig(**{"async_save": False, "save_period": 10, **checkpointing})
         self.checkpoints = Checkpoints(run_dir, self.attempt.name, config)
-        deadline = Deadline(0.0, {}, [], lambda: self.signals)
-        recipe = SimpleNamespace(checkpointing=config, cluster=ClusterConfig(), algorithm="sft", sft=SFTConfig())
+        self.deadline = Deadline(0.0, {}, [], lambda: self.signals)
+        self.recipe = recipe = SimpleNamespace(
+            checkpointing=config,
+            cluster=ClusterConfig(),
+            algorithm="sft",
+            sft=SFTConfig(),
+            logger=LoggerConfig(tensorboard_enabled=False, **(logging or {})),
+        )
         colocation = Colocation(False, self.ranks, None, None)
-        self.run = RunParts(recipe, run_dir, self.checkpoints, self.ranks, [], colocation, None, self.attempt, deadline, None)
-        self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
+        self.logger = RunLogger(recipe, run_dir, NO_RETRIES, None, None)
+        self.logger.open(None)
+        self.saver = RunSaver(config, self.checkpoints, self.ranks, colocation, self.attempt, self.deadline, self.logger)
+        self.run = TrainingRun(
+            recipe=recipe,
+            train=self.ranks,
+            places=[],
+            colocation=colocation,
+            checkpoints=self.checkpoints,
+            attempt=self.attempt,
+            timeline=None,
+            startup=Startup(),
+            steering=Steering(recipe, run_dir, self.ranks, NO_RETRIES),
+            logger=self.logger,
+            saver=self.saver,
+            progress=RunProgress(recipe, self.deadline, self.attempt, self.saver),
+        )
         self.lines = run_dir / "metrics.jsonl"
 
     def end(self, step: int, last: bool = False, groups: list | None = None) -> None:
-        self.run.end_step(self.metrics, step, last, POSITION, {"time/step": 1.0, "train/loss": step / 2}, groups)
+        self.run.log_and_save(step, last, POSITION, {"time/step": 1.0, "train/loss": step / 2}, groups)
 
     def left_behind(self, name: str) -> str | None:
         path = self.attempt.folder / name
@@ -65,13 +93,16 @@ class Steps:
 def test_a_run_that_leaves_saves_its_step(tmp_path):
     steps = Steps(tmp_path)
     steps.end(1)
-    assert not steps.run.must_leave() and steps.checkpoints.latest() is None
+    assert not steps.run.progress.must_leave() and steps.checkpoints.latest() is None
     steps.end(2)
     steps.signals.append("SIGUSR2")
-    assert steps.run.must_leave()
+    assert steps.run.progress.must_leave()
     latest = steps.checkpoints.latest()
-    assert (latest.step, latest.state) == (2, {"stream": POSITION, "early_stop": steps.run.stop.state_dict(), "steer": []})
-    assert steps.left_behind("requeue") == steps.run.left == "SIGUSR2 came"
+    assert (latest.step, latest.state) == (
+        2,
+        {"stream": POSITION, "early_stop": steps.run.progress.early_stop.state_dict(), "steer": []},
+    )
+    assert steps.left_behind("requeue") == steps.run.progress.left == "SIGUSR2 came"
     assert steps.left_behind("progress") == "2"
 
 
@@ -80,7 +111,7 @@ def test_not_twice(tmp_path):
     for step in (1, 2):
         steps.end(step)
     steps.signals.append("SIGTERM")
-    assert steps.run.must_leave()
+    assert steps.run.progress.must_leave()
     assert len(steps.ranks.folders) == 1
 
 
@@ -97,7 +128,7 @@ def test_the_end_saves_the_last_step_if_it_is_not_saved_yet(tmp_path, last):
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
     steps = Steps(tmp_path)
     steps.signals.append("SIGTERM")
-    assert steps.run.must_leave()
+    assert steps.run.progress.must_leave()
     assert steps.left_behind("requeue") == "SIGTERM came"
     assert steps.left_behind("progress") is None and steps.ranks.folders == []
 
@@ -110,7 +141,7 @@ def test_an_asynchronous_save_is_waited_for(tmp_path, saved_at):
         steps.end(step)
     assert steps.checkpoints.latest() is None and steps.left_behind("progress") is None
     steps.signals.append("SIGUSR2")
-    assert steps.run.must_leave()
+    assert steps.run.progress.must_leave()
     assert steps.checkpoints.latest().step == 3
     assert steps.left_behind("progress") == "3"
     assert len(steps.ranks.folders) == (2 if saved_at == 2 else 1)
@@ -121,7 +152,7 @@ def test_without_checkpoints_nothing_is_saved_and_the_run_does_not_continue(tmp_
     steps.end(1, last=False)
     steps.signals.append("SIGUSR2")
     with pytest.raises(NothingSaved, match="SIGUSR2 came: the run ends without having saved"):
-        steps.run.must_leave()
+        steps.run.progress.must_leave()
     assert steps.left_behind("requeue") is None and steps.ranks.folders == []
 
 
@@ -138,14 +169,14 @@ def test_a_superseded_attempt_writes_neither_metrics_nor_a_checkpoint(tmp_path):
     steps = Steps(tmp_path, async_save=True)
     steps.end(1)
     steps.ranks.slow = True
-    steps.run.save(1, POSITION, {})
+    steps.saver.save(1, POSITION, {})
     later = Attempt(tmp_path / "attempts/17-1")
     later.folder.mkdir()
     later.claim()
     with pytest.raises(Superseded):
         steps.end(2)
     with pytest.raises(Superseded):
-        steps.run.settle(wait=True)
+        steps.saver.settle(wait=True)
     assert [line["step"] for line in read(steps.lines)] == [1]
     assert steps.checkpoints.all() == [] and steps.left_behind("progress") is None
     other = Steps(tmp_path / "other")
@@ -153,13 +184,13 @@ def test_a_superseded_attempt_writes_neither_metrics_nor_a_checkpoint(tmp_path):
     Attempt(tmp_path / "other/attempts/17-1").folder.mkdir()
     Attempt(tmp_path / "other/attempts/17-1").claim()
     with pytest.raises(Superseded):
-        other.run.save(1, POSITION, {})
+        other.saver.save(1, POSITION, {})
     assert other.ranks.folders == []
 
 
 def test_a_checkpoint_keeps_the_rollouts_that_no_step_has_trained_on(tmp_path):
     steps = Steps(tmp_path, save_period=1)
-    steps.run.record = lambda: b"" if steps.run.checkpoints.latest() else b"groups"
+    steps.saver.rollouts = lambda: b"" if steps.checkpoints.latest() else b"groups"
     steps.end(1)
     assert steps.checkpoints.latest().rollouts() == b"groups"
     steps.end(2)
@@ -174,7 +205,7 @@ class Slow:
     logs_rollouts = True
 
     def __init__(self, of_steps: Metrics):
-        self.log, self.written, self.may = of_steps.log, [], threading.Event()
+        self.log, self.close, self.written, self.may = of_steps.log, of_steps.close, [], threading.Event()
 
     def log_rollouts(self, step, groups, tokenizer, kind):
         assert self.may.wait(30)
@@ -185,7 +216,7 @@ class Slow:
 
 def test_rollouts_are_written_asynchronously_and_before_the_checkpoint_that_counts_them(tmp_path):
     steps = Steps(tmp_path, save_period=2)
-    steps.metrics = slow = Slow(steps.metrics)
+    steps.logger.metrics = slow = Slow(steps.logger.metrics)
     steps.end(1, groups=["a group"])
     assert not slow.written and [line["step"] for line in read(steps.lines)] == [1]
     slow.may.set()
@@ -202,7 +233,7 @@ def test_rollouts_are_written_asynchronously_and_before_the_checkpoint_that_coun
 
 def test_waiting_for_rollouts_has_its_own_phase_and_is_not_part_of_a_saves_duration(tmp_path, monkeypatch):
     steps = Steps(tmp_path, save_period=1)
-    steps.metrics = slow = Slow(steps.metrics)
+    steps.logger.metrics = slow = Slow(steps.logger.metrics)
     phases, saves = [], []
 
     @contextlib.contextmanager
@@ -211,18 +242,18 @@ def test_waiting_for_rollouts_has_its_own_phase_and_is_not_part_of_a_saves_durat
         yield
         phases.append((name, time.monotonic() - begun > 0.3))
 
-    steps.run.phase = phase
-    monkeypatch.setattr(steps.run.deadline, "saved", saves.append)
+    steps.logger._phase = phase
+    monkeypatch.setattr(steps.deadline, "saved", saves.append)
     threading.Timer(0.5, slow.may.set).start()
     steps.end(1, groups=["a group"])
     assert phases == [("write rollouts", False), ("write rollouts", True)] and slow.written
-    assert 0 < saves[0] < 0.4 and steps.run._save_s == saves[0]
+    assert 0 < saves[0] < 0.4 and steps.saver._save_s == saves[0]
 
 
 def test_rollouts_that_are_never_written_end_the_run_with_its_phase(tmp_path):
     steps = Steps(tmp_path, save_period=1)
-    steps.metrics = slow = Slow(steps.metrics)
-    steps.run.recipe.cluster.timeouts.save = 0.2
+    steps.logger.metrics = slow = Slow(steps.logger.metrics)
+    steps.recipe.cluster.timeouts.save = 0.2
     with pytest.raises(
         TimeoutError, match=r"verb 'coordinate', phase 'write rollouts': not done after 0\.2 s \(cluster\.timeou"
     ):
@@ -232,9 +263,8 @@ def test_rollouts_that_are_never_written_end_the_run_with_its_phase(tmp_path):
 
 
 def test_no_tokenizer_is_copied_if_no_rollouts_are_logged(tmp_path, monkeypatch):
-    steps = Steps(tmp_path)
-    steps.metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False, num_rollouts_to_log=0), None)
-    monkeypatch.setattr("pipeline.coordinator.copy.deepcopy", lambda _: pytest.fail("the tokenizer was copied"))
+    steps = Steps(tmp_path, logging={"num_rollouts_to_log": 0})
+    monkeypatch.setattr("pipeline.run_logger.copy.deepcopy", lambda _: pytest.fail("the tokenizer was copied"))
     steps.end(1, groups=["a group"])
     steps.run.finish(2)
     assert not (tmp_path / "rollouts").exists()
@@ -242,7 +272,7 @@ def test_no_tokenizer_is_copied_if_no_rollouts_are_logged(tmp_path, monkeypatch)
 
 def test_an_error_in_writing_rollouts_ends_the_run_and_commits_nothing(tmp_path):
     steps = Steps(tmp_path, save_period=2)
-    steps.metrics = slow = Slow(steps.metrics)
+    steps.logger.metrics = slow = Slow(steps.logger.metrics)
     slow.may.set()
     steps.end(1, groups=["a group"])
     with pytest.raises(ValueError, match="nothing to write"):

@@ -14,12 +14,13 @@ from pipeline.steering import steer_files
 from pipeline.steering.live_changes import MARKER, Steering
 from pipeline.steering.steer_files import path_of
 from tests.data.test_mixture import mixture
+from tests.fake_group import FakeGroup
 
 LR = "policy.optimizer.kwargs.lr"
 STEPS = "grpo.max_num_steps"
 
 
-class Ranks:
+class Ranks(FakeGroup):
     """The train ranks, reduced to what they are told. A rank cannot take the values in `wrong`."""
 
     def __init__(self):

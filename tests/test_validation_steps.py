@@ -1,12 +1,12 @@
 """The steps after which a run that samples validates."""
 
 from pipeline.config import GRPOConfig
-from pipeline.coordinator import _validates
+from pipeline.run_progress import validates
 
 
 def steps(**keys: object) -> list[int]:
     section = GRPOConfig(max_num_steps=10, **keys)  # type: ignore[arg-type]
-    return [step for step in range(1, 11) if _validates(section, step, step == 10)]
+    return [step for step in range(1, 11) if validates(section, step, step == 10)]
 
 
 def test_validation_begins_at_a_step() -> None:

@@ -4,10 +4,15 @@ Start in `algorithm.py`, which documents the interface. Importing this package d
 must not import this module.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pipeline.algorithms.algorithm import Algorithm, OnlineAlgorithm
+
+if TYPE_CHECKING:
+    from pipeline.config import Recipe
 
 CLASSES = {  # by the name of the file, which is also the recipe's section and the value of `algorithm`
     "grpo": "GRPO",
@@ -26,8 +31,8 @@ OFFLINE = tuple(name for name in ALGORITHMS if name not in ONLINE)  # learn from
 PAIRED = tuple(name for name, kind in ALGORITHMS.items() if kind.paired)  # learn from pairs of answers
 
 
-def build(recipe: Any) -> Algorithm:
-    """Return the algorithm that a `pipeline.config.Recipe` selects."""
+def build(recipe: Recipe) -> Algorithm:
+    """Return the algorithm that a recipe selects."""
     return ALGORITHMS[recipe.algorithm](recipe)
 
 

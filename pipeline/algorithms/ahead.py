@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import Bool, Float, NotNegative
+
+if TYPE_CHECKING:
+    from pipeline.config import Recipe
 
 
 @dataclass
@@ -60,12 +63,12 @@ def section_of(algorithm: str) -> str:
     return f"{algorithm}.async_{algorithm}"
 
 
-def settings(recipe: Any) -> AsyncConfig | None:
+def settings(recipe: Recipe) -> AsyncConfig | None:
     """Return the section of asynchronous generation of the recipe's algorithm; None if the algorithm cannot run ahead."""
     return getattr(getattr(recipe, recipe.algorithm), f"async_{recipe.algorithm}", None)
 
 
-def problems(recipe: Any, name: str) -> Iterator[Problem]:
+def problems(recipe: Recipe, name: str) -> Iterator[Problem]:
     """Yield contradictions of an enabled section with the recipe. name: of the algorithm."""
     section, config, key = getattr(recipe, name), settings(recipe), section_of(name)
     if config is None or not config.enabled:

@@ -1,7 +1,7 @@
 """Base classes of algorithms: what an algorithm declares and checks at submission, and what it computes in the job.
 
-The machine that submits may not have torch. The file of an algorithm therefore imports torch, and the modules of the
-mathematics, only inside the methods that compute.
+The machine that submits may not have torch. The file of an algorithm therefore imports torch, and the modules that compute
+with it, only inside the methods that train ranks call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing_extensions import override
 from pipeline.recipe.problems import Problem
 
 if TYPE_CHECKING:
+    from pipeline.config import Recipe
     from pipeline.types import GlobalCounts, Head, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 Loss = Callable[["Outputs", "PackedBatch", "GlobalCounts"], "LossOutput"]
 """(a model's outputs with a graph, the batch, the counts of the whole optimizer step) -> this batch's share of the loss."""
 
 Variance = Literal["biased", "unbiased"]
-"""The variance that normalization of the advantages sets to 1: `normalization` in pipeline/algorithms/advantages.py."""
+"""The variance that normalization of the advantages sets to 1: `normalization` in pipeline/algorithms/token_advantages.py."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,10 @@ class Algorithm:
     runs_ahead: bool = False  # whether engines sample while the train ranks learn
     updates_per_epoch: int = 1  # optimizer updates of one pass over the samples of a step
 
-    def __init__(self, recipe: Any):
-        """Bind the algorithm to a recipe.
-
-        recipe: a `pipeline.config.Recipe`, typed Any because the recipe's schema imports the sections of the algorithms.
-        """
+    def __init__(self, recipe: Recipe):
+        """Bind the algorithm to a recipe."""
         self.recipe, self.name = recipe, recipe.algorithm
-        self.section = getattr(recipe, recipe.algorithm)
+        self.section: Any = getattr(recipe, recipe.algorithm)  # a `Section`
 
     @property
     def sequences_per_item(self) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from typing_extensions import override
 
+from pipeline.algorithms.advantages import make_sample
 from pipeline.algorithms.algorithm import Needs, OnlineAlgorithm
 from pipeline.algorithms.sections import OnlineConfig
 from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers, problems, with_teachers
@@ -21,6 +22,7 @@ from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import Positive
 
 if TYPE_CHECKING:
+    from pipeline.config import Recipe
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 
@@ -41,7 +43,7 @@ class Distillation(OnlineAlgorithm):
     Section = DistillationConfig
     reads = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk", "teacher", SECTION)
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         outside = recipe.loss_fn.zero_outside_topk and recipe.loss_fn.kl_type != "forward"
         self.needs = Needs(teacher_top_k=self.section.topk_logits_k, entropy=outside)
@@ -49,8 +51,6 @@ class Distillation(OnlineAlgorithm):
     @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
         """Return samples with advantages of 0; the loss does not use them."""
-        from pipeline.algorithms.advantages import make_sample
-
         samples = [make_sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]
         return with_teachers(self.recipe, groups, samples) if self._several else samples
 
@@ -60,7 +60,7 @@ class Distillation(OnlineAlgorithm):
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        from pipeline.algorithms.divergence import distillation_loss
+        from pipeline.algorithms.divergence import distillation_loss  # needs torch, which submission may lack
 
         teachers = loaded_teachers(self.recipe) if self._several else ()
         return distillation_loss(self.recipe.loss_fn, outputs, batch, counts, teachers)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -28,9 +28,11 @@ from pipeline.algorithms.algorithm import Needs, PairedAlgorithm
 from pipeline.algorithms.sections import OfflineConfig
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import LIVE, Bool, Float, interpolation
+from pipeline.types import LossOutput
 
 if TYPE_CHECKING:
-    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
+    from pipeline.config import Recipe
+    from pipeline.types import GlobalCounts, Outputs, PackedBatch
 
 
 @dataclass
@@ -65,15 +67,19 @@ class DPO(PairedAlgorithm):
 
     Section = DPOConfig
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.needs = Needs(reference=not self.section.reference_free)
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        from pipeline.algorithms.pairs import pair_share, preference_loss, reward_metrics, split
-        from pipeline.algorithms.reductions import sequence_means, sequence_sums
-        from pipeline.types import LossOutput
+        from pipeline.algorithms.pairs import (  # needs torch, which submission may lack
+            pair_share,
+            preference_loss,
+            reward_metrics,
+            split,
+        )
+        from pipeline.algorithms.reductions import sequence_means, sequence_sums  # needs torch, which submission may lack
 
         config, beta = self.section, self.section.reference_policy_kl_penalty
         assert outputs.logprobs is not None

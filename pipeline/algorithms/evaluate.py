@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -18,6 +18,9 @@ from pipeline.algorithms.sections import UNBOUNDED
 from pipeline.algorithms.served_models import JudgeConfig, RewardModelConfig
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import Bool, Check, Float, Int, Line, NotNegative, Positive, Text, interpolation, not_a_kind
+
+if TYPE_CHECKING:
+    from pipeline.config import Recipe
 
 KINDS = {
     "choices": "pipeline.evaluation.choices.ChoicesTask",
@@ -281,11 +284,8 @@ class Evaluate(OnlineAlgorithm):
             yield Problem("evaluate.checkpoint", "unsupported", message)
 
 
-def only_scores(recipe: Any) -> bool:
-    """Return whether the model that an evaluation evaluates is a reward model, which generates nothing.
-
-    recipe: a `pipeline.config.Recipe`.
-    """
+def only_scores(recipe: Recipe) -> bool:
+    """Return whether the model that an evaluation evaluates is a reward model, which generates nothing."""
     return recipe.algorithm == "evaluate" and recipe.evaluate.reward_model.model_name == recipe.policy.model_name
 
 

@@ -22,11 +22,13 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 from typing_extensions import override
 
+from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
 from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import RewardedConfig
@@ -35,8 +37,7 @@ from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import Bool, Float, interpolation
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from pipeline.config import Recipe
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 
@@ -85,7 +86,7 @@ class GRPO(RewardedAlgorithm):
     Section = GRPOConfig
     reads = (*RewardedAlgorithm.reads, SECTION)
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self._plus_plus = self.section.adv_estimator.name == "reinforce_plus_plus"
         if self._plus_plus:
@@ -101,10 +102,6 @@ class GRPO(RewardedAlgorithm):
 
     @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
-        import numpy as np
-
-        from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
-
         config = self.section.adv_estimator
         if self._taught:
             return np.zeros(len(rewards))  # `estimate` computes them
@@ -117,8 +114,8 @@ class GRPO(RewardedAlgorithm):
 
     @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        from pipeline.algorithms.advantages import subtract_future_kl
-        from pipeline.algorithms.divergence import teacher_advantages
+        from pipeline.algorithms.divergence import teacher_advantages  # needs torch, which submission may lack
+        from pipeline.algorithms.token_advantages import subtract_future_kl  # needs torch, which submission may lack
 
         batch = super().estimate(batch)
         if self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
@@ -131,7 +128,7 @@ class GRPO(RewardedAlgorithm):
 
         Clipping is here because advantages are standardized after `estimate`.
         """
-        from pipeline.algorithms.divergence import teacher_metrics
+        from pipeline.algorithms.divergence import teacher_metrics  # needs torch, which submission may lack
 
         low, high = self.section.advantage_clip_low, self.section.advantage_clip_high
         if low is not None or high is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from typing_extensions import override
@@ -33,6 +33,7 @@ from pipeline.recipe.values import Bool, NotNegative, Positive
 if TYPE_CHECKING:
     import numpy as np
 
+    from pipeline.config import Recipe
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup
 
 
@@ -59,7 +60,7 @@ class PPO(RewardedAlgorithm):
     Section = PPOConfig
     reads = ("loss_fn", "value", "value_loss_fn")
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.needs = dataclasses.replace(
             self.needs,
@@ -81,7 +82,7 @@ class PPO(RewardedAlgorithm):
 
     def critic_loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         """Return this batch's share of the critic's loss and of its metrics."""
-        from pipeline.algorithms.loss import value_loss
+        from pipeline.algorithms.loss import value_loss  # needs torch, which submission may lack
 
         return value_loss(self.recipe.value_loss_fn, outputs, batch, counts)
 
@@ -92,7 +93,7 @@ class PPO(RewardedAlgorithm):
 
     @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        from pipeline.algorithms.advantages import estimate_gae
+        from pipeline.algorithms.token_advantages import estimate_gae  # needs torch, which submission may lack
 
         batch = super().estimate(batch)
         advantages, returns = estimate_gae(batch, self.section.adv_estimator, self.recipe.loss_fn)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from pipeline.algorithms.advantages import is_truncated, make_sample, select_groups, shaped_rewards
 from pipeline.algorithms.ahead import problems, settings
 from pipeline.algorithms.algorithm import Needs, OnlineAlgorithm
 from pipeline.recipe.problems import Problem
@@ -15,6 +16,7 @@ from pipeline.recipe.problems import Problem
 if TYPE_CHECKING:
     import numpy as np
 
+    from pipeline.config import PolicyConfig, Recipe
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 
@@ -23,7 +25,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     reads = ("loss_fn",)
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         loss, filtered = recipe.loss_fn, self.section.seq_logprob_error_threshold is not None
         several = self.updates_per_epoch * self.epochs > 1
@@ -54,14 +56,10 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     @override
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        from pipeline.algorithms.advantages import select_groups
-
         return select_groups(groups, self.section)
 
     @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
-        from pipeline.algorithms.advantages import is_truncated, make_sample, shaped_rewards
-
         samples = []
         for group in groups:
             rewards = shaped_rewards(group, self.section)
@@ -76,7 +74,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        from pipeline.algorithms.loss import mask_mismatched_sequences
+        from pipeline.algorithms.loss import mask_mismatched_sequences  # needs torch, which submission may lack
 
         if (threshold := self.section.seq_logprob_error_threshold) is None:
             return batch
@@ -84,7 +82,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        from pipeline.algorithms.loss import policy_loss
+        from pipeline.algorithms.loss import policy_loss  # needs torch, which submission may lack
 
         return policy_loss(self.recipe.loss_fn, outputs, batch, counts)
 
@@ -218,6 +216,6 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield Problem(f"{key}_type", "contradiction", message)
 
 
-def _dropout(policy: Any) -> bool:
+def _dropout(policy: PolicyConfig) -> bool:
     """Return whether adapters drop numbers out in training."""
     return policy.dtensor_cfg.lora_cfg.dropout > 0 or policy.megatron_cfg.peft.dropout > 0

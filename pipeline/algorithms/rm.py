@@ -31,6 +31,6 @@ class RM(PairedAlgorithm):
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        from pipeline.algorithms.pairs import reward_model_loss
+        from pipeline.algorithms.pairs import reward_model_loss  # needs torch, which submission may lack
 
         return reward_model_loss(outputs, batch, counts)

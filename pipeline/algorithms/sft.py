@@ -30,6 +30,6 @@ class SFT(Algorithm):
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        from pipeline.algorithms.loss import sft_loss
+        from pipeline.algorithms.loss import sft_loss  # needs torch, which submission may lack
 
         return sft_loss(outputs, batch, counts)

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.recipe.problems import Problem
 
 if TYPE_CHECKING:
+    from pipeline.config import Recipe
     from pipeline.types import RolloutGroup, Sample
 
 SECTION = "on_policy_distillation"
 
 
-def training_environments(recipe: Any) -> dict[str, str]:
+def training_environments(recipe: Recipe) -> dict[str, str]:
     """Return the environments of the training data, each with the key of the first data set that has it."""
     several, one = recipe.data.datasets, recipe.data.train
     sets = {f"data.datasets.{name}": each for name, each in several.items()} or ({"data.train": one} if one else {})
     return {each.env_name: key for key, each in reversed(list(sets.items())) if each.env_name is not None}
 
 
-def teacher_by_environment(recipe: Any) -> dict[str, str]:
+def teacher_by_environment(recipe: Recipe) -> dict[str, str]:
     """Return the name of the teacher of each environment of the training data that has one.
 
     Of teachers with equal keys the first one scores the samples of all.
@@ -39,13 +40,13 @@ def teacher_by_environment(recipe: Any) -> dict[str, str]:
     }
 
 
-def loaded_teachers(recipe: Any) -> tuple[str, ...]:
+def loaded_teachers(recipe: Recipe) -> tuple[str, ...]:
     """Return the names of the teachers that score a sample, in the recipe's order."""
     used = set(teacher_by_environment(recipe).values())
     return tuple(name for name in recipe.on_policy_distillation.teachers if name in used)
 
 
-def with_teachers(recipe: Any, groups: Sequence[RolloutGroup], samples: Sequence[Sample]) -> list[Sample]:
+def with_teachers(recipe: Recipe, groups: Sequence[RolloutGroup], samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples, one per rollout in order, with the name of the teacher that scores each."""
     teachers = teacher_by_environment(recipe)
     names = (teachers[group.prompt.environment] for group in groups for _ in group.rollouts)
@@ -55,7 +56,7 @@ def with_teachers(recipe: Any, groups: Sequence[RolloutGroup], samples: Sequence
 # ---- checks ------------------------------------------------------------------------------------------------------------------
 
 
-def problems(recipe: Any) -> Iterator[Problem]:
+def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the section, for an algorithm that reads it."""
     teachers, default = recipe.on_policy_distillation.teachers, recipe.on_policy_distillation.default_teacher_alias
     for name, keys in teachers.items():

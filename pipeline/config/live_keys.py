@@ -78,14 +78,15 @@ def _has(recipe: Recipe, key: str) -> bool:
     return value_at(recipe, key.rpartition(".")[0]) is not None
 
 
-def value_at(recipe: Any, key: str) -> Any:
+def value_at(recipe: Recipe, key: str) -> Any:
     """Return the value at a dotted key; None if a section on the way is null or lacks it."""
+    branch: Any = recipe
     for name in key.split("."):
-        recipe = recipe.get(name) if isinstance(recipe, Mapping) else getattr(recipe, name, None)
-    return recipe
+        branch = branch.get(name) if isinstance(branch, Mapping) else getattr(branch, name, None)
+    return branch
 
 
-def put(recipe: Any, values: Mapping[str, Any]) -> None:
+def put(recipe: Recipe, values: Mapping[str, Any]) -> None:
     """Set values at dotted keys of a recipe in place, so that everything that holds one of its sections reads them."""
     for key, value in values.items():
         *path, last = key.split(".")

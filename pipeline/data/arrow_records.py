@@ -59,7 +59,7 @@ class ArrowRecords(Sequence):
     @cached_property
     def _sizes(self) -> list[tuple[str, int]]:
         """(Parquet file, its rows) of the files; empty if they are of another kind or have other rows."""
-        import pyarrow.parquet
+        import pyarrow.parquet  # slow; only data sets of Parquet files need it
 
         paths = [path for path in self._files() if path.endswith(".parquet") and Path(path).is_file()]
         sizes = [(path, int(pyarrow.parquet.read_metadata(path).num_rows)) for path in paths]

@@ -37,7 +37,7 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer `config.name`, with the chat template that the recipe gives or names, if any. Raises RecipeError."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # submission may lack it
 
     tokenizer = AutoTokenizer.from_pretrained(config.name, trust_remote_code=False)
     tokenizer.chat_template = choose_template(config, tokenizer.chat_template).template

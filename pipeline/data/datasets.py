@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config import DATASET_CARDS, GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
+from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path
 from pipeline.data import named
 from pipeline.data.arrow_records import ArrowRecords
 from pipeline.data.records import parse_record
@@ -66,13 +66,10 @@ def _read(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
         records = JSONLRecords(Path(path), drops)
     elif name in GENERATED_DATASETS:
         records = _from_callable(GENERATED_DATASETS[name], dataset, seed)
-    elif name in NAMED_DATASETS:
-        records = _MappedRecords(ArrowRecords(_from_hub(name, dataset), name), lambda row: named.record(dataset, row))
-    elif is_dotted_path(name) and not Path(name).exists():
+    elif name not in NAMED_DATASETS and is_dotted_path(name) and not Path(name).exists():
         records = _from_callable(name, dataset, seed)
     else:
-        rows = _from_datasets(name, dataset)
-        records = ArrowRecords(rows, name, dataset.tools_key, lambda: _files(name, dataset))
+        records = _from_library(name, dataset)
     if not len(records):
         raise RecipeError(Problem("data", "no-records", f"{path or name} has no records"))
     return records
@@ -184,81 +181,16 @@ class JSONLRecords(Sequence):
             raise ValueError(f"{self._path}:{number}: {error}") from None
 
 
-def _from_hub(name: str, dataset: DatasetConfig) -> Sequence[Record]:
-    """Return the rows of a named data set, its subsets concatenated."""
-    import datasets
+def _from_library(name: str, dataset: DatasetConfig) -> Sequence[Record]:
+    """Return the records of a data set that the library `datasets` reads."""
+    from pipeline.data import hub_datasets  # needs `datasets`, which submission may lack
 
-    known = NAMED_DATASETS[name]
-    parts: list[Any] = [
-        _load(known.repository, subset, dataset.split or known.split, dataset.kwargs)
-        for subset in ((dataset.subset,) if dataset.subset else known.subsets or (None,))
-    ]
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
-
-
-def _from_datasets(name: str, dataset: DatasetConfig) -> Sequence[Record]:
-    import datasets
-
-    folder, split = Path(name), dataset.split or "train"
-    if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return _load(name, dataset.subset, split, dataset.kwargs)
-    loaded: Any = datasets.load_from_disk(str(folder))
-    splits: Any = loaded if isinstance(loaded, datasets.DatasetDict) else {split: loaded}
-    if split not in splits:
-        raise RecipeError(Problem("data", "not-a-choice", f"{folder} has no split '{split}'; there are: {', '.join(splits)}"))
-    return splits[split]
-
-
-def _files(name: str, dataset: DatasetConfig) -> Sequence[str]:
-    """Return the files of a split of a folder with data files, in the order of its rows; none of other data sets."""
-    import datasets
-
-    if not Path(name).is_dir():
-        return ()
-    options = {"name": dataset.subset, **dataset.kwargs} if dataset.subset else dataset.kwargs
-    try:
-        found: Any = datasets.load_dataset_builder(name, **options).config.data_files
-    except (OSError, ValueError):  # a folder of save_to_disk, say
-        return ()
-    return (found or {}).get(dataset.split or "train", ())
-
-
-def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> Sequence[Record]:
-    """Return a data set from `load_dataset`, from the files in the hub cache if there are any.
-
-    Without a network `load_dataset` only finds data sets that it has prepared itself, not those of `hf download`. Raise
-    RecipeError if there is no such data set, subset or split.
-    """
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    where = name if Path(name).is_dir() else _snapshot(name, kwargs.get("revision")) or name
-    if where != name:
-        kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
-    options = {"name": subset, **kwargs} if subset else kwargs
-    try:
-        return datasets.load_dataset(where, split=split, **options)
-    except (ConnectionError, FileNotFoundError) as error:
-        meant = f"; did you mean {close}?" if (close := nearest_dataset(name)) else ""
-        message = f"'{name}' is neither a folder nor in the local caches: {error}{meant}"
-        raise RecipeError(Problem("data", "unavailable-dataset", message)) from error
-    except (ValueError, DatasetGenerationError) as error:
-        raise RecipeError(Problem("data", "unavailable-dataset", f"'{name}': {error.__cause__ or error}")) from error
-
-
-def _snapshot(name: str, revision: str | None) -> str | None:
-    """Return the folder of a repository's files in the hub cache, or None.
-
-    None also if the cache only has files that describe the repository.
-    """
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-    return folder if any(path.is_file() and path.name not in DATASET_CARDS for path in Path(folder).rglob("*")) else None
+    if name in NAMED_DATASETS:
+        return _MappedRecords(
+            ArrowRecords(hub_datasets.named_rows(name, dataset), name), lambda row: named.record(dataset, row)
+        )
+    rows = hub_datasets.rows(name, dataset)
+    return ArrowRecords(rows, name, dataset.tools_key, lambda: hub_datasets.data_files(name, dataset))
 
 
 def _from_callable(path: str, dataset: DatasetConfig, seed: int) -> Sequence[Record]:

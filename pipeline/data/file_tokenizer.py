@@ -60,7 +60,7 @@ class FileTokenizer:
         self.chat_template = chosen.template
 
     def _add_missing(self, settings: Mapping[str, Any], named: Sequence[str] | Any) -> None:
-        from tokenizers import AddedToken
+        from tokenizers import AddedToken, Tokenizer  # slow; only recipes with a tokenizer.json need it
 
         listed = settings.get("added_tokens_decoder") or {}
         try:
@@ -71,8 +71,6 @@ class FileTokenizer:
         tokens += [AddedToken(text, special=True) for text in named]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         if missing := [token for token in tokens if token.content not in known]:
-            from tokenizers import Tokenizer
-
             self._tokenizer = Tokenizer.from_str(self._tokenizer.to_str())  # others share the one that was read
             self._tokenizer.add_tokens(missing)
 
@@ -174,7 +172,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(path: str, _changed: int, _size: int) -> Tokenizer:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # slow; only recipes with a tokenizer.json need it
 
     try:
         return Tokenizer.from_file(path)

@@ -123,8 +123,8 @@ def write_tokenizer(folder: Path) -> None:
     python -c "from pathlib import Path; from pipeline.data.scratchpad import write_tokenizer;
     write_tokenizer(Path('recipes/tiny'))"
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors  # for this tool alone
+    from transformers import PreTrainedTokenizerFast  # submission may lack it
 
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))

@@ -143,7 +143,7 @@ def _ids(value: Any, where: str) -> list[int]:
 
 def model_file(name: str, file: str) -> Path | None:
     """Return the path of a model's file, in its folder or in the local cache; None if it has none."""
-    from transformers.utils.hub import cached_file
+    from transformers.utils.hub import cached_file  # submission may lack it
 
     found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)

@@ -207,8 +207,8 @@ class AnswerServer:
 
 def run_program(bare: bool) -> NoReturn:
     """Run the answer as the process's program to its end, with its threads and atexit functions."""
-    import atexit
-    import threading
+    import atexit  # only a program needs it
+    import threading  # only a program needs it
 
     status = 1
     try:

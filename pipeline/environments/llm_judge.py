@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import httpx
 from pydantic import Field
 from typing_extensions import override
 
@@ -39,8 +40,6 @@ from pipeline.environments.verdicts import CUT, read_score
 from pipeline.recipe.values import MISSING, VARIABLE, Bool, Check, Float, Positive, Text
 
 if TYPE_CHECKING:
-    import httpx
-
     from pipeline.types import Prompt
 
 PROMPT = """Judge whether the response answers the question as the reference does.
@@ -162,8 +161,6 @@ class LLMJudge(BuiltinEnvironment):
 
     def __init__(self, arguments: LLMJudgeArguments, context: EnvironmentContext) -> None:
         """Raises ValueError for an unusable API key, without repeating the key."""
-        import httpx
-
         self.workers = context.workers or WORKERS
         self._arguments, self._timeout_s = arguments, context.timeout_s
         self._url = f"{arguments.url.rstrip('/')}/chat/completions"
@@ -275,8 +272,6 @@ class LLMJudge(BuiltinEnvironment):
 
     def _post(self, body: bytes, deadline: float) -> bytes:
         """Return the reply. The deadline bounds the whole exchange; httpx bounds each wait only."""
-        import httpx
-
         left = max(1e-3, deadline - time.monotonic())
         headers = {"Content-Type": "application/json"}
         try:

@@ -43,7 +43,7 @@ def tasks(
     set takes other numbers or another config. Raises ValueError if the package is not installed.
     """
     _check_installed()
-    from pipeline.environments.verifiers_bridge import Tasks, initial_messages
+    from pipeline.environments.verifiers_bridge import Tasks, initial_messages  # an optional package
 
     found = itertools.islice(Tasks(taskset, config or {}).taskset, first, first + size)
     return [{"messages": initial_messages(task.data), "answer": str(task.data.idx)} for task in found]
@@ -69,7 +69,7 @@ class Verifiers(BuiltinEnvironment):
 
     def __init__(self, arguments: VerifiersArguments, context: EnvironmentContext) -> None:
         _check_installed()
-        from pipeline.environments.verifiers_bridge import Bridge, Tasks
+        from pipeline.environments.verifiers_bridge import Bridge, Tasks  # an optional package
 
         try:
             found = Tasks(arguments.taskset, arguments.config)
@@ -95,7 +95,7 @@ class Verifiers(BuiltinEnvironment):
     @override
     def step(self, episode: TaskEpisode, text: str) -> Outcome:
         """Answer the open request and run the task to its next one or its end. Raises RuntimeError if it ended with errors."""
-        from pipeline.environments.verifiers_bridge import CompletionRequest
+        from pipeline.environments.verifiers_bridge import CompletionRequest  # an optional package
 
         assert episode.request is not None
         before = len(episode.request.messages)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pipeline.evaluation.judge import Judge
 from pipeline.evaluation.reward_engines import RewardEngines
+from pipeline.roles import GenerateRole
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Likelihood, LikelihoodRequest, Prompt, Rollout, RolloutGroup
@@ -26,7 +27,9 @@ UNITS_AHEAD = 2
 class Engines:
     """The engines that serve one model."""
 
-    def __init__(self, groups: Sequence[RpcGroup], max_num_seqs: int, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, groups: Sequence[RpcGroup[GenerateRole]], max_num_seqs: int, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Bind to the engines.
 
         groups: one per engine; rank 0 may be in one of them. max_num_seqs: sequences that an engine decodes at once. check:
@@ -65,17 +68,17 @@ class Engines:
         An engine computes a unit alone, so the values do not depend on other units, the engine or the number of engines.
         """
         waiting = list(reversed(range(len(units))))
-        computing: list[dict[int, Future]] = [{} for _ in self._groups]  # by engine, then unit
+        computing: list[dict[int, Future[list[Likelihood]]]] = [{} for _ in self._groups]  # by engine, then unit
         while waiting or any(computing):
             self.check()
             for group, futures in zip(self._groups, computing, strict=True):
                 while waiting and len(futures) < UNITS_AHEAD and not group.includes_caller:
                     unit = waiting.pop()
-                    futures[unit] = group.likelihoods(list(units[unit]))
+                    futures[unit] = group.call(GenerateRole.likelihoods, list(units[unit]))
             own = next((i for i, group in enumerate(self._groups) if group.includes_caller), None)
             if own is not None and waiting and not computing[own]:  # computes it in this call, so the others come first
                 unit = waiting.pop()
-                computing[own][unit] = self._groups[own].likelihoods(list(units[unit]))
+                computing[own][unit] = self._groups[own].call(GenerateRole.likelihoods, list(units[unit]))
             block = not any(future.done for futures in computing for future in futures.values())
             while self._groups[0].receive_replies(block=block):
                 block = False

@@ -11,10 +11,13 @@ from pipeline.evaluation.judge import Judge
 from pipeline.evaluation.judge_endpoint import EndpointJudge
 from pipeline.evaluation.judge_engines import EngineJudge
 from pipeline.evaluation.reward_engines import RewardEngines
+from pipeline.roles import GenerateRole
 from pipeline.rpc import RpcGroup
 
 
-def engines(recipe: Recipe, groups: Sequence[RpcGroup], max_num_seqs: Sequence[int], check: Callable[[], None]) -> Engines:
+def engines(
+    recipe: Recipe, groups: Sequence[RpcGroup[GenerateRole]], max_num_seqs: Sequence[int], check: Callable[[], None]
+) -> Engines:
     """Return the engines of the evaluated model, with the judge and the reward model beside them.
 
     groups: all engines. max_num_seqs: sequences that each decodes at once.
@@ -30,7 +33,7 @@ def engines(recipe: Recipe, groups: Sequence[RpcGroup], max_num_seqs: Sequence[i
     return found
 
 
-def _judge(recipe: Recipe, groups: Sequence[RpcGroup], check: Callable[[], None]) -> Judge | None:
+def _judge(recipe: Recipe, groups: Sequence[RpcGroup[GenerateRole]], check: Callable[[], None]) -> Judge | None:
     section = recipe.evaluate.judge
     if section.env_name is not None:
         return EndpointJudge(f"env.{section.env_name}", recipe.env[section.env_name])

@@ -60,7 +60,7 @@ def evaluate(
         verification.check_record(checkpoint.read_record(Path(folder)), recipe.checkpointing.verify, key)
     client.own = role
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts, role)
-    ready = generate.setup()
+    ready = generate.call(GenerateRole.setup)
     skipped = skipped_tasks(recipe)
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
@@ -69,7 +69,7 @@ def evaluate(
         harness = _harness(recipe, tokenizer)
     ready.result()
     startup.enter("load the weights")
-    of_ranks = dict(zip(workers.generate, generate.load().result(), strict=True))
+    of_ranks = dict(zip(workers.generate, generate.call(GenerateRole.load).result(), strict=True))
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     groups = [
         RpcGroup(client, world, ranks, GenerateRole, timeouts, role if world.rank in ranks else None)

@@ -13,6 +13,7 @@ from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.templates import check_template
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
 from pipeline.evaluation.judge_endpoint import AGAIN_TEMPERATURE
+from pipeline.roles import GenerateRole
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
@@ -26,7 +27,7 @@ class EngineJudge:
 
     def __init__(
         self,
-        engines: Sequence[RpcGroup],
+        engines: Sequence[RpcGroup[GenerateRole]],
         section: JudgeConfig,
         policy: PolicyConfig,
         tokenizer: PreTrainedTokenizerBase,

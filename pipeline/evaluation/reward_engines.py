@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.config import PolicyConfig
 from pipeline.data.packing import plan_microbatches
+from pipeline.roles import GenerateRole
 from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import Future, RpcGroup
 
@@ -22,7 +23,11 @@ class RewardEngines:
     """Engines of `ranks` data-parallel ranks each."""
 
     def __init__(
-        self, groups: Sequence[RpcGroup], ranks: int, model: PolicyConfig, check: Callable[[], None] = lambda: None
+        self,
+        groups: Sequence[RpcGroup[GenerateRole]],
+        ranks: int,
+        model: PolicyConfig,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Bind to the engines. check: called between two waits; what it raises ends the work."""
         self._groups, self._ranks, self._check = groups, ranks, check
@@ -32,7 +37,7 @@ class RewardEngines:
     def score(self, units: Sequence[Sequence[np.ndarray]]) -> Iterator[tuple[int, list[float]]]:
         """Yield (index of a unit, the scores of its sequences [L] int32) as units are computed, each by one engine."""
         waiting = list(reversed(range(len(units))))
-        computing: list[dict[int, tuple[Plan, Future]]] = [{} for _ in self._groups]
+        computing: list[dict[int, tuple[Plan, Future[list[float]]]]] = [{} for _ in self._groups]
         while waiting or any(computing):
             self._check()
             for engine, group in enumerate(self._groups):
@@ -51,10 +56,10 @@ class RewardEngines:
                     del open_[unit]
                     yield unit, _in_order(plan, future.result(), len(units[unit]))
 
-    def _begin(self, group: RpcGroup, sequences: Sequence[np.ndarray]) -> tuple[Plan, Future]:
+    def _begin(self, group: RpcGroup[GenerateRole], sequences: Sequence[np.ndarray]) -> tuple[Plan, Future[list[float]]]:
         plan = plan_microbatches([len(tokens) for tokens in sequences], self._ranks, *self._bounds)
         works = [ScoreWork([[sequences[i] for i in members] for members in microbatches]) for microbatches in plan]
-        return plan, group.score(parts=works)
+        return plan, group.scatter(GenerateRole.score, works)
 
 
 def _in_order(plan: Plan, replies: Sequence[Sequence[float]], count: int) -> list[float]:

@@ -25,13 +25,13 @@ def build(
     """
     if policy.generation.backend == "vllm":
         os.environ.update(policy.generation.vllm_cfg.env_vars)  # before the import: vLLM reads some of them there
-        from pipeline.generate.vllm import VLLMBackend
+        from pipeline.generate.vllm import VLLMBackend  # slow, and it reads env_vars
 
         return VLLMBackend(policy, engine_ranks, rank_in_engine, seed, adapters)
     if adapters:
         message = "got adapter for the transformers engine, which serves merged weights; expected merged, or vllm"
         raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
-    from pipeline.generate.transformers import TransformersBackend
+    from pipeline.generate.transformers import TransformersBackend  # only the reference needs it
 
     if engine_ranks != 1:
         message = (

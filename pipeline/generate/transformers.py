@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from pipeline.boxes import Piece, region, whole
@@ -117,8 +118,6 @@ class TransformersBackend(GenerateBackend):
     """One engine on one device: the current CUDA device, or the CPU if there is none."""
 
     def __init__(self, policy: PolicyConfig) -> None:
-        from transformers import AutoModelForCausalLM
-
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         config = model_config(policy)
         self._shapes, self._tied = checkpoint_shapes(config)

@@ -112,7 +112,7 @@ def identity(tensor: torch.Tensor) -> torch.Tensor:
 
 def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Concatenate gate and up projections: two [I, H] -> [2 I, H]."""
-    import torch
+    import torch  # needs torch, which submission may lack
 
     return torch.cat([gate, up])
 
@@ -122,7 +122,7 @@ def query_groups(groups: int, query: torch.Tensor, key: torch.Tensor, value: tor
 
     query [heads D, ...], key and value [groups D, ...] -> [(heads + 2 groups) D, ...].
     """
-    import torch
+    import torch  # needs torch, which submission may lack
 
     parts = [tensor.unflatten(0, (groups, -1)) for tensor in (query, key, value)]
     return torch.cat(parts, 1).flatten(0, 1)

@@ -13,6 +13,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
@@ -61,8 +64,6 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 
 
 def _file_config(policy: PolicyConfig) -> PreTrainedConfig:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
     for alias, known in ALIASES.items():
         CONFIG_MAPPING.register(alias, CONFIG_MAPPING[known], exist_ok=True)
     found = AutoConfig.from_pretrained(policy.model_name, local_files_only=True, trust_remote_code=False)
@@ -118,8 +119,6 @@ def _has(config: PreTrainedConfig, name: str) -> bool:
 
 
 def _give_one_label(config: PreTrainedConfig, model_name: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise unsupported_model(
             f"{model_name} cannot have a value head: transformers has no sequence classifier for {config.model_type}"
@@ -138,8 +137,6 @@ def _give_one_label(config: PreTrainedConfig, model_name: str) -> None:
 
 def auto_model(head: Head) -> type:
     """Return transformers' auto class for models with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     return AutoModelForCausalLM if head == "logprobs" else AutoModelForSequenceClassification
 
 
@@ -167,8 +164,6 @@ def checkpoint_shapes(config: PreTrainedConfig, head: Head = "logprobs") -> tupl
 
 def on_disk(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert a state dict of `model` to the names and shapes of its checkpoint."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     return revert_weight_conversion(model, state)
 
 

@@ -18,7 +18,7 @@ _FLOAT32 = "e_score_correction_bias"
 
 def served_dtype(name: str, precision: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor is sent and exported. name: in the checkpoint; precision: the policy's."""
-    import torch
+    import torch  # needs torch, which submission may lack
 
     return torch.float32 if name.endswith(_FLOAT32) else precision
 

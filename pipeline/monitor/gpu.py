@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pipeline.monitor.readings import GB, Sample
 
 logger = logging.getLogger(__name__)
@@ -46,8 +48,6 @@ class GPUReader:
 
     def read(self) -> Sample:
         """Return the readings that the GPU supports."""
-        import torch
-
         if not torch.cuda.is_initialized():  # a sampler must not do that
             return {}
         allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)

@@ -20,13 +20,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.refit.coordination import RefitCoordinator
+from pipeline.roles import GenerateRole, TrainRole
 from pipeline.rpc import RpcGroup
 
 
 class Colocation:
     """The owner of shared GPUs, on rank 0. It begins with the trainer on the GPU and the engine asleep."""
 
-    def __init__(self, shared: bool, train: RpcGroup, generate: RpcGroup, refits: RefitCoordinator | None):
+    def __init__(
+        self, shared: bool, train: RpcGroup[TrainRole], generate: RpcGroup[GenerateRole], refits: RefitCoordinator | None
+    ):
         """refits: None if the run has no generate ranks."""
         self._shared = shared
         self._train, self._generate, self._given = train, generate, refits
@@ -43,8 +46,8 @@ class Colocation:
         """Move the trainer onto the GPU, if it is not there, for a block."""
         if self._shared and self._turn != "training":
             with self._clock():
-                self._generate.sleep(self._refits.incremental).result()
-                self._train.reload().result()
+                self._generate.call(GenerateRole.sleep, self._refits.incremental).result()
+                self._train.call(TrainRole.reload).result()
             self._turn = "training"
         yield
 
@@ -66,12 +69,12 @@ class Colocation:
             with self.training():
                 pass
         with self._clock():
-            self._train.offload(True).result()
-            self._generate.wake("weights").result()
+            self._train.call(TrainRole.offload, True).result()
+            self._generate.call(GenerateRole.wake, "weights").result()
         cost = self._refits(version)
         with self._clock():
-            self._train.offload(False).result()
-            self._generate.wake("cache").result()
+            self._train.call(TrainRole.offload, False).result()
+            self._generate.call(GenerateRole.wake, "cache").result()
         self._turn = "generating"
         moving, self._moving = self._moving, 0.0
         return cost | {"time/sharing": moving}

@@ -18,6 +18,7 @@ from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.protocol import Commit, RefitReport
 from pipeline.refit.tables import RefitPlan
+from pipeline.roles import GenerateRole, TrainRole
 from pipeline.rpc import RpcGroup
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class RefitCoordinator:
         self,
         recipe: Recipe,
         workers: WorkerGroups,
-        train: RpcGroup,
-        generate: RpcGroup,
+        train: RpcGroup[TrainRole],
+        generate: RpcGroup[GenerateRole],
         shapes: Mapping[str, tuple[int, ...]],
         nodes: Mapping[int, str],
     ):
@@ -53,8 +54,8 @@ class RefitCoordinator:
             self._plan = self._plan_transfer(recipe, shapes)
 
     def _plan_transfer(self, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RefitPlan:
-        wanted = self._generate.layout()
-        held = self._train.layout().result()
+        wanted = self._generate.call(GenerateRole.layout)
+        held = self._train.call(TrainRole.layout).result()
         agreed = schedule(
             dict(zip(self._workers.train, held, strict=True)),
             dict(zip(self._workers.generate, wanted.result(), strict=True)),
@@ -65,16 +66,16 @@ class RefitCoordinator:
             self._nodes,
             self._network,
         ).plan()
-        taken = self._generate.prepare_refit(parts=[agreed.ranks[rank] for rank in self._workers.generate])
-        self._train.prepare_refit(parts=[agreed.ranks[rank] for rank in self._workers.train]).result()
+        taken = self._generate.scatter(GenerateRole.prepare_refit, [agreed.ranks[rank] for rank in self._workers.generate])
+        self._train.scatter(TrainRole.prepare_refit, [agreed.ranks[rank] for rank in self._workers.train]).result()
         taken.result()
         return msgspec.structs.replace(agreed, ranks={})  # drop the ranks' parts, which are large; each rank has its own
 
     def __call__(self, version: int) -> dict[str, float]:
         """Serve the current weights as `version`, and return metrics of the cost. Raises RefitError if a digest differs."""
         start = time.perf_counter()
-        receiving = self._generate.receive()
-        sent = dict(zip(self._workers.train, self._train.send().result(), strict=True))
+        receiving = self._generate.call(GenerateRole.receive)
+        sent = dict(zip(self._workers.train, self._train.call(TrainRole.send).result(), strict=True))
         received = dict(zip(self._workers.generate, receiving.result(), strict=True))
         if self._plan is not None and self._digest:
             try:
@@ -82,7 +83,7 @@ class RefitCoordinator:
             except RefitError as error:
                 kept = "no version is served" if self.version is None else f"version {self.version} stays"
                 raise RefitError(f"refit to version {version} failed, {kept}: {error}") from None
-        self._generate.commit(Commit(version, self._recompute)).result()
+        self._generate.call(GenerateRole.commit, Commit(version, self._recompute)).result()
         self.version = version
         return self._measure(sent, received, time.perf_counter() - start)
 

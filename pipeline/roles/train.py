@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline import config, train
-from pipeline.algorithms.advantages import moments, standardize
 from pipeline.algorithms.algorithm import Algorithm, Loss, OnlineAlgorithm
+from pipeline.algorithms.token_advantages import moments, standardize
 from pipeline.checkpoints import verification
 from pipeline.checkpoints.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe, live_keys

@@ -23,6 +23,7 @@ from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
 from pipeline.observe.rollout_metrics import rollout_metrics
 from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.roles import GenerateRole
 from pipeline.rollout.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout.failures import FailureMonitor
@@ -319,7 +320,11 @@ class AsyncCollector(Collector):
 
 
 def build(
-    name: str, section: OnlineConfig, generation: GenerationConfig, engines: Sequence[RpcGroup], judge: ScoreGroups | None
+    name: str,
+    section: OnlineConfig,
+    generation: GenerationConfig,
+    engines: Sequence[RpcGroup[GenerateRole]],
+    judge: ScoreGroups | None,
 ) -> Collector:
     """Return the collector of a recipe.
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.roles import GenerateRole
 from pipeline.rollout.failures import FailureMonitor
-from pipeline.rollout.rollout_messages import RolloutWork, UnfinishedGroup
-from pipeline.rpc import Future, RpcGroup
+from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
+from pipeline.rpc import Future, RpcGroup, StreamingReply
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
 
 FinishedRollouts = Mapping[int, dict[int, Rollout]]
@@ -41,14 +42,14 @@ class SentMessage:
     engine: int
     spec: RolloutSpec
     prompts: list[Prompt]
-    future: Future
+    future: Future[StreamingReply[FinishedGroup]]
     open: set[int] = field(default_factory=set)  # indices into `prompts` of groups that have not come back
 
 
 class Dispatcher:
     """Sends groups to engines and receives them."""
 
-    def __init__(self, engines: Sequence[RpcGroup], seed: int, max_turns: int, failures: FailureMonitor | None):
+    def __init__(self, engines: Sequence[RpcGroup[GenerateRole]], seed: int, max_turns: int, failures: FailureMonitor | None):
         """Bind to the engines, one group of ranks each. failures: None if no number of failed episodes ends the run."""
         self._engines = engines
         self._seed = seed
@@ -96,7 +97,7 @@ class Dispatcher:
             spec.urgent,
             {place: finished[prompt.index] for place, prompt in enumerate(prompts) if prompt.index in finished},
         )
-        future = self._engines[engine].rollout(work)
+        future = self._engines[engine].call(GenerateRole.rollout, work)
         self._sent[number] = SentMessage(engine, spec, prompts, future, set(range(len(prompts))))
 
     def receive(self, block: bool = True) -> None:
@@ -144,7 +145,7 @@ class Dispatcher:
 
     def drain(self) -> None:
         """Wait until every episode that has begun has ended. No other begins before the next version is served."""
-        for draining in [engine.drain() for engine in self._engines]:
+        for draining in [engine.call(GenerateRole.drain) for engine in self._engines]:
             draining.result()
         self.receive(block=False)
 
@@ -158,14 +159,16 @@ class Dispatcher:
                 if sent.engine == number and sent.spec.apart and sent.prompts[0].index in indexes
             ]
             if works:
-                engine.cut(works).result()
+                engine.call(GenerateRole.cut, works).result()
 
     def snapshot(self, purpose: str) -> dict[int, UnfinishedGroup]:
         """Return the state of the groups that have not come back, by prompt index.
 
         Receives groups that complete meanwhile.
         """
-        replies = [reply for asked in [engine.snapshot() for engine in self._engines] for reply in asked.result()]
+        replies = [
+            reply for asked in [engine.call(GenerateRole.snapshot) for engine in self._engines] for reply in asked.result()
+        ]
         self.receive(block=False)
         stands = {}
         for unfinished in (one for reply in replies for one in reply):

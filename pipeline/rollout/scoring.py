@@ -33,12 +33,14 @@ from pipeline.data.stop_strings import text_before_stop
 from pipeline.data.templates import check_template
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.rollout.rollout_messages import ScoreWork
-from pipeline.rpc import RpcGroup
+from pipeline.rpc import Future
 from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup, is_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Score = Callable[[list[ScoreWork]], Future[list[float]]]
+"""Has the reward model's ranks score sequences, with one argument for each rank."""
 Encode = Callable[[Prompt, Rollout], np.ndarray]
 """(prompt, rollout) -> [L] int32, the reward model's input."""
 
@@ -46,13 +48,13 @@ Encode = Callable[[Prompt, Rollout], np.ndarray]
 class Scoring:
     """Sets the rewards of groups to the reward model's scores."""
 
-    def __init__(self, recipe: Recipe, serving: RpcGroup, places: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
-        """Score on the ranks of `serving`, which are at `places`. tokenizer: the policy's."""
+    def __init__(self, recipe: Recipe, score: Score, places: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
+        """Score by `score` on ranks that are at `places`. tokenizer: the policy's."""
         environment = config.reward_environment(recipe)
         assert environment is not None  # only such recipes are scored
         self._environment = environment
         self._model = config.reward_model_policy(recipe)
-        self._serving = serving
+        self._score_on_ranks = score
         self._places = places
         self._encode = _encoder(recipe, self._model, self._environment, tokenizer)
         self._lowest = math.nan  # finite score of the last call that had any
@@ -103,7 +105,7 @@ class Scoring:
         bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, self._model.logprob_batch_size)
         plan = plan_microbatches([len(tokens) for tokens in sequences], self._places[0].size, *bounds)
         works = [ScoreWork([[sequences[i] for i in members] for members in microbatches]) for microbatches in plan]
-        replies = self._serving.score(parts=[works[place.rank] for place in self._places]).result()
+        replies = self._score_on_ranks([works[place.rank] for place in self._places]).result()
         scores = [math.nan] * len(sequences)
         for place, reply in zip(self._places, replies, strict=True):  # ranks that share a place reply the same
             for i, score in zip(itertools.chain(*plan[place.rank]), reply, strict=True):

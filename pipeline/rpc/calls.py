@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import msgspec
 import torch.distributed as dist
@@ -16,8 +16,13 @@ from pipeline.files.encoding import decode, encode
 from pipeline.job.watchdog import Overdue, PeerError
 from pipeline.job.world import World
 from pipeline.rpc.messages import STOP, Envelope, as_tensor, digest, following, receive_body, send_body
-from pipeline.rpc.verbs import run, signature
+from pipeline.rpc.verbs import Item, StreamingReply, run, signature
 from pipeline.store import messaging
+
+Role = TypeVar("Role", covariant=True)
+Arguments = ParamSpec("Arguments")
+Part = TypeVar("Part")
+Reply = TypeVar("Reply")
 
 REOPEN_S = 5.0  # to reconnect to a store that was stuck
 LOOK_S = 0.02
@@ -51,8 +56,8 @@ class Call:
     in_parts: bool
 
 
-class Future:
-    """The replies of one call, from each of its ranks."""
+class Future(Generic[Reply]):
+    """The replies of one call, from each of its ranks. Reply: what the verb returns."""
 
     def __init__(self, client: RpcClient, number: int, call: Call, ranks: tuple[int, ...]):
         self.verb = call.verb
@@ -67,7 +72,7 @@ class Future:
         self._kind = call.kind
         self._replies: dict[int, Any] = {rank: [] for rank in ranks} if self.in_parts else {}
         self._missing = set(ranks)
-        self._fresh: list[tuple[int, Any]] = []
+        self._fresh: list[tuple[int, list[Any]]] = []
 
     @property
     def missing(self) -> list[int]:
@@ -96,25 +101,27 @@ class Future:
 
     def reply(self, rank: int, reply: Any, more: bool = False) -> None:
         """Add a reply of a rank, or a part of it."""
-        if self.in_parts:
-            self._replies[rank] += reply
-        else:
+        if not self.in_parts:
             self._replies[rank] = reply
-        if reply or not self.in_parts:
+        elif reply:
+            self._replies[rank] += reply
             self._fresh.append((rank, reply))
         if not more:
             self._missing.discard(rank)
 
-    def take(self) -> list[tuple[int, Any]]:
-        """Return (rank, reply or part) pairs that arrived since the last call, without waiting.
+    def take(self: Future[StreamingReply[Item]]) -> list[tuple[int, list[Item]]]:
+        """Return (rank, items) pairs of a streaming reply that arrived since the last call, without waiting.
 
-        Parts that were taken are not in `result`.
+        Items that were taken are not in `result`.
         """
         fresh, self._fresh = self._fresh, []
-        if self.in_parts:
-            self._replies |= {rank: [] for rank, _ in fresh}
+        self._replies |= {rank: [] for rank, _ in fresh}
         return fresh
 
+    @overload
+    def result(self: Future[StreamingReply[Item]]) -> list[list[Item]]: ...
+    @overload
+    def result(self) -> list[Reply]: ...
     def result(self) -> list[Any]:
         """Wait for every rank and return their replies in rank order. Raises RpcError if the verb raised on one."""
         while self._missing:
@@ -137,9 +144,9 @@ class RpcClient:
     def __init__(self, world: World):
         self._world = world
         self._next = 0
-        self._futures: dict[int, Future] = {}
+        self._futures: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()  # the watchdog reads the futures from its thread
-        self._awaited: Future | None = None  # the future that rank 0 waits for; None: any
+        self._awaited: Future[Any] | None = None  # the future that rank 0 waits for; None: any
         self._waiting_since: float | None = None  # since when rank 0 waits for a message, and its own role has nothing to do
         self._own_looked: float | None = None  # when rank 0's own role, which works, last called `stop`
         self._arriving: Arriving | None = None  # the body that rank 0 waits for
@@ -148,14 +155,14 @@ class RpcClient:
         self._store = world.store.clone()
         self._asking = world.store.clone()  # the watchdog's connection
 
-    def open(self, call: Call, ranks: tuple[int, ...]) -> Future:
+    def open(self, call: Call, ranks: tuple[int, ...]) -> Future[Any]:
         """Number a call and return its future."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._futures[number] = future = Future(self, number, call, ranks)
         return future
 
-    def send(self, future: Future, parts: Iterable[tuple[list[int], bytes]]) -> None:
+    def send(self, future: Future[Any], parts: Iterable[tuple[list[int], bytes]]) -> None:
         """Send a call to its ranks. parts: (ranks, body for them)."""
         messages: list[messaging.Part] = []
         settled = min(self._futures)
@@ -172,7 +179,7 @@ class RpcClient:
         for piece in pieces:
             self._store.send(messaging.Send(future.number, piece, future.in_parts, last=piece is pieces[-1]))
 
-    def receive(self, phase: str, awaited: Future | None = None) -> None:
+    def receive(self, phase: str, awaited: Future[Any] | None = None) -> None:
         """Wait for answers and assign them. awaited: the future that rank 0 waits for, if it is one.
 
         Where rank 0 has a role of its own, that works meanwhile, and this may return without an answer after RETURN_S. Raises
@@ -214,7 +221,7 @@ class RpcClient:
         self._own_replied = False
         return answers
 
-    def run_own(self, role: Any, future: Future, argument: Any) -> None:
+    def run_own(self, role: Any, future: Future[Any], argument: Any) -> None:
         """Run a verb of rank 0's own role; its reply, or each part of it, becomes rank 0's in the future."""
         if role is self.own:
             role.release()
@@ -286,7 +293,7 @@ class RpcClient:
             return None
         return Overdue(late[0].verb, late[0].timeout_s, sorted({rank for future in late for rank in future.suspects}))
 
-    def _unanswered(self, future: Future) -> list[int]:
+    def _unanswered(self, future: Future[Any]) -> list[int]:
         """Return the ranks that the store waits for, and rank 0 while it runs its own part; none if the store is stuck."""
         try:
             return [*({self._world.rank} & set(future.missing)), *self._asking.unanswered(future.number)]
@@ -296,17 +303,22 @@ class RpcClient:
             return []
 
 
-class RpcGroup:
-    """A group of ranks as rank 0 calls it: each verb of its role is a method that returns a Future.
+class RpcGroup(Generic[Role]):
+    """A group of ranks that serve a role, as rank 0 calls it."""
 
-    Instead of an argument, `parts` is a list with one argument per rank; ranks that get the same object share one message.
-    `role` is rank 0's own, if it is in the group.
-    """
-
-    def __init__(self, client: RpcClient, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
+    def __init__(
+        self,
+        client: RpcClient,
+        world: World,
+        ranks: tuple[int, ...],
+        kind: type[Role],
+        timeouts: Any,
+        role: Role | None = None,
+    ):
+        """Bind to ranks that serve a `kind`. role: rank 0's own role, if it is in the group."""
         self._client = client
         self._world = world
-        self._ranks = ranks
+        self.ranks = ranks
         self._others = [rank for rank in ranks if rank != world.rank]
         self._component = world.workers.name(ranks[0]) if ranks else ""
         self._kind = kind
@@ -325,26 +337,40 @@ class RpcGroup:
         self._client.receive(f"wait for {self._component}")
         return True
 
-    def __getattr__(self, name: str) -> Callable[..., Future]:
-        _, kind, in_parts = signature(self._kind, name)
-        timeout_s = getattr(self._timeouts, getattr(self._kind, name).timeout)
-        asked = Call(name, self._component, timeout_s, kind, in_parts)
+    def call(
+        self,
+        verb: Callable[Concatenate[Role, Arguments], Reply],
+        /,
+        *argument: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Future[Reply]:
+        """Call a verb of the role on all ranks, with the same argument if it takes one."""
+        value = next(iter((*argument, *named.values())), None)
+        return self._begin(verb, [(self._others, encode(value))], value)
 
-        def call(argument: Any = None, *, parts: list[Any] | None = None) -> Future:
-            future = self._client.open(asked, self._ranks)
-            self._client.send(future, [(self._others, encode(argument))] if parts is None else self._each(parts))
-            if self._role is not None:
-                own = argument if parts is None else parts[self._ranks.index(self._world.rank)]
-                self._client.run_own(self._role, future, own)
-            self._client.settle(future.number)
-            return future
+    def scatter(self, verb: Callable[[Role, Part], Reply], parts: Sequence[Part]) -> Future[Reply]:
+        """Call a verb of the role with one argument for each rank. Ranks that get the same object share one message."""
+        own = parts[self.ranks.index(self._world.rank)] if self._role is not None else None
+        return self._begin(verb, self._each(parts), own)
 
-        return call
+    def _begin(self, verb: Callable[..., Any], messages: Iterable[tuple[list[int], bytes]], own: Any) -> Future[Any]:
+        """Send a call and run rank 0's own part. messages: (ranks, argument). own: rank 0's argument."""
+        name = verb.__name__
+        if not any(vars(base).get(name) is verb for base in self._kind.__mro__):
+            raise TypeError(f"got verb {verb.__qualname__}; expected one of {self._kind.__name__}")
+        told = signature(verb)
+        timeout_s = getattr(self._timeouts, told.timeout)
+        future = self._client.open(Call(name, self._component, timeout_s, told.reply, told.in_parts), self.ranks)
+        self._client.send(future, messages)
+        if self._role is not None:
+            self._client.run_own(self._role, future, own)
+        self._client.settle(future.number)
+        return future
 
-    def _each(self, parts: list[Any]) -> Iterable[tuple[list[int], bytes]]:
+    def _each(self, parts: Sequence[Any]) -> Iterable[tuple[list[int], bytes]]:
         """Return each distinct argument, encoded once, with its ranks."""
         members: dict[int, tuple[list[int], Any]] = {}
-        for rank, part in zip(self._ranks, parts, strict=True):
+        for rank, part in zip(self.ranks, parts, strict=True):
             if rank != self._world.rank:
                 members.setdefault(id(part), ([], part))[0].append(rank)
         return ((ranks, encode(part)) for ranks, part in members.values())

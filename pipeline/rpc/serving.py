@@ -138,10 +138,10 @@ def serve(world: World, role: Any) -> None:
 def _serve(world: World, role: Any, envelope: Envelope, outbox: _Outbox) -> None:
     call, name = envelope.call, envelope.verb
     with world.phase("receive", verb=name):
-        argument, _, in_parts = signature(type(role), name)
-        message = decode(outbox.body(envelope), argument)
+        verb = signature(getattr(type(role), name))
+        message = decode(outbox.body(envelope), verb.argument)
     reply = run(world, role, name, message)
-    if in_parts:
+    if verb.in_parts:
         reply.send_by(lambda items, more: outbox.put(call, name, items, more))
     else:
         outbox.put(call, name, reply)

@@ -1,24 +1,25 @@
-"""The verbs of a role: its methods marked with @verb, with the types of their argument and reply."""
+"""The verbs of a role: its methods marked with @verb, with their timeouts and the types of their arguments and replies."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.job.world import World
 
 Item = TypeVar("Item")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 TIMEOUT = "timeout"
 """A verb's attribute: the key under `cluster.timeouts` that bounds it."""
 
 
-def verb(timeout: str) -> Callable[[Callable], Callable]:
-    """Mark a role's method as a verb. timeout: the key under `cluster.timeouts` that bounds it."""
+def verb(timeout: str) -> Callable[[Method], Method]:
+    """Mark a role's method, of at most one argument, as a verb. timeout: the key under `cluster.timeouts` that bounds it."""
 
-    def mark(method: Callable) -> Callable:
+    def mark(method: Method) -> Method:
         setattr(method, TIMEOUT, timeout)
         return method
 
@@ -58,21 +59,25 @@ class StreamingReply(Generic[Item]):
             self._send(items, not self.ended)
 
 
-@cache
-def signature(role: type, name: str) -> tuple[Any, Any, bool]:
-    """Return a verb's (argument type or None, reply type, whether it replies in parts).
+class Signature(NamedTuple):
+    """What both ends know of a verb."""
 
-    Raises AttributeError if the method is not a verb.
-    """
-    method = getattr(role, name)
+    timeout: str
+    argument: Any  # its type; NoneType if there is none
+    reply: Any  # its type; list[Item] for a StreamingReply[Item]
+    in_parts: bool
+
+
+@cache
+def signature(method: Callable[..., Any]) -> Signature:
+    """Return the signature of a verb. Raises AttributeError if the method is not a verb."""
     if not hasattr(method, TIMEOUT):
-        raise AttributeError(f"{role.__name__}.{name} is not a verb")
+        raise AttributeError(f"{method.__qualname__} is not a verb")
     hints = get_type_hints(method)
     parameters = [p for p in inspect.signature(method).parameters if p != "self"]
     argument, reply = hints[parameters[0]] if parameters else type(None), hints.get("return", type(None))
-    if get_origin(reply) is StreamingReply:
-        return argument, list[get_args(reply)[0]], True
-    return argument, reply, False
+    in_parts = get_origin(reply) is StreamingReply
+    return Signature(getattr(method, TIMEOUT), argument, list[get_args(reply)[0]] if in_parts else reply, in_parts)
 
 
 def run(world: World, role: Any, name: str, argument: Any) -> Any:

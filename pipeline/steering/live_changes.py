@@ -28,6 +28,7 @@ from pipeline.config.formatting import on_one_line
 from pipeline.data.mixture import Mixture, follow
 from pipeline.data.stream import Stream
 from pipeline.files.storage import RetryPolicy
+from pipeline.roles import TrainRole
 from pipeline.rpc import RpcGroup
 from pipeline.steering.steer_files import (
     FOLDER,
@@ -50,7 +51,7 @@ MARKER = "steer/changes"
 class Steering:
     """The changes of a run, as rank 0 applies them."""
 
-    def __init__(self, recipe: Recipe, folder: Path, train: RpcGroup, retry: RetryPolicy):
+    def __init__(self, recipe: Recipe, folder: Path, train: RpcGroup[TrainRole], retry: RetryPolicy):
         """Bind to the run's folder and its train ranks. recipe: that of rank 0, which changes are set in."""
         self._recipe, self._folder, self._train, self._retry = recipe, folder, train, retry
         self._started = copy.deepcopy(recipe)  # as submitted: which models and outputs the ranks have
@@ -107,7 +108,7 @@ class Steering:
 
     def _refuse_what_ranks_cannot(self, values: dict[str, Any]) -> None:
         """Raise RecipeError if a train rank cannot take these values: a schedule without a needed argument, for example."""
-        if wrong := next(filter(None, self._train.examine_change(values).result()), None):
+        if wrong := next(filter(None, self._train.call(TrainRole.examine_change, values).result()), None):
             raise RecipeError(Problem("", "unsupported", wrong))
 
     def _answer(self, request: ChangeRequest, step: int, changes: tuple[KeyChange, ...], refused: str = "") -> ChangeAnswer:
@@ -124,7 +125,7 @@ class Steering:
         """Apply the changes of an answer on all ranks, and return their number."""
         values = {each.key: each.new for each in answer.changes if self._holds(each)}
         if values:
-            self._train.change(values).result()
+            self._train.call(TrainRole.change, values).result()
             live_keys.put(self._recipe, values)
             follow(stream, self._recipe)
         for change in answer.changes:

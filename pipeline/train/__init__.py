@@ -23,13 +23,13 @@ def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: Model
     Raises RecipeError if the model or the layout is not supported.
     """
     if policy.deterministic:
-        from pipeline.train import deterministic
+        from pipeline.train import deterministic  # needs torch, which submission may lack
 
         deterministic.switch_on()
     if uses_megatron(policy):
-        from pipeline.train.megatron.megatron_backend import MegatronBackend
+        from pipeline.train.megatron.megatron_backend import MegatronBackend  # slow; only runs that use it
 
         return MegatronBackend(policy, group, seed, role)
-    from pipeline.train.fsdp import FSDPBackend
+    from pipeline.train.fsdp import FSDPBackend  # slow; only runs that use it
 
     return FSDPBackend(policy, group, seed, role)

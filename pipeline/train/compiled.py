@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
@@ -81,8 +82,6 @@ def compile_layers(layers: Iterable[nn.Module], deterministic: bool) -> None:
 
     deterministic: make no choice by timing.
     """
-    import torch._dynamo
-
     # Without this, the graph break at attention would also split off the layer's norms and residual additions.
     torch._dynamo.config.nested_graph_breaks = True
     AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils._triton import has_triton
 
 from pipeline.node import builds, c_compiler
 
@@ -14,10 +17,6 @@ NEEDS = (c_compiler.COMPILER, c_compiler.HEADER, GXX, TRITON, PATH)  # Inductor'
 
 def missing_dependency(device: torch.device) -> str | None:
     """Return the entry of NEEDS that Inductor lacks on this machine for this type of device; None if it lacks none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
     if device.type == "cuda":
         return c_compiler.missing() if has_triton() else TRITON
     try:

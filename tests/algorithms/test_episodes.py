@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import estimate_gae, make_sample, subtract_future_kl
+from pipeline.algorithms.advantages import make_sample
 from pipeline.algorithms.loss import sequence_log_ratios
 from pipeline.algorithms.reductions import masked_share, sequence_means
+from pipeline.algorithms.token_advantages import estimate_gae, subtract_future_kl
 from pipeline.config import (
     AdvantageConfig,
     DistillationConfig,

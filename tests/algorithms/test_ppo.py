@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import discounted_sums, estimate_gae, gather_counted, scatter_counted
 from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.loss import value_loss
 from pipeline.algorithms.ppo import PPO
+from pipeline.algorithms.token_advantages import discounted_sums, estimate_gae, gather_counted, scatter_counted
 from pipeline.config import GAEConfig, LossConfig, PPOConfig, ValueLossConfig
 from pipeline.train.outputs import explained_variance
 from tests.algorithms import reference

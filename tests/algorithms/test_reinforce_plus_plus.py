@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import moments, normalization, standardize
 from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.grpo import GRPO
+from pipeline.algorithms.token_advantages import moments, normalization, standardize
 from pipeline.config import AdvantageConfig, LossConfig
 from pipeline.types import PackedBatch
 from tests.algorithms import reference

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import moments, normalization, standardize
+from pipeline.algorithms.token_advantages import moments, normalization, standardize
 from pipeline.types import GlobalCounts
 from tests.algorithms.sampled import random_sampled
 

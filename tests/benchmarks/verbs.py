@@ -127,8 +127,6 @@ class Own(Role):
     def estimate(self) -> list[Moments]:
         return []
 
-    estimate.timeout = "any"
-
 
 def _answers() -> dict[str, list[list[Any]]]:
     """Return verb -> [body, whether more follow], in hex. Bodies that differ by rank are made in the other processes."""
@@ -178,7 +176,7 @@ class Simulation:
         self.generate = self._remote(self.workers.generate)
         self.engines = [self._remote(engine) for engine in engines]
 
-    def _remote(self, ranks: tuple[int, ...], role: Any = None) -> RpcGroup:
+    def _remote(self, ranks: tuple[int, ...], role: Any = None) -> RpcGroup[Role]:
         return RpcGroup(self.client, self.world, ranks, Role, Timeouts(), role)
 
     def _stand_in(self, number: int, key: bytes) -> subprocess.Popen:
@@ -254,24 +252,25 @@ def parts(ranks: int) -> list[list[Update]]:
 def step(simulation: Simulation, shares: list[list[Update]]) -> None:
     train, generate = simulation.train, simulation.generate
     works = [
-        engine.rollout(RolloutWork(i, [PROMPT] * 2, 16, "train", 1, Sampling())) for i, engine in enumerate(simulation.engines)
+        engine.call(Role.rollout, RolloutWork(i, [PROMPT] * 2, 16, "train", 1, Sampling()))
+        for i, engine in enumerate(simulation.engines)
     ]
     for work in works:
         work.result()
-    train.load(parts=shares).result()
-    train.forward().result()
-    train.estimate().result()
-    train.standardize(AdvantageNormalization(0.0, 1.0, [])).result()
-    train.step(["policy"]).result()
-    receiving = generate.receive()
-    train.send().result()
+    train.scatter(Role.load, shares).result()
+    train.call(Role.forward).result()
+    train.call(Role.estimate).result()
+    train.call(Role.standardize, AdvantageNormalization(0.0, 1.0, [])).result()
+    train.call(Role.step, ["policy"]).result()
+    receiving = generate.call(Role.receive)
+    train.call(Role.send).result()
     receiving.result()
-    generate.commit(Commit(1)).result()
+    generate.call(Role.commit, Commit(1)).result()
 
 
 def hang(simulation: Simulation) -> str:
     """Measure a verb that one rank does not answer."""
-    future = simulation.all.hang()
+    future = simulation.all.call(Role.hang)
     while not (late := simulation.client.overdue()):
         time.sleep(0.01)
     return f"{late.missing} of verb {late.verb} named {time.monotonic() - future.deadline:.3f} s after its time"
@@ -297,10 +296,10 @@ def measure(size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         simulation = Simulation(size, Path(folder))
         everyone, half = parts(size), parts(size // 2)
-        simulation.all.nothing().result()
+        simulation.all.call(Role.nothing).result()
         measured = {
-            "verb": (20, lambda: simulation.all.nothing().result()),
-            "data": (3, lambda: simulation.all.load(parts=everyone).result()),
+            "verb": (20, lambda: simulation.all.call(Role.nothing).result()),
+            "data": (3, lambda: simulation.all.scatter(Role.load, everyone).result()),
             "step": (3, lambda: step(simulation, half)),
         }
         print(f"{size:5} ranks: join {simulation.join_s:.2f} s", flush=True)
@@ -337,7 +336,7 @@ def node() -> str:
         remote, times = RpcGroup(RpcClient(worlds[0]), worlds[0], ranks, Role, Timeouts()), []
         for _ in range(50):
             begun = time.perf_counter()
-            remote.nothing().result()
+            remote.call(Role.nothing).result()
             times.append(time.perf_counter() - begun)
         stop(worlds[0])
         for thread in threads:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -14,14 +15,15 @@ from launch.preflight import record_counts
 from launch.runs.attempts import latest
 from launch.runs.run_folder import RunFolder
 from launch.runs.run_state import state
-from pipeline import config
+from pipeline import config, coordinator
 from pipeline.config import DatasetConfig
-from pipeline.coordinator import DROPPED, LEFT_OVER, RunParts, run_offline
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.observe.metrics import read
 from pipeline.recipe import user_files
+from pipeline.run_progress import DROPPED, LEFT_OVER, RunProgress
+from pipeline.training_run import TrainingRun
 from tests.end_to_end.runs import LOCAL, RECIPE, ROOT
 from tests.problems import named, refused
 
@@ -110,18 +112,24 @@ class Run:
 
     def __init__(self, recipe: config.Recipe, data, resumed_at: int = 0):
         parts = SimpleNamespace
-        self.run = RunParts(recipe, Path(), parts(retry=None), *[None] * 7)
         self.logged: list[dict[str, float]] = []
         clocks = {"clock": lambda _: contextlib.nullcontext(), "take_clocks": lambda: {"time/step": 1.0}, "close": lambda: None}
-        self.run.restore = lambda _: (resumed_at, parts(**clocks))
-        self.run.startup = parts(enter=lambda _: None)
-        self.run.timeline = parts(step_ended=lambda _: {})
-        self.run.steering = parts(step_ended=lambda *_: {})
-        self.run.deadline = parts(why_leave=lambda: None)
-        self.run.learn = lambda *_: {}
+        nothing = dict.fromkeys(("train", "places", "colocation", "checkpoints", "attempt", "saver"))
+        self.run = TrainingRun(
+            **nothing,
+            recipe=recipe,
+            timeline=parts(step_ended=lambda _: {}),
+            startup=parts(enter=lambda _: None),
+            steering=parts(step_ended=lambda *_: {}),
+            logger=parts(metrics=parts(**clocks)),
+            progress=RunProgress(recipe, parts(why_leave=lambda: None), None, None),
+        )
+        self.run.data = data
+        self.run.restore = lambda _: (resumed_at, self.run.logger.metrics)
         self.run.finish = lambda _: None
-        self.run.end_step = lambda metrics, step, last, position, values: self.logged.append(values | {"last": last})
-        self.step = run_offline(self.run, parts(sequences_per_item=1), data, [])
+        self.run.log_and_save = lambda step, last, position, values, groups: self.logged.append(values | {"last": last})
+        with mock.patch.object(coordinator, "learn", lambda *_: {}):
+            self.step = coordinator.run_offline(self.run, parts(sequences_per_item=1), data, [])
 
 
 class Items:

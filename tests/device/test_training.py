@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms import advantages
+from pipeline.algorithms import token_advantages
 from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.grpo import AdvantageConfig
 from pipeline.algorithms.loss import policy_loss, sft_loss, value_loss
@@ -223,7 +223,7 @@ def test_estimates(algorithm):
     with pretended() as device:
         found, expected = (algorithm.estimate(moved(batch, on)) for on in (device, "cpu"))
         assert_same(found, expected)
-        of_rank = advantages.moments([found])
-        assert of_rank == advantages.moments([expected])
-        to = advantages.normalization([[of_rank]], "unbiased")
-        assert_same(advantages.standardize(found, to), advantages.standardize(expected, to))
+        of_rank = token_advantages.moments([found])
+        assert of_rank == token_advantages.moments([expected])
+        to = token_advantages.normalization([[of_rank]], "unbiased")
+        assert_same(token_advantages.standardize(found, to), token_advantages.standardize(expected, to))

@@ -11,6 +11,7 @@ import pytest
 from pipeline import config
 from pipeline.evaluation.engines import AHEAD, Engines
 from pipeline.job.world import RankInfo, WorkerGroups, World
+from pipeline.roles import GenerateRole
 from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork
 from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, serve, stop, verb
@@ -28,7 +29,7 @@ class Timeouts:
     rollout: float = 60.0
 
 
-class Engine:
+class Engine(GenerateRole):
     """Answers one group of a work after another; the reward is the prompt's index, times ten, plus the sample."""
 
     def __init__(self, step_s: float = 0.0) -> None:
@@ -228,7 +229,7 @@ def test_rank_0_returns_although_nothing_arrives(job, monkeypatch):
     monkeypatch.setattr("pipeline.rpc.calls.RETURN_S", 0.05)
     job.roles[1].step_s = 1.0
     begun, returns = time.monotonic(), 0
-    future = job.groups[1].likelihoods(unit("slow"))
+    future = job.groups[1].call(Engine.likelihoods, unit("slow"))
     while not future.done:
         assert job.groups[0].receive_replies(block=True)
         returns += 1

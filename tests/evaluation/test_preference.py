@@ -12,6 +12,7 @@ from pipeline.evaluation.formats.reward_benchmarks import RewardBench
 from pipeline.evaluation.preference import SECTIONS, PreferenceTask, _ConversationEncoder, credit
 from pipeline.evaluation.questions import Answer
 from pipeline.evaluation.reward_engines import RewardEngines
+from tests.fake_group import FakeGroup
 from tests.problems import refused
 from tests.roles.judges import CHATML, write_tokenizer
 
@@ -115,7 +116,7 @@ def test_a_turn_without_text_that_the_template_cannot_show_is_a_bad_record(tmp_p
         _ConversationEncoder("x", config, tokenizer, None).encode(question, "cd")
 
 
-class Engine:
+class Engine(FakeGroup):
     """Scores a sequence by its first token, in as many ranks as it has; `includes_caller`: at once."""
 
     def __init__(self, ranks: int, own: bool) -> None:

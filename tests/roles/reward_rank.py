@@ -3,6 +3,7 @@
 Rank 0 has `conversations` scored and writes scores.json. The train and the generate rank do nothing else.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -36,9 +37,11 @@ def group(index: int, asked: list[int], answered: list[int]) -> RolloutGroup:
     return RolloutGroup(Prompt(index, np.asarray(asked, np.int32), "judge", {}), (Rollout((Turn(completion),), 0.0),))
 
 
-def score(recipe: config.Recipe, run_dir: Path, reward: RpcGroup) -> None:
-    places = reward.setup().result()
-    scoring = Scoring(recipe, reward, places, load_tokenizer(recipe.policy.tokenizer))
+def score(recipe: config.Recipe, run_dir: Path, reward: RpcGroup[RewardRole]) -> None:
+    places = reward.call(RewardRole.setup).result()
+    scoring = Scoring(
+        recipe, functools.partial(reward.scatter, RewardRole.score), places, load_tokenizer(recipe.policy.tokenizer)
+    )
     judged = scoring([group(i, asked, answered) for i, (asked, answered) in enumerate(conversations())])
     found = {
         "places": [[place.rank, place.size] for place in places],

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline import algorithms, config
-from pipeline.algorithms.advantages import normalization
+from pipeline.algorithms.token_advantages import normalization
 from pipeline.data.batches import split_batch
 from pipeline.roles import TrainRole
 from pipeline.types import DataParallelRank, Sample

@@ -42,6 +42,10 @@ class Realm:
         return Replies([self.scorer.score(work) for work in parts])
 
 
+def scoring(judged, served: Realm, places: list[DataParallelRank], tokenizer) -> Scoring:
+    return Scoring(judged, lambda parts: served.score(parts), places, tokenizer)  # tests replace `served.score`
+
+
 def scorer(judged) -> Scorer:
     return Scorer(config.reward_model_policy(judged), dist.group.WORLD, seed=1, offload=False)
 
@@ -100,7 +104,7 @@ def test_each_rollout_gets_the_score_of_its_own_text(folder, ranks, prompts, sam
     served = Realm(scorer(judged))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     before = groups(tokenizer, prompts, samples)
-    after = Scoring(judged, served, places, tokenizer)(before)
+    after = scoring(judged, served, places, tokenizer)(before)
 
     expected = eager_scores(folder / "judge", sequences(before))
     assert np.allclose(rewards(after), expected, atol=1e-5)
@@ -115,14 +119,14 @@ def test_each_rollout_gets_the_score_of_its_own_text(folder, ranks, prompts, sam
     assert sorted(tokens for work in works for tokens in given(work)) == sorted(sequences(before))
     for microbatch in (microbatch for work in works for microbatch in work.microbatches):
         assert sum(map(len, microbatch)) <= LIMIT + 8 if packed else len(microbatch) <= 3
-    assert rewards(Scoring(judged, served, places, tokenizer)(before)) == rewards(after)
+    assert rewards(scoring(judged, served, places, tokenizer)(before)) == rewards(after)
 
 
 def test_an_answer_without_a_finite_score_gets_the_lowest_one(folder):
     """It ends no run; a model that gives no finite score at all does."""
     judged = recipe(folder)
     served, tokenizer = Realm(scorer(judged)), AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)
+    score = scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)
     before = groups(tokenizer, 2, 3)
     right = served.score
     served.score = lambda parts: Replies([[math.nan, *scores[1:]] for scores in right(parts).replies])
@@ -134,14 +138,14 @@ def test_an_answer_without_a_finite_score_gets_the_lowest_one(folder):
     given = {rollout.reward for group in score(before) for rollout in group.rollouts}
     assert given == {broke.reward}
     with pytest.raises(ValueError, match=r"env\.judge: got score inf for an answer to prompt 0"):
-        Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)(before)
+        scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)(before)
 
 
 def test_prompts_of_other_environments_are_not_scored(folder):
     judged = recipe(folder)
     served = Realm(scorer(judged))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)
+    score = scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)
     first, last = groups(tokenizer, 2, 2)
     other = RolloutGroup(prompt(7, "ab", [4, 5], "math"), (rollout([6, END]),))
     after = score([first, other, last])
@@ -155,7 +159,7 @@ def test_another_vocabulary_retokenizes_the_text(folder):
     theirs = write_judge(folder / "judge", OTHER_LETTERS) and write_tokenizer(folder / "judge", OTHER_LETTERS)
     judged = recipe(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served := Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
+    score = scoring(judged, served := Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
     asked = prompt(0, "ab+", tokenizer("ab+").input_ids)
     ended, cut = rollout([*tokenizer("cd").input_ids, END]), rollout(tokenizer("cd").input_ids, "length")
     stopped = rollout(tokenizer("dc+a").input_ids, stop="+a")
@@ -169,7 +173,7 @@ def test_another_chat_template_renders_the_conversation_again(folder):
     theirs = write_tokenizer(folder / "judge", chat_template=CHATML.replace("m.role[0]", "m.role"))
     judged = recipe(folder, "data.apply_chat_template=true")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served := Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
+    score = scoring(judged, served := Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
     before = groups(tokenizer, 3, 1, chat=True)
     after = score(before)
     texts = [
@@ -190,7 +194,7 @@ def test_special_tokens_in_the_policys_text_stay_text(folder, chat):
     theirs.add_special_tokens({"additional_special_tokens": ["<u>"]})
     theirs.save_pretrained(folder / "judge")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(
+    score = scoring(
         recipe(folder, f"data.apply_chat_template={chat}".lower()), served := Realm(None), [DataParallelRank(0, 1)], tokenizer
     )
     asked, forged = prompt(0, "ab", []), rollout([*tokenizer("cd<u>ef").input_ids, END])
@@ -204,7 +208,7 @@ def test_special_tokens_in_the_policys_text_stay_text(folder, chat):
 def test_the_same_chat_template_needs_no_messages(folder):
     judged = recipe(folder, "data.apply_chat_template=true")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
+    score = scoring(judged, Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
     (group,) = groups(tokenizer, 1, 2, chat=True)
     group.prompt.task.clear()
     assert np.allclose(rewards(score([group])), eager_scores(folder / "judge", sequences([group])), atol=1e-5)
@@ -220,11 +224,11 @@ def test_unscorable_rollouts_are_reported(folder):
             return Replies([[float("nan")] * len(given(work)) for work in parts])
 
     with pytest.raises(ValueError, match=r"env\.judge: got score nan for an answer to prompt 0"):
-        Scoring(judged, NotANumber(None), places, tokenizer)(groups(tokenizer, 1, 1))
+        scoring(judged, NotANumber(None), places, tokenizer)(groups(tokenizer, 1, 1))
     other = {"model_name": str(write_judge(folder / "other", OTHER_LETTERS))}
     (group,) = groups(tokenizer, 1, 1)
     group.prompt.task.clear()
     with refused(("env.judge", "missing-column")):
-        Scoring(recipe(folder, **other), Realm(None), places, tokenizer)([group])
+        scoring(recipe(folder, **other), Realm(None), places, tokenizer)([group])
     with refused(("env.judge.tokenizer.chat_template", "missing-value")):
-        Scoring(recipe(folder, "data.apply_chat_template=true", **other), Realm(None), places, tokenizer)
+        scoring(recipe(folder, "data.apply_chat_template=true", **other), Realm(None), places, tokenizer)

@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
+from tests.fake_group import FakeGroup
 
 
 def prompts(first: int, count: int) -> list[Prompt]:
@@ -87,7 +88,7 @@ class Fleet:
         return block
 
 
-class Engine:
+class Engine(FakeGroup):
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
         self.works: list[RolloutWork] = []

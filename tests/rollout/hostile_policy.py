@@ -41,6 +41,7 @@ from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, VersionSpan
 from tests.environments.test_math_verify import HOSTILE, NEVER_ENDS
+from tests.fake_group import FakeGroup
 from tests.rollout.engine import NoWorld
 from tests.sandbox import hosts, test_hostile_reach, test_hostile_resources
 
@@ -219,7 +220,7 @@ class Reply:
         return [(1, parts)] if parts else []
 
 
-class Engine:
+class Engine(FakeGroup):
     """The driver's rank, as rank 0 sees it."""
 
     def __init__(self, driver: EpisodeDriver) -> None:

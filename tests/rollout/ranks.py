@@ -90,22 +90,22 @@ class Role(GenerateRole):
         return [str(call) for call in self._backend.calls]
 
 
-def check(generate: RpcGroup, gate: Path) -> None:
-    generate.receive().result()
-    generate.commit(Commit(1)).result()
-    future = generate.rollout(work(0, prompts(3), samples=2, max_turns=2))
+def check(generate: RpcGroup[Role], gate: Path) -> None:
+    generate.call(Role.receive).result()
+    generate.call(Role.commit, Commit(1)).result()
+    future = generate.call(Role.rollout, work(0, prompts(3), samples=2, max_turns=2))
     came = []
     while len(came) < 2:
         generate.receive_replies(block=True)
         came += future.take()
     assert [rank for rank, _ in came] == [1, 1] and not future.done  # the leader's
     assert sorted(finished.place for _, part in came for finished in part) == [1, 2]
-    stands, of_peer = generate.snapshot().result()
+    stands, of_peer = generate.call(Role.snapshot).result()
     assert of_peer == [] and [(stand.number, stand.place) for stand in stands] == [(0, 0)]
     assert {sample: len(spans) for sample, spans in stands[0].open.items()} == {0: 1, 1: 1}
 
-    generate.receive().result()  # in flight: between the two turns of group 0
-    generate.commit(Commit(2, recompute_kv_cache=True)).result()
+    generate.call(Role.receive).result()  # in flight: between the two turns of group 0
+    generate.call(Role.commit, Commit(2, recompute_kv_cache=True)).result()
     gate.touch()
     ours, peers = future.result()
     assert peers == [] and future.done
@@ -115,22 +115,22 @@ def check(generate: RpcGroup, gate: Path) -> None:
             assert [span.version for span in rollout.spans] == ([1, 2] if place == 0 else [1, 1])
 
     told = by_place(ours)
-    rest = generate.rollout(work(2, prompts(1), samples=2, max_turns=2, finished={0: {1: told[0][1]}}))
+    rest = generate.call(Role.rollout, work(2, prompts(1), samples=2, max_turns=2, finished={0: {1: told[0][1]}}))
     first, second = by_place(rest.result()[0])[0]
     assert second.tokens.tolist() == told[0][1].tokens.tolist() and second.spans == told[0][1].spans
     assert {span.version for span in first.spans} == {2}
 
-    drained = generate.drain()
-    waits = generate.rollout(work(1, prompts(2, first=1), samples=2, max_turns=2, max_new_tokens=20))
+    drained = generate.call(Role.drain)
+    waits = generate.call(Role.rollout, work(1, prompts(2, first=1), samples=2, max_turns=2, max_new_tokens=20))
     assert drained.result() == [[], []]
-    assert not waits.done and all(not stand.open[0] for stand in generate.snapshot().result()[0])
-    generate.receive().result()
-    generate.commit(Commit(3)).result()
-    generate.cut([1]).result()
+    assert not waits.done and all(not stand.open[0] for stand in generate.call(Role.snapshot).result()[0])
+    generate.call(Role.receive).result()
+    generate.call(Role.commit, Commit(3)).result()
+    generate.call(Role.cut, [1]).result()
     ours, _ = waits.result()
     assert len(ours) == 2
 
-    calls = generate.calls().result()
+    calls = generate.call(Role.calls).result()
     assert calls[0] == calls[1] and len(calls[0]) > 20
     assert any(call.startswith("('cut'") for call in calls[0])
     print("checked", flush=True)
@@ -148,7 +148,7 @@ def main(run_dir: Path, scenario: str, model: Path) -> None:
         join(world)
         if client:
             generate = RpcGroup(client, world, WORKERS.generate, Role, TIMEOUTS)
-            generate.setup().result()
+            generate.call(Role.setup).result()
             check(generate, info.folder / "gate")
             stop(world)
         else:

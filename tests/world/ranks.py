@@ -100,29 +100,29 @@ class Role(visited.Verbs):
         raise AssertionError("not a verb")
 
 
-def check(train: RpcGroup, generate: RpcGroup, reward: RpcGroup) -> None:
-    replies = generate.double(Message(np.arange(3, dtype=np.int32), "rank ")).result()
+def check(train: RpcGroup[Role], generate: RpcGroup[Role], reward: RpcGroup[Role]) -> None:
+    replies = generate.call(Role.double, Message(np.arange(3, dtype=np.int32), "rank ")).result()
     assert [reply.text for reply in replies] == ["rank 2", "rank 3", "rank 4"]
     assert all(reply.array.tolist() == [0, 2, 4] and reply.array.dtype == np.int32 for reply in replies)
     same = Message(np.random.default_rng(9).random((1000, 400)), "same")  # one body, forwarded from rank to rank
-    for i, reply in enumerate(generate.double(same).result()):
+    for i, reply in enumerate(generate.call(Role.double, same).result()):
         assert reply.text == f"same{i + 2}" and (reply.array == same.array * 2).all()
     large = [np.random.default_rng(i).random((1000, 300 + i)) for i in range(3)]  # above INLINE
-    ahead = [generate.double(parts=[Message(array, str(turn)) for array in large]) for turn in range(3)]
-    scored = reward.realm()
-    assert train.realm().result() == [[2, 1, 1, 0, 0, 0, 0, 0]] * 2  # a collective while bodies are under way
+    ahead = [generate.scatter(Role.double, [Message(array, str(turn)) for array in large]) for turn in range(3)]
+    scored = reward.call(Role.realm)
+    assert train.call(Role.realm).result() == [[2, 1, 1, 0, 0, 0, 0, 0]] * 2  # a collective while bodies are under way
     assert scored.result() == [[2, 0, 0, 0, 0, 0, 1, 1]] * 2
     for turn, future in enumerate(ahead):
         for i, reply in enumerate(future.result()):
             assert reply.text == f"{turn}{i + 2}"
             assert (reply.array == large[i] * 2).all()
     first, second = [2, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 1, 0, 0]
-    assert generate.realm().result() == [first, first, second]
-    received = generate.broadcast()
+    assert generate.call(Role.realm).result() == [first, first, second]
+    received = generate.call(Role.broadcast)
     dist.broadcast(torch.full((3,), 7.0), src=0, group=train._world.refit)
     assert received.result() == [21.0] * 3
     try:
-        generate.secret()
+        generate.call(Role.secret)
     except AttributeError as error:
         assert "not a verb" in str(error)
     else:
@@ -162,28 +162,28 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
                 visited.coordinate(run_dir, train, generate, reward, engine, scenario.removeprefix("visited "))
             elif scenario == "check":
                 check(train, generate, reward)
-                both = train.waits(), generate.waits()
+                both = train.call(Role.waits), generate.call(Role.waits)
                 assert [future.result() for future in both] == [[[365] * 2] * 2, [[365] * 2] * 3]
             elif scenario == "loading":
-                for future in [generate.setup(), train.setup()]:
+                for future in [generate.call(Role.setup), train.call(Role.setup)]:
                     future.result()
             elif scenario == "fail":
-                generate.fail().result()
+                generate.call(Role.fail).result()
             elif scenario.startswith("hang"):
-                (reward if scenario == "hang-reward" else generate).hang().result()
+                (reward if scenario == "hang-reward" else generate).call(Role.hang).result()
             elif scenario == "strangers":
                 print("store", store.process.pid, "ready", flush=True)
                 while not (run_dir / "enough").exists():
                     check(train, generate, reward)
             elif scenario == "reduce":
-                future = generate.reduce()
-                reward.reduce()
+                future = generate.call(Role.reduce)
+                reward.call(Role.reduce)
                 while not (info.folder / "pid3").exists():
                     time.sleep(0.05)
                 print("ready", flush=True)
                 future.result()
             else:
-                both = [generate.linger(), reward.linger()]
+                both = [generate.call(Role.linger), reward.call(Role.linger)]
                 print("store", store.process.pid, "ready", flush=True)
                 both[0].result()
             stop(world)

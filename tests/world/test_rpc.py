@@ -129,13 +129,13 @@ def job(tmp_path):
 
 def test_parts_arrive_as_they_are_sent_and_other_verbs_run_between_them(job):
     remote, role, _, _ = job
-    count = remote.count(3)
+    count = remote.call(Counter.count, 3)
     assert remote.receive_replies(block=True)
     assert count.take() == [(1, [0])] and count.take() == [] and not count.done
     role.go.release()
     remote.receive_replies(block=True)
     assert count.take() == [(1, [1])]
-    assert remote.ask("between").result() == ["BETWEEN"]
+    assert remote.call(Counter.ask, "between").result() == ["BETWEEN"]
     role.go.release(2)
     assert count.result() == [[2, 3]]  # the parts that were not taken
     assert [number for _, part in count.take() for number in part] == [2, 3]
@@ -145,11 +145,11 @@ def test_parts_arrive_as_they_are_sent_and_other_verbs_run_between_them(job):
 
 def test_parts_arrive_before_their_reply(job):
     remote, role, _, _ = job
-    count = remote.count(2)
+    count = remote.call(Counter.count, 2)
     role.go.release()
     while "1" not in role.done:
         time.sleep(0.01)
-    asked = remote.ask("now")
+    asked = remote.call(Counter.ask, "now")
     while not asked.done:
         remote.receive_replies(block=True)
     assert [number for _, part in count.take() for number in part] == [0, 1]
@@ -159,17 +159,30 @@ def test_parts_arrive_before_their_reply(job):
 
 def test_a_reply_may_come_at_once_and_a_finished_future_is_dropped(job):
     remote, _, client, _ = job
-    futures = [remote.at_once(), remote.ask("x")]
+    futures = [remote.call(Counter.at_once), remote.call(Counter.ask, "x")]
     assert [future.result() for future in futures] == [[["a", "b"]], ["X"]]
     assert not client._futures
-    assert futures[1].take() == [(1, "X")]
+
+
+def test_verbs_of_other_roles_and_other_methods_are_refused(job):
+    remote, _, client, _ = job
+
+    class Other:
+        @verb("long")
+        def ask(self, text: str) -> str: ...
+
+    with pytest.raises(TypeError, match=r"got verb .*Other\.ask; expected one of Counter"):
+        remote.call(Other.ask, "x")
+    with pytest.raises(AttributeError, match=r"Counter\.close is not a verb"):
+        remote.call(Counter.close)
+    assert not client._futures
 
 
 def test_an_error_between_verbs_is_reported_to_rank_0(job):
     remote, role, _, raised = job
     role.go.release(101)
     with pytest.raises(RpcError, match=r"(?s)failed on rank 1 .*ValueError: it cannot count so far"):
-        remote.count(1000).result()
+        remote.call(Counter.count, 1000).result()
     role.open.clear()
     while not raised:
         time.sleep(0.01)
@@ -179,8 +192,8 @@ def test_an_error_between_verbs_is_reported_to_rank_0(job):
 def test_a_streaming_reply_is_overdue_only_while_rank_0_waits(job):
     """Its parts may be queued while rank 0 is busy."""
     remote, _, client, _ = job
-    remote.silent()  # rank 0 does not wait for this one
-    nothing = remote.nothing()
+    remote.call(Counter.silent)  # rank 0 does not wait for this one
+    nothing = remote.call(Counter.nothing)
     time.sleep(2 * Timeouts.short)
     assert client.overdue() is None
 
@@ -201,7 +214,7 @@ def test_a_streaming_reply_is_overdue_only_while_rank_0_waits(job):
 
 def test_a_plain_call_is_overdue_even_if_rank_0_does_not_wait(job):
     remote, _, client, _ = job
-    slow = remote.slow()
+    slow = remote.call(Counter.slow)
     time.sleep(1.5 * Timeouts.short)
     assert client.overdue().verb == "slow"
     slow.result()
@@ -210,7 +223,7 @@ def test_a_plain_call_is_overdue_even_if_rank_0_does_not_wait(job):
 
 def test_a_plain_call_is_overdue_after_the_store_was_stuck(job):
     remote, _, client, _ = job
-    slow = remote.slow()
+    slow = remote.call(Counter.slow)
     client._asking._socket.close()  # as if a reply were too late
     time.sleep(1.2 * Timeouts.short)
     assert client.overdue() is None
@@ -231,7 +244,7 @@ def test_a_missing_body_makes_its_call_overdue(job, monkeypatch, name):
         return as_tensor(encode(["x" * INLINE] if name == "bodies" else "x" * INLINE))
 
     monkeypatch.setattr(calls, "receive_body", receive_body)
-    future = getattr(remote, name)()
+    future = remote.call(getattr(Counter, name))
     waiting = threading.Thread(target=future.result)
     waiting.start()
     assert asked.wait(60)
@@ -257,7 +270,7 @@ def test_an_argument_for_several_ranks_is_encoded_and_sent_once(tmp_path, monkey
     monkeypatch.setattr(calls, "encode", lambda message: encoded.append(message) or encode(message))
     remote = RpcGroup(RpcClient(world), world, workers.train, Counter, Timeouts(), Counter())
     one, other = "1" * (INLINE + 1), "2" * (INLINE + 1)
-    future = remote.ask(parts=[one, one, other, one, other, one, one])
+    future = remote.scatter(Counter.ask, [one, one, other, one, other, one, one])
     assert future.missing == [1, 2, 3, 4, 5, 6]
     assert [to for _, to in sent] == [1, 2] and encoded == [one, other]
     inbox = world.store.clone()

@@ -100,16 +100,23 @@ class Verbs:
         return [completion.tokens.tolist() for _, completion in sorted(drain(engine, requests(2, 2, temperature=0.0)).items())]
 
 
-def coordinate(run_dir: Path, train: RpcGroup, generate: RpcGroup, reward: RpcGroup, engine: RpcGroup, task: str) -> None:
+def coordinate(
+    run_dir: Path,
+    train: RpcGroup[Verbs],
+    generate: RpcGroup[Verbs],
+    reward: RpcGroup[Verbs],
+    engine: RpcGroup[Verbs],
+    task: str,
+) -> None:
     print("ready", flush=True)
     if "WAITS" in os.environ:
         wait_for(run_dir / "visited")
     if task == "joined":
-        others = [generate.foreign(), reward.foreign()]
-        counts = [*train.foreign().result(), *(count for other in others for count in other.result())]
+        others = [generate.call(Verbs.foreign), reward.call(Verbs.foreign)]
+        counts = [*train.call(Verbs.foreign).result(), *(count for other in others for count in other.result())]
         print("foreign bytes:", sum(counts), flush=True)
     elif task == "engine":
-        first, second = engine.generate(str(run_dir / "model")).result()
+        first, second = engine.call(Verbs.generate, str(run_dir / "model")).result()
         assert first == second and len(first) == 4
     else:
-        (generate if task == "vllm" else train).objects(task).result()
+        (generate if task == "vllm" else train).call(Verbs.objects, task).result()

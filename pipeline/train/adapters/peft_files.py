@@ -6,9 +6,10 @@ import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
@@ -22,9 +23,6 @@ from pipeline.train.adapters.spec import A, B
 from pipeline.train.shards import read_shards
 from pipeline.train.tensor_files import write_tensors
 from pipeline.types import Head
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 ROOT = "base_model.model."  # peft's prefix of the names of the model's modules
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -92,8 +90,6 @@ def _shortest(targets: list[str], modules: Mapping[str, str]) -> list[str]:
 
 def _config(saved: SavedAdapters, policy: PolicyConfig, modules: Mapping[str, str], head: Head) -> LoraConfig:
     """Return peft's description of the adapters. Raises RecipeError if peft cannot have them."""
-    from peft import LoraConfig
-
     experts = saved.of_experts()
     linear = [layer for layer in saved.layers if not _is_of(layer, experts)]
     if unknown := sorted(layer for layer in linear if layer not in modules):
@@ -148,9 +144,6 @@ def _stacked(saved: SavedAdapters, config: LoraConfig, policy: PolicyConfig, hea
     experts = saved.of_experts()
     if not experts:
         return {}
-    from peft import get_peft_model
-    from peft.tuners.lora.layer import ParamWrapper
-
     with torch.device("meta"):
         peft = get_peft_model(meta_model(model_config(policy, head), head), copy.copy(config))
     found = {}

@@ -9,18 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.algorithms.advantages import (
-    group_advantages,
-    moments,
-    normalization,
-    sequence_advantages,
-    shaped_rewards,
-    standardize,
-)
+from pipeline.algorithms.advantages import group_advantages, sequence_advantages, shaped_rewards
 from pipeline.algorithms.algorithm import Variance
 from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss
+from pipeline.algorithms.token_advantages import moments, normalization, standardize
 from pipeline.config import (
     AdvantageConfig,
     DPOConfig,

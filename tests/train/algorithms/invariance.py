@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +22,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
-from pipeline import algorithms
-from pipeline.checkpoints.checkpoint import Checkpoints
+from pipeline import algorithms, coordinator
 from pipeline.config import generates
-from pipeline.coordinator import RunParts
 from pipeline.roles.train import TrainRole
 from pipeline.train.megatron.collectives import all_gather_bytes
-from pipeline.types import AdvantageNormalization, DataParallelRank, Moments, Update
+from pipeline.types import DataParallelRank, Moments, Update
 from tests.train.algorithms import cases
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2, TP2_SP, Layout
@@ -115,25 +113,18 @@ class AllRanks:
         self._reverse = reverse
         self.steps: list[dict[str, list[dict[str, float]]]] = []  # what each `step` gave
 
-    def load(self, parts: list[list[Update]]) -> Done:
+    def scatter(self, verb: Callable[[TrainRole, list[Update]], None], parts: list[list[Update]]) -> Done:
         updates = parts[dist.get_rank()]
         if self._reverse:
             together = self.role._algorithm.sequences_per_item
             updates = [replace(update, train=[backward(m, together) for m in reversed(update.train)]) for update in updates]
-        return Done(self.role.load(updates))
+        return Done(verb(self.role, updates))
 
-    def forward(self) -> Done:
-        return Done(self.role.forward())
-
-    def estimate(self) -> Done:
-        return Done(gathered(self.role.estimate(), list[Moments]))
-
-    def standardize(self, to: AdvantageNormalization) -> Done:
-        return Done(self.role.standardize(to))
-
-    def step(self, models: list[str]) -> Done:
-        self.steps.append(self.role.step(models))
-        return Done([self.steps[-1]])
+    def call(self, verb: Callable[..., Any], *argument: Any) -> Done:
+        reply = verb(self.role, *argument)
+        if verb is TrainRole.step:
+            self.steps.append(reply)
+        return Done(gathered(reply, list[Moments]) if verb is TrainRole.estimate else [reply])
 
 
 def backward(members: list[int], together: int) -> list[int]:
@@ -164,12 +155,11 @@ def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[s
     world = SimpleNamespace(own=dist.group.WORLD, rank=dist.get_rank(), phase=lambda name: contextlib.nullcontext())
     role = TrainRole(recipe, SEED, world, algorithm, refit=None)
     train = AllRanks(role, reverse=setup.batching == "reversed")
-    checkpoints = Checkpoints(folder, "", recipe.checkpointing)
-    run = RunParts(recipe, folder, checkpoints, train, gathered(role.setup(), DataParallelRank), None, None, None, None, None)
+    places = gathered(role.setup(), DataParallelRank)
+    run = SimpleNamespace(recipe=recipe, train=train, places=places, logger=SimpleNamespace(learned=lambda *_: None))
     for number in range(cases.STEPS if generates(recipe) else cases.STEPS * cases.UPDATES):
-        run.learn(
-            algorithm, cases.samples(recipe, algorithm, number), algorithm.trains(number) if generates(recipe) else ["policy"]
-        )
+        samples = cases.samples(recipe, algorithm, number)
+        coordinator.learn(run, algorithm, samples, algorithm.trains(number) if generates(recipe) else ["policy"])
     return role, train.steps
 
 

@@ -1,0 +1,150 @@
+"""Compute advantages of tokens on the train ranks, in torch. Each formula cites its paper and equation.
+
+    by token       `estimate_gae`, `subtract_future_kl`                                                 PPO, VAPO, REINFORCE++
+    standardized   to mean 0 and variance 1 over a step: `moments`, `normalization`, `standardize`           REINFORCE++, PPO
+
+Not supported: discounting in REINFORCE++, bootstrapping the value of a truncated answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import pad
+
+from pipeline.algorithms.algorithm import Variance
+from pipeline.algorithms.loss import kl_in_reward
+from pipeline.algorithms.reductions import sequence_sums, values_before
+from pipeline.algorithms.sections import GAEConfig, LossConfig
+from pipeline.types import AdvantageNormalization, GlobalCounts, Moments, PackedBatch
+
+STEP_EPSILON = 1e-8  # keeps a step's division finite
+
+
+def subtract_future_kl(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
+    """Return A_t = A - beta sum_{s >= t} KL_s over the counted tokens of an answer, `[T]` (REINFORCE++).
+
+    NeMo-RL subtracts only a token's own KL. In the paper, and here, a token is also charged for the KL of the tokens after it.
+    """
+    kl = discounted_sums(gather_counted(kl_in_reward(batch, config), batch), 1.0)
+    return batch.advantages - config.reference_policy_kl_penalty * scatter_counted(kl, batch)
+
+
+def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (advantages, returns), `[T]` each, 0 where the mask is False (GAE, https://arxiv.org/abs/1506.02438 eq. 16).
+
+        d_t = r_t + gamma V_{t+1} - V_t
+        A_t = sum_{l >= 0} (gamma lambda)^l d_{t+l}
+        R_t = A_t + V_t                                 the critic's target
+
+    t runs only over the counted tokens of a sequence and skips the output of tools and users between them. V_t is the critic's
+    value of the text before token t. The reward arrives with the last counted token, after which V is 0. With use_kl_in_reward
+    every token's reward includes - beta KL_t.
+
+    The critic and the policy may use different lambdas (VAPO, https://arxiv.org/abs/2504.05118). With gae_lambda_value=1 the
+    critic does not bias the returns. With length_adaptive_alpha = a, the policy's lambda is 1 - 1 / (a l) for an answer of l
+    tokens (eq. 9).
+    """
+    assert batch.old_values is not None
+    rewards = _token_rewards(batch, loss)
+    values = gather_counted(values_before(batch.old_values), batch)
+    after = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
+    errors = rewards + gae.gae_gamma * after - values
+    advantages = discounted_sums(errors, gae.gae_gamma * _policy_lambda(batch, gae))
+    value_lambda = gae.gae_lambda if gae.gae_lambda_value is None else gae.gae_lambda_value
+    returns = discounted_sums(errors, gae.gae_gamma * value_lambda) + values
+    return scatter_counted(advantages, batch), scatter_counted(returns, batch)
+
+
+def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
+    """Return the sequence's reward at its last counted token, minus the KL penalty of each token: `[S, C]`."""
+    rewards = torch.zeros_like(batch.advantages)
+    if loss.use_kl_in_reward:
+        rewards = -loss.reference_policy_kl_penalty * kl_in_reward(batch, loss)
+    found, sizes = gather_counted(rewards, batch), _sizes(batch)
+    found[torch.arange(len(sizes), device=sizes.device), (sizes - 1).clamp(min=0)] += torch.where(sizes > 0, batch.rewards, 0.0)
+    return found
+
+
+def _policy_lambda(batch: PackedBatch, gae: GAEConfig) -> float | torch.Tensor:
+    """Return the policy's lambda: a number, or one per sequence, `[S, 1]`."""
+    if gae.length_adaptive_alpha > 0:
+        return 1 - 1 / (gae.length_adaptive_alpha * _sizes(batch).to(batch.advantages.dtype)).clamp(min=1)[:, None]
+    return gae.gae_lambda if gae.gae_lambda_policy is None else gae.gae_lambda_policy
+
+
+def discounted_sums(terms: torch.Tensor, decay: float | torch.Tensor) -> torch.Tensor:
+    """Return sum_l decay^l terms[:, t + l], `[S, C]`. decay: a number, or `[S, 1]`.
+
+    The sum takes log2 C passes: two sums of k terms, the second k terms later, make a sum of 2 k terms.
+    """
+    sums, reach = terms, 1
+    factor = torch.as_tensor(decay, dtype=terms.dtype, device=terms.device)
+    while reach < terms.shape[1]:
+        later = pad(sums[:, reach:], (0, reach))
+        sums, factor, reach = sums + factor * later, factor.square(), 2 * reach
+    return sums
+
+
+def gather_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Gather each sequence's counted tokens from the left and pad with 0: `[T]` -> `[S, C]`, C the most of them, at least 1."""
+    grid = _grid(batch)
+    found = values.new_zeros(grid.shape)
+    found[grid] = values[batch.loss_mask]
+    return found
+
+
+def scatter_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Undo `gather_counted`; other tokens get 0: `[S, C]` -> `[T]`."""
+    found = values.new_zeros(len(batch.loss_mask))
+    found[batch.loss_mask] = values[_grid(batch)]
+    return found
+
+
+def _grid(batch: PackedBatch) -> torch.Tensor:
+    """Return where `gather_counted` has a token, `[S, C]` bool."""
+    sizes = _sizes(batch)
+    return torch.arange(max(1, int(sizes.max())), device=sizes.device) < sizes[:, None]
+
+
+def _sizes(batch: PackedBatch) -> torch.Tensor:
+    """Return how many tokens of each sequence count, `[S]` int64."""
+    return sequence_sums(torch.ones_like(batch.tokens), batch)
+
+
+# ---- standardized over the counted tokens of a step, however those are spread over ranks and microbatches ----------------
+
+
+def moments(batches: Sequence[PackedBatch]) -> Moments:
+    """Return sums over the microbatches of one update on one data rank, in float64. `estimate` may have cleared a mask."""
+    counted = torch.cat([batch.advantages[batch.loss_mask] for batch in batches]).double()
+    sequences = sum(int(mask.any()) for batch in batches for mask in batch.loss_mask.split(batch.lengths))
+    return Moments(counted.sum().item(), counted.square().sum().item(), GlobalCounts(len(counted), sequences))
+
+
+def normalization(by_rank: Sequence[Sequence[Moments]], variance: Variance | None) -> AdvantageNormalization:
+    """Return the mean that all ranks subtract and the scale that they multiply by. by_rank: moments by [data rank][update].
+
+    biased      A <- (A - mean) / sqrt(max(sum (A - mean)^2 / n, 1e-8))          NeMo-RL's REINFORCE++
+    unbiased    A <- (A - mean) / sqrt(sum (A - mean)^2 / (n - 1) + 1e-8)        NeMo-RL's and verl's GAE
+    None        A stays; only the counts are new
+    """
+    updates = [list(of_update) for of_update in zip(*by_rank, strict=True)]
+    counts = [GlobalCounts(sum(m.counts.tokens for m in update), sum(m.counts.sequences for m in update)) for update in updates]
+    if variance is None:
+        return AdvantageNormalization(0.0, 1.0, counts)
+    everything = [m for update in updates for m in update]
+    tokens = max(1, sum(m.counts.tokens for m in everything))
+    mean = sum(m.sum for m in everything) / tokens
+    biased = max(0.0, sum(m.squares for m in everything) / tokens - mean * mean)
+    if variance == "biased":
+        return AdvantageNormalization(mean, max(biased, STEP_EPSILON) ** -0.5, counts)
+    return AdvantageNormalization(mean, (biased * tokens / max(1, tokens - 1) + STEP_EPSILON) ** -0.5, counts)
+
+
+def standardize(batch: PackedBatch, to: AdvantageNormalization) -> PackedBatch:
+    """Return the batch with standardized advantages, 0 where the mask is False."""
+    advantages = torch.where(batch.loss_mask, (batch.advantages - to.mean) * to.scale, 0.0)
+    return dataclasses.replace(batch, advantages=advantages)

@@ -1,0 +1,83 @@
+"""Read data sets with the library `datasets`: from folders, local caches and the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from pipeline.config import DATASET_CARDS, NAMED_DATASETS, DatasetConfig, nearest_dataset
+from pipeline.recipe.problems import Problem, RecipeError
+
+Record = dict[str, Any]
+
+
+def named_rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
+    """Return the rows of a named data set, its subsets concatenated."""
+    known = NAMED_DATASETS[name]
+    parts: list[Any] = [
+        _load(known.repository, subset, dataset.split or known.split, dataset.kwargs)
+        for subset in ((dataset.subset,) if dataset.subset else known.subsets or (None,))
+    ]
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+
+
+def rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
+    """Return the rows of a split: of a folder from `save_to_disk`, or of what `load_dataset` accepts."""
+    folder, split = Path(name), dataset.split or "train"
+    if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        return _load(name, dataset.subset, split, dataset.kwargs)
+    loaded: Any = datasets.load_from_disk(str(folder))
+    splits: Any = loaded if isinstance(loaded, datasets.DatasetDict) else {split: loaded}
+    if split not in splits:
+        raise RecipeError(Problem("data", "not-a-choice", f"{folder} has no split '{split}'; there are: {', '.join(splits)}"))
+    return splits[split]
+
+
+def data_files(name: str, dataset: DatasetConfig) -> Sequence[str]:
+    """Return the files of a split of a folder with data files, in the order of its rows; none of other data sets."""
+    if not Path(name).is_dir():
+        return ()
+    options = {"name": dataset.subset, **dataset.kwargs} if dataset.subset else dataset.kwargs
+    try:
+        found: Any = datasets.load_dataset_builder(name, **options).config.data_files
+    except (OSError, ValueError):  # a folder of save_to_disk, say
+        return ()
+    return (found or {}).get(dataset.split or "train", ())
+
+
+def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> Sequence[Record]:
+    """Return a data set from `load_dataset`, from the files in the hub cache if there are any.
+
+    Without a network `load_dataset` only finds data sets that it has prepared itself, not those of `hf download`. Raise
+    RecipeError if there is no such data set, subset or split.
+    """
+    where = name if Path(name).is_dir() else _snapshot(name, kwargs.get("revision")) or name
+    if where != name:
+        kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
+    options = {"name": subset, **kwargs} if subset else kwargs
+    try:
+        return datasets.load_dataset(where, split=split, **options)
+    except (ConnectionError, FileNotFoundError) as error:
+        meant = f"; did you mean {close}?" if (close := nearest_dataset(name)) else ""
+        message = f"'{name}' is neither a folder nor in the local caches: {error}{meant}"
+        raise RecipeError(Problem("data", "unavailable-dataset", message)) from error
+    except (ValueError, DatasetGenerationError) as error:
+        raise RecipeError(Problem("data", "unavailable-dataset", f"'{name}': {error.__cause__ or error}")) from error
+
+
+def _snapshot(name: str, revision: str | None) -> str | None:
+    """Return the folder of a repository's files in the hub cache, or None.
+
+    None also if the cache only has files that describe the repository.
+    """
+    try:
+        folder = huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if any(path.is_file() and path.name not in DATASET_CARDS for path in Path(folder).rglob("*")) else None
