@@ -1,4 +1,4 @@
-"""The training loops, on rank 0. `pipeline/roles/` implements the verbs, `training_run.py` what surrounds the steps."""
+"""The training loops, on rank 0. `pipeline/roles/` implements the verbs, `coordination/` what surrounds the steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pipeline import config
 from pipeline.algorithms.algorithm import Algorithm, OnlineAlgorithm
 from pipeline.algorithms.token_advantages import normalization
 from pipeline.config import only_evaluates
+from pipeline.coordination.collectors import Collector, Prompts
+from pipeline.coordination.run_progress import dropped_records
+from pipeline.coordination.training_run import TrainingRun
 from pipeline.data.batches import split_batch
 from pipeline.data.mixture import Mixture
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import Stream
 from pipeline.observe.rollout_metrics import mean_metrics, validation_metrics
 from pipeline.roles import TrainRole
-from pipeline.rollout.collectors import Collector, Prompts
-from pipeline.run_progress import dropped_records
-from pipeline.training_run import TrainingRun
 from pipeline.types import DataParallelRank, Prompt, Sample
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,14 @@ from pipeline.algorithms.algorithm import OnlineAlgorithm
 from pipeline.checkpoints import verification
 from pipeline.checkpoints.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import Recipe, refuse
+from pipeline.coordination import collectors
+from pipeline.coordination.colocation import Colocation
+from pipeline.coordination.refit_coordinator import RefitCoordinator
+from pipeline.coordination.run_logger import RunLogger
+from pipeline.coordination.run_progress import RunProgress
+from pipeline.coordination.run_saver import RunSaver
+from pipeline.coordination.scoring import Scoring
+from pipeline.coordination.training_run import TrainingRun
 from pipeline.coordinator import run_offline, run_online
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
@@ -31,20 +39,12 @@ from pipeline.monitor import running
 from pipeline.monitor.steps import StepMonitor
 from pipeline.recipe import user_code
 from pipeline.refit.broadcast import BroadcastRefit
-from pipeline.refit.colocation import Colocation
-from pipeline.refit.coordination import RefitCoordinator
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.protocol import Refit
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
-from pipeline.rollout import collectors
-from pipeline.rollout.scoring import Scoring
 from pipeline.rpc import RpcClient, RpcGroup
-from pipeline.run_logger import RunLogger
-from pipeline.run_progress import RunProgress
-from pipeline.run_saver import RunSaver
 from pipeline.steering.live_changes import Steering
 from pipeline.tracking import supervision
-from pipeline.training_run import TrainingRun
 from pipeline.types import DataParallelRank, Prompt
 
 

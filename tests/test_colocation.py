@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.refit.colocation import Colocation
+from pipeline.coordination.colocation import Colocation
 from tests.fake_group import FakeGroup
 
 # Memory of each on a GPU. The engine's cache is as large as the whole trainer.
@@ -104,7 +104,7 @@ def test_engines_that_slept_get_the_same_weights_again(incremental):
 def test_moves_around_a_checkpoint_are_reported_with_the_next_refit(monkeypatch):
     gpu = GPU()
     monkeypatch.setattr(
-        "pipeline.refit.colocation.time", SimpleNamespace(perf_counter=lambda: len(gpu.told))
+        "pipeline.coordination.colocation.time", SimpleNamespace(perf_counter=lambda: len(gpu.told))
     )  # a second for each
     colocation = Colocation(True, gpu, gpu, gpu)
     assert colocation.refit(0)["time/sharing"] == 4

@@ -18,11 +18,12 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "pipeline": [
         ("main",),
-        ("evaluation",),
-        ("coordinator",),
+        ("coordinator", "evaluation"),
+        ("coordination",),
+        ("steering",),
         ("roles",),
-        ("rollout", "refit", "steering"),
-        ("monitor", "node_checks", "rpc"),
+        ("rollout",),
+        ("monitor", "node_checks", "refit", "rpc"),
         ("environments", "generate", "job", "tracking", "train"),
         ("checkpoints", "data", "models", "observe"),
         ("config", "store"),

@@ -11,17 +11,17 @@ import pytest
 from pipeline.algorithms.sft import SFTConfig
 from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, LoggerConfig
+from pipeline.coordination.colocation import Colocation
+from pipeline.coordination.run_logger import RunLogger
+from pipeline.coordination.run_progress import NothingSaved, RunProgress
+from pipeline.coordination.run_saver import RunSaver
+from pipeline.coordination.training_run import TrainingRun
 from pipeline.files.storage import NO_RETRIES
 from pipeline.job.attempt import Attempt, Superseded
 from pipeline.job.deadline import Deadline
 from pipeline.job.startup import Startup
 from pipeline.observe.metrics import Metrics, read
-from pipeline.refit.colocation import Colocation
-from pipeline.run_logger import RunLogger
-from pipeline.run_progress import NothingSaved, RunProgress
-from pipeline.run_saver import RunSaver
 from pipeline.steering.live_changes import Steering
-from pipeline.training_run import TrainingRun
 from tests.fake_group import FakeGroup
 
 POSITION = {"epoch": 0, "index": 8}
@@ -264,7 +264,7 @@ def test_rollouts_that_are_never_written_end_the_run_with_its_phase(tmp_path):
 
 def test_no_tokenizer_is_copied_if_no_rollouts_are_logged(tmp_path, monkeypatch):
     steps = Steps(tmp_path, logging={"num_rollouts_to_log": 0})
-    monkeypatch.setattr("pipeline.run_logger.copy.deepcopy", lambda _: pytest.fail("the tokenizer was copied"))
+    monkeypatch.setattr("pipeline.coordination.run_logger.copy.deepcopy", lambda _: pytest.fail("the tokenizer was copied"))
     steps.end(1, groups=["a group"])
     steps.run.finish(2)
     assert not (tmp_path / "rollouts").exists()

@@ -1,7 +1,7 @@
 """The steps after which a run that samples validates."""
 
 from pipeline.config import GRPOConfig
-from pipeline.run_progress import validates
+from pipeline.coordination.run_progress import validates
 
 
 def steps(**keys: object) -> list[int]:

@@ -1,8 +1,8 @@
 """Estimate memory and transfer times of a GPU that a train rank and a generate rank share in turn.
 
-The turns are those of `pipeline/refit/colocation.py`. An inactive rank keeps on the GPU: CUDA's context, libraries and NCCL,
-CUDA graphs, and the refit's staging. A reward model on the train ranks computes while the engine is active; its weights are
-kept in host memory, so a turn does not move them. The float32 main weights of Megatron-Core count as weights that a refit
+The turns are those of `pipeline/coordination/colocation.py`. An inactive rank keeps on the GPU: CUDA's context, libraries and
+NCCL, CUDA graphs, and the refit's staging. A reward model on the train ranks computes while the engine is active; its weights
+are kept in host memory, so a turn does not move them. The float32 main weights of Megatron-Core count as weights that a refit
 reads, although they move to the host before it.
 """
 

@@ -4,8 +4,8 @@
     drained      sampling runs ahead, and a refit waits for the engines: the longer of rollout and training, then the refit
     in flight    a refit does not wait for the engines: `simulate_steps` simulates rank 0's loop with one engine
 
-The simulation follows `pipeline/rollout/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts are
-in flight, each refit starts one, and a step waits for the oldest. The last answers of a rollout therefore overlap with the
+The simulation follows `pipeline/coordination/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts
+are in flight, each refit starts one, and a step waits for the oldest. The last answers of a rollout therefore overlap with the
 first answers of the next one. A sequence starts when another ends, those of the oldest rollout first.
 
 Not counted: groups that end together, prompts that move to other engines, `stragglers: keep` and `cut`, which wait for less.

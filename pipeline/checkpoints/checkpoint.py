@@ -6,7 +6,7 @@
         lineage.json                    the run and the step (pipeline/files/input_records.py); also in hf/
         complete.json                   version, step, the loop's state, and the size of every file
         train-rank00000.safetensors ... the train backend's state
-        buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/rollout/buffer.py)
+        buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/coordination/buffer.py)
         hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
                                         the run folder's own `hf` links to the latest when the run has ended
       .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start retries

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RewardModelEnvironment(BuiltinEnvironment):
-    """Reward 0 for every answer. `pipeline/rollout/scoring.py` replaces it by the model's score."""
+    """Reward 0 for every answer. `pipeline/coordination/scoring.py` replaces it by the model's score."""
 
     is_final = False
 

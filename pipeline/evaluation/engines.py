@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
 from pipeline.evaluation.judge import Judge
 from pipeline.evaluation.reward_engines import RewardEngines
 from pipeline.roles import GenerateRole
-from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Likelihood, LikelihoodRequest, Prompt, Rollout, RolloutGroup
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from pipeline.algorithms.served_models import JudgeConfig
 from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.templates import check_template
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
 from pipeline.evaluation.judge_endpoint import AGAIN_TEMPERATURE
 from pipeline.roles import GenerateRole
-from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
 

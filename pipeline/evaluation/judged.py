@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
+from pipeline.coordination.dispatch import RolloutSpec
 from pipeline.data.stop_strings import answer_text, rollout_text
 from pipeline.evaluation import prompts, task_data
 from pipeline.evaluation.answers import AnswerLog
@@ -21,7 +22,6 @@ from pipeline.evaluation.judge import Case, Judgement, Judging, needed
 from pipeline.evaluation.judge_prompts import JudgePrompt
 from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.sampled import sampling
-from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import Rollout
 
 if TYPE_CHECKING:

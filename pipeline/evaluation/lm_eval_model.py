@@ -25,13 +25,13 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports] as a
 )
 
 from pipeline.config import Recipe
+from pipeline.coordination.dispatch import RolloutSpec
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.choices import UNIT_TOKENS
 from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.questions import Answer
 from pipeline.recipe.problems import Problem, RecipeError
-from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import LikelihoodRequest, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
+from pipeline.coordination.dispatch import RolloutSpec
 from pipeline.environments.verdicts import HIGHEST, LOWEST, read_rating
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.judged import TEXTS, AskedVerdict, JudgedTask, per_question
@@ -23,7 +24,6 @@ from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.sampled import sampling
 from pipeline.evaluation.statistics import Scale
 from pipeline.recipe.problems import Problem, RecipeError
-from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import Prompt
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
+from pipeline.coordination.dispatch import RolloutSpec
 from pipeline.data.stop_strings import rollout_text
 from pipeline.evaluation import prompts, task_data
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.statistics import pass_at
-from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import Rollout, Sampling, Thinking
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from launch.runs.run_folder import RunFolder
 from launch.runs.run_state import state
 from pipeline import config, coordinator
 from pipeline.config import DatasetConfig
+from pipeline.coordination.run_progress import DROPPED, LEFT_OVER, RunProgress
+from pipeline.coordination.training_run import TrainingRun
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.observe.metrics import read
 from pipeline.recipe import user_files
-from pipeline.run_progress import DROPPED, LEFT_OVER, RunProgress
-from pipeline.training_run import TrainingRun
 from tests.end_to_end.runs import LOCAL, RECIPE, ROOT
 from tests.problems import named, refused
 

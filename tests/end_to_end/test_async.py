@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoints.checkpoint import ROLLOUTS
+from pipeline.coordination import buffer
 from pipeline.observe.metrics import read_rollouts
-from pipeline.rollout import buffer
 from tests.end_to_end.runs import LOCAL, Fault, submit
 
 ON = "grpo.async_grpo.enabled=true"

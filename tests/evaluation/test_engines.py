@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pipeline import config
+from pipeline.coordination.dispatch import RolloutSpec
 from pipeline.evaluation.engines import AHEAD, Engines
 from pipeline.job.world import RankInfo, WorkerGroups, World
 from pipeline.roles import GenerateRole
-from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork
 from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, serve, stop, verb
 from pipeline.store.child_process import start

@@ -12,11 +12,11 @@ import numpy as np
 import torch.distributed as dist
 
 from pipeline import config
+from pipeline.coordination.scoring import Scoring
 from pipeline.data.chat import load_tokenizer
 from pipeline.job.watchdog import Watchdog
 from pipeline.job.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 from pipeline.roles.reward import RewardRole
-from pipeline.rollout.scoring import Scoring
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.roles.judges import END

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from pipeline import config
+from pipeline.coordination.scoring import Scoring
 from pipeline.roles.reward import Scorer
 from pipeline.rollout.rollout_messages import ScoreWork
-from pipeline.rollout.scoring import Scoring
 from pipeline.types import Completion, DataParallelRank, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.problems import refused
 from tests.roles.judges import CHATML, END, LETTERS, LIMIT, eager_scores, recipe, write_judge, write_tokenizer

@@ -30,9 +30,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import AsyncConfig, EnvironmentConfig, GRPOConfig, TokenizerConfig
+from pipeline.coordination.collectors import SyncCollector
+from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout import environment_process
-from pipeline.rollout.collectors import SyncCollector
-from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_process import EnvironmentProcess, fork_early
 from pipeline.rollout.environment_threads import EnvironmentSettings

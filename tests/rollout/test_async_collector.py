@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig
-from pipeline.rollout.buffer import decode_groups, staleness
-from pipeline.rollout.collectors import build
+from pipeline.coordination.buffer import decode_groups, staleness
+from pipeline.coordination.collectors import build
 from pipeline.types import RolloutGroup
 from tests.problems import refused
 from tests.rollout.fleet import Fleet, Stream, group, prompts, rollout

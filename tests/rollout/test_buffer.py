@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pipeline.config import AsyncConfig
-from pipeline.rollout.buffer import Buffer
+from pipeline.coordination.buffer import Buffer
 from tests.problems import refused
 from tests.rollout.fleet import group, prompts
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
+from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout.failures import FIRST_GROUPS, FailureMonitor
 from pipeline.types import NOTHING_SAID, RolloutGroup, Sampling
 from tests.rollout.fleet import Fleet, prompts, rollout

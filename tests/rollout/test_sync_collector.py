@@ -6,7 +6,7 @@ Batches are sampled until enough groups are selected, with a bound.
 import pytest
 
 from pipeline.config import DistillationConfig, GenerationConfig, GRPOConfig
-from pipeline.rollout.collectors import build, sampling
+from pipeline.coordination.collectors import build, sampling
 from tests.problems import refused
 from tests.rollout.fleet import Fleet, Stream, group, prompts
 

@@ -11,7 +11,7 @@ from launch.plan.generate_time import EngineLoad
 from launch.plan.lengths import Lengths
 from pipeline import config
 from pipeline.config import AsyncConfig
-from pipeline.rollout.buffer import Buffer
+from pipeline.coordination.buffer import Buffer
 from tests.launch.plan.test_time import engine
 
 SECONDS = {"rollout": 50.0, "train": 30.0, "refit": 1.0}

@@ -7,12 +7,12 @@ import logging
 from pipeline import config
 from pipeline.algorithms.early_stop import EarlyStop
 from pipeline.config import OfflineConfig, OnlineConfig, Problem, Recipe, RecipeError
+from pipeline.coordination.run_saver import RunSaver
 from pipeline.data import epochs
 from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
 from pipeline.job.attempt import Attempt
 from pipeline.job.deadline import Deadline
-from pipeline.run_saver import RunSaver
 
 logger = logging.getLogger(__name__)
 

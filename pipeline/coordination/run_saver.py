@@ -11,12 +11,12 @@ from typing import Any
 from pipeline.checkpoints import verification
 from pipeline.checkpoints.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import CheckpointingConfig
+from pipeline.coordination.colocation import Colocation
+from pipeline.coordination.run_logger import RunLogger
 from pipeline.job.attempt import Attempt
 from pipeline.job.deadline import Deadline
-from pipeline.refit.colocation import Colocation
 from pipeline.roles import TrainRole
 from pipeline.rpc import RpcGroup
-from pipeline.run_logger import RunLogger
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.refit.coordination import RefitCoordinator
+from pipeline.coordination.refit_coordinator import RefitCoordinator
 from pipeline.roles import GenerateRole, TrainRole
 from pipeline.rpc import RpcGroup
 

@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from pipeline.algorithms.ahead import section_of
 from pipeline.config import AsyncConfig, GenerationConfig, OnlineConfig, RewardedConfig
+from pipeline.coordination.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
+from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
 from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
 from pipeline.observe.rollout_metrics import rollout_metrics
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.roles import GenerateRole
-from pipeline.rollout.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
-from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout.failures import FailureMonitor
 from pipeline.rollout.rollout_messages import UnfinishedGroup
 from pipeline.rpc import RpcGroup

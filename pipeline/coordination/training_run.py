@@ -10,18 +10,18 @@ from typing import Any
 from pipeline import config
 from pipeline.checkpoints.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, RecipeError
+from pipeline.coordination.colocation import Colocation
+from pipeline.coordination.run_logger import RunLogger
+from pipeline.coordination.run_progress import RunProgress, dropped_records, validates
+from pipeline.coordination.run_saver import RunSaver
 from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
 from pipeline.job.attempt import Attempt
 from pipeline.job.startup import Startup
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.rank_timeline import Timeline
-from pipeline.refit.colocation import Colocation
 from pipeline.roles import TrainRole
 from pipeline.rpc import RpcGroup
-from pipeline.run_logger import RunLogger
-from pipeline.run_progress import RunProgress, dropped_records, validates
-from pipeline.run_saver import RunSaver
 from pipeline.steering.live_changes import Steering
 from pipeline.types import DataParallelRank, RolloutGroup
 
