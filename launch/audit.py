@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch.governance import audit_check
-from launch.runs.audit_log import ACTIONS, Action
+from launch.governance.audit_log import ACTIONS, Action
 from launch.terminal import command_line, console
 from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line

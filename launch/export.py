@@ -14,14 +14,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch.governance import export_lineage, model_card
-from launch.runs import audit_log, run_keys
-from launch.runs.run_folder import RunFolder, read_recipe
+from launch.runs import run_events, run_keys
+from launch.runs.run_folder import read_recipe
 from launch.terminal import command_line
 from launch.terminal.command_line import Key
 from pipeline.algorithms import build
@@ -60,7 +59,7 @@ def export(request: ExportRequest) -> Path:
     """
     recipe = read_recipe(request.run)
     try:
-        with audit_log.recording_refusals(request.run):
+        with run_events.refusals(request.run):
             return _export(request, recipe)
     except (ValueError, StorageError) as error:
         if isinstance(error, RecipeError):
@@ -93,10 +92,12 @@ def _export(request: ExportRequest, recipe: Recipe) -> Path:
     verification.check_record(checkpoint, recipe.checkpointing.verify, key)
     verification.check_share(checkpoint, recipe.checkpointing.verify)
     form = "adapter" if request.adapter else "hf"
-    receipt = audit_log.record("export", request.run, {"step": checkpoint.step, "format": form, "out": str(folder)})
+    receipts: dict[str, Any] = {}
+    for values in run_events.emit(lambda observer: observer.exporting(request.run, checkpoint.step, form, folder)):
+        receipts |= values
     (export_adapters if request.adapter else export_checkpoint)(checkpoint.folder, recipe.policy, folder, head, key)
-    export_lineage.write(request.run, checkpoint, folder, form, receipt)
-    (folder / model_card.FILE).write_text(model_card.text(RunFolder.at(request.run), checkpoint.step), encoding="utf-8")
+    step, source = checkpoint.step, checkpoint.folder
+    run_events.emit(lambda observer: observer.exported(request.run, source, step, form, folder, receipts))
     return folder
 
 

@@ -28,7 +28,6 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.evaluation.evaluation_loop import evaluate
 from pipeline.files import small_files
-from pipeline.files.input_records import END_S, Hashing
 from pipeline.files.storage import RetryPolicy, retrying, wait_for
 from pipeline.job.attempt import Attempt
 from pipeline.job.deadline import Deadline
@@ -43,8 +42,8 @@ from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.protocol import Refit
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.rpc import RpcClient, RpcGroup
+from pipeline.seams import job_events
 from pipeline.steering.live_changes import Steering
-from pipeline.tracking import supervision
 from pipeline.types import DataParallelRank, Prompt
 
 
@@ -83,8 +82,7 @@ def main(run_dir: Path) -> None:
                 if isinstance(role, GenerateRole):
                     sampler.add(role.readings)
             if client:
-                hashing = Hashing(run_dir)
-                hashing.start()
+                job_events.emit(lambda observer: observer.started(run_dir))
                 if isinstance(role, GenerateRole):
                     _evaluate(recipe, run_dir, world, client, role, startup)
                 else:
@@ -93,7 +91,7 @@ def main(run_dir: Path) -> None:
                     _coordinate(recipe, run_dir, world, client, role, startup, monitor)
                 startup.end()
                 rpc.stop(world, client.own)
-                hashing.finish(END_S if (run_dir / "done.json").exists() else 0.0)  # else time is short
+                job_events.emit(lambda observer: observer.ended(run_dir))
             else:
                 rpc.serve(world, role)
     except Exception as error:
@@ -138,7 +136,7 @@ def _coordinate(
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
-    trackers = supervision.start(recipe, run_dir, attempt.folder)
+    job_events.emit(lambda observer: observer.claimed(recipe, run_dir, attempt.folder))
     train = RpcGroup(client, world, workers.train, TrainRole, timeouts, role)
     retry = RetryPolicy(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = _unlocked(recipe, run_dir, attempt, retry, train)
@@ -185,7 +183,7 @@ def _coordinate(
         step = run_offline(run, algorithm, stream, [item for item in validation if not isinstance(item, Prompt)])
     if not run.progress.left:
         _end(recipe, run_dir, checkpoints, step, run.progress.stopped)
-    supervision.finish(trackers, left=bool(run.progress.left))
+    job_events.emit(lambda observer: observer.left(bool(run.progress.left)))
 
 
 def _training_run(

@@ -26,9 +26,10 @@ FLOORS = {
         ("monitor", "node_checks", "refit", "rpc"),
         ("environments", "generate", "job", "tracking", "train"),
         ("checkpoints", "data", "models", "observe"),
-        ("config", "store"),
+        ("config", "encryption", "store"),
         ("files",),
-        ("algorithms", "encryption", "node", "trackers"),
+        ("algorithms", "node", "trackers"),
+        ("seams",),
         ("recipe", "sandbox", "boxes", "types"),
     ],
     "launch": [

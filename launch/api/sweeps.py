@@ -19,7 +19,7 @@ from launch.executors.detached import start_detached
 from launch.executors.executor import ROOT
 from launch.executors.slurm import HetSlurmJob
 from launch.executors.slurm_client import SlurmError
-from launch.runs import audit_log
+from launch.governance import audit_log
 from launch.runs.failure_logs import tail
 from launch.submission import run_control
 from launch.sweeps import suite as suites

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from launch.runs.audit_log import FIRST, HEAD, LOG, Head, Receipt, as_line, hash_of
+from launch.governance.audit_log import FIRST, HEAD, LOG, Head, Receipt, as_line, hash_of
 from launch.runs.run_folder import DEEPEST, find
 from launch.terminal.units import plural
 from pipeline.config import Problem, RecipeError

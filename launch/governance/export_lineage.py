@@ -9,12 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from launch.governance.inputs import content, is_weights
 from launch.runs import shared_files
-from launch.runs.audit_log import Receipt, as_record
 from launch.runs.run_folder import RunFolder
 from launch.runs.shared_files import Unusable
-from launch.submission.inputs import content, is_weights
-from pipeline.checkpoints.checkpoint import Checkpoint
 from pipeline.checkpoints.verification import WITHOUT_DIGEST
 from pipeline.config import Problem, RecipeError
 from pipeline.files import digests, input_records, small_files
@@ -26,32 +24,32 @@ LOCK_S = 60.0
 DEPTH = 4  # levels from a model in a checkpoint to its run: RUN/checkpoints/step_000010/hf
 
 
-def write(run_dir: Path, checkpoint: Checkpoint, folder: Path, form: str, receipt: Receipt | None) -> None:
+def write(run_dir: Path, checkpoint: Path, step: int, folder: Path, form: str, receipt: Mapping[str, Any] | None) -> None:
     """Write the lineage.json of an exported model, and add a line to the exports of its run.
 
-    form: hf or adapter. receipt: of the export's line in the audit log. Raises OSError, and RecipeError if the line cannot be
-    added.
+    checkpoint: its folder. form: hf or adapter. receipt: of the export's line in the audit log. Raises OSError,
+    and RecipeError if the line cannot be added.
     """
     known = input_records.read_inputs(run_dir)
     files = _hashes(folder, HashCache(Path(known["cache"]) if known.get("cache") else None))
-    origin = input_records.origin_of(checkpoint.folder) or {}
+    origin = input_records.origin_of(checkpoint) or {}
     own = content(value for name, value in files.items() if is_weights(name))
     record = {
         "kind": "export",
         "id": own,
         "format": form,
-        "step": checkpoint.step,
+        "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "checkpoint": {"kind": "checkpoint", "id": origin.get("id"), "step": checkpoint.step},
+        "checkpoint": {"kind": "checkpoint", "id": origin.get("id"), "step": step},
         "run": of_run(run_dir),
         "files": files,
     }
     small_files.write(folder / MARK, record)
     line = {key: record[key] for key in ("id", "format", "step", "time", "files")}
-    kept = record["checkpoint"] if origin.get("id") else {"path": str(checkpoint.folder), "step": checkpoint.step}
+    kept = record["checkpoint"] if origin.get("id") else {"path": str(checkpoint), "step": step}
     folder, run_dir = folder.absolute(), run_dir.absolute()
     place = folder.relative_to(run_dir) if folder.is_relative_to(run_dir) else folder  # the run's folder may be moved
-    line |= {"checkpoint": kept, "path": str(place), "audit": as_record(receipt)}
+    line |= {"checkpoint": kept, "path": str(place), "audit": receipt}
     _add_line(input_records.exports_of(run_dir), (json.dumps(line) + "\n").encode())
 
 

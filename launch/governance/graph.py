@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.governance.inputs import content, is_weights
 from launch.runs import score_tables
 from launch.runs.run_folder import DEEPEST, RunFolder, find
-from launch.submission.inputs import content, is_weights
 from pipeline.checkpoints import checkpoint
 from pipeline.config import RecipeError
 from pipeline.files import input_records

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from launch.governance import graph, search
+from launch.governance.audit_log import Action, as_record, folder_for, record
 from launch.runs import score_tables, shared_files
-from launch.runs.audit_log import Action, as_record, folder_for, record
 from launch.runs.shared_files import Unusable
 from pipeline.checkpoints.verification import WITHOUT_DIGEST
 from pipeline.config import Problem, RecipeError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.governance import graph
 from launch.governance.graph import Lineage, LineageNode
-from launch.submission.inputs import is_weights
+from launch.governance.inputs import is_weights
 from pipeline.config import Problem, RecipeError
 from pipeline.files import input_records
 from pipeline.files.input_records import HashCache

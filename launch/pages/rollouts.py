@@ -19,7 +19,7 @@ from launch.drawing.step_picture import pick_evenly
 from launch.pages.chart import Chart, Mark, Series
 from launch.runs import run_keys
 from pipeline.config import RecipeError
-from pipeline.encryption import EncryptionKey, is_encrypted
+from pipeline.files.stored_files import FileKey, is_encrypted
 from pipeline.observe.metrics import read_rollouts
 from pipeline.recipe import user_files
 
@@ -133,7 +133,7 @@ def _step(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
 
 
-def _records(path: Path, key: Callable[[], EncryptionKey | None]) -> list[dict[str, Any]]:
+def _records(path: Path, key: Callable[[], FileKey | None]) -> list[dict[str, Any]]:
     try:
         return read_rollouts(path, key)
     except FileNotFoundError:  # a restart has just deleted it

@@ -7,10 +7,8 @@ import shlex
 import shutil
 from collections.abc import Iterator
 
-from pipeline import encryption
 from pipeline.config import Problem, Recipe, collected
-
-SECTION = "checkpointing.encryption"
+from pipeline.files.stored_files import SECTION, obtain_key
 
 
 def problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[Problem]:
@@ -25,7 +23,7 @@ def problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[Probl
             return
         found: list[Problem] = []
         with collected(found):
-            encryption.obtain(given.key_file, None, 0.0)
+            obtain_key(given.key_file, None, 0.0)
         yield from found
     elif given.key_command is not None and not on_nodes:
         yield from _command(given.key_command)

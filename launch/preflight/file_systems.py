@@ -16,6 +16,8 @@ from launch.executors.executor import ROOT
 from launch.preflight import container_images, disk_space, encryption_key, model_weights
 from launch.preflight.disk_space import nearest_existing
 from pipeline.config import Problem, Recipe, uses_megatron
+from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
+from pipeline.seams import extras
 
 LOCAL = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
 """File system types that are local to a machine unless it exports them."""
@@ -38,6 +40,8 @@ def problems(
         variable = CONVERSIONS[0]
         yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
     yield from encryption_key.problems(recipe, notes, on_nodes)
+    if recipe.cluster.audit not in (AUDIT_AUTO, AUDIT_NONE):
+        yield from extras.missing("audit", "cluster.audit", recipe.cluster.audit)
     yield from model_weights.problems(recipe, pending, notes)
     if on_nodes:
         yield from container_images.problems(recipe, pending, conversions)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from launch.executors import containers
 from pipeline.config import Problem, Recipe
-from pipeline.trackers import TRACKERS
-from pipeline.tracking.feed import enabled
+from pipeline.config.schema import TRACKERS
+from pipeline.seams import extras
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -18,7 +18,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     """
     if containers.has_another_python(recipe.cluster.train):
         return
-    for name in enabled(recipe):
+    tracking = extras.find("tracking")
+    for name in tracking.enabled(recipe) if tracking else ():
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
             what = f"got true, but {package} is not installed. Try pip install 'hetstep[{package}]', or false"

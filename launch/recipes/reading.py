@@ -1,29 +1,15 @@
-"""Read recipes for the commands; NeMo-RL recipes are translated into our keys."""
+"""Read recipes for the commands; those of NeMo-RL by the extra `nemo_rl`, which translates them into our keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from launch.recipes import nemo_rl
-from launch.recipes.nemo_rl import environment_keys
 from pipeline import config
-from pipeline.config import (
-    Loaded,
-    Problem,
-    Recipe,
-    config_tree,
-    independent,
-    interpolation,
-    refuse,
-    schema_validation,
-    unused_keys,
-)
+from pipeline.config import Loaded, Recipe, refuse
 from pipeline.config.config_tree import ConfigMapping, ConfigNode
-from pipeline.config.loading import Layers, layer
-from pipeline.config.schema import DatasetConfig
+from pipeline.config.loading import Layers
+from pipeline.seams import extras
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -39,47 +25,4 @@ def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
 
 
 def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> Layers:
-    """Translate a NeMo-RL recipe into our keys. A key of the command line is theirs if the files have it, else ours."""
-    theirs = [pair for pair in given if tree.find(pair[0]) is not None]
-    tree = config_tree.merge(tree, layer(theirs))
-    named: dict[str, Any] = {}
-    faults = interpolation.resolve(tree, named)
-    leaves = {key: leaf.value for key, leaf in tree.leaves() if key in named}
-    environment = {value: str(named[key]) for key, value in leaves.items() if isinstance(value, str)}
-    faults |= {key: problem for key, problem in _type_errors(tree).items() if key not in faults}
-    problems = [replace(problem, origin=getattr(tree.find(key), "origin", None) or "") for key, problem in faults.items()]
-    for key in faults:
-        tree.drop(key)
-    origins = {key: leaf.origin or "" for key, leaf in tree.leaves()}
-    translation = nemo_rl.translate(tree.plain(), origins, path)
-    problems += independent(translation.problems, faults)
-    readers = replace(unused_keys.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` finds the algorithm
-    for key, _ in theirs:
-        if why := readers.unread(key):
-            problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", config_tree.COMMAND_LINE))
-    ours = config_tree.from_plain(interpolation.escaped(translation.layer), config_tree.short_path(path), translation.origins)
-    trees = [ours, layer([pair for pair in given if pair not in theirs])]
-    return Layers(
-        trees, [*translation.changed, *translation.ignored], problems, [problem.key for problem in problems], environment
-    )
-
-
-def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
-    """Return problems by key: a missing value, or a type that differs from ours if both have the key."""
-    found = schema_validation.coerce_types(Recipe, tree)
-    for key, leaf in tree.leaves():
-        if leaf.value == schema_validation.MISSING:
-            found[key] = Problem(key, "missing-value", "got no value; expected one, since the key has no default")
-    for key in ("data.train", "data.validation"):  # lists of data sets are valid there
-        value = getattr(tree.find(key), "value", None)
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            found.pop(key)
-    for name in environment_keys.SWITCHES:
-        found.pop(f"env.{name}", None)
-    key, default = "data.default", tree.find("data.default")
-    if isinstance(default, ConfigMapping):
-        inside = schema_validation.coerce_types(DatasetConfig, default)
-        return found | {f"{key}.{name}": replace(one, key=f"{key}.{name}") for name, one in inside.items()}
-    if default and default.value is not None:
-        found[key] = Problem(key, "wrong-type", f"got {default.value!r}; expected a mapping of keys")
-    return found
+    return extras.load("nemo_rl", "algorithm", f"a recipe of NeMo-RL ({path})").read(path, tree, given)

@@ -17,7 +17,7 @@ from typing import Any
 
 from launch.executors.detached import start_detached
 from launch.executors.executor import ROOT
-from launch.runs import audit_log
+from launch.runs import run_events
 from launch.runs.evaluation_sources import FOLDER
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, RecipeError, config_tree
 from pipeline.config.config_tree import ConfigMapping, ConfigValue
@@ -116,7 +116,7 @@ def start(request: FollowRequest, name: str) -> str:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(log, "ab") as output:
-            process = start_detached(request.command, output, audit_log.environment())
+            process = start_detached(request.command, output, run_events.environment())
     except OSError as error:
         raise RecipeError(Problem("run", "unwritable", f"{log} cannot be written: {error.strerror}")) from None
     again = shlex.join(request.command[2:])

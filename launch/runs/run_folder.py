@@ -18,7 +18,7 @@ from typing import Any
 
 from launch.runs import run_files
 from launch.runs.attempts import AttemptFolder, all_attempts
-from launch.runs.audit_log import DENIED, recording_refusals
+from launch.runs.run_events import DENIED, refusals
 from launch.runs.run_files import SubmissionRecord
 from launch.terminal.units import plural
 from pipeline import config
@@ -49,7 +49,7 @@ class RunFolder:
 
         The audit log records it if this user may not read the folder.
         """
-        with recording_refusals(folder):
+        with refusals(folder):
             return cls._at(folder)
 
     @classmethod

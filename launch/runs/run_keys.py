@@ -13,23 +13,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.runs.run_folder import RunFolder
-from pipeline import encryption
-from pipeline.encryption import EncryptionKey
 from pipeline.files.storage import user_name
+from pipeline.files.stored_files import SECTION, FileKey, obtain_key
 from pipeline.recipe.problems import Problem, RecipeError
 
 VARIABLE = "HETSTEP_KEY_FILE"
-SECTION = "checkpointing.encryption"
 
 
-def key_of(run_dir: Path) -> EncryptionKey | None:
+def key_of(run_dir: Path) -> FileKey | None:
     """Return the key of a run; None if neither the variable nor its recipe names one.
 
     Raises RecipeError if it is not there, and for a command in another user's recipe, which could be anything.
     """
     if path := os.environ.get(VARIABLE):
         try:
-            return encryption.obtain(path, None, 0.0)
+            return obtain_key(path, None, 0.0)
         except RecipeError as error:
             raise RecipeError(*(dataclasses.replace(each, key=VARIABLE) for each in error.problems)) from None
     run = RunFolder.at(run_dir)
@@ -37,9 +35,9 @@ def key_of(run_dir: Path) -> EncryptionKey | None:
     if key_command is not None and (owner := (run_dir / "recipe.yaml").stat().st_uid) != os.geteuid():
         message = f"got the command of {user_name(owner)}, whose run this is; expected your own, because it starts as you"
         raise RecipeError(Problem(f"{SECTION}.key_command", "permission-denied", f"{message}. Try {VARIABLE}=FILE"))
-    return encryption.obtain(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
+    return obtain_key(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
 
 
-def source(run_dir: Path) -> Callable[[], EncryptionKey | None]:
+def source(run_dir: Path) -> Callable[[], FileKey | None]:
     """Return a function that returns the key of a run. It is obtained by the first call: most runs need none."""
     return functools.cache(lambda: key_of(run_dir))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.preflight import libraries
-from launch.runs import audit_log, run_changes, run_state
+from launch.runs import run_changes, run_events, run_state
 from launch.runs.run_folder import RunFolder, read_recipe
 from launch.runs.run_state import RunState
 from pipeline.config import Problem, Recipe, RecipeError, config_tree, live_keys, only_evaluates, refuse, trains
@@ -57,8 +57,8 @@ def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
     values = {change.key: change.new for change in changes}
     refuse(_of_torch(now, values))
     refuse(_of_validations(run, changes))
-    audit_log.record("change", run_dir, {"values": values})
-    with audit_log.recording_refusals(run_dir):
+    run_events.emit(lambda observer: observer.changing(run_dir, values))
+    with run_events.refusals(run_dir):
         return steer_files.ask(run_dir, values)
 
 

@@ -19,8 +19,9 @@ from fastapi import APIRouter, Request
 from launch.api import evaluating, submitting
 from launch.api.overrides import arguments, naming_arguments
 from launch.api.training import Run
+from launch.governance import audit_log
 from launch.recipes.trust import Trust, trusting
-from launch.runs import audit_log, steer_request, suites
+from launch.runs import steer_request, suites
 from launch.serving import governed
 from launch.serving.access import AccessError, User
 from launch.serving.bodies import (

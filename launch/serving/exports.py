@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch.executors.detached import start_detached
 from launch.executors.executor import ROOT
-from launch.runs import audit_log
+from launch.governance import audit_log
 from launch.serving.bodies import ExportAnswer
 from pipeline.config import Problem, RecipeError
 from pipeline.recipe import user_files

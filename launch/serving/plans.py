@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from launch.executors.executor import ROOT
-from launch.runs import audit_log
+from launch.governance import audit_log
 from pipeline.config import Problem, RecipeError
 
 AT_ONCE = 4

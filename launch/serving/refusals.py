@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launch.runs import audit_log
+from launch.governance import audit_log
 from pipeline.config import RecipeError
 
 PERIOD_S = 60.0

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from pathlib import Path
 from typing import Any
 
-from launch.executors.executor import JobStatus, RunJob
-from launch.runs import audit_log
 from launch.runs.code_state import code_state
 from pipeline import config
 from pipeline.config import Recipe
@@ -40,37 +37,3 @@ def _image(image: str) -> dict[str, Any]:
     except OSError:  # a registry's, or a file that only nodes see
         return found
     return found | {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-
-
-# ---- lines of the audit log ---------------------------------------------------------------------------------------------
-
-
-def record_submission(recipe: Recipe, run_dir: Path, executor: str, origin: dict[str, Any]) -> dict[str, Any] | None:
-    """Record that a recipe is about to be submitted, and return the receipt for the manifest; None without a log.
-
-    origin: of `of_submission`. Raises RecipeError if the line cannot be written.
-    """
-    folder = audit_log.folder_for(recipe.cluster.audit, run_dir)
-    if folder is None:
-        return None
-    git = origin["git"] or {}
-    details = {
-        "recipe": recipe.name,
-        "algorithm": recipe.algorithm,
-        "executor": executor,
-        "recipe_sha256": origin["recipe"],
-        "commit": git.get("commit"),
-        "diff": git.get("diff"),
-    }
-    return audit_log.as_record(audit_log.record("submit", run_dir, details, folder))
-
-
-def record_job(recipe: Recipe, run_dir: Path, job: RunJob) -> None:
-    """Record the job of a submission. Raises RecipeError if the line cannot be written."""
-    if folder := audit_log.folder_for(recipe.cluster.audit, run_dir):
-        audit_log.record("submitted", run_dir, {"job": job.name(), "job_id": job.job_id}, folder)
-
-
-def record_end(action: audit_log.Action, run_dir: Path, job: RunJob, status: JobStatus) -> None:
-    """Record that a job is about to be cancelled or stopped. Raises RecipeError if the line cannot be written."""
-    audit_log.record(action, run_dir, {"job": job.name(), "job_id": job.job_id, "state": status.state})

@@ -35,7 +35,7 @@ from launch.preflight import current_allocation as allocated
 from launch.recipes import reading, trust
 from launch.recipes.model_files import ModelNotFound, PendingModel
 from launch.runs import evaluation_sources, follower_process, run_setup, suites
-from launch.runs.audit_log import KEY, recording_refusals
+from launch.runs.run_events import refusals
 from launch.submission import needed_recipe
 from pipeline import config
 from pipeline.algorithms import build
@@ -77,7 +77,7 @@ class Examination:
     def refuse(self) -> None:
         """Raise RecipeError if there are problems. What is denied to this user is recorded in the audit log."""
         recipe = self.requested
-        with recording_refusals(Path(recipe.run_dir).absolute(), recipe.cluster.audit) if recipe else contextlib.nullcontext():
+        with refusals(Path(recipe.run_dir).absolute(), recipe.cluster.audit) if recipe else contextlib.nullcontext():
             refuse(self.all_problems)
 
 
@@ -125,7 +125,7 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
     problems, site_problems = (
         [problem for problem in some if inherited.get(problem) not in everything] for some in (problems, site_problems)
     )
-    requested = None if {"run_dir", KEY} & set(ordered[-1].faulty) else ordered[-1].recipe
+    requested = None if {"run_dir", "cluster.audit"} & set(ordered[-1].faulty) else ordered[-1].recipe
     return Examination(prepared if usable else [], problems, site_problems, requested)
 
 

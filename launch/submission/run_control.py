@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, Literal
 
 from launch.executors import allocation, local, rank_task, slurm, slurm_client
 from launch.executors.components import components
 from launch.executors.executor import JobStatus, RunJob
 from launch.executors.record import JobRecord, write_record
-from launch.runs import follower_process, run_setup, suites
+from launch.runs import follower_process, run_events, run_setup, suites
 from launch.runs.attempts import STOP, AttemptFolder, of_job
-from launch.runs.audit_log import DENIED, recording_refusals
+from launch.runs.run_events import DENIED, refusals
 from launch.runs.run_folder import RunFolder
-from launch.submission import inputs, origin
+from launch.submission import origin
 from launch.submission.prepare import Prepared
 from launch.terminal.units import plural
 from pipeline import config
@@ -88,7 +90,7 @@ def start(
     assert prepared.choice is not None or not config.trains(recipe), "only a dry run has no backend"
     run_dir = Path(recipe.run_dir).absolute()
     name = prepared.executor.name
-    with recording_refusals(run_dir, recipe.cluster.audit), run_setup.locked(run_dir, tell):
+    with refusals(run_dir, recipe.cluster.audit), run_setup.locked(run_dir, tell):
         if name == "allocation":
             runner = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
             name = runner.kind
@@ -97,9 +99,10 @@ def start(
         else:
             runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
         found = origin.of_submission(recipe)
-        found["audit"] = origin.record_submission(recipe, run_dir, name, found)
+        for values in _emit_submission(recipe, run_dir, name, found):
+            found |= values
         run_setup.prepare(recipe, run_dir, runner.script, prepared.from_environment)
-        for warning in inputs.write(recipe, run_dir):
+        for warning in itertools.chain(*run_events.emit(lambda observer: observer.prepared(recipe, run_dir))):
             tell(f"# warning: {warning}")
         try:
             job = runner.submit(rank_task.rank_main, str(run_dir))
@@ -109,11 +112,15 @@ def start(
         try:
             write_record(run_dir, JobRecord.of(name, job))
             run_setup.append_manifest(run_dir, name, job.job_id, command, found)
-            origin.record_job(recipe, run_dir, job)
+            run_events.emit(lambda observer: observer.submitted(recipe, run_dir, job.name(), job.job_id))
         except BaseException:
             job.cancel(check=False)  # a job without a record must not write into the folder
             raise
     return job
+
+
+def _emit_submission(recipe: Recipe, run_dir: Path, executor: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return run_events.emit(lambda observer: observer.submitting(recipe, run_dir, executor, found))
 
 
 def start_evaluations(recipe: Recipe) -> str | None:
@@ -143,14 +150,18 @@ def cancel(run_dir: Path, job: RunJob) -> JobStatus:
     if (status := job.status(now=True)).ended:
         return status
     try:
-        origin.record_end("cancel", run_dir, job, status)
+        _emit_end("cancel", run_dir, job, status)
     finally:
-        with recording_refusals(run_dir):
+        with refusals(run_dir):
             _cancel(job)
         deadline = time.monotonic() + CANCEL_WAIT_S
         while not (status := job.status(now=True)).ended and time.monotonic() < deadline:
             time.sleep(POLL_S)
     return status
+
+
+def _emit_end(action: Literal["cancel", "stop_and_save"], run_dir: Path, job: RunJob, status: JobStatus) -> None:
+    run_events.emit(lambda observer: observer.ending(action, run_dir, job.name(), job.job_id, status.state))
 
 
 def _cancel(job: RunJob) -> None:
@@ -173,11 +184,11 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
     nothing, if that cannot be recorded in the audit log, or if this user may not write into the run's folder.
     """
     if not (status := job.status(now=True)).ended:
-        origin.record_end("stop_and_save", run_dir, job, status)
+        _emit_end("stop_and_save", run_dir, job, status)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while not (status := job.status(now=True)).ended:
         attempts = of_job(run_dir, job.job_id)
-        with recording_refusals(run_dir):
+        with refusals(run_dir):
             if attempts and attempts[-1].verdict is None:
                 _ask(attempts[-1])
             elif status.state == "PENDING":

@@ -37,14 +37,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from pipeline import encryption
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
-from pipeline.encryption import EncryptionKey
-from pipeline.files import digests, input_records, small_files, storage
+from pipeline.files import digests, small_files, storage, stored_files
 from pipeline.files.small_files import Count
 from pipeline.files.storage import RetryPolicy, append, retrying, sync, write_durably
+from pipeline.files.stored_files import FileKey
 from pipeline.recipe.problems import RecipeError
+from pipeline.seams import job_events
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,10 @@ class Checkpoint:
         """The fingerprint of the key with which it is encrypted; None if it is not."""
         return (self.record.get("encryption") or {}).get("key")
 
-    def rollouts(self, key: EncryptionKey | None = None) -> bytes:
+    def rollouts(self, key: FileKey | None = None) -> bytes:
         """Return the rollout buffer's state; empty if there is none. Raises RecipeError if it is encrypted with another key."""
         path = self.folder / ROLLOUTS
-        return encryption.read_bytes(path, key) if path.exists() else b""
+        return stored_files.read_bytes(path, key) if path.exists() else b""
 
 
 class Checkpoints:
@@ -89,7 +89,7 @@ class Checkpoints:
         attempt: str,
         config: CheckpointingConfig,
         retry: RetryPolicy = storage.NO_RETRIES,
-        key: EncryptionKey | None = None,
+        key: FileKey | None = None,
     ):
         """key: of the section checkpointing.encryption. It reads; it also encrypts if `encryption.enabled`."""
         self.key, self.writing_key = key, key if config.encryption.enabled else None
@@ -160,7 +160,7 @@ class Checkpoints:
     def keep_rollouts(self, partial: Path, record: bytes) -> None:
         """Add the rollout buffer's state to a checkpoint, unless it is empty."""
         if record:
-            content = encryption.encrypt(record, self.writing_key, ROLLOUTS) if self.writing_key else record
+            content = stored_files.encrypt(record, self.writing_key, ROLLOUTS) if self.writing_key else record
             self._retrying(lambda: append(partial / ROLLOUTS, 0, content), partial)
 
     @contextlib.contextmanager
@@ -187,7 +187,8 @@ class Checkpoints:
         def seal() -> None:
             if missing := sorted(known.keys() - _sizes(partial).keys()):
                 storage.seen_within(storage.SEEN_S, lambda: known.keys() <= _sizes(partial).keys(), partial / missing[0])
-            input_records.mark_checkpoint(partial, self._folder.parent, step, self._attempt)
+            run_dir = self._folder.parent
+            job_events.emit(lambda observer: observer.checkpoint_written(partial, run_dir, step, self._attempt))
             record = {"version": VERSION, "step": step, "metric": metric, "state": state, "files": _sizes(partial)}
             record["digests"] = digests.add_manifest(partial, known, (COMPLETE,))[digests.MANIFEST]
             record["encryption"] = {"cipher": CIPHER, "key": self.writing_key.fingerprint} if self.writing_key else None
@@ -330,7 +331,7 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def seals(record: Mapping[str, Any], key: EncryptionKey | None) -> dict[str, str]:
+def seals(record: Mapping[str, Any], key: FileKey | None) -> dict[str, str]:
     """Return what shows that complete.json is as it was written: its SHA-256 and, with a key, its HMAC.
 
     record: its other values, as JSON reads them.

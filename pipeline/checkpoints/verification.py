@@ -11,26 +11,25 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline import encryption
 from pipeline.checkpoints.checkpoint import COMPLETE, DIGESTS, Checkpoint, complete_in, seals
 from pipeline.config import CheckpointingConfig, Problem, RecipeError, Verify
-from pipeline.encryption.encrypted_file import fitting
-from pipeline.files import digests, input_records
+from pipeline.files import digests, stored_files
 from pipeline.files.digests import MANIFEST
+from pipeline.files.stored_files import FileKey, fitting
 
 SHOWN = 4
-WITHOUT_DIGEST = ("README.md", input_records.MARK)
+WITHOUT_DIGEST = ("README.md", digests.ORIGIN)
 """Files of an export that are written after it: the card, which people edit, and lineage.json, which holds hashes itself."""
 WHOLE = (0, 1)
 
 
-def obtain_key(given: CheckpointingConfig) -> encryption.EncryptionKey | None:
+def obtain_key(given: CheckpointingConfig) -> FileKey | None:
     """Return the key that a recipe names, from its file or its command; None without either. Raises RecipeError."""
     section = given.encryption
-    return encryption.obtain(section.key_file, section.key_command, section.key_timeout_s)
+    return stored_files.obtain_key(section.key_file, section.key_command, section.key_timeout_s)
 
 
-def check_same_key(key: encryption.EncryptionKey | None, fingerprint: str) -> None:
+def check_same_key(key: FileKey | None, fingerprint: str) -> None:
     """Raise RecipeError if this node's key is not that of rank 0, which has this fingerprint."""
     if key is None or key.fingerprint != fingerprint:
         own = "none" if key is None else key.fingerprint
@@ -38,13 +37,13 @@ def check_same_key(key: encryption.EncryptionKey | None, fingerprint: str) -> No
         raise RecipeError(Problem("checkpointing.encryption", "wrong-key", message))
 
 
-def check_key(found: Checkpoint | None, key: encryption.EncryptionKey | None) -> None:
+def check_key(found: Checkpoint | None, key: FileKey | None) -> None:
     """Raise RecipeError, which names the fingerprints, if a checkpoint is encrypted and this is not its key."""
     if found is not None and found.fingerprint is not None:
         fitting(key, found.fingerprint, found.folder)
 
 
-def check_record(found: Checkpoint, verify: Verify, key: encryption.EncryptionKey | None) -> None:
+def check_record(found: Checkpoint, verify: Verify, key: FileKey | None) -> None:
     """Raise RecipeError, which names the files, if this is not a checkpoint's key, or its names and seals are wrong.
 
     A checkpoint of an earlier version has no digests, so only its key is checked.
@@ -95,7 +94,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
         raise _damaged(key, f"{folder}: ", problems, advice)
 
 
-def _record_problems(found: Checkpoint, key: encryption.EncryptionKey | None) -> Iterator[str]:
+def _record_problems(found: Checkpoint, key: FileKey | None) -> Iterator[str]:
     """Yield `NAME: got ...; expected ...` for what shows without reading the large files."""
     folder, record = found.folder, found.record
     expected = seals(record, key if found.fingerprint else None)  # without the key, all but what only the key shows

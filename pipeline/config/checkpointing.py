@@ -10,10 +10,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.config.cluster import Seconds
+from pipeline.files.stored_files import SECTION
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import LIVE, Bool, Duration, Line, Positive, Text, interpolation
+from pipeline.seams import extras
 
-KEY = "checkpointing.encryption"
 Verify = Literal["full", "size", "off"]
 _KEY_FORM = re.compile(r"\b[0-9a-fA-F]{64}\b|(?<![\w+/])[A-Za-z0-9+/]{43}=")
 
@@ -92,20 +93,24 @@ class CheckpointingConfig:
 def check_encryption(checkpointing: CheckpointingConfig, run_dir: str) -> Iterator[Problem]:
     """Yield the problems of `checkpointing.encryption`. run_dir: the recipe's."""
     given = checkpointing.encryption
+    wanted = {"enabled": "true" if given.enabled else None, "key_file": given.key_file, "key_command": given.key_command}
+    for name, value in wanted.items():
+        if value is not None:
+            yield from extras.missing("encryption", f"{SECTION}.{name}", value)
     if given.key_file is not None and given.key_command is not None:
-        yield Problem(KEY, "contradiction", "got key_file and key_command; expected one of them")
+        yield Problem(SECTION, "contradiction", "got key_file and key_command; expected one of them")
     if given.enabled and given.key_file is None and given.key_command is None:
         message = "got true without a key; expected key_file or key_command. Try (umask 077; openssl rand -hex 32 > KEY_FILE)"
-        yield Problem(f"{KEY}.enabled", "missing-value", message)
+        yield Problem(f"{SECTION}.enabled", "missing-value", message)
     if given.enabled and checkpointing.save_consolidated:
         message = "got true with encryption, but hf/ would be plain; expected false. Try launch/export.py out=DIR afterwards"
         yield Problem("checkpointing.save_consolidated", "contradiction", message)
     if given.key_file is not None and Path(os.path.realpath(run_dir)) in Path(os.path.realpath(given.key_file)).parents:
         message = "got a file in the run folder, beside what it encrypts; expected another folder"
-        yield Problem(f"{KEY}.key_file", "contradiction", message)
+        yield Problem(f"{SECTION}.key_file", "contradiction", message)
     if given.key_file is not None and _KEY_FORM.fullmatch(Path(given.key_file).name):
         message = "got what looks like the key itself; expected the path of its file, since recipes are written to disk"
-        yield Problem(f"{KEY}.key_file", "secret-in-recipe", message)
+        yield Problem(f"{SECTION}.key_file", "secret-in-recipe", message)
     if given.key_command is not None and _KEY_FORM.search(given.key_command):
         message = "got what looks like the key itself; expected a command that fetches it, since recipes are written to disk"
-        yield Problem(f"{KEY}.key_command", "secret-in-recipe", message)
+        yield Problem(f"{SECTION}.key_command", "secret-in-recipe", message)

@@ -31,7 +31,7 @@ from pipeline.recipe.values import (
     Text,
     interpolation,
 )
-from pipeline.trackers import TRACKERS, Tracker
+from pipeline.seams import extras
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,16 @@ class _Logs:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
 
-def _switch(tracker: type[Tracker]) -> Any:
+def _trackers() -> dict[str, type[Any]]:
+    """Return the trackers by name: those of the extra `trackers`, if it is here."""
+    found = extras.find("trackers")
+    return found.TRACKERS if found else {}
+
+
+TRACKERS = _trackers()
+
+
+def _switch(tracker: type[Any]) -> Any:
     text = f"Send metrics, samples and scores to {tracker.title}, from a process beside the run."
     return Annotated[Bool, Field(description=text)]
 

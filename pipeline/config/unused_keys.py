@@ -18,6 +18,7 @@ from pipeline.config.data import keyed_sets
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
 from pipeline.recipe.problems import Problem
+from pipeline.seams import extras
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 SECTIONS: dict[Backend, str] = {"megatron": MEGATRON, "dtensor": DTENSOR}
@@ -86,6 +87,8 @@ class Readers:
 
     def hint(self, key: str) -> str | None:
         """Return what to give in place of an unknown key; None if no other library has it."""
+        if key.startswith("logger.") and not extras.is_here("trackers"):
+            return f"a tracker's keys need {extras.lacking('trackers')}"
         return aliases.hint(key, self.algorithm, self.rank(key), self.unread)
 
     def rank(self, near: str) -> Callable[[str], int]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import Recipe
-from pipeline.encryption import EncryptionKey
 from pipeline.files.storage import RetryPolicy
+from pipeline.files.stored_files import FileKey
 from pipeline.monitor.learning import LearningMonitor
 from pipeline.monitor.steps import StepMonitor
 from pipeline.observe.metrics import Metrics
@@ -30,7 +30,7 @@ class RunLogger:
         recipe: Recipe,
         folder: Path,
         retry: RetryPolicy,
-        key: EncryptionKey | None,
+        key: FileKey | None,
         tokenizer: PreTrainedTokenizerBase,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
         monitor: StepMonitor | None = None,

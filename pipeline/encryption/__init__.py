@@ -1,12 +1,14 @@
-"""Encryption at rest: the key of a run, and files that are encrypted in chunks.
+"""Encryption at rest, an extra: the key of a run, and files that are encrypted in chunks.
 
-Only bytes come in here: `pipeline/files/digests.py` writes files, `pipeline/config/checkpointing.py` has the keys of the
-recipe.
+The core finds this package by the table in `pipeline/seams/extras.py`, and calls what `Codec` in
+`pipeline/files/stored_files.py` names.
 """
 
-from pipeline.encryption.encrypted_file import EncryptedFile, Encryptor, decrypt, encrypt, is_encrypted, read_bytes
+from pipeline.encryption.encrypted_file import EncryptedFile, Encryptor, decrypt
 from pipeline.encryption.key import EncryptionKey, obtain
 from pipeline.encryption.lines import decrypt_line, encrypt_line
+
+encryptor, open_encrypted = Encryptor, EncryptedFile
 
 __all__ = [
     "EncryptedFile",
@@ -14,9 +16,8 @@ __all__ = [
     "Encryptor",
     "decrypt",
     "decrypt_line",
-    "encrypt",
     "encrypt_line",
-    "is_encrypted",
+    "encryptor",
     "obtain",
-    "read_bytes",
+    "open_encrypted",
 ]

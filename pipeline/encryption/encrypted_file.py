@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.encryption.key import FINGERPRINT_BYTES, SECTION, EncryptionKey
+from pipeline.encryption.key import FINGERPRINT_BYTES, EncryptionKey
+from pipeline.files.stored_files import MAGIC, fitting, is_encrypted
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-MAGIC = b"HETSTEP\x01"
 CHUNK = 1 << 20
 """Bytes of a chunk before encryption."""
 TAG = 16
@@ -118,19 +118,8 @@ class EncryptedFile:
         self._file.close()
 
 
-def is_encrypted(content: bytes) -> bool:
-    """Return whether a file that begins so is encrypted."""
-    return content.startswith(MAGIC)
-
-
-def encrypt(data: bytes, key: EncryptionKey, name: str) -> bytes:
-    """Return the content of an encrypted file of this name."""
-    encryptor = Encryptor(key, name)
-    return b"".join([encryptor.header, *encryptor.update(data), encryptor.finish()])
-
-
 def decrypt(content: bytes, key: EncryptionKey | None, path: Path) -> bytes:
-    """Return what `encrypt` was given for the file at `path`. Raises RecipeError: the key is missing or another, or damage."""
+    """Return what an `Encryptor` was given for the file at `path`. Raises RecipeError: no key, a wrong one, or damage."""
     if len(content) < _HEADER.size:
         raise _damaged(path, f"got {len(content)} bytes")
     header, body = content[: _HEADER.size], content[_HEADER.size :]
@@ -139,27 +128,6 @@ def decrypt(content: bytes, key: EncryptionKey | None, path: Path) -> bytes:
     parts = [body[at : at + chunk + TAG] for at in range(0, len(body), chunk + TAG)] or [b""]
     last = len(parts) - 1
     return b"".join(_opened(cipher, part, number, number == last, header, path) for number, part in enumerate(parts))
-
-
-def read_bytes(path: Path, key: EncryptionKey | None = None) -> bytes:
-    """Return the content of a file, decrypted if it is encrypted. Raises RecipeError as `decrypt`, OSError."""
-    with user_files.open_file(path) as file:
-        content = file.read()
-    return decrypt(content, key, path) if is_encrypted(content) else content
-
-
-def fitting(key: EncryptionKey | None, fingerprint: str, what: object) -> EncryptionKey:
-    """Return the key if it has this fingerprint. Raises RecipeError, which names both fingerprints. what: is encrypted."""
-    if key is None:
-        message = (
-            f"{what} is encrypted: got no key; expected the one with fingerprint {fingerprint}. Try {SECTION}.key_file or"
-            " key_command, or HETSTEP_KEY_FILE=FILE for a command"
-        )
-        raise RecipeError(Problem(SECTION, "wrong-key", message))
-    if key.fingerprint != fingerprint:
-        message = f"{what} is encrypted: got the key {key.fingerprint}; expected the one with fingerprint {fingerprint}"
-        raise RecipeError(Problem(SECTION, "wrong-key", message))
-    return key
 
 
 def _cipher(key: EncryptionKey, salt: bytes, name: str) -> AESGCM:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
 import hashlib
 import hmac
 import os
@@ -19,10 +18,10 @@ import subprocess
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.files.stored_files import SECTION
 from pipeline.recipe import secrets, user_files
 from pipeline.recipe.problems import Problem, RecipeError
 
-SECTION = "checkpointing.encryption"
 BYTES = 32
 FINGERPRINT_BYTES = 8
 FORM = f"{BYTES} random bytes as {2 * BYTES} hex digits or in base64"
@@ -38,7 +37,7 @@ class EncryptionKey:
         assert len(secret) == BYTES
         self._secret = secret
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """16 hex digits that name the key: the beginning of an HMAC under it."""
         return self.mac(b"hetstep: fingerprint of a key")[: 2 * FINGERPRINT_BYTES]

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.encryption.encrypted_file import fitting
 from pipeline.encryption.key import EncryptionKey
+from pipeline.files.stored_files import fitting
 from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-PREFIX = b'{"encrypted": '
 NONCE = 12
 
 
@@ -33,13 +32,11 @@ def encrypt_line(line: bytes, key: EncryptionKey, name: str, at: int) -> bytes:
 
 
 def decrypt_line(line: bytes, key: Callable[[], EncryptionKey | None], path: Path, at: int) -> bytes:
-    """Return what `encrypt_line` was given for the file at `path`, or a plain line as it is.
+    """Return what `encrypt_line` was given for the file at `path`.
 
     key: is asked for the key of an encrypted line. Raises RecipeError if the key is missing or another one, or the line is not
     as it was written.
     """
-    if not line.startswith(PREFIX):
-        return line
     from cryptography.exceptions import InvalidTag
 
     try:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipeline.encryption import EncryptionKey, decrypt_line, encrypt_line
 from pipeline.evaluation.questions import Answer
 from pipeline.files.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
+from pipeline.files.stored_files import FileKey, decrypt_line, encrypt_line
 from pipeline.recipe import user_files
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class AnswerLog:
     """The answers of one task."""
 
     def __init__(
-        self, run_dir: Path, task: str, retry: RetryPolicy = NO_RETRIES, key: EncryptionKey | None = None, encrypts: bool = True
+        self, run_dir: Path, task: str, retry: RetryPolicy = NO_RETRIES, key: FileKey | None = None, encrypts: bool = True
     ) -> None:
         """Read the kept answers. retry.check: raises if another attempt has taken over the run folder.
 
@@ -79,7 +79,7 @@ class AnswerLog:
             retrying(lambda: sync(self.path), "writing answers", self.path, self._retry)
 
 
-def read_answers(path: Path, key: Callable[[], EncryptionKey | None] = lambda: None) -> list[Answer]:
+def read_answers(path: Path, key: Callable[[], FileKey | None] = lambda: None) -> list[Answer]:
     """Return the answers in a file, ordered by question and sample; of several for one sample the last one.
 
     key: is asked for the key of encrypted lines. Raises RecipeError if it is not theirs.
@@ -88,7 +88,7 @@ def read_answers(path: Path, key: Callable[[], EncryptionKey | None] = lambda: N
     return [answer for _, answer in sorted(found.items())]
 
 
-def encode_answers(answers: Sequence[Answer], name: str, key: EncryptionKey | None) -> bytes:
+def encode_answers(answers: Sequence[Answer], name: str, key: FileKey | None) -> bytes:
     """Return the content of a file of this name with these answers, encrypted with a key."""
     content = b""
     for answer in answers:
@@ -110,7 +110,7 @@ def _decode(line: bytes) -> Answer:
     return Answer(**json.loads(line))
 
 
-def _read(path: Path, key: Callable[[], EncryptionKey | None]) -> Iterator[tuple[Answer | None, int]]:
+def _read(path: Path, key: Callable[[], FileKey | None]) -> Iterator[tuple[Answer | None, int]]:
     """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
     try:
         opened = user_files.open_file(path)

@@ -12,13 +12,13 @@ from pipeline.algorithms.evaluate import KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint, verification
 from pipeline.config import Recipe, skipped_tasks
 from pipeline.data.chat import load_tokenizer
-from pipeline.encryption import EncryptionKey
 from pipeline.evaluation import evaluated_models, scores
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.questions import Answer
 from pipeline.evaluation.task import Task
 from pipeline.files.storage import RetryPolicy, retrying
+from pipeline.files.stored_files import FileKey
 from pipeline.job.attempt import Attempt
 from pipeline.job.deadline import Deadline
 from pipeline.job.startup import SETTING_UP, Startup
@@ -116,7 +116,7 @@ def _write_scores(
     harness: HarnessRun | None,
     run_dir: Path,
     retry: RetryPolicy,
-    key: EncryptionKey | None,
+    key: FileKey | None,
 ) -> None:
     """Write the scores of all answers into the run folder and show them. key: encrypts what lm_eval writes; None: plain."""
     summary, values = scores.summarize(recipe, answered), scores.values(answered)

@@ -23,7 +23,6 @@ from lm_eval.utils import handle_non_serializable  # pyright: ignore[reportMissi
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
 from pipeline.data.templates import check_template
-from pipeline.encryption import EncryptionKey
 from pipeline.evaluation.answers import FOLDER as ANSWERS
 from pipeline.evaluation.answers import AnswerLog, encode_answers
 from pipeline.evaluation.engines import Engines
@@ -31,6 +30,7 @@ from pipeline.evaluation.lm_eval_model import KEY, EnginesLM, request_key
 from pipeline.evaluation.questions import Answer, PerQuestion
 from pipeline.evaluation.statistics import Interval, interval
 from pipeline.files.storage import write_durably
+from pipeline.files.stored_files import FileKey
 from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class HarnessRun:
         )
         self.answers = {name: self._answers(name, model) for name in sorted(self.results["samples"])}
 
-    def write(self, folder: Path, key: EncryptionKey | None = None) -> None:
+    def write(self, folder: Path, key: FileKey | None = None) -> None:
         """Write the harness's results, and the answers of each task, into the evaluation's folder. Raises OSError.
 
         key: encrypts the answers. The results then lack the samples, which the answers hold too.

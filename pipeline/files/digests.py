@@ -1,4 +1,4 @@
-"""Write files with their SHA-256, and compare the files of a folder with their digests.
+"""List the SHA-256 of a folder's files, and compare the files with the list.
 
 `digests.sha256` lists the digests of a folder's files in the format of `sha256sum`, so that `sha256sum -c digests.sha256` in
 the folder checks them too. Digests are of what is on disk: of an encrypted file, without its key.
@@ -12,72 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.encryption import EncryptionKey, Encryptor
 from pipeline.files.storage import sync, write_durably
 from pipeline.recipe import user_files
 
 MANIFEST = "digests.sha256"
+ORIGIN = "lineage.json"
+"""Says what a checkpoint or an export was made from; of an export it is not in the list, for it has hashes itself."""
 LONGEST = 64 << 20
 """Bytes of a list, at most: of half a million files."""
-PIECE = 8 << 20
-"""Bytes that are hashed in one thread while they are written in another."""
 READERS = 4
 """Files that one process hashes at a time."""
 NOT_OURS = (".nfs",)
 """Beginnings of names that file systems give: NFS keeps a removed file that is still open under such a name."""
-
-
-class DigestWriter:
-    """Writes a file, encrypted with a key, and computes the SHA-256 of what is written. Use it as a context manager."""
-
-    def __init__(self, path: Path, key: EncryptionKey | None = None):
-        """Replace the file at `path`. key: None to write it as it is. Raises OSError."""
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
-        self._hash = hashlib.sha256()
-        self._hashing = ThreadPoolExecutor(1)
-        self._encryptor = Encryptor(key, path.name) if key else None
-        if self._encryptor:
-            self._put(self._encryptor.header)
-
-    def __enter__(self) -> DigestWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hashing.shutdown()
-        self._file.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. Raises OSError."""
-        if self._encryptor is None:
-            self._put(data)
-            return
-        for chunk in self._encryptor.update(data):
-            self._put(chunk)
-
-    def finish(self) -> str:
-        """Wait until all is on disk, and return the digest in hex. Raises OSError."""
-        if self._encryptor:
-            self._put(self._encryptor.finish())
-        os.fsync(self._file.fileno())
-        return self._hash.hexdigest()
-
-    def _put(self, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        for at in range(0, len(view), PIECE):
-            rest = piece = view[at : at + PIECE]
-            hashed = self._hashing.submit(self._hash.update, piece)
-            try:
-                while rest:  # a full disk takes a part and fails only at the next write
-                    rest = rest[self._file.write(rest) :]
-            finally:
-                hashed.result()
-
-
-def write_bytes(path: Path, data: bytes, key: EncryptionKey | None = None) -> str:
-    """Write a file, wait until it is on disk, and return its digest. Raises OSError."""
-    with DigestWriter(path, key) as file:
-        file.write(data)
-        return file.finish()
 
 
 def of_file(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Record what a run is made from, and hash it while the run goes on.
 
     lineage/run.json         the run's id, made with its first submission
-    lineage/inputs.json      the files that its submissions name: models, data, images; written by launch/submission/inputs.py
+    lineage/inputs.json      the files that its submissions name: models, data, images; written by launch/governance/inputs.py
     lineage/hashes.jsonl     the SHA-256 of each of these files, by a thread of rank 0's process
     lineage/exports.jsonl    a line for each export, written by launch/export.py
     checkpoints/step_000010/lineage.json, and hf/lineage.json in it: which run and step they are of
@@ -26,15 +26,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from pipeline.files import small_files
+from pipeline.files import digests, small_files
 from pipeline.files.storage import open_own
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import RecipeError
+from pipeline.seams.job_events import JobObserver
 
 logger = logging.getLogger(__name__)
 
 FOLDER, RUN, INPUTS, HASHES, EXPORTS = "lineage", "run.json", "inputs.json", "hashes.jsonl", "exports.jsonl"
-MARK = "lineage.json"
+MARK = digests.ORIGIN
 """In a checkpoint and beside an exported model: where it comes from."""
 KINDS = ("checkpoint", "export")
 """Values of `kind` in it."""
@@ -62,7 +63,7 @@ class FileState:
 
 
 class InputEntry(TypedDict):
-    """An entry of inputs.json; launch/submission/inputs.py describes it."""
+    """An entry of inputs.json; launch/governance/inputs.py describes it."""
 
     key: str
     role: str
@@ -362,6 +363,28 @@ def mark_checkpoint(partial: Path, run_dir: Path, step: int, attempt: str) -> No
             small_files.write(folder / MARK, record)
 
 
+class LineageObserver(JobObserver):
+    """Marks checkpoints, and hashes the inputs of the run that rank 0's process coordinates."""
+
+    def __init__(self) -> None:
+        """Nothing is hashed yet."""
+        self._hashing: Hashing | None = None
+
+    def started(self, run_dir: Path) -> None:
+        """Begin to hash, in a thread."""
+        self._hashing = Hashing(run_dir)
+        self._hashing.start()
+
+    def ended(self, run_dir: Path) -> None:
+        """Wait until everything is hashed, at most END_S, if the run is complete; else time is short."""
+        if self._hashing:
+            self._hashing.finish(END_S if (run_dir / "done.json").exists() else 0.0)
+
+    def checkpoint_written(self, partial: Path, run_dir: Path, step: int, attempt: str) -> None:
+        """Mark the checkpoint. Raises OSError."""
+        mark_checkpoint(partial, run_dir, step, attempt)
+
+
 class Hashing:
     """A thread that hashes the inputs of a run, once each."""
 
@@ -438,3 +461,6 @@ def rewritten(before: FileState, now: FileState, old_hash: str = "", new_hash: s
         f"{now.path} was rewritten since an earlier start of this run: it had {told(before, old_hash)}; now it has"
         f" {told(now, new_hash)}. Steps before and after do not use the same content"
     )
+
+
+OBSERVER = LineageObserver()

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, TypedDict, TypeVar
 
 from pipeline.config import LoggerConfig
-from pipeline.encryption import EncryptionKey, encrypt, is_encrypted, read_bytes
 from pipeline.files import small_files
 from pipeline.files.small_files import Count, Moment
 from pipeline.files.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, tell_slow, write_durably
+from pipeline.files.stored_files import FileKey, encrypt, is_encrypted, read_bytes
 from pipeline.recipe import user_files
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Metrics:
         config: LoggerConfig,
         after_step: int | None,
         retry: RetryPolicy = NO_RETRIES,
-        key: EncryptionKey | None = None,
+        key: FileKey | None = None,
     ):
         """Continue after a restored step and drop everything beyond it; with None, drop everything. key: encrypts rollouts."""
         self._key = key
@@ -240,7 +240,7 @@ class Reader:
                     yield line
 
 
-def read_rollouts(path: Path, key: Callable[[], EncryptionKey | None] = lambda: None) -> list[dict[str, Any]]:
+def read_rollouts(path: Path, key: Callable[[], FileKey | None] = lambda: None) -> list[dict[str, Any]]:
     """Return the complete lines of a file of rollouts.
 
     key: is asked for the key if the file is encrypted. Raises RecipeError for a line that is not JSON, and if the key does not

@@ -22,8 +22,8 @@ from pipeline.checkpoints.checkpoint import kept, read_record, storage_timeout_s
 from pipeline.config import PolicyConfig, Recipe, live_keys
 from pipeline.config.determinism import named_operators
 from pipeline.data.packing import pack_each
-from pipeline.encryption import EncryptionKey
 from pipeline.files.storage import RetryPolicy
+from pipeline.files.stored_files import FileKey
 from pipeline.job.world import World
 from pipeline.refit.protocol import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
@@ -62,7 +62,7 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = BackgroundWorker()
-        self._key: EncryptionKey | None = None  # of checkpoints
+        self._key: FileKey | None = None  # of checkpoints
         self._digests: dict[str, str] = {}  # of the files of the last `save`
         self._retry = RetryPolicy(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
 

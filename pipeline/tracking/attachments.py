@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from pipeline.config import environment_names
-from pipeline.encryption import is_encrypted
 from pipeline.files import small_files
+from pipeline.files.stored_files import is_encrypted
 from pipeline.recipe import secrets, user_files
 from pipeline.trackers.tracker import LoggedStep, Tracker
 

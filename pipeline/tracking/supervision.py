@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.config import Recipe
+from pipeline.seams.job_events import JobObserver
 from pipeline.tracking.feed import brief, enabled
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,21 @@ def start(recipe: Recipe, run_dir: Path, folder: Path) -> TrackerProcess | None:
     return TrackerProcess(command, run_dir, folder)
 
 
-def finish(process: TrackerProcess | None, left: bool = False) -> None:
-    """End the process of `start`, at the end of the run. left: whether another attempt goes on with the run."""
-    if process is not None:
-        process.stop(LEAVING_WAIT_S if left else LAST_WAIT_S)
+class TrackingObserver(JobObserver):
+    """Runs the process while rank 0 coordinates."""
+
+    def __init__(self) -> None:
+        """There is no process yet."""
+        self._process: TrackerProcess | None = None
+
+    def claimed(self, recipe: Recipe, run_dir: Path, attempt: Path) -> None:
+        """Start the process, if the recipe has trackers."""
+        self._process = start(recipe, run_dir, attempt)
+
+    def left(self, goes_on: bool) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.stop(LEAVING_WAIT_S if goes_on else LAST_WAIT_S)
+
+
+OBSERVER = TrackingObserver()

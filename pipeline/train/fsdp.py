@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from pipeline.boxes import Piece, Region, region, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.encryption import EncryptionKey
+from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape, restrict
@@ -343,7 +343,7 @@ class FSDPBackend(TrainBackend):
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
     @override
-    def load(self, folder: Path, key: EncryptionKey | None = None) -> None:
+    def load(self, folder: Path, key: FileKey | None = None) -> None:
         # The layout may differ from the saved one. Random states then stay as they are: tensor-parallel peers draw the same.
         self._check_trained()
         reader, records = read_shards(folder, key)

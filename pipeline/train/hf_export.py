@@ -20,9 +20,9 @@ import torch
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.stop_tokens import GENERATION, model_file, read_config, stop_tokens
-from pipeline.encryption import EncryptionKey
 from pipeline.files.digests import add_manifest
 from pipeline.files.storage import NO_RETRIES, RetryPolicy, StorageError, errors_of_rust, retrying, sync, write_durably
+from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import meta_model, model_config
 from pipeline.train.saved_weights import checkpoint_weights
 from pipeline.train.tensor_files import write_tensors
@@ -60,7 +60,7 @@ def export_checkpoint(
     policy: PolicyConfig,
     folder: Path,
     head: Head = "logprobs",
-    key: EncryptionKey | None = None,
+    key: FileKey | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the model in `checkpoint`, which any backend saved with any layout, to `folder`.

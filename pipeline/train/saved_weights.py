@@ -9,7 +9,7 @@ import torch
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.encryption import EncryptionKey
+from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.models.precision import served_dtype
 from pipeline.train.adapters.checkpoint_adapters import SavedAdapters
@@ -32,9 +32,7 @@ def model_weights(policy: PolicyConfig, seed: int, head: Head = "logprobs") -> W
     return ((name, read(name, whole(shapes[name])).to(_dtype(name, policy))) for name in shapes)
 
 
-def checkpoint_weights(
-    checkpoint: Path, policy: PolicyConfig, head: Head = "logprobs", key: EncryptionKey | None = None
-) -> Weights:
+def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "logprobs", key: FileKey | None = None) -> Weights:
     """Return the weights in `checkpoint`, which any backend saved with any layout. Adapters are merged.
 
     key: of an encrypted checkpoint. Raises RecipeError if the checkpoint's model is not policy.model_name, or it is encrypted

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from pipeline.boxes import Box, chunk, whole
-from pipeline.encryption import EncryptionKey, is_encrypted, read_bytes
-from pipeline.files.digests import write_bytes
 from pipeline.files.storage import NO_RETRIES, RetryPolicy, retrying
+from pipeline.files.stored_files import FileKey, is_encrypted, read_bytes, write_bytes
 from pipeline.train.tensor_files import EncryptedTensors, write_tensors
 
 
@@ -86,7 +85,7 @@ class _StoredBox:
 class BoxReader:
     """Reads any box of any tensor from all files that contain parts of it."""
 
-    def __init__(self, key: EncryptionKey | None = None) -> None:
+    def __init__(self, key: FileKey | None = None) -> None:
         """key: of encrypted files."""
         self._key = key
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -151,9 +150,7 @@ class Shards:
     tensors: dict[str, torch.Tensor]  # by name in the file, on the CPU
     record: dict[str, Any]  # JSON, includes the index
 
-    def write(
-        self, folder: Path, rank: int, retry: RetryPolicy = NO_RETRIES, key: EncryptionKey | None = None
-    ) -> dict[str, str]:
+    def write(self, folder: Path, rank: int, retry: RetryPolicy = NO_RETRIES, key: FileKey | None = None) -> dict[str, str]:
         """Write the shards, wait until they are on the disk, and return the SHA-256 of each file by its name.
 
         key: encrypts the files; None writes them plain. Raises StorageError if writing fails until `retry` ends; this rank's
@@ -203,7 +200,7 @@ def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool 
     return Shards(tensors, {**record, "tensors": index})
 
 
-def read_shards(folder: Path, key: EncryptionKey | None = None) -> tuple[BoxReader, list[dict[str, Any]]]:
+def read_shards(folder: Path, key: FileKey | None = None) -> tuple[BoxReader, list[dict[str, Any]]]:
     """Return (reader of all ranks' boxes, all ranks' records). key: of encrypted files.
 
     Raises ValueError if a rank's file is missing, RecipeError if the files are encrypted with another key, or damaged.

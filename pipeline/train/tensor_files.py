@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.encryption import EncryptedFile, EncryptionKey
-from pipeline.files.digests import DigestWriter
+from pipeline.files.stored_files import DigestWriter, FileKey, open_encrypted
 
 DTYPES = {
     "F64": torch.float64,
@@ -60,7 +59,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: EncryptionKey | None = None) -> str:
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: FileKey | None = None) -> str:
     """Write a safetensors file, wait until it is on the disk, and return its SHA-256 in hex. Raises OSError.
 
     tensors: on the CPU. key: encrypts the file; None writes it plain.
@@ -78,9 +77,9 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: Encrypti
 class EncryptedTensors:
     """The tensors of an encrypted safetensors file."""
 
-    def __init__(self, path: Path, key: EncryptionKey | None):
+    def __init__(self, path: Path, key: FileKey | None):
         """Raises RecipeError if the key is missing or another one, or the file is damaged."""
-        self._file = EncryptedFile(path, key)
+        self._file = open_encrypted(path, key)
         length = int.from_bytes(self._file.read(0, 8), "little")
         self._header = json.loads(self._file.read(8, length))
         self._begin = 8 + length

@@ -17,7 +17,7 @@ import torch
 
 from pipeline.boxes import Region
 from pipeline.config import PolicyConfig
-from pipeline.encryption import EncryptionKey
+from pipeline.files.stored_files import FileKey
 from pipeline.train.shards import Shards
 from pipeline.types import Head, LossOutput, Outputs, PackedBatch, StepResult
 
@@ -126,7 +126,7 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def load(self, folder: Path, key: EncryptionKey | None = None) -> None:
+    def load(self, folder: Path, key: FileKey | None = None) -> None:
         """Restore the state from all ranks' shards in `folder`, to the last bit if the layout is the same.
 
         key: of encrypted shards. Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is incomplete.

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("cryptography")
 
-from pipeline.encryption import decrypt_line, encrypt_line
 from pipeline.evaluation.answers import AnswerLog, encode_answers, read_answers
 from pipeline.evaluation.questions import Answer
+from pipeline.files.stored_files import decrypt_line, encrypt_line
 from tests.encryption.keys import random_key
 from tests.encryption.plain import holding
 from tests.problems import refused

@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("cryptography")
 
-from pipeline.encryption import EncryptedFile, Encryptor, decrypt, encrypt, is_encrypted, read_bytes
+from pipeline.encryption import EncryptedFile, Encryptor, decrypt
 from pipeline.encryption.encrypted_file import TAG
+from pipeline.files.stored_files import encrypt, is_encrypted, read_bytes
 from tests.encryption.keys import random_key
 from tests.problems import refused
 

@@ -39,11 +39,10 @@ from launch import (
     track,
 )
 from launch.executors import local
-from launch.governance import export_lineage
+from launch.governance import audit_log, export_lineage, inputs
 from launch.governance.model_registry import Registry
-from launch.runs import audit_log, evaluation_sources, follower_process, score_tables, suites
+from launch.runs import evaluation_sources, follower_process, score_tables, suites
 from launch.runs.follower_process import FollowRequest
-from launch.submission import inputs
 from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
 from pipeline import config
 from pipeline.checkpoints.checkpoint import Checkpoints
@@ -118,7 +117,8 @@ def write_run(folder: Path) -> None:
         made = checkpoints.commit(partial, step, 0.5, {"step": step})
     out = folder / "exported"
     shutil.copytree(made.folder / "hf", out, ignore=shutil.ignore_patterns(MARK))
-    export_lineage.write(run, made, out, "hf", audit_log.record("export", run, {"out": str(out)}))
+    receipt = audit_log.as_record(audit_log.record("export", run, {"out": str(out)}))
+    export_lineage.write(run, made.folder, made.step, out, "hf", receipt)
     _write_evaluation(run)
     Registry(folder / "runs/registry").add("m", out, folder / "runs")
     Position(last=3, digests={1: "a", 3: "b"}, attached={"recipe.yaml": "1"}).write(run / "tracking/wandb.json")

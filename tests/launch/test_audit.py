@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch import audit
+from launch.governance import audit_log
 from launch.governance.audit_check import verify
-from launch.runs import audit_log
-from launch.runs.audit_log import HEAD, LOG, as_line, as_record, record, sealed
+from launch.governance.audit_log import HEAD, LOG, as_line, as_record, record, sealed
 from launch.runs.run_setup import append_manifest
 from launch.terminal.safe_text import on_one_line
 from tests.problems import refused

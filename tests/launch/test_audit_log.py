@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.runs import audit_log
-from launch.runs.audit_log import FIRST, HEAD, LOG, Head, folder_for, hash_of, record
+from launch.governance import audit_log
+from launch.governance.audit_log import FIRST, HEAD, LOG, Head, folder_for, hash_of, record
 from pipeline.config import RecipeError
 from tests.problems import refused
 

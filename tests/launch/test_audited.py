@@ -13,8 +13,9 @@ import pytest
 from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
+from launch.governance import audit_log
 from launch.governance.audit_check import verify
-from launch.runs import audit_log, steer_request
+from launch.runs import steer_request
 from launch.runs.attempts import latest
 from launch.submission import run_control
 from pipeline.config import ClusterConfig, ComponentConfig

@@ -10,13 +10,12 @@ import pytest
 
 from launch import lineage as command
 from launch import registry
-from launch.governance import export_lineage, graph, lineage_drawing, search
+from launch.governance import audit_log, export_lineage, graph, inputs, lineage_drawing, search
 from launch.governance.audit_check import verify
 from launch.governance.model_registry import Registry
-from launch.runs import audit_log, suites, waiting_checkpoints
+from launch.runs import suites, waiting_checkpoints
 from launch.runs.evaluation_sources import Source
 from launch.runs.score_tables import SCORES
-from launch.submission import inputs
 from pipeline import config
 from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig
@@ -52,8 +51,8 @@ def saved(run: Path, step: int, weights: str):
 
 def exported(run: Path, checkpoint, out: Path) -> Path:
     shutil.copytree(checkpoint.folder / "hf", out, ignore=shutil.ignore_patterns(MARK))
-    receipt = audit_log.record("export", run, {"out": str(out)})
-    export_lineage.write(run, checkpoint, out, "hf", receipt)
+    receipt = audit_log.as_record(audit_log.record("export", run, {"out": str(out)}))
+    export_lineage.write(run, checkpoint.folder, checkpoint.step, out, "hf", receipt)
     return out
 
 
@@ -347,7 +346,7 @@ def test_an_export_in_its_run_moves_with_it(runs, tmp_path):
 
 def _export_often(run: Path, checkpoint, out: Path) -> None:
     for _ in range(10):
-        export_lineage.write(run, checkpoint, out, "hf", None)
+        export_lineage.write(run, checkpoint.folder, checkpoint.step, out, "hf", None)
 
 
 def test_exports_of_a_run_at_once_all_count(tmp_path):
@@ -368,7 +367,7 @@ def test_an_export_that_lists_its_digests_is_not_read_again(tmp_path, monkeypatc
     (out / "README.md").write_text("a card")
     listed = digests.add_manifest(out, {}, ("README.md",))
     monkeypatch.setattr(input_records, "sha256", None)
-    export_lineage.write(run, checkpoint, out, "hf", None)
+    export_lineage.write(run, checkpoint.folder, checkpoint.step, out, "hf", None)
     assert json.loads((out / MARK).read_text())["files"] == listed and len(listed) == 4
     assert len(HashCache(tmp_path / f"runs/.hashes-{os.geteuid()}.jsonl").sha256(out / "config.json")[1]) == 64
 

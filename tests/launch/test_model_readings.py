@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
 from launch import submit
+from launch.governance import inputs
 from launch.preflight import bounded, input_files
-from launch.submission import inputs
 from pipeline import config
 from tests.data.test_chat import CHATML
 from tests.launch.model import write_model, write_recipe

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 pytest.importorskip("cryptography")
 
 from pipeline.config import TokenizerConfig
-from pipeline.encryption import read_bytes
+from pipeline.files.stored_files import read_bytes
 from pipeline.train.hf_export import export_checkpoint
 from pipeline.train.shards import local
 from tests.encryption.keys import random_key

@@ -13,9 +13,9 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.encryption import EncryptionKey
 from pipeline.files.digests import add_manifest
 from pipeline.files.storage import StorageError, sync
+from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, layout, meta_model, model_config
 from pipeline.train.adapters.checkpoint_adapters import SavedAdapters
 from pipeline.train.adapters.fused_experts import ExpertParameter, parameter_of, stack_for_peft
@@ -29,7 +29,7 @@ _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def export_adapters(
-    checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", key: EncryptionKey | None = None
+    checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", key: FileKey | None = None
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, in float32, to `folder`.
 

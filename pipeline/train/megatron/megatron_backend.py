@@ -25,7 +25,7 @@ from typing_extensions import override
 from pipeline import models
 from pipeline.boxes import Box, Piece, Region
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.encryption import EncryptionKey
+from pipeline.files.stored_files import FileKey
 from pipeline.models.config_json import check_attention, check_megatron_attention
 from pipeline.models.family import VALUE_HEAD
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
@@ -348,7 +348,7 @@ class MegatronBackend(TrainBackend):
         return collect_shards(self._saved.entries(self._optimizer.ranges(), random), record, copy)
 
     @override
-    def load(self, folder: Path, key: EncryptionKey | None = None) -> None:
+    def load(self, folder: Path, key: FileKey | None = None) -> None:
         # The layout may differ from the saved one. Random states are restored only for the same layout.
         self._check_trained()
         reader, records = read_shards(folder, key)

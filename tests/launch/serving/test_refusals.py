@@ -8,7 +8,7 @@ import sys
 from fastapi.testclient import TestClient
 
 from launch.executors.executor import ROOT
-from launch.runs import audit_log
+from launch.governance import audit_log
 from launch.serving.app import application
 from launch.serving.refusals import RefusalLog
 from tests.launch import made_runs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from launch.runs import audit_log
+from launch.governance import audit_log
 from launch.serving.app import application
 from launch.sweeps import suite as suites
 from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan

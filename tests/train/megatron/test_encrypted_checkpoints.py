@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("cryptography")
 
-from pipeline.encryption import read_bytes
+from pipeline.files.stored_files import read_bytes
 from tests.encryption.keys import random_key
 from tests.encryption.plain import holding
 from tests.problems import refused

@@ -15,13 +15,13 @@ from typing import Any
 
 from launch.preflight import model_readings
 from launch.recipes.model_files import hub_cache, model_folder
-from launch.runs import audit_log
 from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.config import DatasetConfig, Recipe, RecipeError
 from pipeline.config.data import NAMED_DATASETS
 from pipeline.files import input_records, small_files
 from pipeline.files.input_records import FOLDER, INPUTS
+from pipeline.seams import extras
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Ends of the names of files that make a model what it is. Others, such as a tokenizer, are in many models."""
@@ -35,7 +35,8 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
     input_records.begin(run_dir)
     before = input_records.read_inputs(run_dir).get("inputs", [])
     found = [each for each in of_recipe(recipe) if each not in before]
-    folder = audit_log.folder_for(recipe.cluster.audit, run_dir) or run_dir.parent
+    audit = extras.find("audit")
+    folder = (audit.folder_for(recipe.cluster.audit, run_dir) if audit else None) or run_dir.parent
     cache = folder / f".hashes-{os.geteuid()}.jsonl"
     small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *found]})
     earlier = {state.path: state for entry in before for state in input_records.files_of(entry)}

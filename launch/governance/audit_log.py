@@ -41,7 +41,6 @@ LOG, HEAD = "audit.jsonl", "audit.head"
 KEY = "cluster.audit"
 FIRST = "0" * 64
 """`previous` of the first line."""
-DENIED = "permission-denied"
 NOWHERE = (-1, "")
 """Number and hash of a line that is not as it was written."""
 WAIT_S = 60.0
@@ -108,42 +107,17 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
 
 def environment() -> dict[str, str]:
     """Return the environment for a process that carries out a request of the service, so that its lines name the user too."""
+    return {**os.environ, **variables()}
+
+
+def variables() -> dict[str, str]:
+    """Return the variable that names the user of the service, if this process carries out a request of it."""
     name = _requested_by()
-    return {**os.environ, **({VARIABLE: name} if name else {})}
+    return {VARIABLE: name} if name else {}
 
 
 def _requested_by() -> str | None:
     return requested_by.get() or os.environ.get(VARIABLE)
-
-
-@contextlib.contextmanager
-def recording_refusals(run_dir: Path, given: str | None = None) -> Iterator[None]:
-    """Record it if the block is refused a file or a folder, or something in a cluster, for want of permission.
-
-    run_dir: the run that the block is about. given: the value of `cluster.audit`; None: that of the run. A refusal raises
-    RecipeError with the code `permission-denied` all the same, also if the log cannot be written, which often is refused for
-    the same reason.
-    """
-    try:
-        yield
-    except PermissionError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        why = f"got {what}; expected what {user_name(os.geteuid())} may use. Try its owner"
-        refusal = RecipeError(Problem("run", DENIED, why))
-        _record_refusal(refusal, run_dir, given)
-        raise refusal from error
-    except RecipeError as error:
-        _record_refusal(error, run_dir, given)
-        raise
-
-
-def _record_refusal(error: RecipeError, run_dir: Path, given: str | None) -> None:
-    run_dir = run_dir.absolute()
-    denied = [str(problem) for problem in error.problems if problem.code == DENIED]
-    root = (folder_of(run_dir) if given is None else folder_for(given, run_dir)) if denied else None
-    if root:
-        with contextlib.suppress(RecipeError):
-            record("refuse", run_dir, {"why": denied}, root)
 
 
 def folder_of(run_dir: Path) -> Path | None:

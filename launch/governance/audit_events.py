@@ -1,0 +1,65 @@
+"""Write the events of runs into the audit log."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.governance import audit_log
+from launch.governance.audit_log import folder_for
+from launch.runs.run_events import RunObserver
+from pipeline.config import Recipe, RecipeError
+
+
+class AuditObserver(RunObserver):
+    """Writes a line for each event, before it happens where something can still be refused."""
+
+    def submitting(self, recipe: Recipe, run_dir: Path, executor: str, origin: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the receipt for the manifest; None without a log. Raises RecipeError if the line cannot be written."""
+        folder = folder_for(recipe.cluster.audit, run_dir)
+        if folder is None:
+            return {"audit": None}
+        git = origin["git"] or {}
+        details = {
+            "recipe": recipe.name,
+            "algorithm": recipe.algorithm,
+            "executor": executor,
+            "recipe_sha256": origin["recipe"],
+            "commit": git.get("commit"),
+            "diff": git.get("diff"),
+        }
+        return {"audit": audit_log.as_record(audit_log.record("submit", run_dir, details, folder))}
+
+    def submitted(self, recipe: Recipe, run_dir: Path, job: str, job_id: str) -> None:
+        """Record the job of a submission. Raises RecipeError if the line cannot be written."""
+        if folder := folder_for(recipe.cluster.audit, run_dir):
+            audit_log.record("submitted", run_dir, {"job": job, "job_id": job_id}, folder)
+
+    def ending(self, action: Literal["cancel", "stop_and_save"], run_dir: Path, job: str, job_id: str, state: str) -> None:
+        """Record that a job is about to be cancelled or stopped. Raises RecipeError if the line cannot be written."""
+        audit_log.record(action, run_dir, {"job": job, "job_id": job_id, "state": state})
+
+    def changing(self, run_dir: Path, values: Mapping[str, Any]) -> None:
+        """Record the new values. Raises RecipeError if the line cannot be written."""
+        audit_log.record("change", run_dir, {"values": values})
+
+    def exporting(self, run_dir: Path, step: int, form: str, out: Path) -> dict[str, Any]:
+        """Return the receipt of the export's line. Raises RecipeError if the line cannot be written."""
+        details = {"step": step, "format": form, "out": str(out)}
+        return {"audit": audit_log.as_record(audit_log.record("export", run_dir, details))}
+
+    def refused(self, run_dir: Path, why: list[str], audit: str | None) -> None:
+        """Record what was denied, unless the log cannot be written, which often is denied for the same reason."""
+        root = audit_log.folder_of(run_dir) if audit is None else folder_for(audit, run_dir)
+        if root:
+            with contextlib.suppress(RecipeError):
+                audit_log.record("refuse", run_dir, {"why": why}, root)
+
+    def variables(self) -> dict[str, str]:
+        """Return the variable that names the user of the REST service."""
+        return audit_log.variables()
+
+
+OBSERVER = AuditObserver()

@@ -1,0 +1,94 @@
+"""Tell extras what a command does to a run: submit, cancel, change, export, or refuse.
+
+`pipeline/seams/job_events.py` does so for what happens in a run's job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pipeline.config import Problem, Recipe, RecipeError
+from pipeline.files.storage import user_name
+from pipeline.seams import extras
+
+OBSERVERS = ("audit", "ancestry")
+"""Names of extras whose module has an `OBSERVER`."""
+DENIED = "permission-denied"
+Result = TypeVar("Result")
+
+
+class RunObserver:
+    """What an extra does at each event; here nothing. A method that raises RecipeError keeps the command from going on."""
+
+    def submitting(self, recipe: Recipe, run_dir: Path, executor: str, origin: Mapping[str, Any]) -> dict[str, Any]:
+        """A recipe is about to be submitted. Return what its entry of manifest.json gets. origin: of `origin.py`."""
+        return {}
+
+    def prepared(self, recipe: Recipe, run_dir: Path) -> list[str]:
+        """The run's folder has all that the job reads. Return warnings."""
+        return []
+
+    def submitted(self, recipe: Recipe, run_dir: Path, job: str, job_id: str) -> None:
+        """The job of a recipe is submitted. job: its name."""
+
+    def ending(self, action: Literal["cancel", "stop_and_save"], run_dir: Path, job: str, job_id: str, state: str) -> None:
+        """A job is about to be cancelled, or asked to save and stop. state: of the job."""
+
+    def changing(self, run_dir: Path, values: Mapping[str, Any]) -> None:
+        """Keys of a live run are about to be changed to these values."""
+
+    def exporting(self, run_dir: Path, step: int, form: str, out: Path) -> dict[str, Any]:
+        """A checkpoint is about to be exported. Return what `exported` gets as `receipts`. form: hf or adapter."""
+        return {}
+
+    def exported(self, run_dir: Path, checkpoint: Path, step: int, form: str, out: Path, receipts: Mapping[str, Any]) -> None:
+        """The export of a checkpoint is in the folder `out`."""
+
+    def refused(self, run_dir: Path, why: list[str], audit: str | None) -> None:
+        """A command was denied something. audit: the value of `cluster.audit`; None: that of the run."""
+
+    def variables(self) -> dict[str, str]:
+        """Return environment variables for a process that carries out this command's work."""
+        return {}
+
+
+def emit(event: Callable[[RunObserver], Result]) -> list[Result]:
+    """Call the observers that are here, in order, and return what they return. Their errors propagate."""
+    return [event(observer) for observer in extras.observers(OBSERVERS)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for a process that carries out this command's work."""
+    found = dict(os.environ)
+    for variables in emit(lambda observer: observer.variables()):
+        found |= variables
+    return found
+
+
+@contextlib.contextmanager
+def refusals(run_dir: Path, audit: str | None = None) -> Iterator[None]:
+    """Tell observers if the block is refused a file or a folder, or something in a cluster, for want of permission.
+
+    run_dir: the run that the block is about. audit: the value of `cluster.audit`; None: that of the run. A refusal raises
+    RecipeError with the code `permission-denied`, whatever the observers do.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        why = f"got {what}; expected what {user_name(os.geteuid())} may use. Try its owner"
+        refusal = RecipeError(Problem("run", DENIED, why))
+        _tell(refusal, run_dir, audit)
+        raise refusal from error
+    except RecipeError as error:
+        _tell(error, run_dir, audit)
+        raise
+
+
+def _tell(error: RecipeError, run_dir: Path, audit: str | None) -> None:
+    if denied := [str(problem) for problem in error.problems if problem.code == DENIED]:
+        emit(lambda observer: observer.refused(run_dir.absolute(), denied, audit))

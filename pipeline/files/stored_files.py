@@ -1,0 +1,225 @@
+"""Write the files of a run with their SHA-256, and read them: encrypted if there is a key, by the extra `encryption`.
+
+A file is encrypted as a whole or line by line. How it begins tells, so files that are not encrypted are read without the extra.
+Only bytes come in here: `pipeline/config/checkpointing.py` has the keys of the recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.seams import extras
+
+SECTION = "checkpointing.encryption"
+MAGIC = b"HETSTEP\x01"
+"""The first bytes of an encrypted file."""
+LINE_PREFIX = b'{"encrypted": '
+"""The first bytes of an encrypted line."""
+PIECE = 8 << 20
+"""Bytes that are hashed in one thread while they are written in another."""
+
+
+class FileKey(Protocol):
+    """The key with which files are encrypted."""
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that name the key."""
+        ...
+
+    def mac(self, message: bytes) -> str:
+        """Return a message authentication code of a message under this key, in hex."""
+        ...
+
+
+Key = TypeVar("Key", bound=FileKey)
+
+
+class FileEncryptor(Protocol):
+    """Encrypts the bytes of one file, from its beginning to its end."""
+
+    header: bytes
+
+    def update(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Yield the encrypted bytes that are complete with these."""
+        ...
+
+    def finish(self) -> bytes:
+        """Return the last encrypted bytes."""
+        ...
+
+
+class OpenFile(Protocol):
+    """An open encrypted file, of which any part can be read."""
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Return these bytes as they were before encryption. Raises RecipeError if they are damaged."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class Codec(Protocol):
+    """What the extra `encryption` offers."""
+
+    def obtain(self, key_file: str | None, key_command: str | None, timeout_s: float) -> FileKey | None:
+        """Return the key in a file, or that a command prints; None without either. Raises RecipeError."""
+        ...
+
+    def encryptor(self, key: FileKey, name: str) -> FileEncryptor:
+        """Return what encrypts a file of this name."""
+        ...
+
+    def open_encrypted(self, path: Path, key: FileKey | None) -> OpenFile:
+        """Open an encrypted file. Raises OSError and RecipeError."""
+        ...
+
+    def decrypt(self, content: bytes, key: FileKey | None, path: Path) -> bytes:
+        """Return the content of an encrypted file before encryption. Raises RecipeError."""
+        ...
+
+    def encrypt_line(self, line: bytes, key: FileKey, name: str, at: int) -> bytes:
+        """Return a line as an encrypted line of the file `name` that begins at byte `at`."""
+        ...
+
+    def decrypt_line(self, line: bytes, key: Callable[[], FileKey | None], path: Path, at: int) -> bytes:
+        """Return an encrypted line before encryption. Raises RecipeError."""
+        ...
+
+
+def _codec(key: str, got: object) -> Codec:
+    """Return the extra. Raises RecipeError, which names the key and what asks for the extra, if it is not here."""
+    return extras.load("encryption", key, got)
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------------------
+
+
+def obtain_key(key_file: str | None, key_command: str | None, timeout_s: float) -> FileKey | None:
+    """Return the key in a file, or that a command prints; None without either. Raises RecipeError, never with the key in it.
+
+    timeout_s: after which the command is ended.
+    """
+    name, given = ("key_file", key_file) if key_file is not None else ("key_command", key_command)
+    return None if given is None else _codec(f"{SECTION}.{name}", given).obtain(key_file, key_command, timeout_s)
+
+
+def fitting(key: Key | None, fingerprint: str, what: object) -> Key:
+    """Return the key if it has this fingerprint. Raises RecipeError, which names both fingerprints. what: is encrypted."""
+    if key is None:
+        message = (
+            f"{what} is encrypted: got no key; expected the one with fingerprint {fingerprint}. Try {SECTION}.key_file or"
+            " key_command, or HETSTEP_KEY_FILE=FILE for a command"
+        )
+        raise RecipeError(Problem(SECTION, "wrong-key", message))
+    if key.fingerprint != fingerprint:
+        message = f"{what} is encrypted: got the key {key.fingerprint}; expected the one with fingerprint {fingerprint}"
+        raise RecipeError(Problem(SECTION, "wrong-key", message))
+    return key
+
+
+# ---- read ---------------------------------------------------------------------------------------------------------------
+
+
+def is_encrypted(content: bytes) -> bool:
+    """Return whether a file that begins so is encrypted."""
+    return content.startswith(MAGIC)
+
+
+def read_bytes(path: Path, key: FileKey | None = None) -> bytes:
+    """Return the content of a file, decrypted if it is encrypted. Raises OSError, and RecipeError: a wrong key or damage."""
+    with user_files.open_file(path) as file:
+        content = file.read()
+    return _codec(SECTION, f"{path}, which is encrypted").decrypt(content, key, path) if is_encrypted(content) else content
+
+
+def open_encrypted(path: Path, key: FileKey | None) -> OpenFile:
+    """Open an encrypted file. Raises OSError, and RecipeError: the key is missing or another one, or the file is damaged."""
+    return _codec(SECTION, f"{path}, which is encrypted").open_encrypted(path, key)
+
+
+def decrypt_line(line: bytes, key: Callable[[], FileKey | None], path: Path, at: int) -> bytes:
+    """Return what `encrypt_line` was given for the file at `path`, or a plain line as it is.
+
+    key: is asked for the key of an encrypted line. Raises RecipeError if the key is missing or another one, or the line is not
+    as it was written.
+    """
+    if not line.startswith(LINE_PREFIX):
+        return line
+    return _codec(SECTION, f"{path}, which is encrypted").decrypt_line(line, key, path, at)
+
+
+# ---- write --------------------------------------------------------------------------------------------------------------
+
+
+def encrypt(data: bytes, key: FileKey, name: str) -> bytes:
+    """Return the content of an encrypted file of this name."""
+    encryptor = _codec(SECTION, key).encryptor(key, name)
+    return b"".join([encryptor.header, *encryptor.update(data), encryptor.finish()])
+
+
+def encrypt_line(line: bytes, key: FileKey, name: str, at: int) -> bytes:
+    """Return a line, which ends in a newline, as an encrypted line of the file `name` that begins at byte `at`."""
+    return _codec(SECTION, key).encrypt_line(line, key, name, at)
+
+
+class DigestWriter:
+    """Writes a file, encrypted with a key, and computes the SHA-256 of what is written. Use it as a context manager."""
+
+    def __init__(self, path: Path, key: FileKey | None = None):
+        """Replace the file at `path`. key: None to write it as it is. Raises OSError."""
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._hash = hashlib.sha256()
+        self._hashing = ThreadPoolExecutor(1)
+        self._encryptor = _codec(SECTION, key).encryptor(key, path.name) if key else None
+        if self._encryptor:
+            self._put(self._encryptor.header)
+
+    def __enter__(self) -> DigestWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hashing.shutdown()
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. Raises OSError."""
+        if self._encryptor is None:
+            self._put(data)
+            return
+        for chunk in self._encryptor.update(data):
+            self._put(chunk)
+
+    def finish(self) -> str:
+        """Wait until all is on disk, and return the digest in hex. Raises OSError."""
+        if self._encryptor:
+            self._put(self._encryptor.finish())
+        os.fsync(self._file.fileno())
+        return self._hash.hexdigest()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), PIECE):
+            rest = piece = view[at : at + PIECE]
+            hashed = self._hashing.submit(self._hash.update, piece)
+            try:
+                while rest:  # a full disk takes a part and fails only at the next write
+                    rest = rest[self._file.write(rest) :]
+            finally:
+                hashed.result()
+
+
+def write_bytes(path: Path, data: bytes, key: FileKey | None = None) -> str:
+    """Write a file, wait until it is on disk, and return its digest. Raises OSError."""
+    with DigestWriter(path, key) as file:
+        file.write(data)
+        return file.finish()

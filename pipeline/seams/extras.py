@@ -1,0 +1,85 @@
+"""Find the extras by name: parts that the core imports nowhere, so that it trains where their folders are missing.
+
+The core asks for an extra when it needs it, and states in a Protocol, or in a class of methods that do nothing, what it calls:
+`Codec` (pipeline/files/stored_files.py), `JobObserver` (job_events.py), `RunObserver` (launch/runs/run_events.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.recipe.problems import Problem, RecipeError
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra of this repository."""
+
+    module: str | None  # what `find` returns; None if only commands of its own reach it
+    paths: tuple[str, ...]  # its files and folders
+
+
+GOVERNANCE = (
+    "launch/governance",
+    "launch/audit.py",
+    "launch/lineage.py",
+    "launch/registry.py",
+    "pipeline/files/input_records.py",
+)
+TRACKING = ("pipeline/trackers", "pipeline/tracking", "launch/track.py")
+EXTRAS = {
+    "encryption": Extra("pipeline.encryption", ("pipeline/encryption",)),
+    "lineage": Extra("pipeline.files.input_records", GOVERNANCE),  # in the job
+    "ancestry": Extra("launch.governance.lineage_events", GOVERNANCE),  # in commands
+    "audit": Extra("launch.governance.audit_events", GOVERNANCE),
+    "trackers": Extra("pipeline.trackers", TRACKING),  # their sections of the recipe
+    "tracking": Extra("pipeline.tracking.supervision", TRACKING),  # in the job
+    "nemo_rl": Extra("launch.recipes.nemo_rl.reader", ("launch/recipes/nemo_rl",)),
+    "pages": Extra(None, ("launch/pages", "launch/report.py")),
+    "sweeps": Extra(None, ("launch/sweeps", "launch/sweep.py")),
+    "serving": Extra(None, ("launch/serving", "launch/serve.py")),
+    "api": Extra(None, ("launch/api",)),
+}
+
+
+def is_here(name: str) -> bool:
+    """Return whether an extra is in this copy of the repository. Does not import it."""
+    module = EXTRAS[name].module
+    assert module is not None, f"{name}: the core does not reach it"
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of the package that holds it
+        return False
+    return found is not None and found.origin is not None  # a folder that is left without files has no origin
+
+
+def find(name: str) -> Any | None:
+    """Return the module of an extra; None if it is not here."""
+    return importlib.import_module(str(EXTRAS[name].module)) if is_here(name) else None
+
+
+def observers(names: Iterable[str]) -> list[Any]:
+    """Return the `OBSERVER` of the module of each extra that is here."""
+    return [module.OBSERVER for name in names if (module := find(name))]
+
+
+def load(name: str, key: str, got: object) -> Any:
+    """Return the module of an extra. Raises RecipeError if it is not here. key, got: what asks for it."""
+    for problem in missing(name, key, got):
+        raise RecipeError(problem)
+    return find(name)
+
+
+def missing(name: str, key: str, got: object) -> Iterator[Problem]:
+    """Yield a problem if an extra is not here. key, got: what asks for it."""
+    if not is_here(name):
+        yield Problem(key, "not-installed", f"got {got}; expected {lacking(name)}")
+
+
+def lacking(name: str) -> str:
+    """Return the text about an extra that is not here."""
+    return f"the extra '{name}' ({EXTRAS[name].paths[0]}), which is not here. Try a copy of Hetstep that has it"

@@ -1,0 +1,160 @@
+"""The core trains where the folders of extras are missing, imports none of them, and names the one that a key asks for."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.seams.extras import EXTRAS
+from tests.test_imports import HEAVY, IN_THE_JOB, ROOT, imports
+
+FILES = sorted(path for folder in ("pipeline", "launch") for path in ROOT.glob(f"{folder}/**/*.py"))
+UNITS = {extra.paths: name for name, extra in reversed(EXTRAS.items())}  # extras that share their files are one
+
+
+def _extra_of(path: Path) -> str | None:
+    """Return the name of the extra that a file is of."""
+    within = [path, *path.parents]
+    return next((name for paths, name in UNITS.items() if any(ROOT / each in within for each in paths)), None)
+
+
+def _files_of(module: str) -> Path:
+    base = ROOT / module.replace(".", "/")
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+def _names(path: Path) -> list[str]:
+    """Return the modules that a file imports, and names that may be modules of them."""
+    return [*imports(path), *(f"{module}.{name}" for module, name in _from(path))]
+
+
+def _from(path: Path) -> list[tuple[str, str]]:
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return [(str(node.module), alias.name) for node in found for alias in node.names]
+
+
+def test_every_path_of_an_extra_exists():
+    missing = [path for extra in EXTRAS.values() for path in extra.paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if _extra_of(path) is None], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_the_core_imports_no_extra(path):
+    """Imports inside functions count."""
+    found = {name: extra for name in _names(path) if (extra := _extra_of(_files_of(name)))}
+    assert not found
+
+
+def test_an_import_of_an_extra_is_seen():
+    found = {
+        name: _extra_of(_files_of(name))
+        for name in ("pipeline.encryption.key", "launch.sweeps.suite", "pipeline.checkpoints.checkpoint")
+    }
+    assert list(found.values()) == ["encryption", "sweeps", None]
+
+
+# ---- without their files ------------------------------------------------------------------------------------------------
+
+
+def _copy_without(folder: Path, removed: list[tuple[str, ...]]) -> Path:
+    """Return a copy of the repository's code and recipes without the paths of extras."""
+    for part in ("pipeline", "launch", "recipes"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for path in (folder / each for paths in removed for each in paths):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
+
+
+def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def _submit(folder: Path, recipe: str, *overrides: str) -> subprocess.CompletedProcess:
+    return _python(folder, "launch/submit.py", f"recipe={recipe}", "cluster.executor=local", *overrides)
+
+
+def _train(folder: Path) -> None:
+    """Train tiny_sft, from which tiny_grpo starts, and tiny_grpo, for a step each."""
+    for recipe, steps in (("tiny_sft", "sft.max_num_steps=1"), ("tiny_grpo", "grpo.max_num_steps=1")):
+        ended = _submit(folder, recipe, steps)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        run = folder / "runs" / recipe
+        assert (run / "done.json").exists() and (run / "checkpoints/step_000001/complete.json").exists()
+
+
+def _extras_away(folder: Path) -> str:
+    """Import each module of a copy's launcher but its extras, without torch, and return the extras that it does not have."""
+    core = [path.relative_to(ROOT) for path in FILES if _extra_of(path) is None and path.name not in IN_THE_JOB]
+    modules = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in core if path.parts[0] == "launch"]
+    program = f"""
+import importlib, sys
+sys.path.insert(0, ".")
+sys.modules |= dict.fromkeys({HEAVY})
+for module in {modules}:
+    importlib.import_module(module)
+from pipeline.seams import extras
+print([name for name, extra in extras.EXTRAS.items() if extra.module and not extras.is_here(name)])
+"""
+    ended = _python(folder, "-c", program)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize(("paths", "name"), UNITS.items(), ids=UNITS.values())
+def test_commands_import_without_an_extra(paths, name, tmp_path):
+    away = _extras_away(_copy_without(tmp_path / "copy", [paths]))
+    assert (f"'{name}'" in away) == (EXTRAS[name].module is not None)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A copy without any extra."""
+    return _copy_without(tmp_path_factory.mktemp("bare") / "copy", list(UNITS))
+
+
+@pytest.mark.full
+def test_the_core_trains_without_extras(bare):
+    _train(bare)
+    assert not list(bare.glob("runs/*/lineage")) and not list(bare.glob("**/audit.jsonl"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("paths", "name"), UNITS.items(), ids=UNITS.values())
+def test_the_core_trains_without_an_extra(paths, name, tmp_path):
+    _train(_copy_without(tmp_path / "copy", [paths]))
+
+
+@pytest.mark.parametrize(
+    ("override", "extra"),
+    [
+        ("checkpointing.encryption.key_file=/nowhere/key", "encryption"),
+        ("cluster.audit=/tmp", "audit"),
+        ("logger.wandb_enabled=true", "trackers"),
+    ],
+)
+def test_a_key_that_asks_for_an_extra_names_it(bare, override, extra, tmp_path):
+    run = tmp_path / "run"
+    ended = _submit(bare, "tiny_sft", override, f"run_dir={run}")
+    assert ended.returncode == 2 and not run.exists()
+    line = next(line for line in ended.stderr.splitlines() if f"the extra '{extra}'" in line)
+    assert override.partition("=")[0] in line and EXTRAS[extra].paths[0] in line
+
+
+def test_a_recipe_of_nemo_rl_names_the_extra_that_reads_it(bare, tmp_path):
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text("grpo: {max_num_steps: 1}\npolicy: {model_name: x}\n")
+    ended = _submit(bare, str(recipe))
+    assert ended.returncode == 2 and "the extra 'nemo_rl' (launch/recipes/nemo_rl)" in ended.stderr
