@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
 def execute(request: EvaluateRequest) -> int:
     """Show, plan or evaluate, as requested. Raises RecipeError."""
     if request.help is not None:
-        print(troubleshooting.explained(request.help) if request.help in CODES else reference.explained(request.help))
+        print(troubleshooting.explain(request.help) if request.help in CODES else reference.explained(request.help))
         return 0
     foreground.handle_signals()
     if request.step == "follow":

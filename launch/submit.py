@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
 def execute(request: SubmitRequest) -> int:
     """Show, plan, submit or follow, as requested. Raises RecipeError."""
     if request.help is not None:
-        print(troubleshooting.explained(request.help) if request.help in CODES else reference.explained(request.help))
+        print(troubleshooting.explain(request.help) if request.help in CODES else reference.explained(request.help))
         return 0
     foreground.handle_signals()
     if request.follow:
@@ -123,7 +123,7 @@ def show(name: str, overrides: list[str]) -> int:
     for line in run_changes.lines(RunFolder.at(run_dir)) if (run_dir / steer_files.ANSWERS).exists() else ():
         print(f"# changed while the run in {run_dir} went on, and kept when it continues: {line}")
     if not loaded.problems:
-        print("\n".join(f"# {on_one_line(line)}" for line in model_readings.described(loaded.recipe)))
+        print("\n".join(f"# {on_one_line(line)}" for line in model_readings.describe_models(loaded.recipe)))
     refuse(loaded.problems)
     return 0
 

@@ -149,19 +149,19 @@ class Rollout:
     @property
     def tokens(self) -> np.ndarray:
         """[C] int32: all tokens after the prompt."""
-        return _joined([part for turn in self.turns for part in (turn.completion.tokens, turn.observation)], np.int32)
+        return _join([part for turn in self.turns for part in (turn.completion.tokens, turn.observation)], np.int32)
 
     @property
     def drawn(self) -> np.ndarray:
         """[C] bool: True for the policy's tokens."""
         parts = [(turn.completion.tokens, turn.observation) for turn in self.turns]
-        return _joined([mask for drawn, observed in parts for mask in (np.ones(len(drawn)), np.zeros(len(observed)))], np.bool_)
+        return _join([mask for drawn, observed in parts for mask in (np.ones(len(drawn)), np.zeros(len(observed)))], np.bool_)
 
     @property
     def logprobs(self) -> np.ndarray:
         """[C] float32: 0 for tokens that the policy did not sample."""
         parts = [(turn.completion.logprobs, np.zeros(len(turn.observation))) for turn in self.turns]
-        return _joined([part for pair in parts for part in pair], np.float32)
+        return _join([part for pair in parts for part in pair], np.float32)
 
     @property
     def drawn_tokens(self) -> int:
@@ -198,7 +198,7 @@ NOTHING_SAID = "it was cut before it said anything"
 """The `failure` of a rollout that was cut before its first token. Its environment did not fail."""
 
 
-def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _join(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 

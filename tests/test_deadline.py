@@ -142,7 +142,7 @@ import ctypes, sys, threading, time
 from pipeline.job import signals
 signals.install(int(sys.argv[1]))
 def watch():
-    while not (came := signals.received()):
+    while not (came := signals.received_names()):
         time.sleep(0.01)
     print(came, signals.terminating(), flush=True)
 threading.Thread(target=watch, daemon=True).start()
@@ -179,7 +179,7 @@ signals.WATCH_S = 0.01
 signals.install(0)
 signals.watch(Path(sys.argv[1]))
 print("ready", flush=True)
-while len(came := signals.received()) < int(sys.argv[2]):
+while len(came := signals.received_names()) < int(sys.argv[2]):
     time.sleep(0.01)
 print(came, signals.terminating(), flush=True)
 """
@@ -215,7 +215,7 @@ child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600
 child.start()
 child.terminate()
 child.join()
-print(child.exitcode == -signal.SIGTERM, signals.received())
+print(child.exitcode == -signal.SIGTERM, signals.received_names())
 """
 
 

@@ -58,7 +58,7 @@ def test_ranks_on_cpus_need_none():
 
 
 def test_the_local_executor_starts_ranks_with_them(monkeypatch):
-    monkeypatch.setattr(local.gpus, "assigned", lambda count, keys: [str(index) for index in range(count)])
+    monkeypatch.setattr(local.gpus, "assign", lambda count, keys: [str(index) for index in range(count)])
     places = ("cluster.train.gpus_per_node=1", "cluster.generate.gpus_per_node=1")
     train, generate = local.rank_environments(components(load(FSDP, ON, *places)))
     assert TRAINERS.items() <= train.items() and ENGINES.items() <= generate.items()

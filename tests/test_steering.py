@@ -88,7 +88,7 @@ def test_only_files_of_this_user_are_requests(tmp_path):
     path_of(tmp_path, 2).write_text("[]")
     path_of(tmp_path, 3).symlink_to(path_of(tmp_path, 1))
     for number in (2, 3):
-        with pytest.raises(ValueError, match="is no request"):
+        with pytest.raises(ValueError, match="is not a steering request"):
             steer_files.read_request(tmp_path, number)
 
 
@@ -119,7 +119,7 @@ def test_what_is_refused_changes_nothing(tmp_path, recipe):
     assert run.end(1) == 1.0 and run.values == (1e-4, 9) and run.ranks.told == [{STEPS: 9}]
     found = answered(tmp_path)
     assert [bool(refused) for _, _, refused in found] == [True] * 5 + [False]
-    assert found[2][2] == "policy.scheduler.kwargs: no such argument" and "is no request" in found[4][2]
+    assert found[2][2] == "policy.scheduler.kwargs: no such argument" and "is not a steering request" in found[4][2]
     assert run.steering.state_dict()[0]["request"] == 6
 
 

@@ -63,7 +63,7 @@ def start(prepared: list[Prepared], recipe: str, given: list[str], progress: boo
     """Submit what `prepared` has returned, as `submit` does. recipe, given: of the requested one, for the manifest."""
     requested = prepared[-1].recipe
     run_dir = Path(requested.run_dir).absolute()
-    if message := run_control.completed(requested, run_dir):
+    if message := run_control.completion_message(requested, run_dir):
         return Run(run_dir, [message])
     run_setup.refuse_live(run_dir)
     command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={recipe}", *given]

@@ -43,15 +43,17 @@ def write(path: Path, run: RunFolder, recorded: list[AttemptTrace], window: Wind
 
 
 def _events(run: RunFolder, recorded: list[AttemptTrace], window: Window) -> Iterator[Event]:
-    yield _named("process_name", RUN, name="run")
+    yield _metadata_event("process_name", RUN, name="run")
     metrics = run.metrics()
-    for each in recorded:
-        yield from _ranks(each.ranks, window)
-        yield from _start_up(each, max(window[0], recorded[0].ranks[0].began), window[1])
-        yield from _steps({step: at for step, at in each.steps.items() if window[0] <= at[0] and at[1] <= window[1]}, metrics)
+    for attempt in recorded:
+        yield from _ranks(attempt.ranks, window)
+        yield from _start_up(attempt, max(window[0], recorded[0].ranks[0].began), window[1])
+        yield from _steps(
+            {step: at for step, at in attempt.steps.items() if window[0] <= at[0] and at[1] <= window[1]}, metrics
+        )
 
 
-def _named(what: str, pid: int, tid: int = 0, **args: Any) -> Event:
+def _metadata_event(what: str, pid: int, tid: int = 0, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
@@ -66,15 +68,15 @@ def _ranks(of: list[RankTrace], window: Window) -> Iterator[Event]:
     engines: dict[int | None, int] = {None: 0}  # engine -> its first rank
     sent: list[Window] = []
     for rank in of:
-        place = (rank.realm, rank.group)
-        if place not in processes:
-            processes[place] = 1 + rank.rank
-            yield _named("process_name", 1 + rank.rank, name=f"{rank.realm}: {rank.group}")
+        group = (rank.realm, rank.group)
+        if group not in processes:
+            processes[group] = 1 + rank.rank
+            yield _metadata_event("process_name", 1 + rank.rank, name=f"{rank.realm}: {rank.group}")
             order = 100_000 * (REALMS.index(rank.realm) + 1) + rank.rank
-            yield _named("process_sort_index", 1 + rank.rank, sort_index=order)
-        pid, tid = processes[place], rank.rank
-        yield _named("thread_name", pid, tid, name=f"rank {tid}")
-        yield _named("thread_sort_index", pid, tid, sort_index=tid)
+            yield _metadata_event("process_sort_index", 1 + rank.rank, sort_index=order)
+        pid, tid = processes[group], rank.rank
+        yield _metadata_event("thread_name", pid, tid, name=f"rank {tid}")
+        yield _metadata_event("thread_sort_index", pid, tid, sort_index=tid)
         first = engines.setdefault(rank.engine, tid) == tid and len(engines) <= MOST_ARROWS + 1
         received: list[Window] = []
         for span in rank.spans(*window):
@@ -83,8 +85,10 @@ def _ranks(of: list[RankTrace], window: Window) -> Iterator[Event]:
                 _extend(sent, span)
             elif span.name[0] == "receive" and first:
                 _extend(received, span)
-        for number, each in enumerate(received):
-            yield from _arrow(f"{of[0].began:.0f}/{tid}/{number}", sent, processes[of[0].realm, of[0].group], each, (pid, tid))
+        for number, window_received in enumerate(received):
+            yield from _arrow(
+                f"{of[0].began:.0f}/{tid}/{number}", sent, processes[of[0].realm, of[0].group], window_received, (pid, tid)
+            )
 
 
 def _extend(times: list[Window], span: Span) -> None:
@@ -96,7 +100,9 @@ def _extend(times: list[Window], span: Span) -> None:
 def _arrow(name: str, sent: list[Window], source: int, received: Window, to: tuple[int, int]) -> Iterator[Event]:
     """Yield both ends of an arrow from the sending that overlaps most with a receiving, if there is one."""
     near = sent[(at := bisect.bisect_left([end for _, end in sent], received[0])) : at + 3]
-    begin, end = max(near, key=lambda each: min(each[1], received[1]) - max(each[0], received[0]), default=(0.0, 0.0))
+    begin, end = max(
+        near, key=lambda candidate: min(candidate[1], received[1]) - max(candidate[0], received[0]), default=(0.0, 0.0)
+    )
     if min(end, received[1]) <= max(begin, received[0]):
         return
     common = {"name": "weights", "cat": "refit", "id": name}
@@ -109,13 +115,13 @@ def _start_up(of: AttemptTrace, begin: float, end: float) -> Iterator[Event]:
     """Yield the stages of a run before its first step."""
     for stage in startup_stages.of_attempt(of.attempt):
         if stage.ended is not None and begin <= stage.began and stage.ended <= end:
-            yield _named("thread_name", RUN, 1, name="start-up")
+            yield _metadata_event("thread_name", RUN, 1, name="start-up")
             yield _slice(stage.name, "start-up", stage.began, stage.ended, 1)
 
 
 def _steps(steps: dict[int, Window], metrics: MetricColumns) -> Iterator[Event]:
     """Yield steps as slices, and idle shares, which are of the whole step, from its beginning on."""
-    yield _named("thread_name", RUN, 0, name="steps")
+    yield _metadata_event("thread_name", RUN, 0, name="steps")
     shares = {key: dict(zip(*column, strict=True)) for key, column in metrics.columns.items() if key.startswith("idle/")}
     for step, (begin, end) in steps.items():
         yield _slice(f"step {step}", "step", begin, end, 0)

@@ -57,10 +57,10 @@ class RankTrace:
         """Yield the spans that overlap with a window in order, cut at its ends."""
         for event in self._events(begin + self.ahead_s):
             if event["ph"] == "X":
-                found = span(event, -self.ahead_s)
-                if found.begin >= end:
+                whole_span = span(event, -self.ahead_s)
+                if whole_span.begin >= end:
                     return
-                if part := found.part(begin, end):
+                if part := whole_span.part(begin, end):
                     yield part
 
     def steps(self) -> dict[int, tuple[float, float]]:
@@ -75,7 +75,7 @@ class RankTrace:
             file.readline(LONGEST)
             _skip(file, 1e6 * after)
             for text in small_files.whole_lines(file, self.path):
-                if (event := _parsed(text)) is not None:
+                if (event := _parse_event(text)) is not None:
                     yield event
 
 
@@ -115,7 +115,7 @@ class _RankEvent(msgspec.Struct, tag_field="ph", tag="M"):
     args: _About
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parse_event(text: bytes) -> dict[str, Any] | None:
     """Return the event of a line after the first; None for a line that is incomplete or damaged."""
     if not text.endswith(b"\n"):
         return None
@@ -138,7 +138,7 @@ def _skip(file: BinaryIO, after: float) -> None:
         middle = (low + high) // 2
         file.seek(middle)
         file.readline()
-        event = _parsed(file.readline())
+        event = _parse_event(file.readline())
         ends = event["ts"] + event.get("dur", 0) if event else float("inf")
         low, high = (middle, high) if ends < after else (low, middle)
     file.seek(max(first, low - BLOCK))  # a step's mark may come before the span that it falls into
@@ -173,7 +173,7 @@ class AttemptTrace:
         return f"clocks of nodes corrected, {measured}; later drift is not corrected"
 
     def window(self, first: int, last: int) -> tuple[float, float]:
-        """Return (begin of step `first`, end of step `last`). Raises RecipeError if the attempt lacks one of them."""
+        """Return (begin of step `first`, end of step `last`). Raises RecipeError if the attempt lacks either step."""
         for number in (first, last):
             if number not in self.steps:
                 known = f"steps {min(self.steps)} to {max(self.steps)}" if self.steps else "no step"
@@ -182,35 +182,38 @@ class AttemptTrace:
         return self.steps[first][0], self.steps[last][1]
 
     def step(self, number: int | None, pixels: int) -> StepSpans:
-        """Return a step, by default the last one that ended; before one did, all there is.
+        """Return the spans of a step: by default the last step that ended, or everything before the end of the first step.
 
         Spans too short to be seen on so many pixels are merged. Raises RecipeError if the attempt did not make that step.
         """
         if number is None and not self.steps:
             begin = self.ranks[0].began
-            end = max((each.end for each in self.ranks[0].spans()), default=begin + 1e-3)
+            end = max((span.end for span in self.ranks[0].spans()), default=begin + 1e-3)
         else:
             number = max(self.steps) if number is None else number
             begin, end = self.window(number, number)
         resolution = (end - begin) / pixels
-        rows = [(rank, list(_merged(rank.spans(begin, end), resolution))) for rank in self.ranks]
+        rows = [(rank, list(_merge_short_spans(rank.spans(begin, end), resolution))) for rank in self.ranks]
         return StepSpans(number, begin, end, rows)
 
 
 def attempt_traces(attempts: Iterable[AttemptFolder]) -> list[AttemptTrace]:
     """Return the attempts that have a timeline. Raises RecipeError for a file that is none."""
-    return [AttemptTrace(attempt, found) for attempt in attempts if (found := _ranks(attempt))]
+    return [AttemptTrace(attempt, ranks) for attempt in attempts if (ranks := _ranks(attempt))]
 
 
-def trace_with_step(found: list[AttemptTrace], number: int | None) -> AttemptTrace:
-    """Return the latest that made a step, or any step; if none did, the latest. found: oldest first, at least one."""
-    ended = [each for each in found if each.steps and number in (None, *each.steps)]
-    return (ended or found)[-1]
+def trace_with_step(traces: list[AttemptTrace], number: int | None) -> AttemptTrace:
+    """Return the latest attempt that made step `number` (None: any step), else the latest.
+
+    traces: oldest first, at least one.
+    """
+    ended = [trace for trace in traces if trace.steps and number in (None, *trace.steps)]
+    return (ended or traces)[-1]
 
 
 def _ranks(attempt: AttemptFolder) -> list[RankTrace]:
     clocks = _clocks(attempt)
-    found = []
+    traces = []
     for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
         with user_files.open_file(path) as file:
             first = file.readline(LONGEST)
@@ -218,8 +221,8 @@ def _ranks(attempt: AttemptFolder) -> list[RankTrace]:
             continue  # it has just begun, or is an older version's
         about = small_files.parsed(_event_of(first), _RankEvent, path).args
         ahead, error = clocks.get(about.node, (0.0, None))
-        found.append(RankTrace(path, about.rank, about.realm, about.engine, about.node, about.began - ahead, ahead, error))
-    return sorted(found, key=lambda each: each.rank)
+        traces.append(RankTrace(path, about.rank, about.realm, about.engine, about.node, about.began - ahead, ahead, error))
+    return sorted(traces, key=lambda trace: trace.rank)
 
 
 def _clocks(attempt: AttemptFolder) -> dict[str, tuple[float, float | None]]:
@@ -230,10 +233,10 @@ def _clocks(attempt: AttemptFolder) -> dict[str, tuple[float, float | None]]:
     return {name: (node.get("clock_skew_s") or 0.0, node.get("clock_error_s")) for name, node in nodes.items()}
 
 
-def _merged(spans: Iterator[Span], resolution: float) -> Iterator[Span]:
+def _merge_short_spans(spans: Iterator[Span], resolution: float) -> Iterator[Span]:
     merger = Merger(resolution)
-    for each in spans:
-        yield from merger.take(each)
+    for spent in spans:
+        yield from merger.take(spent)
     yield from merger.rest()
 
 
@@ -258,8 +261,8 @@ class StepSpans:
         """Return the categories that took more than a thousandth of the time, in the order of CATEGORIES."""
         seconds: Counter[str] = Counter()
         for _, spans in self.rows:
-            for each in spans:
-                seconds.update(each.categories)
+            for spent in spans:
+                seconds.update(spent.categories)
         return [key for key in CATEGORIES if seconds[key] > seconds.total() / 1000]
 
     def realms(self) -> dict[str, list[tuple[RankTrace, list[Span]]]]:
@@ -270,6 +273,6 @@ class StepSpans:
 
 def idle_share(rows: list[tuple[RankTrace, list[Span]]]) -> float:
     """Return the share of all seconds that ranks waited."""
-    seconds = [(sum(each.categories.get(key, 0.0) for key in WAITING), each.seconds) for _, spans in rows for each in spans]
+    seconds = [(sum(span.categories.get(key, 0.0) for key in WAITING), span.seconds) for _, spans in rows for span in spans]
     lived = sum(whole for _, whole in seconds)
     return sum(waited for waited, _ in seconds) / lived if lived else 0.0

@@ -92,11 +92,11 @@ def _names(rows: list[Row]) -> Iterator[tuple[str, float]]:
 
 
 def _bars(step: StepSpans, spans: list[Span], y: float, height: float, scale: float) -> Iterator[Html]:
-    for each in spans:
-        x = LEFT + scale * (each.begin - step.begin)
-        gap, said = (1, tag("title", _tooltip(step, each))) if height == ROW else (0, None)
-        place = {"x": f"{x:.1f}", "y": y + gap, "height": height - 2 * gap, "width": f"{max(0.2, scale * each.seconds):.1f}"}
-        yield tag("rect", said, **place, class_=f"is-{each.category}")
+    for span in spans:
+        x = LEFT + scale * (span.begin - step.begin)
+        gap, said = (1, tag("title", _tooltip(step, span))) if height == ROW else (0, None)
+        position = {"x": f"{x:.1f}", "y": y + gap, "height": height - 2 * gap, "width": f"{max(0.2, scale * span.seconds):.1f}"}
+        yield tag("rect", said, **position, class_=f"is-{span.category}")
 
 
 def _tooltip(step: StepSpans, span: Span) -> Html:
@@ -113,7 +113,7 @@ def axis(length: float, y: float, scale: float) -> Iterator[Html]:
     """Yield an axis of `length` seconds. scale: pixels per second."""
     unit, per_unit = ("s", 1.0) if length >= 0.5 else ("ms", 1e3)
     power = 10 ** math.floor(math.log10(length / 8))
-    every = next(power * each for each in (1, 2, 5, 10) if power * each >= length / 8)
+    every = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= length / 8)
     yield tag("line", x1=LEFT, x2=f"{LEFT + scale * length:.1f}", y1=y, y2=y, class_="axis")
     for i in range(int(length / every + 1e-9) + 1):
         x = f"{LEFT + scale * i * every:.1f}"

@@ -68,7 +68,7 @@ class CheckpointFollower:
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            with folder_lock.held(self.folder, "run", LOCK_WAIT_S):
+            with folder_lock.hold_lock(self.folder, "run", LOCK_WAIT_S):
                 follower_process.write_record(self.folder, self.request, self.failed)
                 self._adopt()
                 while self._step():

@@ -75,8 +75,8 @@ def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
     for component in components.values():
         if not isinstance(component, ColocatedComponent):
             part, first_node, next_node = part + 1, next_node, next_node + component.nodes
-        place = f"--het-group={part}" if het else f"--relative={first_node}"
-        options = [place, slurm.overlap(components), f"--immediate={BUSY_S}", f'--job-name="{name}"']
+        nodes = f"--het-group={part}" if het else f"--relative={first_node}"
+        options = [nodes, slurm.overlap(components), f"--immediate={BUSY_S}", f'--job-name="{name}"']
         places.append(" ".join(filter(None, options)))
     return places
 

@@ -26,8 +26,8 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     A component's own values override the shared ones. A backend's variables are set before Python starts, because some are
     read on import.
     """
-    own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
-    trainers = cuda_variables.for_train_ranks(recipe) | own if trains(recipe) else own
+    backend_variables = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
+    trainers = cuda_variables.for_train_ranks(recipe) | backend_variables if trains(recipe) else backend_variables
     engines = cuda_variables.for_generate_ranks(recipe) | recipe.policy.generation.vllm_cfg.env_vars
     variables = {"train": trainers, "generate": engines, "reward": trainers}
     options = recipe.cluster.sbatch_options

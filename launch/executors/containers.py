@@ -35,16 +35,16 @@ def options(component: ComponentConfig) -> list[str]:
     """Return the container options for srun; [] without an image."""
     if component.container_image is None:
         return []
-    given = [f"--container-image={component.container_image}"]
+    arguments = [f"--container-image={component.container_image}"]
     if component.container_mounts:
-        given.append(f"--container-mounts={','.join(component.container_mounts)}")
+        arguments.append(f"--container-mounts={','.join(component.container_mounts)}")
     if component.container_workdir:
-        given.append(f"--container-workdir={component.container_workdir}")
+        arguments.append(f"--container-workdir={component.container_workdir}")
     if component.container_env:
-        given.append(f"--container-env={','.join(component.container_env)}")
+        arguments.append(f"--container-env={','.join(component.container_env)}")
     if component.container_writable is not None:
-        given.append("--container-writable" if component.container_writable else "--container-readonly")
-    return given
+        arguments.append("--container-writable" if component.container_writable else "--container-readonly")
+    return arguments
 
 
 def task_exports(component: ComponentConfig) -> list[str]:

@@ -43,7 +43,7 @@ def _relies_on_the_order_of_kernels(recipe: Recipe) -> bool:
     """
     megatron = recipe.policy.megatron_cfg
     cuts = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1
-    older = hardware.described(recipe.cluster.train.gpu, "compute_capability") < hardware.BLACKWELL
+    older = hardware.gpu_value(recipe.cluster.train.gpu, "compute_capability") < hardware.BLACKWELL
     return uses_megatron(recipe.policy) and cuts and older
 
 

@@ -38,7 +38,7 @@ def possible(environments: list[dict[str, str]]) -> bool:
     return not has_gpus and all(name.startswith("HETSTEP_") for name in differing)
 
 
-def imported() -> bool:
+def import_shared() -> bool:
     """Import what the ranks share, and return whether that succeeded. If not, each rank imports it and logs the error."""
     try:
         importlib.import_module(PRELOADED)
@@ -49,7 +49,7 @@ def imported() -> bool:
 
 
 def start(main: Callable[[], None], environment: dict[str, str], log: BinaryIO, prepare: Callable[[], None]) -> int:
-    """Fork a process that calls `prepare()` and then `main()`, and return its id. Call `imported()` first.
+    """Fork a process that calls `prepare()` and then `main()`, and return its id. Call `import_shared()` first.
 
     The process adds `environment` to this process's variables, writes its output to `log`, has an empty stdin, leads its own
     process group, and has Python's default signal handlers, as after an exec. A generate rank first forks the process of its

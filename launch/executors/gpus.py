@@ -47,7 +47,7 @@ def usable() -> tuple[list[str], str]:
     return _visible_devices(visible, there), f"{source or 'an unknown driver'} and CUDA_VISIBLE_DEVICES={visible}"
 
 
-def assigned(requested: int, keys: Sequence[str]) -> list[str]:
+def assign(requested: int, keys: Sequence[str]) -> list[str]:
     """Return the first `requested` GPUs that our processes may use, as CUDA_VISIBLE_DEVICES names them.
 
     keys: the recipe's keys that request GPUs. Raises RecipeError, which names them, if this machine has fewer.

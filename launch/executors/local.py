@@ -68,8 +68,8 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
     """Return the variables to add to each rank's environment, in rank order. Raises RecipeError for too few GPUs."""
     world_size = sum(ranks(component) for component in components.values())
     owners = [component for component in components.values() if not shares_gpus(component)]
-    keys = [f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node]
-    devices = gpus.assigned(sum(component.nodes * component.gpus_per_node for component in owners), keys)
+    keys = [f"cluster.{name}.gpus_per_node" for name, component in components.items() if component.gpus_per_node]
+    devices = gpus.assign(sum(component.nodes * component.gpus_per_node for component in owners), keys)
     threads = max(1, len(os.sched_getaffinity(0)) // sum(map(ranks, hosts(components).values())))
     environments, first_gpu, next_gpu = [], 0, 0
     for name, component in components.items():
@@ -229,7 +229,7 @@ class Controller:
         for process in self.processes:  # Popen does not know that `_reap_one` or `_kill_all` has reaped it
             process.returncode = 0
         self.processes.clear()
-        self.fork = self.fork and forks.imported()
+        self.fork = self.fork and forks.import_shared()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what is raised inside a fork is lost; `_begin` unblocks them
         for rank, environment in enumerate(self.environments):
             with open(logs / f"rank{rank:05d}.log", "ab") as log:
@@ -280,8 +280,8 @@ class Controller:
         """Return the kernel's record of a kill for memory, and the last warning about it, as the end of a message."""
         node = self.environments[rank]["HETSTEP_NODE"]
         warning = last_warning(self.run_dir / "attempts" / self.attempt, MEMORY_CHECKS, node)
-        told = f"the last warning about memory, after step {warning['step']}: {warning['message']}" if warning else ""
-        return "".join(f": {each}" for each in (self.kills.record(), told) if each)
+        warned = f"the last warning about memory, after step {warning['step']}: {warning['message']}" if warning else ""
+        return "".join(f": {text}" for text in (self.kills.record(), warned) if text)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.environments[rank]['HETSTEP_COMPONENT']})"
@@ -293,14 +293,14 @@ class Controller:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number)  # the group exists, because its leader is not reaped yet
             deadline = time.monotonic() + GRACE_S
-            while any(not _ended(pid) for pid in self.rank_of) and time.monotonic() < deadline:
+            while any(not _has_ended(pid) for pid in self.rank_of) and time.monotonic() < deadline:
                 time.sleep(0.02)
-        for pid in [pid for pid in self.rank_of if _ended(pid)]:
+        for pid in [pid for pid in self.rank_of if _has_ended(pid)]:
             os.waitpid(pid, 0)
             del self.rank_of[pid]
 
 
-def _ended(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
@@ -419,9 +419,9 @@ class HetLocalExecutor(local.LocalExecutor):
             "fork": self.fork,
         }
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        own = forks.common(self.environments) if self.fork else {}
+        shared = forks.common(self.environments) if self.fork else {}
         small_files.write(self.folder / "plan.json", plan)
-        environment = {**os.environ, **own, "PYTHONPATH": path}
+        environment = {**os.environ, **shared, "PYTHONPATH": path}
         process = start_controller(self.run_dir, environment, self.folder / "controller.log")
         tasks = range(self._num_tasks())
         return HetLocalJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))

@@ -47,30 +47,30 @@ class NodeShare:
 
 def shares(components: dict[str, ComponentConfig]) -> dict[str, NodeShare]:
     """Return each component's part of its nodes, by component."""
-    found: dict[str, NodeShare] = {}
+    shares_of: dict[str, NodeShare] = {}
     for names in groups(components):
         host, first, following = _total_need([components[name] for name in names]), 0, 0
         for name in names:
             component = components[name]
             if not shares_gpus(component):
                 first, following = following, following + component.gpus_per_node
-            found[name] = NodeShare(component, host, first, len(names) == 1)
-    return found
+            shares_of[name] = NodeShare(component, host, first, len(names) == 1)
+    return shares_of
 
 
 def groups(components: dict[str, ComponentConfig]) -> list[list[str]]:
     """Return the names of the components on each set of nodes."""
-    found: list[list[str]] = []
+    names_of: list[list[str]] = []
     for name, component in components.items():
         if isinstance(component, ColocatedComponent):
-            found[-1].append(name)
+            names_of[-1].append(name)
         else:
-            found.append([name])
-    return found
+            names_of.append([name])
+    return names_of
 
 
 def hosts(components: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
-    """Return the components to request from Slurm: those with nodes of their own, each with the total need on its nodes."""
+    """Return the components with nodes of their own, which Slurm allocates, each with the total need on its nodes."""
     return {names[0]: _total_need([components[name] for name in names]) for names in groups(components)}
 
 
@@ -80,13 +80,13 @@ def _total_need(components: list[ComponentConfig]) -> ComponentConfig:
     if not others:
         return host
     total = max if shares_gpus(others[0]) else sum
-    count = total([ranks_per_node(each) for each in components])
-    cpus = total([ranks_per_node(each) * (each.cpus_per_task or 1) for each in components])
+    count = total([ranks_per_node(component) for component in components])
+    cpus = total([ranks_per_node(component) * (component.cpus_per_task or 1) for component in components])
     return replace(
         host,
         ranks_per_node=count,
-        gpus_per_node=total([each.gpus_per_node for each in components]),
-        cpus_per_task=-(-cpus // count) if any(each.cpus_per_task for each in components) else None,
+        gpus_per_node=total([component.gpus_per_node for component in components]),
+        cpus_per_task=-(-cpus // count) if any(component.cpus_per_task for component in components) else None,
     )
 
 
@@ -115,9 +115,9 @@ def allocation_options(host: ComponentConfig) -> list[str]:
         "mem": memory(host),
         **{key: getattr(host, key) for key in NODE_KEYS},
     }
-    given = [f"--{key}={value}" for key, value in values.items() if value is not None]
-    given += [f"--{key}" if value is None else f"--{key}={value}" for key, value in host.sbatch_options.items()]
-    return [*given, "--exclusive"] if takes_whole_nodes(host) else given
+    options = [f"--{key}={value}" for key, value in values.items() if value is not None]
+    options += [f"--{key}" if value is None else f"--{key}={value}" for key, value in host.sbatch_options.items()]
+    return [*options, "--exclusive"] if takes_whole_nodes(host) else options
 
 
 def step_options(share: NodeShare) -> list[str]:

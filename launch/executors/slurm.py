@@ -93,14 +93,14 @@ def attempt_text(
     attempt: str = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
     places: list[str] | None = None,
 ) -> str:
-    """Return bash functions: `start`, which starts all ranks in the current allocation; those of batch.sh; and `verdict`.
+    """Return bash functions: `start`, which starts all ranks in the current allocation; the functions of batch.sh; `verdict`.
 
     job_id, attempt: for bash, inside double quotes. places: options of each component's srun that select its nodes.
     """
     steps, first = [], 0
     places = places or _places(components)
-    for (name, share), place in zip(nodes.shares(components).items(), places, strict=True):
-        steps += _step(name, share, first, place, run_dir)
+    for (name, share), node_options in zip(nodes.shares(components).items(), places, strict=True):
+        steps += _step(name, share, first, node_options, run_dir)
         first += ranks(share.component)
     requeue = cluster.requeue
     lines = [
@@ -145,7 +145,7 @@ def directives(*options: str) -> list[str]:
     return [f'#SBATCH "{option}"' if " " in option else f"#SBATCH {option}" for option in escaped]
 
 
-def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Path) -> list[str]:
+def _step(name: str, share: NodeShare, first_rank: int, node_options: str, run_dir: Path) -> list[str]:
     """Return lines of bash that start a background srun and add it to `steps`.
 
     The task redirects its own output, because srun's %t is not the global rank. Ranks use no MPI, and MpiDefault=pmix fails in
@@ -166,7 +166,7 @@ def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Pat
         f"exec {shlex.join(command)}",
     ]
     options = [*nodes.step_options(share), *containers.options(component), *component.srun_args]
-    srun = f"{slurm_environment.unset_for_steps()} srun {place} --mpi=none --kill-on-bad-exit=1 {shlex.join(options)}"
+    srun = f"{slurm_environment.unset_for_steps()} srun {node_options} --mpi=none --kill-on-bad-exit=1 {shlex.join(options)}"
     srun += f" bash -c {shlex.quote('; '.join(task))}"
     return [f'{srun} >"$attempt/srun-{name}.out" 2>&1 &', f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
 
@@ -186,7 +186,7 @@ class HetWatcher(slurm.SlurmInfoWatcher):
         for job_id in self._registered - self._finished:
             self._num_calls += 1
             try:
-                part = slurm_client.merged(slurm_client.job_components(job_id) or [JobComponent(job_id, GONE)])
+                part = slurm_client.merge_components(slurm_client.job_components(job_id) or [JobComponent(job_id, GONE)])
                 named = {"JobID": part.job_id, "State": part.state, "NodeList": part.nodes, "Reason": part.reason}
                 self._info_dict[job_id] = named
             except SlurmError as error:  # keep the last known state
@@ -202,7 +202,7 @@ class HetWatcher(slurm.SlurmInfoWatcher):
 
 
 def job_status(part: JobComponent) -> JobStatus:
-    """Return the status of a job whose components `slurm_client.merged` has merged."""
+    """Return the status of a job whose components `slurm_client.merge_components` has merged."""
     return JobStatus(part.state, part.reason, ended=part.state in {*TERMINAL, GONE})
 
 

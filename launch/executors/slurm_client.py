@@ -211,7 +211,7 @@ def _in_order(parts: Iterator[JobComponent]) -> list[JobComponent]:
     return sorted(parts, key=lambda part: (part.job_id, part.offset))
 
 
-def merged(parts: Sequence[JobComponent]) -> JobComponent:
+def merge_components(parts: Sequence[JobComponent]) -> JobComponent:
     """Merge the components of a job: the leader's state, but no terminal state before every component has one."""
     leader = replace(parts[0], nodes=",".join(part.nodes for part in parts if part.nodes))
     if leader.state in TERMINAL and not all(part.state in TERMINAL for part in parts):

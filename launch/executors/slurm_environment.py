@@ -92,7 +92,7 @@ def variable(option: str) -> str:
     return f"SBATCH_{option.upper()}"
 
 
-def wished(host: ComponentConfig) -> dict[str, str]:
+def chosen_wishes(host: ComponentConfig) -> dict[str, str]:
     """Return the options of `wishes` that a component takes, because its recipe does not set them."""
     return {
         name: value for name, value in wishes().items() if not getattr(host, name, None) and name not in host.sbatch_options
@@ -100,24 +100,26 @@ def wished(host: ComponentConfig) -> dict[str, str]:
 
 
 def with_wishes(host: ComponentConfig) -> ComponentConfig:
-    """Return a component with the options of `wished` as its own."""
-    taken, keys = wished(host), {field.name for field in fields(host)}
-    own = {name: value for name, value in taken.items() if name in keys}
-    return replace(host, **own, sbatch_options={**host.sbatch_options, **{k: v for k, v in taken.items() if k not in keys}})
+    """Return a component with the options of `chosen_wishes` as its own."""
+    taken, keys = chosen_wishes(host), {field.name for field in fields(host)}
+    attributes = {name: value for name, value in taken.items() if name in keys}
+    return replace(
+        host, **attributes, sbatch_options={**host.sbatch_options, **{k: v for k, v in taken.items() if k not in keys}}
+    )
 
 
 def notes(hosts: dict[str, ComponentConfig]) -> Iterator[str]:
     """Yield what the variables of the environment do to a job. hosts: the components with nodes of their own."""
     for name, value in wishes().items():
-        takers = [f"cluster.{component}" for component, host in hosts.items() if name in wished(host)]
+        takers = [f"cluster.{component}" for component, host in hosts.items() if name in chosen_wishes(host)]
         what = f"{variable(name)}={value} of the environment"
         yield f"{what}: used for {' and '.join(takers)}" if takers else f"{what}: not used, because the recipe sets {name}"
     known = {variable(name) for name in WISHES}
     for name in _of_sbatch():
         if name not in known:
             yield f"{name}={os.environ[name]} of the environment: not used, because {_instead(name)}"
-    if "SLURM_JOB_ID" not in os.environ and (found := [name for name in STEP_VARIABLES if name in os.environ]):
-        yield f"{', '.join(found)} of the environment: not used, because the recipe decides about the job's steps"
+    if "SLURM_JOB_ID" not in os.environ and (step_variables := [name for name in STEP_VARIABLES if name in os.environ]):
+        yield f"{', '.join(step_variables)} of the environment: not used, because the recipe decides about the job's steps"
 
 
 def _instead(name: str) -> str:

@@ -99,10 +99,10 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
         "details": _plain(details),
     }
     try:
-        with _locked(folder) as (log, head):
+        with _lock_files(folder) as (log, head):
             return _append(folder, log, head, entry)
     except OSError as error:
-        raise _refused(folder, "unwritable", f"which cannot be written: {error.strerror}", "free space there") from error
+        raise _refusal(folder, "unwritable", f"which cannot be written: {error.strerror}", "free space there") from error
 
 
 def environment() -> dict[str, str]:
@@ -123,33 +123,33 @@ def _requested_by() -> str | None:
 def folder_of(run_dir: Path) -> Path | None:
     """Return the folder of the log of a run, by the recipe in its folder; None if `cluster.audit` is `none`."""
     try:
-        given = small_files.read_yaml(run_dir / "recipe.yaml")["cluster"]["audit"]
+        value = small_files.read_yaml(run_dir / "recipe.yaml")["cluster"]["audit"]
     except (OSError, RecipeError, KeyError, TypeError):  # a run of an earlier version, or no run
-        given = AUDIT_AUTO
-    return folder_for(given, run_dir)
+        value = AUDIT_AUTO
+    return folder_for(value, run_dir)
 
 
-def folder_for(given: str, run_dir: Path) -> Path | None:
-    """Return the folder of the log for a run folder. given: the value of `cluster.audit`.
+def folder_for(setting: str, run_dir: Path) -> Path | None:
+    """Return the folder of the log for a run folder. setting: the value of `cluster.audit`.
 
     For `auto` it is the highest folder above the run that is named `runs`, else the folder that holds the run's; of these the
     first that has a log or that this user may write, else the run's own. A run inside another run's folder, such as an
     evaluation, has that run's log.
     """
-    if given == AUDIT_NONE:
+    if setting == AUDIT_NONE:
         return None
-    if given != AUDIT_AUTO:
-        return Path(given).absolute()
+    if setting != AUDIT_AUTO:
+        return Path(setting).absolute()
     run_dir = run_dir.absolute()
-    above = [each for each in list(run_dir.parents)[:DEPTH] if os.path.isfile(each / "recipe.yaml")]
+    above = [folder for folder in list(run_dir.parents)[:DEPTH] if os.path.isfile(folder / "recipe.yaml")]
     top = above[-1] if above else run_dir
-    named = [each for each in reversed(top.parents) if each.name == RUNS]
-    return next((each for each in (*named, top.parent) if os.path.exists(each / LOG) or _writable(each)), top)
+    named = [folder for folder in reversed(top.parents) if folder.name == RUNS]
+    return next((folder for folder in (*named, top.parent) if os.path.exists(folder / LOG) or _can_write(folder)), top)
 
 
-def _writable(folder: Path) -> bool:
+def _can_write(folder: Path) -> bool:
     """Return whether this user may write a folder, or make it."""
-    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     return os.access(existing, os.W_OK | os.X_OK)
 
 
@@ -175,7 +175,7 @@ def hash_of(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(as_line({key: value for key, value in entry.items() if key != "hash"}).encode()).hexdigest()
 
 
-def sealed(entry: Mapping[str, Any], number: int, previous: str) -> dict[str, Any]:
+def seal(entry: Mapping[str, Any], number: int, previous: str) -> dict[str, Any]:
     """Return an entry with its number, the hash of the line before it, and its own."""
     entry = {**entry, "number": number, "previous": previous}
     return {**entry, "hash": hash_of(entry)}
@@ -192,16 +192,16 @@ class Head:
     @classmethod
     def parse(cls, text: str) -> Head:
         """Return the head of the file's text. A last line without its end does not count. Raises ValueError."""
-        found = cls()
+        head = cls()
         for line in text.split("\n")[:-1]:
-            word, number, own = line.split(" ")
+            word, number, line_hash = line.split(" ")
             if word == "end":
-                found = cls(int(number), own)
+                head = cls(int(number), line_hash)
             elif word == "begin":
-                found = cls(found.number, found.hash, (int(number), own))
+                head = cls(head.number, head.hash, (int(number), line_hash))
             else:
                 raise ValueError(f"got {word}; expected begin or end")
-        return found
+        return head
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ class Head:
 
 def _append(folder: Path, log: int, head: int, entry: dict[str, Any]) -> Receipt:
     """Append an entry to the log, and return its receipt. log, head: descriptors of the two files, locked."""
-    number, previous = _recovered(folder, log, head)
-    entry = sealed(entry, number + 1, previous)
-    place = f"{entry['number']} {entry['hash']}\n"
-    _write(head, f"begin {place}")
+    number, previous = _recover(folder, log, head)
+    entry = seal(entry, number + 1, previous)
+    position = f"{entry['number']} {entry['hash']}\n"
+    _write(head, f"begin {position}")
     _write(log, as_line(entry) + "\n")
-    _write(head, f"end {place}")
+    _write(head, f"end {position}")
     return Receipt(str(folder), entry["number"], entry["hash"])
 
 
@@ -232,33 +232,33 @@ def _write(descriptor: int, text: str) -> None:
         raise
 
 
-def _recovered(folder: Path, log: int, head: int) -> tuple[int, str]:
+def _recover(folder: Path, log: int, head: int) -> tuple[int, str]:
     """Return (number, hash) of the last line, after completing or removing one whose writer was killed.
 
     Raises RecipeError if the log does not end as its head says.
     """
     _cut(head)
     size = os.fstat(head).st_size
-    said = os.pread(head, HEAD_BYTES, max(0, size - HEAD_BYTES)).decode(errors="replace")
-    said = said if size <= HEAD_BYTES else said.partition("\n")[2]
+    head_text = os.pread(head, HEAD_BYTES, max(0, size - HEAD_BYTES)).decode(errors="replace")
+    head_text = head_text if size <= HEAD_BYTES else head_text.partition("\n")[2]
     last = _last_line(log)
     try:
-        found = Head.parse(said)
+        head_state = Head.parse(head_text)
         entry = json.loads(last) if last else {"number": 0, "hash": FIRST}
         is_whole = not last or (hash_of(entry) == entry["hash"] and as_line(entry) == last)
         at = (int(entry["number"]), str(entry["hash"])) if is_whole else NOWHERE
     except (ValueError, KeyError, TypeError, RecursionError):
-        found, at = Head(), NOWHERE
-    if found.begun is not None and at == found.begun:
+        head_state, at = Head(), NOWHERE
+    if head_state.begun is not None and at == head_state.begun:
         _cut(log)
         _write(head, f"end {at[0]} {at[1]}\n")
         return at
-    if found.begun is not None and at == (found.number, found.hash):
+    if head_state.begun is not None and at == (head_state.number, head_state.hash):
         _cut(log)
-    if at != (found.number, found.hash) or not _ends_whole(log):
+    if at != (head_state.number, head_state.hash) or not _ends_whole(log):
         why = f"which does not end as {HEAD} says"
         remedy = f"`python launch/audit.py verify root={folder}`; then keep both files elsewhere, and a new log begins"
-        raise _refused(folder, "tampered", why, remedy)
+        raise _refusal(folder, "tampered", why, remedy)
     return at
 
 
@@ -270,8 +270,8 @@ def _ends_whole(descriptor: int) -> bool:
 def _cut(descriptor: int) -> None:
     """Remove a last line without its end, which a killed writer has left."""
     if not _ends_whole(descriptor):
-        kept, _ = _tail(descriptor)
-        os.ftruncate(descriptor, kept)
+        length, _ = _tail(descriptor)
+        os.ftruncate(descriptor, length)
 
 
 def _last_line(descriptor: int) -> str:
@@ -289,29 +289,29 @@ def _tail(descriptor: int, before: int | None = None, block: int = 1 << 14) -> t
     at = end
     while at > 0:
         begin = max(0, at - block)
-        if (found := os.pread(descriptor, at - begin, begin).rfind(b"\n")) >= 0:
-            return begin + found + 1, end
+        if (newline := os.pread(descriptor, at - begin, begin).rfind(b"\n")) >= 0:
+            return begin + newline + 1, end
         at = begin
     return 0, end
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[tuple[int, int]]:
+def _lock_files(folder: Path) -> Iterator[tuple[int, int]]:
     """Yield the descriptors of the log and its head, created if necessary and locked against other writers."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     try:
-        with shared_files.locked(folder / LOG, WAIT_S) as log:
-            head = shared_files.opened(folder / HEAD)
+        with shared_files.lock_file(folder / LOG, WAIT_S) as log:
+            head = shared_files.open_shared(folder / HEAD)
             try:
                 yield log, head
             finally:
                 os.close(head)
     except Unusable as error:
-        raise _refused(folder, error.code, error.why, f"{error.remedy}, {KEY}=FOLDER with another one") from error
+        raise _refusal(folder, error.code, error.why, f"{error.remedy}, {KEY}=FOLDER with another one") from error
 
 
-def _refused(folder: Path, code: str, why: str, remedy: str) -> RecipeError:
+def _refusal(folder: Path, code: str, why: str, remedy: str) -> RecipeError:
     expected = "expected an audit log to append to, because every action is recorded before it is done"
     return RecipeError(Problem(KEY, code, f"got {folder / LOG}, {why}; {expected}. Try {remedy}, or {KEY}={AUDIT_NONE}"))
 

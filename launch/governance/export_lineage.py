@@ -75,7 +75,7 @@ def _add_line(path: Path, line: bytes) -> None:
     """Append a line to a file that other exports append to at the same time. Removes a part of a line that a kill left."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        with shared_files.locked(path, LOCK_S):
+        with shared_files.lock_file(path, LOCK_S):
             append(path, path.read_bytes().rfind(b"\n") + 1, line)
     except Unusable as error:
         why = f"got {path}, {error.why}; expected a file to add the export to. Try {error.remedy}"

@@ -34,14 +34,14 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
     """
     input_records.begin(run_dir)
     before = input_records.read_inputs(run_dir).get("inputs", [])
-    found = [each for each in of_recipe(recipe) if each not in before]
+    added = [entry for entry in of_recipe(recipe) if entry not in before]
     audit = extras.find("audit")
     folder = (audit.folder_for(recipe.cluster.audit, run_dir) if audit else None) or run_dir.parent
     cache = folder / f".hashes-{os.geteuid()}.jsonl"
-    small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *found]})
+    small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *added]})
     earlier = {state.path: state for entry in before for state in input_records.files_of(entry)}
     hashes = dict(input_records.read_hashes(run_dir / FOLDER / input_records.HASHES))
-    now = [state for entry in found for state in input_records.files_of(entry)]
+    now = [state for entry in added for state in input_records.files_of(entry)]
     changed = [(earlier[state.path], state) for state in now if earlier.get(state.path, state) != state]
     return [input_records.rewritten(old, new, hashes.get(old, "")) for old, new in changed]
 
@@ -102,8 +102,10 @@ def _entry(
 ) -> dict[str, Any]:
     """Return an entry. A file that is not here yet, such as the model of a run that comes first, is looked for in the job."""
     is_path = name is not None and os.path.isabs(name)
-    given = path if path is not None and (is_path or path.exists()) else Path(name) if name is not None and is_path else None
-    entry = {"key": key, "role": role, "name": name, "path": given and str(given), "origin": None, "files": []}
+    local_path = (
+        path if path is not None and (is_path or path.exists()) else Path(name) if name is not None and is_path else None
+    )
+    entry = {"key": key, "role": role, "name": name, "path": local_path and str(local_path), "origin": None, "files": []}
     return input_records.found(entry | ({"arguments": arguments} if arguments else {}))
 
 

@@ -49,7 +49,7 @@ def _lineage(run: RunFolder, step: int) -> Iterator[str]:
     steps = f"{step} of {run.max_steps}" if run.max_steps else str(step)
     commit = f"{git['commit']}{', with changes' if git['dirty'] else ''}" if git else ""
     facts = {
-        "base model": "random weights, of the shape of " * bool(run.value("policy.random_init")) + _shown(run.model),
+        "base model": "random weights, of the shape of " * bool(run.value("policy.random_init")) + _short_name(run.model),
         "algorithm": run.algorithm,
         "recipe": run.name,
         "steps": steps,
@@ -73,7 +73,7 @@ def _teachers(run: RunFolder) -> Iterator[str]:
     """Yield the names of the models that taught a distilled one."""
     if run.algorithm == "distillation" or (run.algorithm == "grpo" and run.value("grpo.adv_estimator.name") == "opd"):
         sections = run.value("on_policy_distillation.teachers", {}).values() or [run.value("teacher", {})]
-        yield from dict.fromkeys(_shown(str(section.get("model_name") or "")) for section in sections)
+        yield from dict.fromkeys(_short_name(str(section.get("model_name") or "")) for section in sections)
 
 
 def _data(run: RunFolder) -> dict[str, Mapping[str, Any]]:
@@ -86,7 +86,13 @@ def _data(run: RunFolder) -> dict[str, Mapping[str, Any]]:
 def _dataset(name: str, each: Mapping[str, Any]) -> tuple[str, ...]:
     source = each.get("dataset_name") or each.get("data_path")
     count = each.get("max_samples")
-    return name, _shown(str(source)), each.get("subset") or "", each.get("split") or "", f"{count} drawn" if count else "all"
+    return (
+        name,
+        _short_name(str(source)),
+        each.get("subset") or "",
+        each.get("split") or "",
+        f"{count} drawn" if count else "all",
+    )
 
 
 def _scores(scored: Sequence[EvaluationFolder]) -> Iterator[str]:
@@ -136,15 +142,15 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_paths(inner) for inner in value]
-    return _shown(value) if isinstance(value, str) else value
+    return _short_name(value) if isinstance(value, str) else value
 
 
 def _is_hub_name(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
-def _shown(name: str) -> str:
-    """Return a name without the folders of a local path; of a run's checkpoint also the run's name."""
+def _short_name(name: str) -> str:
+    """Shorten runs/math/checkpoints/step_20 to math/checkpoints/step_20, other local paths to their last part."""
     path = Path(name)
     if not (path.is_absolute() or name.startswith(("~", ".")) or path.exists()):
         return name

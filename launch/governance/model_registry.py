@@ -160,7 +160,7 @@ class Registry:
     def _locked(self) -> Iterator[None]:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with shared_files.locked(self.folder / ".lock", LOCK_S):
+            with shared_files.lock_file(self.folder / ".lock", LOCK_S):
                 yield
         except Unusable as error:
             why = f"got {self.folder}, {error.why}; expected a folder to write. Try {error.remedy}, or another registry"

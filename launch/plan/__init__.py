@@ -20,6 +20,6 @@ A plan reads only the models' config.json: no weights, no torch. Every figure is
 shares of peak rates that programs reach. Other assumptions are next to the code that uses them, each with its source.
 
 The time model covers keys that make a run faster: matrix products in `train_time.Job.rate`, passes over a model in
-`train_time.forward_pass` and `update`, copies of weights from host memory in `train_time._swapped` and `_fetched`, refits
+`train_time.forward_pass` and `update`, copies of weights from host memory in `train_time._swapped` and `_host_copies`, refits
 between ranks that share GPUs in `colocation.refit`. Measurements of an earlier run correct all durations (`calibration`).
 """

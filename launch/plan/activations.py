@@ -117,7 +117,7 @@ def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
 
 
 def _mean(shape: ModelShape, attention: float, states: float) -> float:
-    """Return the mean over layers of what a layer with attention and one with another mixer save."""
+    """Return the mean over layers. attention, states: what a layer with attention, or with another mixer, saves."""
     return (
         attention if shape.state is None else (shape.attention_layers * attention + shape.state_layers * states) / shape.layers
     )
@@ -197,14 +197,14 @@ def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch)
     if latent:
         attention += c * (latent + ROTARY)
     states = c * sum(shape.state.projected) / _sharing(shape, microbatch) if shape.state else 0.0
-    kept = c * 2 * w.hidden / microbatch.sequence + _mean(shape, attention, states)
+    saved = c * 2 * w.hidden / microbatch.sequence + _mean(shape, attention, states)
     if sparse:
         copies = shape.experts_per_token / microbatch.token_split
         width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
-        kept += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
+        saved += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
     else:
-        kept += c * (2 * shape.mean_width / microbatch.tensor + w.hidden)
-    return microbatch.tokens * kept
+        saved += c * (2 * shape.mean_width / microbatch.tensor + w.hidden)
+    return microbatch.tokens * saved
 
 
 def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
@@ -251,9 +251,9 @@ def final_norm(shape: ModelShape, microbatch: RankMicrobatch, fused: bool) -> La
     return _of_tokens(microbatch, saved, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
 
 
-def _of_tokens(microbatch: RankMicrobatch, saved: float, kept: float, backward: float, forward: float) -> LayerActivations:
+def _of_tokens(microbatch: RankMicrobatch, saved: float, at_once: float, backward: float, forward: float) -> LayerActivations:
     tokens = microbatch.tokens
-    return LayerActivations(tokens * saved, tokens * kept, tokens * backward, tokens * forward)
+    return LayerActivations(tokens * saved, tokens * at_once, tokens * backward, tokens * forward)
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------------

@@ -22,33 +22,33 @@ SELECTIVE = "recompute_granularity=selective"
 """The plan proposes this for FSDP2 only. On Megatron-Core it saves no memory: flash attention keeps nothing to recompute."""
 
 
-def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> list[str]:
+def advice(recipe: Recipe, memory_needed: TrainMemory | GenerateMemory, room: float) -> list[str]:
     """Return the changes with which a rank fits in `room` bytes of GPU memory, the smallest first.
 
     If no change suffices, return those that come closest. Return at most MOST texts, and none if the rank fits already.
     """
-    if isinstance(held, GenerateMemory):
-        return _generate_advice(recipe, held, room)
-    if held.total <= room:
+    if isinstance(memory_needed, GenerateMemory):
+        return _generate_advice(recipe, memory_needed, room)
+    if memory_needed.total <= room:
         return []
-    changes = _train_changes(recipe, held.shapes["policy"])
-    tried = sorted((train(changed, held.shapes).total, text) for text, changed in changes)
+    changes = _train_changes(recipe, memory_needed.shapes["policy"])
+    tried = sorted((train(changed, memory_needed.shapes).total, text) for text, changed in changes)
     fitting = [(total, text) for total, text in tried if total <= room]
     if any(SELECTIVE in text for _, text in fitting):  # full recomputation costs another forward pass
         fitting = [(total, text) for total, text in fitting if not text.endswith("activation_checkpointing=true")]
-        fitting.sort(key=lambda each: SELECTIVE not in each[1])
-    return [f"{text}: {_of(total, room)}" for total, text in (fitting or tried)[:MOST] if total < held.total]
+        fitting.sort(key=lambda change: SELECTIVE not in change[1])
+    return [f"{text}: {_of(total, room)}" for total, text in (fitting or tried)[:MOST] if total < memory_needed.total]
 
 
-def _generate_advice(recipe: Recipe, held: GenerateMemory, room: float) -> list[str]:
-    if held.sequences >= 1 and held.total <= room:
+def _generate_advice(recipe: Recipe, memory_needed: GenerateMemory, room: float) -> list[str]:
+    if memory_needed.sequences >= 1 and memory_needed.total <= room:
         return []
-    found = []
-    for text, changed in _generate_changes(recipe, held.shape):
-        after = generate(changed, held.shape)
+    texts = []
+    for text, changed in _generate_changes(recipe, memory_needed.shape):
+        after = generate(changed, memory_needed.shape)
         if after.sequences >= 1 and after.total <= room:
-            found.append(f"{text}: room for {after.sequences:,.0f} sequences of the greatest length")
-    return found[:MOST]
+            texts.append(f"{text}: room for {after.sequences:,.0f} sequences of the greatest length")
+    return texts[:MOST]
 
 
 def _of(total: float, room: float) -> str:
@@ -58,36 +58,36 @@ def _of(total: float, room: float) -> str:
 def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:
     packing, longest = "policy.sequence_packing", recipe.policy.max_total_sequence_length
     section = "policy.megatron_cfg" if uses_megatron(recipe.policy) else "policy.dtensor_cfg"
-    for text, changed in _changed(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True):
+    for text, changed in _change(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True):
         yield text, changed
         if not uses_megatron(recipe.policy) and not compiles(recipe.policy, shape.mixture):
             yield f"{text} {section}.{SELECTIVE}", set_key(changed, f"{section}.recompute_granularity", "selective")
     for key in (f"{packing}.train_mb_tokens", f"{packing}.logprob_mb_tokens"):
-        yield from _changed(recipe, key, lambda tokens: tokens // 2 if tokens // 2 >= longest else None)
-    yield from _changed(recipe, "policy.logprob_chunk_size", lambda rows: 1024 if rows is None or rows > 1024 else None)
+        yield from _change(recipe, key, lambda tokens: tokens // 2 if tokens // 2 >= longest else None)
+    yield from _change(recipe, "policy.logprob_chunk_size", lambda rows: 1024 if rows is None or rows > 1024 else None)
     if uses_megatron(recipe.policy):
         yield from _megatron_changes(recipe, shape, section)
     else:
         if not shape.experts:
-            yield from _doubled(recipe, f"{section}.tensor_parallel_size", shape.kv_heads)
-        yield from _changed(recipe, f"{section}.cpu_offload", lambda on: None if on else True)
-    yield from _changed(recipe, "cluster.train.nodes", lambda nodes: 2 * nodes)
+            yield from _double(recipe, f"{section}.tensor_parallel_size", shape.kv_heads)
+        yield from _change(recipe, f"{section}.cpu_offload", lambda on: None if on else True)
+    yield from _change(recipe, "cluster.train.nodes", lambda nodes: 2 * nodes)
 
 
 def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterator[tuple[str, Recipe]]:
-    for text, changed in _doubled(recipe, f"{section}.tensor_model_parallel_size", shape.kv_heads):
+    for text, changed in _double(recipe, f"{section}.tensor_model_parallel_size", shape.kv_heads):
         sequence = set_key(changed, f"{section}.sequence_parallel", True)
         yield f"{text} {section}.sequence_parallel=true", sequence
     if shape.layers % (2 * recipe.policy.megatron_cfg.pipeline_model_parallel_size) == 0:
-        yield from _doubled(recipe, f"{section}.pipeline_model_parallel_size", shape.layers)
-    yield from _doubled(recipe, f"{section}.context_parallel_size", recipe.policy.max_total_sequence_length)
+        yield from _double(recipe, f"{section}.pipeline_model_parallel_size", shape.layers)
+    yield from _double(recipe, f"{section}.context_parallel_size", recipe.policy.max_total_sequence_length)
     if shape.experts:
-        yield from _doubled(recipe, f"{section}.expert_model_parallel_size", shape.experts)
+        yield from _double(recipe, f"{section}.expert_model_parallel_size", shape.experts)
 
 
-def _doubled(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
+def _double(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
     """Yield the recipe with a parallel size doubled, if that divides `of` and the number of ranks."""
-    for text, changed in _changed(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
+    for text, changed in _change(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
         layout = train_parallelism(changed.policy, changed.cluster.train)
         dense, experts = (
             layout.tensor * layout.pipeline * layout.context,
@@ -101,15 +101,15 @@ def _generate_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, 
     key = "policy.generation.vllm_cfg"
     size = recipe.policy.generation.vllm_cfg.pipeline_parallel_size
     for share in (0.7, 0.8, 0.9):
-        yield from _changed(recipe, f"{key}.gpu_memory_utilization", lambda now, share=share: share if now < share else None)
+        yield from _change(recipe, f"{key}.gpu_memory_utilization", lambda now, share=share: share if now < share else None)
     for tensor in (2, 4, 8, 16):
         if not shape.heads % tensor and not ranks(recipe.cluster.generate) % (tensor * size):
-            yield from _changed(recipe, f"{key}.tensor_parallel_size", lambda now, to=tensor: to if now < to else None)
-    yield from _changed(recipe, "policy.generation.refit_cfg.bucket_bytes", lambda now: now // 4)
-    yield from _changed(recipe, f"{key}.gpu_memory_utilization", lambda now: 0.9 if now > 0.9 else None)
+            yield from _change(recipe, f"{key}.tensor_parallel_size", lambda now, to=tensor: to if now < to else None)
+    yield from _change(recipe, "policy.generation.refit_cfg.bucket_bytes", lambda now: now // 4)
+    yield from _change(recipe, f"{key}.gpu_memory_utilization", lambda now: 0.9 if now > 0.9 else None)
 
 
-def _changed(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tuple[str, Recipe]]:
+def _change(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tuple[str, Recipe]]:
     """Yield the recipe with the key set to `to(value)`, unless that is None."""
     value = recipe
     for name in key.split("."):

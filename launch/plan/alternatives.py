@@ -45,16 +45,16 @@ def mode_table(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
 
 
 def _row(mode: Mode) -> str:
-    found, cluster = mode.plan, mode.plan.recipe.cluster
-    cells = [found.gpus, seconds(found.step), f"{mode.cost if found.gpu_hours is None else found.gpu_hours:,.0f}"]
-    if config.colocated(found.recipe):
+    plan, cluster = mode.plan, mode.plan.recipe.cluster
+    cells = [plan.gpus, seconds(plan.step), f"{mode.cost if plan.gpu_hours is None else plan.gpu_hours:,.0f}"]
+    if config.colocated(plan.recipe):
         cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for the change of turns"]
     else:
-        own = [*split.sizes(found.recipe)]
-        if config.serves_rewards(found.recipe):
-            own.append(getattr(cluster.reward, split.key_of(found.recipe)))
-        nodes = f"{' + '.join(map(str, own))}{' GPUs' if cluster.share_nodes else ''}"
-        cells = [nodes, *cells, *(f"{idle / found.step:.0%}" for idle in (found.step_time.train, found.step_time.generate)), ""]
+        sizes = [*split.sizes(plan.recipe)]
+        if config.serves_rewards(plan.recipe):
+            sizes.append(getattr(cluster.reward, split.key_of(plan.recipe)))
+        nodes = f"{' + '.join(map(str, sizes))}{' GPUs' if cluster.share_nodes else ''}"
+        cells = [nodes, *cells, *(f"{idle / plan.step:.0%}" for idle in (plan.step_time.train, plan.step_time.generate)), ""]
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (*WIDTHS, 0), strict=True))
 
 

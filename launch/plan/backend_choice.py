@@ -111,13 +111,13 @@ def _by_recipe(recipe: Recipe) -> BackendChoice | None:
     backend = requested_backend(recipe.policy)
     if backend is None:
         return None
-    given = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
-    if all(given.values()):
+    enabled = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
+    if all(enabled.values()):
         both = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; expected one of them"
         return BackendChoice(backend, "policy.megatron_cfg.enabled overrides policy.dtensor_cfg.enabled", both)
-    if given[backend]:
+    if enabled[backend]:
         return BackendChoice(backend, f"policy.{backend}_cfg.enabled is true")
-    other = next(name for name in given if name != backend)
+    other = next(name for name in enabled if name != backend)
     return BackendChoice(backend, f"policy.{other}_cfg.enabled is false")
 
 
@@ -128,8 +128,8 @@ def _by_earlier_run(before: Recipe | None) -> BackendChoice | None:
 
 def _by_keys(recipe: Recipe) -> BackendChoice | None:
     policy = recipe.policy
-    megatron = _changed("megatron", policy.megatron_cfg, MegatronConfig(), MEGATRON_LAYOUT)
-    dtensor = _changed("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
+    megatron = _first_change("megatron", policy.megatron_cfg, MegatronConfig(), MEGATRON_LAYOUT)
+    dtensor = _first_change("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
     if megatron and dtensor:
         why = (
             f"got this key of Megatron-Core and {dtensor} of FSDP2; expected one backend. Try policy.megatron_cfg.enabled=true"
@@ -141,7 +141,7 @@ def _by_keys(recipe: Recipe) -> BackendChoice | None:
     return None
 
 
-def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ...]) -> str | None:
+def _first_change(backend: Backend, section: Any, defaults: Any, names: tuple[str, ...]) -> str | None:
     """Return the first key that differs from its default."""
     return next((f"policy.{backend}_cfg.{n}" for n in names if getattr(section, n) != getattr(defaults, n)), None)
 
@@ -149,22 +149,22 @@ def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ..
 # ---- by size ------------------------------------------------------------------------------------------------------------
 
 
-def fsdp_bytes(held: Sequence[TrainModel], count: int) -> float:
+def fsdp_bytes(train_models: Sequence[TrainModel], count: int) -> float:
     """Return the bytes on each of `count` GPUs: the state of all models, and the gathered layers of one model at a time.
 
     The current layer, the prefetched next one and the unscattered gradient are whole, in the compute precision: 3 layers.
     """
-    state = sum(sum(FSDPMemory(model, Parallelism(count), True).resident.values()) for model in held)
-    return state + max(3 * model.size * model.shape.largest_layer for model in held)
+    state = sum(sum(FSDPMemory(model, Parallelism(count), True).resident.values()) for model in train_models)
+    return state + max(3 * model.size * model.shape.largest_layer for model in train_models)
 
 
-def megatron_bytes(held: Sequence[TrainModel], count: int, size: int) -> float:
+def megatron_bytes(train_models: Sequence[TrainModel], count: int, size: int) -> float:
     """Return the bytes of the state of all models on each of `count` GPUs, with each model split over `size` of them.
 
     Offloaded frozen models count too, because they are on the GPUs beside the others for a while.
     """
     cut = Parallelism(count, tensor=size, expert_tensor=size)
-    ranks = (MegatronMemory(replace(model, offload=False), cut, True, stages(model)[0]) for model in held)
+    ranks = (MegatronMemory(replace(model, offload=False), cut, True, stages(model)[0]) for model in train_models)
     return sum(sum(rank.resident.values()) for rank in ranks)
 
 
@@ -200,18 +200,18 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
         if (family := model.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
         shapes[section] = ModelShape.of(model, f"{section}.model_name")
-    held = models(recipe, shapes)
+    train_models = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)
-    limit, fsdp, megatron = MAX_STATE * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)
-    what, gpus = _described(held), f"GB on each of {count} GPUs with {memory_gb:g}"
-    if held[0].shape.experts >= MANY_EXPERTS and megatron <= limit:
+    limit, fsdp, megatron = MAX_STATE * memory_gb * 1e9, fsdp_bytes(train_models, count), megatron_bytes(train_models, count, 1)
+    what, gpus = _describe(train_models), f"GB on each of {count} GPUs with {memory_gb:g}"
+    if train_models[0].shape.experts >= MANY_EXPERTS and megatron <= limit:
         return BackendChoice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and need no gathering layer by layer")
     if fsdp <= limit:
         return BackendChoice("dtensor", f"{what} take {fsdp / 1e9:.1f} {gpus}")
     reason = f"under FSDP2 {what} would take {fsdp / 1e9:.1f} {gpus}"
     if megatron <= limit:
         return BackendChoice("megatron", reason)
-    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(held, count, cut) <= limit]
+    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(train_models, count, cut) <= limit]
     if not cuts:
         why = (
             f"{reason}; under Megatron-Core no layout brings them below {MAX_STATE:.0%} of that either. Try more GPUs,"
@@ -225,8 +225,8 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", why))
 
 
-def _described(held: Sequence[TrainModel]) -> str:
-    shape, others = held[0].shape, len(held) - 1
+def _describe(train_models: Sequence[TrainModel]) -> str:
+    shape, others = train_models[0].shape, len(train_models) - 1
     experts = f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)" if shape.experts else ""
     more = f" and {plural(others, 'more model')}" if others else ""
     return f"{shape.parameters / 1e9:.1f}e9 parameters{experts}{more}"

@@ -39,7 +39,7 @@ class MeasuredRun:
         return f"{self.folder} ({self.steps} step{'s' * (self.steps > 1)})"
 
 
-def measured(folder: Path) -> MeasuredRun | None:
+def read_run(folder: Path) -> MeasuredRun | None:
     """Return the means of a run folder; None if it has no complete step. Raises RecipeError if its recipe cannot be read."""
     lines = [line for line in read(folder / "metrics.jsonl") if line.get("time/step")]
     if not lines or not (folder / "recipe.yaml").is_file():
@@ -79,15 +79,15 @@ def _prompt(folder: Path) -> float | None:
 def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
     """Return the run to calibrate by: `before`, else the recipe's own. Raises RecipeError if `before` has no steps."""
     if before is None:
-        return measured(Path(recipe.run_dir))
-    found = measured(before)
-    if found is None:
+        return read_run(Path(recipe.run_dir))
+    run = read_run(before)
+    if run is None:
         message = (
             f"{before} has no complete step to calibrate by (metrics.jsonl with time/step, beside a recipe.yaml). Try the"
             " folder of a run that made some steps"
         )
         raise RecipeError(Problem("plan_from", "no-records", message))
-    return found
+    return run
 
 
 def ratios(measured: MeasuredRun, predicted: Mapping[str, float]) -> dict[str, float]:
@@ -99,7 +99,7 @@ def ratios(measured: MeasuredRun, predicted: Mapping[str, float]) -> dict[str, f
     return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in comparable}
 
 
-def scaled(phases: Sequence[Phase], ratios: Mapping[str, float]) -> list[Phase]:
+def scale(phases: Sequence[Phase], ratios: Mapping[str, float]) -> list[Phase]:
     """Return the phases with each duration multiplied by its clock's ratio; 1 where a clock has none."""
     return [
         Phase(p.clock, p.name, p.flops, {name: ratios.get(p.clock, 1.0) * seconds for name, seconds in p.parts.items()})

@@ -43,7 +43,7 @@ class _Read:
 
 
 def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> DataLengths | None:
-    """Return the lengths of the training data; None if those of one data set cannot be read here."""
+    """Return the lengths of the training data; None if a data set cannot be read here."""
     if not config.trains(recipe):
         return None
     try:
@@ -52,22 +52,22 @@ def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> DataLengths 
             return None
         sets = config.keyed_sets(recipe.data)
         trained = len(config.training_sets(recipe.data))
-        found = []
+        readings = []
         for number, (key, dataset) in enumerate(sets.items()):
-            one = _read(recipe, key, dataset, reading)
-            if one is None and number < trained:
+            set_lengths = _read(recipe, key, dataset, reading)
+            if set_lengths is None and number < trained:
                 return None
-            found.append(one)
+            readings.append(set_lengths)
     except (RecipeError, ValueError, bounded.Unbounded):  # the checks of the recipe report it
         return None
-    of_training = [(dataset, one) for dataset, one in zip([*sets.values()][:trained], found, strict=False) if one]
-    weights = [dataset.weight or record_counts.count(dataset) or len(one.lengths) for dataset, one in of_training]
-    means = [sum(one.lengths) / len(one.lengths) for _, one in of_training]
-    mean = sum(weight * each for weight, each in zip(weights, means, strict=True)) / sum(weights)
-    complete = not generates(recipe) and all(one and one.complete for one in found)
-    longest = max(length for one in found if one for length in one.lengths) if complete else None
-    count = sum(len(one.lengths) for _, one in of_training)
-    which = "all records" if all(one.complete for _, one in of_training) else f"the first {count:,} records"
+    of_training = [(dataset, read) for dataset, read in zip([*sets.values()][:trained], readings, strict=False) if read]
+    weights = [dataset.weight or record_counts.count(dataset) or len(read.lengths) for dataset, read in of_training]
+    means = [sum(read.lengths) / len(read.lengths) for _, read in of_training]
+    mean = sum(weight * set_mean for weight, set_mean in zip(weights, means, strict=True)) / sum(weights)
+    complete = not generates(recipe) and all(read and read.complete for read in readings)
+    longest = max(length for read in readings if read for length in read.lengths) if complete else None
+    count = sum(len(read.lengths) for _, read in of_training)
+    which = "all records" if all(read.complete for _, read in of_training) else f"the first {count:,} records"
     return DataLengths(mean, longest, f"the mean of {which} of {', '.join([*sets][:trained])}")
 
 
@@ -81,7 +81,7 @@ def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadin
         )
     if records is None or not records.found:
         return None
-    rows = _bounded([record for _, record in records.found])
+    rows = _bound_rows([record for _, record in records.found])
     if dataset.dataset_name not in config.NAMED_DATASETS:
         dataset = config.recognize_columns(recipe, key, dataset, rows).dataset
 
@@ -91,7 +91,7 @@ def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadin
         return [_lengths(recipe, encoder, row) for row in rows]
 
     limit, of_rows = recipe.data.max_input_seq_length, bounded.call(work)
-    lengths = [length for found in of_rows for length in found if length <= limit]
+    lengths = [length for row_lengths in of_rows for length in row_lengths if length <= limit]
     complete = len(rows) == len(records.found) and all(of_rows) and not records.bad and _is_whole(dataset, records)
     return _Read(lengths, complete) if lengths else None
 
@@ -108,15 +108,15 @@ def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]
         return []
 
 
-def _bounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _bound_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first records that have MOST_CHARACTERS together, at least one."""
-    left, found = MOST_CHARACTERS, []
+    left, rows_read = MOST_CHARACTERS, []
     for row in rows:
         left -= len(json.dumps(row, default=str))
-        if left < 0 and found:
+        if left < 0 and rows_read:
             break
-        found.append(row)
-    return found
+        rows_read.append(row)
+    return rows_read
 
 
 def _is_whole(dataset: DatasetConfig, records: FirstRecords) -> bool:

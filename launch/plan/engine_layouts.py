@@ -50,9 +50,9 @@ class _TensorCut(NamedTuple):
 
 def engine_stages(layers: int, pipeline: int) -> list[range]:
     """Return the layers of each pipeline stage of a vLLM engine."""
-    each, rest = divmod(layers, pipeline)
+    layers_per_stage, rest = divmod(layers, pipeline)
     # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
-    return consecutive([each + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
+    return consecutive([layers_per_stage + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
 
 
 def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
@@ -60,40 +60,41 @@ def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) ->
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     stages = engine_stages(of.num_hidden_layers, pipeline)
     cuts: list[list[_TensorCut]] = [[] for _ in stages]
-    for one in builder.tensors:
-        homes = stages_of(one.layer, one.part == "embedding", stages, of.tie_word_embeddings)
-        if one.layer is None and one.part in _EVERYWHERE.get(of.model_type, ()):
+    for model_tensor in builder.tensors:
+        homes = stages_of(model_tensor.layer, model_tensor.part == "embedding", stages, of.tie_word_embeddings)
+        if model_tensor.layer is None and model_tensor.part in _EVERYWHERE.get(of.model_type, ()):
             homes = range(pipeline)
         for stage in homes:
-            cuts[stage] += _cuts(of, vllm, one)
-    return [table for found in cuts for table in _vllm_tables(found, tensor, builder)]
+            cuts[stage] += _cuts(of, vllm, model_tensor)
+    return [table for stage_cuts in cuts for table in _vllm_tables(stage_cuts, tensor, builder)]
 
 
 def _vllm_tables(cuts: list[_TensorCut], size: int, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of the ranks of one stage."""
     everything = builder.table((cut.unit, cut.name, cut.box or whole(builder.shapes[cut.name])) for cut in cuts)
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
-    found = []
+    tables = []
     for rank in range(size):
         mine = np.flatnonzero((owner == -1) | (owner == rank))
         offset, extent = everything.offset[mine], everything.size[mine]
         rows = np.flatnonzero(parts[mine] > 1)
-        own, along = mine[rows], dim[mine[rows]]
+        rank_part, along = mine[rows], dim[mine[rows]]
         length = extent[rows, along]
-        start = np.minimum(rank * parts[own] // size * step[own], length)  # a part is on several ranks where there are too few
+        # A part is on several ranks where there are too few parts.
+        start = np.minimum(rank * parts[rank_part] // size * step[rank_part], length)
         offset[rows, along] += start
-        extent[rows, along] = np.minimum(step[own], length - start)
-        found.append(LayoutTable(everything.tensor[mine], offset, extent, everything.unit[mine], everything.units))
-    return found
+        extent[rows, along] = np.minimum(step[rank_part], length - start)
+        tables.append(LayoutTable(everything.tensor[mine], offset, extent, everything.unit[mine], everything.units))
+    return tables
 
 
 def _cuts(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> list[_TensorCut]:
     unit = _unit(of, tensor)
     if isinstance(tensor.split, tuple):
         return _cuts_of_parts(of, vllm.tensor_parallel_size, tensor, unit, tensor.split)
-    own = tensor.name.rpartition(".")[2]
-    if tensor.part == "routed" and own in _STACKED:
-        return [_stacked_cut(vllm, tensor, unit, _STACKED[own])]
+    leaf = tensor.name.rpartition(".")[2]
+    if tensor.part == "routed" and leaf in _STACKED:
+        return [_stacked_cut(vllm, tensor, unit, _STACKED[leaf])]
     return [_vllm_cut(of, vllm, tensor, unit)]
 
 
@@ -110,13 +111,13 @@ def _cuts_of_parts(of: SimpleNamespace, size: int, tensor: Tensor, unit: str, ro
     if groups % size and (groups > 1 or not shared.size):
         message = f"got {size} for a model with {name}={groups}; expected a divisor, since vLLM does not cut a group"
         raise RecipeError(Problem(_SIZE, "not-divisible", message))
-    found, start = [], 0
+    cuts, start = [], 0
     for i, count in enumerate(rows):
         box = Box((start, *[0] * (len(tensor.shape) - 1)), (count, *tensor.shape[1:]))
         parts = 1 if i in shared and groups == 1 else size
-        found.append(_TensorCut(unit, tensor.name, 0, parts, _step(tensor.name, 0, count, parts), box=box))
+        cuts.append(_TensorCut(unit, tensor.name, 0, parts, _step(tensor.name, 0, count, parts), box=box))
         start += count
-    return found
+    return cuts
 
 
 def _stacked_cut(vllm: VLLMConfig, tensor: Tensor, unit: str, dim: int) -> _TensorCut:
@@ -154,8 +155,8 @@ def _step(name: str, dim: int, length: int, parts: int) -> int:
 
 def _place_of(expert: int, count: int, size: int) -> int:
     """Return the rank of an expert as vLLM's determine_expert_map does: consecutive ones, one more on the first ranks."""
-    each, rest = divmod(count, size)
-    return expert // (each + 1) if expert < rest * (each + 1) else rest + (expert - rest * (each + 1)) // each
+    per_rank, rest = divmod(count, size)
+    return expert // (per_rank + 1) if expert < rest * (per_rank + 1) else rest + (expert - rest * (per_rank + 1)) // per_rank
 
 
 def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
@@ -164,18 +165,18 @@ def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
     if of.model_type in _RENAMED:
         for theirs, ours in _RENAMED[of.model_type].items():
             module = module.replace(theirs, ours)
-    parent, _, own = module.rpartition(".")
+    parent, _, leaf = module.rpartition(".")
     latent = of.model_type == "deepseek_v3"
     if tensor.expert is not None:
         return f"{parent.rpartition('.')[0]}.routed_experts"
     if of.model_type == "gpt_oss" and tensor.part == "routed":
         return f"{module}.routed_experts"
-    if own in ("q_proj", "k_proj", "v_proj") and not latent:
+    if leaf in ("q_proj", "k_proj", "v_proj") and not latent:
         return f"{parent}.qkv_proj"
-    if own == "gate_proj" or (own == "up_proj" and of.model_type != "nemotron_h"):
+    if leaf == "gate_proj" or (leaf == "up_proj" and of.model_type != "nemotron_h"):
         return f"{parent}.gate_up_proj"
-    if own in _JOINED:
-        return f"{parent}.{_JOINED[own]}"
-    if own in ("q_a_proj", "kv_a_proj_with_mqa") and of.q_lora_rank is not None:
+    if leaf in _JOINED:
+        return f"{parent}.{_JOINED[leaf]}"
+    if leaf in ("q_a_proj", "kv_a_proj_with_mqa") and of.q_lora_rank is not None:
         return f"{parent}.fused_qkv_a_proj"
     return module

@@ -32,7 +32,7 @@ from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase, seconds_by_clock
 from launch.plan.refit import RefitPrediction, predict
 from launch.plan.split import Split
-from launch.plan.step_phases import priced, step_phases, validation_seconds
+from launch.plan.step_phases import is_priced, step_phases, validation_seconds
 from launch.plan.step_time import StepTime
 from launch.preflight.disk_space import saved_bytes
 from launch.recipes import reading
@@ -203,15 +203,18 @@ class Plan:
 
     def advice(self) -> list[str]:
         """Return the changes that help where it does not fit, by key, the most helpful first."""
-        found = []
+        texts = []
         besides = {turn.name: turn for turn in self.turns}
-        for held, component in ((self.train, self.recipe.cluster.train), (self.generate, self.recipe.cluster.generate)):
-            if held is not None and component.gpus_per_node:
+        for memory_needed, component in (
+            (self.train, self.recipe.cluster.train),
+            (self.generate, self.recipe.cluster.generate),
+        ):
+            if memory_needed is not None and component.gpus_per_node:
                 room = hardware.memory_gb(component) * GIGA
                 if besides:  # the inactive rank keeps some memory
-                    room -= besides["training"].generate if held is self.train else besides["rollout"].train
-                found += advice.advice(self.recipe, held, room)
-        return found
+                    room -= besides["training"].generate if memory_needed is self.train else besides["rollout"].train
+                texts += advice.advice(self.recipe, memory_needed, room)
+        return texts
 
 
 def _exceeds(component: config.ComponentConfig, count: float) -> bool:
@@ -260,7 +263,7 @@ def plan(
     )
     if earlier and _can_be_timed(recipe, made.generate):
         made = replace(made, ratios=_ratios(earlier, pending, recipe))
-    made = _timed(made, calibration.scaled(_refit_phases(recipe, made.generate, refit), made.ratios))
+    made = _with_times(made, calibration.scale(_refit_phases(recipe, made.generate, refit), made.ratios))
     if not made.phases or not split.movable(recipe):
         return made
     now = made.step if made.fits else math.inf
@@ -272,23 +275,23 @@ def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
 
     It has no phases if it does not fit. Raises RecipeError.
     """
-    made = _untimed(plan, recipe)
+    made = _without_times(plan, recipe)
     if not made.fits:
         return made
     refit, unknown = _refit(recipe, plan.models["policy"])
     made = replace(made, refit=refit, refit_unknown=unknown)
-    return _timed(made, calibration.scaled(_refit_phases(recipe, made.generate, refit), plan.ratios))
+    return _with_times(made, calibration.scale(_refit_phases(recipe, made.generate, refit), plan.ratios))
 
 
 def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
     """Return the seconds of a step of another recipe; None if it does not fit. Assumes that the refit takes as long as now."""
-    made = _untimed(plan, recipe)
+    made = _without_times(plan, recipe)
     if not made.fits:
         return None
-    return _timed(made, [phase for phase in plan.phases if phase.clock == "refit"]).step
+    return _with_times(made, [phase for phase in plan.phases if phase.clock == "refit"]).step
 
 
-def _untimed(plan: Plan, recipe: Recipe) -> Plan:
+def _without_times(plan: Plan, recipe: Recipe) -> Plan:
     recipe = recomputation.again(recipe, plan.choice.open_keys, plan.shapes, plan.lengths)
     return replace(
         plan,
@@ -307,12 +310,12 @@ def _generate_memory(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> Genera
     return memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
 
 
-def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
+def _with_times(plan: Plan, refit: Sequence[Phase]) -> Plan:
     """Return the plan with its durations, if they can be estimated. refit: the calibrated phases of the transfer."""
     recipe, generate = plan.recipe, plan.generate
     if not _can_be_timed(recipe, generate):
         return plan
-    phases = calibration.scaled(step_phases(recipe, plan.shapes, plan.lengths, generate), plan.ratios)
+    phases = calibration.scale(step_phases(recipe, plan.shapes, plan.lengths, generate), plan.ratios)
     validation = validation_seconds(recipe, plan.shapes, plan.lengths, generate)
     if validation is not None:
         validation *= plan.ratios.get("rollout" if generates(recipe) else "train", 1.0)
@@ -321,7 +324,7 @@ def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
 
 def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
     """Return whether durations can be estimated: all components have GPUs, and engines have room for a KV cache."""
-    return priced(recipe) and (generate is None or generate.tokens > 0)
+    return is_priced(recipe) and (generate is None or generate.tokens > 0)
 
 
 def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, Mapping[str, Any]]:
@@ -329,7 +332,7 @@ def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, M
 
     A model that a needed recipe is still to write has the config.json of the model that the needed recipe starts from.
     """
-    found = {}
+    configs = {}
     for name, policy in config.models(recipe).items():
         key = f"{name}.model_name"
         model = planning_config(policy, list(pending), key)
@@ -339,8 +342,8 @@ def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, M
                 message = f"{policy.model_name} does not exist yet, and no recipe in `needs` writes it"
                 raise RecipeError(Problem(key, "unavailable-model", message))
             model = planning_config(replace(policy, model_name=start), [], key)
-        found[name] = model
-    return found
+        configs[name] = model
+    return configs
 
 
 def needed_model(recipe: Recipe) -> str | None:
@@ -388,17 +391,17 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
 
     planned: the recipe whose plan these calibrate, of which plan.hardware counts where both runs have the same GPUs.
     """
-    kinds = [{on.gpu for on in config.components(each).values()} for each in (measured.recipe, planned)]
+    kinds = [{component.gpu for component in config.components(run).values()} for run in (measured.recipe, planned)]
     same = planned.plan.hardware if kinds[0] == kinds[1] else None
     recipe = replace(measured.recipe, plan=PlanConfig(hardware=same))
-    if not priced(recipe):
+    if not is_priced(recipe):
         return {}
     models = model_configs(recipe, pending)
-    found = _shapes(models)
+    shapes = _shapes(models)
     spread = lengths.assumed(recipe, measured.prompt, measured.answer, measured.where)
-    generate = memory_generate.generate(recipe, found["policy"]) if generates(recipe) else None
+    generate = memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
     refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"])[0])
-    phases = step_phases(recipe, found, spread, generate)
+    phases = step_phases(recipe, shapes, spread, generate)
     return calibration.ratios(measured, seconds_by_clock([*phases, *refit]))
 
 

@@ -95,18 +95,20 @@ class EvaluationPlan:
             generate_time.engine(self.recipe, self.shape, gpu),
             engines(self.recipe.policy, self.recipe.cluster.generate),
         )
-        one = task.read_tokens / max(1, task.questions)
-        found = flops.forward(self.shape, task.read_tokens, task.questions * one**2 / 2) / (made * engine.ranks * engine.rate)
+        length = task.read_tokens / max(1, task.questions)
+        duration_s = flops.forward(self.shape, task.read_tokens, task.questions * length**2 / 2) / (
+            made * engine.ranks * engine.rate
+        )
         if task.answers:
-            own, slots = math.ceil(task.answers / made), generate_time.slots(self.recipe, self.memory, task.lengths)
-            found += sum(generate_time.decoding(engine, own, slots, task.lengths, task.answers).values())
-        return found
+            answers, slots = math.ceil(task.answers / made), generate_time.slots(self.recipe, self.memory, task.lengths)
+            duration_s += sum(generate_time.decoding(engine, answers, slots, task.lengths, task.answers).values())
+        return duration_s
 
     @property
     def seconds(self) -> float | None:
-        """The seconds of all tasks; None if those of one are not known."""
-        found = [self.task_seconds(task) for task in self.tasks]
-        return None if None in found else sum(one for one in found if one is not None)
+        """The seconds of all tasks; None if the seconds of any task are unknown."""
+        seconds_of = [self.task_seconds(task) for task in self.tasks]
+        return None if None in seconds_of else sum(duration_s for duration_s in seconds_of if duration_s is not None)
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if the weights exceed a GPU."""
@@ -151,28 +153,28 @@ def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
         here = not any(input_files.check_name("data", task.data.dataset_name))
     questions, prompt, choices = _of_data(name, task) if here else (None,) * 3
     questions = _lines(task) if questions is None else questions
-    total, given = recipe.policy.max_total_sequence_length, recipe.plan
-    source = GIVEN if given.prompt_tokens else MEASURED if prompt else GUESSED
-    prompt = given.prompt_tokens or prompt or min(lengths.PROMPT_TOKENS * (1 + task.num_few_shot), total / 2)
+    total, settings = recipe.policy.max_total_sequence_length, recipe.plan
+    source = GIVEN if settings.prompt_tokens else MEASURED if prompt else GUESSED
+    prompt = settings.prompt_tokens or prompt or min(lengths.PROMPT_TOKENS * (1 + task.num_few_shot), total / 2)
     prompt = min(prompt, total - 1)
     if task.kind in READ:
         read = choices or CHOICE_TOKENS
         return TaskPlan(name, questions, 0, prompt, Lengths(prompt, read, read, ""), source)
     limit = min(task.max_new_tokens, total - prompt)
-    answer = min(given.answer_tokens or lengths.ANSWER_SHARE * limit, limit)
+    answer = min(settings.answer_tokens or lengths.ANSWER_SHARE * limit, limit)
     return TaskPlan(name, questions, task.num_samples, prompt, Lengths(prompt, answer, limit, ""), source)
 
 
 def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, float | None]:
     """Return (questions, mean tokens of a prompt, mean tokens of the choices); None if the data cannot be read here."""
     with collected([]):  # other checks report it
-        found = task_data.read(name, task)
-        some = found.questions[:SAMPLED]
+        data = task_data.read(name, task)
+        some = data.questions[:SAMPLED]
         if not some:
             return 0, None, None
-        texts = [_length(q.prompt) + sum(_length(e.prompt) + len(e.target) for e in found.examples.get(q.id, ())) for q in some]
+        texts = [_length(q.prompt) + sum(_length(e.prompt) + len(e.target) for e in data.examples.get(q.id, ())) for q in some]
         choices = [sum(map(len, question.choices)) for question in some]
-        return len(found.questions), _mean(texts) / CHARACTERS, _mean(choices) / CHARACTERS
+        return len(data.questions), _mean(texts) / CHARACTERS, _mean(choices) / CHARACTERS
     return None, None, None
 
 
@@ -242,7 +244,9 @@ def _tasks(plan: EvaluationPlan) -> Iterator[str]:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     for name, *numbers in rows:
-        yield "  ".join([f"{name:{widths[0]}s}", *(f"{one:>{width}s}" for one, width in zip(numbers, widths[1:], strict=True))])
+        yield "  ".join(
+            [f"{name:{widths[0]}s}", *(f"{number:>{width}s}" for number, width in zip(numbers, widths[1:], strict=True))]
+        )
 
 
 def _memory(plan: EvaluationPlan) -> Iterator[str]:
@@ -273,8 +277,8 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
         yield from _row("measured", measured)
     if plan.gpus and plan.recipe.policy.deterministic:
         yield from _row("deterministic", deterministic_cost.assumed(plan.recipe))
-    given = plan.recipe.plan.answer_tokens
-    answers = "answers of half of max_new_tokens" if given is None else f"answers of {given:g} tokens"
+    answer_tokens = plan.recipe.plan.answer_tokens
+    answers = "answers of half of max_new_tokens" if answer_tokens is None else f"answers of {answer_tokens:g} tokens"
     yield from _row(
         "assumed",
         f"prompts of {_sources(plan.tasks)} tokens, {answers}; set plan.prompt_tokens and plan.answer_tokens to"
@@ -285,20 +289,20 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
 def _sources(tasks: Sequence[TaskPlan]) -> str:
     """Return where the prompts' lengths come from; the tasks of each source, if there are several."""
     by_source = {source: [task.name for task in tasks if task.source == source] for source in LEAST}
-    found = {source: names for source, names in by_source.items() if names}
-    return " or ".join(source if len(found) == 1 else f"{source} ({', '.join(names)})" for source, names in found.items())
+    known = {source: names for source, names in by_source.items() if names}
+    return " or ".join(source if len(known) == 1 else f"{source} ({', '.join(names)})" for source, names in known.items())
 
 
 def _verdict(plan: EvaluationPlan) -> Iterator[str]:
-    found = [*map(str, plan.problems()), *plan.warnings()]
+    lines = [*map(str, plan.problems()), *plan.warnings()]
     if not plan.gpus:
         yield from _row("verdict", "no GPUs: host memory is used, and its size is not known")
     else:
         yield from _row(
             "verdict", "does not fit" if any(plan.problems()) or plan.memory.sequences < 1 else "fits, by these estimates"
         )
-    for one in found:
-        yield from _row("", one)
+    for line in lines:
+        yield from _row("", line)
 
 
 def _row(label: str, what: str) -> list[str]:

@@ -15,18 +15,18 @@ def tensors(model: TrainModel) -> list[Tensor]:
     if not model.trained or not model.policy.freeze_parameters:
         return []
     names = matched(model.policy.freeze_parameters, (tensor.name for tensor in model.shape.tensors))
-    found = (tensor for tensor in model.shape.tensors if tensor.name in names and tensor.part != "buffer")
-    return [tensor for tensor in found if not (model.values and tensor.part == "output")]
+    frozen = (tensor for tensor in model.shape.tensors if tensor.name in names and tensor.part != "buffer")
+    return [tensor for tensor in frozen if not (model.values and tensor.part == "output")]
 
 
-def cut(found: Iterable[Tensor], tensor: int) -> float:
+def cut(model_tensors: Iterable[Tensor], tensor: int) -> float:
     """Return the number of parameters outside of routed experts on one of `tensor` tensor-parallel ranks."""
-    return sum(one.numel / (1 if one.split == "none" else tensor) for one in found if one.part != "routed")
+    return sum(part.numel / (1 if part.split == "none" else tensor) for part in model_tensors if part.part != "routed")
 
 
-def routed(found: Iterable[Tensor]) -> int:
+def routed(experts: Iterable[Tensor]) -> int:
     """Return the number of parameters of routed experts, on all ranks together."""
-    return sum(one.numel for one in found if one.part == "routed")
+    return sum(expert.numel for expert in experts if expert.part == "routed")
 
 
 def of_stage(model: TrainModel, layout: Parallelism, layers: range, first: bool, last: bool) -> tuple[float, float]:
@@ -34,13 +34,17 @@ def of_stage(model: TrainModel, layout: Parallelism, layers: range, first: bool,
 
     layers: of the stage. A tied embedding is on the first stage and on the last.
     """
-    found = tensors(model)
-    kept = [one for one in found if one.layer in layers]
-    for one in found:
-        if one.layer is None:
-            at_begin = first if one.part == "embedding" else last
-            kept += [one] * (at_begin or (one.part == "embedding" and model.shape.tied and last and not model.values))
+    frozen = tensors(model)
+    of_layers = [frozen_tensor for frozen_tensor in frozen if frozen_tensor.layer in layers]
+    for frozen_tensor in frozen:
+        if frozen_tensor.layer is None:
+            at_begin = first if frozen_tensor.part == "embedding" else last
+            of_layers += [frozen_tensor] * (
+                at_begin or (frozen_tensor.part == "embedding" and model.shape.tied and last and not model.values)
+            )
     if model.policy.megatron_cfg.freeze_moe_router:  # the plan leaves routers out already
         router = (model.shape.experts, model.shape.hidden)
-        kept = [one for one in kept if one.part != "router" or one.shape != router]
-    return cut(kept, layout.tensor), routed(kept) / (layout.expert * layout.expert_tensor)
+        of_layers = [
+            frozen_tensor for frozen_tensor in of_layers if frozen_tensor.part != "router" or frozen_tensor.shape != router
+        ]
+    return cut(of_layers, layout.tensor), routed(of_layers) / (layout.expert * layout.expert_tensor)

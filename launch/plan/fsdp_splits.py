@@ -20,14 +20,14 @@ _DELTA_NET = re.compile(r"\.linear_attn\.")
 _PROJECTION = re.compile(r"_proj\w*(\.lora_B)?\.weight$")  # A of a layer that is cut by rows is whole
 
 
-def fsdp_splits(found: Iterable[Tensor], sequence: bool) -> list[Split]:
+def fsdp_splits(tensors: Iterable[Tensor], sequence: bool) -> list[Split]:
     """Return "rows", "columns" or "none" for each tensor of a model, or of its adapters. sequence: with sequence parallelism.
 
     Routed experts are not cut by tensor parallelism; their splits are those of the description.
     """
-    found = list(found)
-    latent = any("kv_a_proj" in tensor.name for tensor in found)
-    return [_split(tensor, latent, sequence) for tensor in found]
+    tensors = list(tensors)
+    latent = any("kv_a_proj" in tensor.name for tensor in tensors)
+    return [_split(tensor, latent, sequence) for tensor in tensors]
 
 
 def _split(tensor: Tensor, latent: bool, sequence: bool) -> Split:
@@ -40,14 +40,14 @@ def _split(tensor: Tensor, latent: bool, sequence: bool) -> Split:
     return tensor.split if tensor.split in ("rows", "columns") else "none"
 
 
-def held(found: Iterable[Tensor], layout: Parallelism) -> float:
+def numel_of_rank(tensors: Iterable[Tensor], layout: Parallelism) -> float:
     """Return the number of these parameters, outside of routed experts, that a tensor-parallel rank holds."""
-    found = list(found)
-    splits = zip(found, fsdp_splits(found, layout.sequence), strict=True)
-    return sum(one.numel / (1 if split == "none" else layout.tensor) for one, split in splits if one.part != "routed")
+    tensors = list(tensors)
+    splits = zip(tensors, fsdp_splits(tensors, layout.sequence), strict=True)
+    return sum(tensor.numel / (1 if split == "none" else layout.tensor) for tensor, split in splits if tensor.part != "routed")
 
 
 def whole_mixers(shape: ModelShape, layout: Parallelism) -> int:
     """Return the number of parameters of attention and other mixers that every tensor-parallel rank holds."""
     splits = zip(shape.tensors, fsdp_splits(shape.tensors, layout.sequence), strict=True)
-    return sum(one.numel for one, split in splits if one.part == "attention" and split == "none")
+    return sum(tensor.numel for tensor, split in splits if tensor.part == "attention" and split == "none")

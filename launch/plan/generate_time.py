@@ -95,12 +95,12 @@ class Engine:
         weights, cache = self.weights(batch) / bandwidth, batch * self.read(context) / bandwidth
         work = 2 * self.shape.active * batch + flops.decode_attention(self.shape, batch * context)
         products = work / (self.ranks * self.rate)
-        found = {"reading weights": weights, "reading the KV cache": cache} if weights + cache > products else {}
-        found = found or {"matrix products": products}
-        found["engine overhead"] = self.gpu.assumed.engine_step_ms / 1e3
+        parts = {"reading weights": weights, "reading the KV cache": cache} if weights + cache > products else {}
+        parts = parts or {"matrix products": products}
+        parts["engine overhead"] = self.gpu.assumed.engine_step_ms / 1e3
         if self.tensor > 1:
-            found["tensor parallelism"] = self._all_reduces(batch)
-        return found
+            parts["tensor parallelism"] = self._all_reduces(batch)
+        return parts
 
     def _all_reduces(self, batch: float) -> float:
         near = self.tensor <= self.links.island
@@ -155,23 +155,24 @@ class EngineLoad:
 def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory) -> EngineLoad:
     """Return the load of the engine with the most answers to sample in a step."""
     prompts, answers = sampled(recipe)
-    own = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
-    return EngineLoad(engine(recipe, shape, gpu), own, slots(recipe, memory, lengths), lengths, answers)
+    prompts_of_engine = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
+    return EngineLoad(engine(recipe, shape, gpu), prompts_of_engine, slots(recipe, memory, lengths), lengths, answers)
 
 
 def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory) -> list[Phase]:
     """Return the phases of a step on the generate ranks."""
-    made, own = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, memory)
+    made, engine_load = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, memory)
     prompts, answers = sampled(recipe)
     known = recipe.policy.generation.backend == "vllm" and recipe.policy.generation.vllm_cfg.enable_prefix_caching
     read = prompts if known else answers
     prefill = flops.forward(shape, read * lengths.prompt, read * lengths.prompt**2 / 2)
-    share = own.count * made / answers  # the busiest engine's prompts against the mean
-    seconds = share * prefill / (made * own.engine.ranks * own.engine.rate)
-    found = [Phase("rollout", SAMPLING[0], prefill, {"matrix products": seconds})]
+    share = engine_load.count * made / answers  # the busiest engine's prompts against the mean
+    seconds = share * prefill / (made * engine_load.engine.ranks * engine_load.engine.rate)
+    phases_of_step = [Phase("rollout", SAMPLING[0], prefill, {"matrix products": seconds})]
     pairs = answers * (lengths.prompt * lengths.answer + lengths.squared_answer / 2)
     work = 2 * shape.active * answers * lengths.answer + flops.decode_attention(shape, pairs)
-    return [*found, Phase("rollout", SAMPLING[1], work, decoding(own.engine, own.count, own.slots, lengths, answers))]
+    parts = decoding(engine_load.engine, engine_load.count, engine_load.slots, lengths, answers)
+    return [*phases_of_step, Phase("rollout", SAMPLING[1], work, parts)]
 
 
 def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers: float) -> dict[str, float]:
@@ -197,6 +198,6 @@ def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers
 
 def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory, count: int) -> float:
     """Return the seconds of sampling one answer to each of `count` prompts."""
-    made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
-    parts = decoding(one, math.ceil(count / made), slots(recipe, memory, lengths), lengths, count)
+    made, engine_rates = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
+    parts = decoding(engine_rates, math.ceil(count / made), slots(recipe, memory, lengths), lengths, count)
     return sum(parts.values())

@@ -102,7 +102,7 @@ def read(path: str) -> GPUCheck:
     try:
         changed = os.stat(path).st_mtime_ns
     except (OSError, ValueError) as error:
-        raise _refused(path, f"cannot be read ({error})", "the file that make gpu-check writes", "file-not-found") from None
+        raise _refusal(path, f"cannot be read ({error})", "the file that make gpu-check writes", "file-not-found") from None
     return _read(path, changed)
 
 
@@ -111,24 +111,24 @@ def _read(path: str, _changed: int) -> GPUCheck:
     try:
         record = json.loads(user_files.read_text(path, user_files.MAX_JSON))
     except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, f"no JSON ({error})", "the file that make gpu-check writes") from None
+        raise _refusal(path, f"no JSON ({error})", "the file that make gpu-check writes") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        found = record.get("format") if isinstance(record, dict) else None
-        raise _refused(path, f"format {found!r}", f"format {FORMAT}, which this version's make gpu-check writes")
+        version = record.get("format") if isinstance(record, dict) else None
+        raise _refusal(path, f"format {version!r}", f"format {FORMAT}, which this version's make gpu-check writes")
     for name, wanted, why in (("device", "cuda", "a GPU"), ("size", "full", "size=full")):
         if record.get(name) != wanted:
-            raise _refused(path, f"{name} {record.get(name)!r}", f"measurements of {why}")
+            raise _refusal(path, f"{name} {record.get(name)!r}", f"measurements of {why}")
     machine, date, results = (record.get(name) for name in ("machine", "date", "results"))
     if not (isinstance(machine, dict) and isinstance(date, str) and isinstance(results, list)):
-        raise _refused(path, "a record without machine, date or results", "all three")
+        raise _refusal(path, "a record without machine, date or results", "all three")
     gpu, memory = _machine(path, machine)
     parts = dict(_part(path, result) for result in results)
     numbers = {name: parts[name][0] for name in NUMBERS if name in parts and parts[name][0]}
     unmeasured = {name: parts[name][2] for name in NUMBERS if name in parts and parts[name][2]}
     if not numbers:
         got = "; ".join(["no measurement that a plan takes", *(f"{name} {ended}" for name, ended in unmeasured.items())])
-        raise _refused(path, got, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
-    decoded = _decoded(path, parts[DECODE][1]) if DECODE in numbers else None
+        raise _refusal(path, got, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
+    decoded = _read_decode(path, parts[DECODE][1]) if DECODE in numbers else None
     rates = {name: _rate(path, name, of, hardware.gpu(gpu)) for name, of in numbers.items() if "MFU" in of}
     return GPUCheck(Path(path), date, gpu, memory, numbers, unmeasured, rates, decoded)
 
@@ -137,13 +137,13 @@ def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
     """Return the name of the GPUs' description, and the memory of the smallest."""
     gpus, memory = machine.get("gpus"), machine.get("memory_gb")
     if not isinstance(gpus, list) or not gpus or len({str(gpu) for gpu in gpus}) > 1:
-        raise _refused(path, f"machine.gpus {gpus!r}", "one or several GPUs of one kind")
+        raise _refusal(path, f"machine.gpus {gpus!r}", "one or several GPUs of one kind")
     if not isinstance(memory, list) or len(memory) != len(gpus) or not all(map(_is_number, memory)):
-        raise _refused(path, f"machine.memory_gb {memory!r}", "a number for each GPU")
+        raise _refusal(path, f"machine.memory_gb {memory!r}", "a number for each GPU")
     base = hardware.of_device(str(gpus[0]))
     if base is None:
         names = sorted(file.stem for file in HARDWARE.glob("*.yaml"))
-        raise _refused(path, f"the GPU {gpus[0]!r}", f"one of recipes/hardware: {', '.join(names)}")
+        raise _refusal(path, f"the GPU {gpus[0]!r}", f"one of recipes/hardware: {', '.join(names)}")
     return base, min(memory)
 
 
@@ -152,7 +152,7 @@ def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[
     name = result.get("part") if isinstance(result, dict) else None
     outcome = result.get("outcome") if isinstance(result, dict) else None
     if not isinstance(name, str) or outcome not in OUTCOMES:
-        raise _refused(path, f"the part {name!r} with the outcome {outcome!r}", f"an outcome of {', '.join(OUTCOMES)}")
+        raise _refusal(path, f"the part {name!r} with the outcome {outcome!r}", f"an outcome of {', '.join(OUTCOMES)}")
     wanted, note = NUMBERS.get(name, ()), result.get("note")
     if not wanted or outcome == LEFT_OUT:
         return name, ({}, {}, "")
@@ -160,23 +160,23 @@ def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[
         return name, ({}, {}, " ".join(filter(None, [outcome, note and f"({note})"])))
     numbers, details = result.get("numbers"), result.get("details")
     if not isinstance(numbers, dict) or not isinstance(details, dict):
-        raise _refused(path, f"{name} without numbers or details", "both")
+        raise _refusal(path, f"{name} without numbers or details", "both")
     for number in wanted:
         value = numbers.get(number)
         if not _is_number(value) or (number == "MFU" and value > 1):
-            raise _refused(path, f"{name}: {number} {value!r}", f"a number above 0{' and at most 1' * (number == 'MFU')}")
+            raise _refusal(path, f"{name}: {number} {value!r}", f"a number above 0{' and at most 1' * (number == 'MFU')}")
     return name, ({number: float(numbers[number]) for number in wanted}, details, "")
 
 
-def _decoded(path: str, details: Mapping[str, Any]) -> Decoded:
+def _read_decode(path: str, details: Mapping[str, Any]) -> Decoded:
     sizes = [size for name in ("requests", "prompt", "answer") if _is_number(size := details.get(name))]
     model = details.get("model")
     if not isinstance(model, dict) or len(sizes) < 3:
-        raise _refused(path, f"{DECODE}: details {sorted(details)}", "model, requests, prompt and answer")
+        raise _refusal(path, f"{DECODE}: details {sorted(details)}", "model, requests, prompt and answer")
     try:
         shape = ModelShape.of(model, KEY)
     except RecipeError:
-        raise _refused(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
+        raise _refusal(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
     requests, prompt, answer = map(int, sizes)
     return Decoded(shape, requests, prompt, answer)
 
@@ -190,7 +190,7 @@ def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> 
     rate = numbers["MFU"] * spent / (spent - optimizer) if spent > optimizer else math.inf
     if rate > 1:
         expected = f"a step in which matrix products have time beside the optimizer, {optimizer:.2g} s"
-        raise _refused(path, f"{part}: step, s {spent:.3g} with MFU {numbers['MFU']:.3g}", expected)
+        raise _refusal(path, f"{part}: step, s {spent:.3g} with MFU {numbers['MFU']:.3g}", expected)
     return rate
 
 
@@ -198,15 +198,15 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _refused(path: str, got: str, expected: str, code: str = "bad-format", again: str = "") -> RecipeError:
+def _refusal(path: str, got: str, expected: str, code: str = "bad-format", again: str = "") -> RecipeError:
     again = again or 'make gpu-check ARGS="out=FILE"'
     return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. Try {again} on that GPU"))
 
 
 def _again(path: Path | str, parts: Iterable[str]) -> str:
     """Return the command that runs these parts of a file again."""
-    given = shlex.join([f"after={path}", f"out={path}", f"parts={','.join(parts)}"])
-    return f'make gpu-check ARGS="{given}"'
+    command = shlex.join([f"after={path}", f"out={path}", f"parts={','.join(parts)}"])
+    return f'make gpu-check ARGS="{command}"'
 
 
 # ---- what it changes ----------------------------------------------------------------------------------------------------
@@ -216,26 +216,26 @@ def of_recipe(recipe: Recipe) -> GPUCheck | None:
     """Return the measurements of plan.hardware; None without the key. Raises RecipeError if no component has that GPU."""
     if recipe.plan.hardware is None:
         return None
-    found = read(recipe.plan.hardware)
+    check = read(recipe.plan.hardware)
     components = {name: on.gpu for name, on in config.components(recipe).items() if on.gpus_per_node}
-    if components and found.gpu not in components.values():
+    if components and check.gpu not in components.values():
         named = " ".join(f"cluster.{name}.gpu={gpu}" for name, gpu in components.items())
-        change = " ".join(f"cluster.{name}.gpu={found.gpu}" for name in components)
-        message = f"got {found.path}, measurements of {found.gpu}; expected those of {named}. Try {change}"
+        change = " ".join(f"cluster.{name}.gpu={check.gpu}" for name in components)
+        message = f"got {check.path}, measurements of {check.gpu}; expected those of {named}. Try {change}"
         raise RecipeError(Problem(KEY, "contradiction", message))
-    return found
+    return check
 
 
 def sized(recipe: Recipe) -> Recipe:
     """Return the recipe with the measured memory of GPUs, for the plan. Raises RecipeError."""
-    found = of_recipe(recipe)
-    if found is None:
+    check = of_recipe(recipe)
+    if check is None:
         return recipe
     components = config.components(recipe)
     changed: dict[str, Any] = {
-        name: replace(on, gpu_memory_gb=found.memory_gb)
+        name: replace(on, gpu_memory_gb=check.memory_gb)
         for name, on in components.items()
-        if on.gpu == found.gpu and on.gpus_per_node and on.gpu_memory_gb is None
+        if on.gpu == check.gpu and on.gpus_per_node and on.gpu_memory_gb is None
     }
     return replace(recipe, cluster=replace(recipe.cluster, **changed))
 
@@ -243,38 +243,40 @@ def sized(recipe: Recipe) -> Recipe:
 def gpu(recipe: Recipe, component: ComponentConfig) -> GPUSpec:
     """Return the GPU of a component, with its measured values in place of assumed ones."""
     spec = hardware.gpu(component.gpu)
-    found = {value.field: value.value for value in values(recipe, component)}
-    return replace(spec, assumed=replace(spec.assumed, **found)) if found else spec
+    numbers = {value.field: value.value for value in values(recipe, component)}
+    return replace(spec, assumed=replace(spec.assumed, **numbers)) if numbers else spec
 
 
 def values(recipe: Recipe, component: ComponentConfig) -> list[Value]:
     """Return the measured values of a component's GPU; none if another GPU was measured."""
-    found = of_recipe(recipe)
-    if found is None or found.gpu != component.gpu:
+    check = of_recipe(recipe)
+    if check is None or check.gpu != component.gpu:
         return []
-    return list(_values(recipe, found, hardware.gpu(component.gpu)))
+    return list(_values(recipe, check, hardware.gpu(component.gpu)))
 
 
-def _values(recipe: Recipe, found: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
-    numbers, part = found.numbers, _trained(recipe)
+def _values(recipe: Recipe, check: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
+    numbers, part = check.numbers, _train_part(recipe)
     rate = spec.assumed.dense_training
-    if part in found.rates and PRECISIONS[recipe.policy.precision] == 2:
-        rate = found.rates[part]
+    if part in check.rates and PRECISIONS[recipe.policy.precision] == 2:
+        rate = check.rates[part]
         yield Value("dense_training", rate, part)
-    if found.decoded and recipe.policy.generation.backend == "vllm":
-        yield Value("engine_step_ms", _overhead(found.decoded, numbers[DECODE]["s"], spec, rate), DECODE)
+    if check.decoded and recipe.policy.generation.backend == "vllm":
+        yield Value("engine_step_ms", _overhead(check.decoded, numbers[DECODE]["s"], spec, rate), DECODE)
     copies = spec.assumed.page_locked * spec.host_gb_per_s
     if "offload" in numbers:
         copies = min(numbers["offload"].values())
         yield Value("page_locked", copies / spec.host_gb_per_s, "offload")
     if (name := "refit: shared GPU") in numbers:
         yield Value("ipc_gb_per_s", numbers[name]["IPC GB/s"], name)
-        each = 1 / numbers[name]["host GB/s"] - 2 / copies  # seconds of a GB over gloo, beside its copies to and from the host
-        if each > 0:
-            yield Value("gloo_gb_per_s", 1 / each / RECEIVERS, name)
+        wire_s = (
+            1 / numbers[name]["host GB/s"] - 2 / copies
+        )  # seconds of a GB over gloo, beside its copies to and from the host
+        if wire_s > 0:
+            yield Value("gloo_gb_per_s", 1 / wire_s / RECEIVERS, name)
 
 
-def _trained(recipe: Recipe) -> str:
+def _train_part(recipe: Recipe) -> str:
     """Return the part that measures the backend which the policy uses, with compiled or eager layers as it trains."""
     if uses_megatron(recipe.policy):
         return "train: Megatron-Core"
@@ -317,19 +319,19 @@ def described(recipe: Recipe, component: ComponentConfig) -> str:
 
     Return "" if the GPU is not the measured one.
     """
-    found = of_recipe(recipe)
-    if found is None or found.gpu != component.gpu:
+    check = of_recipe(recipe)
+    if check is None or check.gpu != component.gpu:
         return ""
     taken = values(recipe, component)
     shown = [f"{SHOWN[value.field].format(value.value)} ({value.part})" for value in taken]
-    shown.append(f"{found.memory_gb:g} GB (machine)")
-    if numbers := found.numbers.get(_trained(recipe)):
+    shown.append(f"{check.memory_gb:g} GB (machine)")
+    if numbers := check.numbers.get(_train_part(recipe)):
         share = numbers["GB"] / numbers["plan's GB"]
-        shown.append(f"the memory of a step is {share:.2f} of the planned one ({_trained(recipe)})")
+        shown.append(f"the memory of a step is {share:.2f} of the planned one ({_train_part(recipe)})")
     assumed = [name for name in hardware.assumptions() if name not in {value.field for value in taken}]
-    where = f"{found.gpu} by {found.path} of {found.date}, with small models"
+    where = f"{check.gpu} by {check.path} of {check.date}, with small models"
     lines = f"{where}: {'; '.join(shown)}. Still assumed: {', '.join(assumed)}"
-    if not found.unmeasured:
+    if not check.unmeasured:
         return lines
-    failed = "; ".join(f"{part} {ended}" for part, ended in found.unmeasured.items())
-    return f"{lines}. Not measured: {failed}. Try {_again(found.path, found.unmeasured)} on that GPU"
+    failed = "; ".join(f"{part} {ended}" for part, ended in check.unmeasured.items())
+    return f"{lines}. Not measured: {failed}. Try {_again(check.path, check.unmeasured)} on that GPU"

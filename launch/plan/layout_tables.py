@@ -18,15 +18,15 @@ Held = Iterable[tuple[str, Box]]
 class TableBuilder:
     """Makes tables of boxes from names."""
 
-    def __init__(self, found: list[Tensor]) -> None:
-        self.tensors = found
-        self.shapes = {tensor.name: tensor.shape for tensor in found}
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.shapes = {tensor.name: tensor.shape for tensor in tensors}
         self._number = {name: i for i, name in enumerate(self.shapes)}
         self._dims = max(map(len, self.shapes.values()))
 
-    def columns(self, held: Held) -> list[np.ndarray]:
+    def columns(self, boxes_held: Held) -> list[np.ndarray]:
         """Return the columns tensor, offset and size."""
-        return columns(list(held), self._number, self._dims)
+        return columns(list(boxes_held), self._number, self._dims)
 
     def table(self, wanted: Iterable[tuple[str, str, Box]]) -> LayoutTable:
         """Return the table of a generate rank from (unit, tensor, box)."""
@@ -37,7 +37,7 @@ class TableBuilder:
         return LayoutTable(tensor, offset, size, unit, list(units))
 
 
-def joined(*parts: list[np.ndarray]) -> LayoutTable:
+def join_tables(*parts: list[np.ndarray]) -> LayoutTable:
     """Return the table of a train rank."""
     tensor, offset, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     return LayoutTable(tensor, offset, size, np.full(len(tensor), -1, np.int32))

@@ -78,8 +78,8 @@ def assumed(
     Without these, a guess. prompt, answer: means of the run in `where`. An offline algorithm's has one mean, of whole
     sequences: that is `answer`. data: (mean tokens of its prompts, or of an offline algorithm's sequences; of what).
     """
-    total, given = longest_sequence(recipe), recipe.plan
-    if not generates(recipe) and given.answer_tokens is None and (answer or data):
+    total, settings = longest_sequence(recipe), recipe.plan
+    if not generates(recipe) and settings.answer_tokens is None and (answer or data):
         mean, of = (answer, f"the mean in {where}") if answer else data or (0.0, "")
         return Lengths(0.0, min(mean, total), total, f"sequences of {mean:,.0f} tokens, {of}")
     if prompt is None and data and generates(recipe):
@@ -87,13 +87,13 @@ def assumed(
     else:
         where_prompt = f"the mean in {where}"
     sources, guess = [], min(PROMPT_TOKENS, PROMPT_SHARE * recipe.data.max_input_seq_length, total / 2)
-    prompt, source = _first("prompts", given.prompt_tokens, prompt, guess, where_prompt)
+    prompt, source = _first("prompts", settings.prompt_tokens, prompt, guess, where_prompt)
     prompt = min(prompt, total - 1)
     sources.append(source)
     limit = total - prompt
     if generates(recipe):
         limit = min(limit, recipe.policy.generation.max_new_tokens)
-    answer, source = _first("answers", given.answer_tokens, answer, ANSWER_SHARE * limit, f"the mean in {where}")
+    answer, source = _first("answers", settings.answer_tokens, answer, ANSWER_SHARE * limit, f"the mean in {where}")
     sources.append(source)
     return Lengths(prompt, min(answer, limit), limit, "; ".join(sources))
 

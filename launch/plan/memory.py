@@ -49,13 +49,18 @@ def train(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory:
     """Return the memory of the fullest train rank. shapes: by the sections of `pipeline.config.other_models(recipe)`."""
     component, layout = recipe.cluster.train, train_parallelism(recipe.policy, recipe.cluster.train)
     cuda, of_rank = component.gpus_per_node > 0, rank_batches(recipe, layout.data)
-    found = peak(models(recipe, shapes), layout, cuda, of_rank)
+    peak_memory = peak(models(recipe, shapes), layout, cuda, of_rank)
     fixed: Parts = {"buffers": of_rank.batch_bytes + staging(recipe, shapes["policy"], layout)}
     if cuda:
         fixed["runtime"] = RUNTIME
-    phases = {name: size + sum(fixed.values()) for name, size in found.phases.items()}
+    phases = {name: size + sum(fixed.values()) for name, size in peak_memory.phases.items()}
     return TrainMemory(
-        add_parts(found.parts, fixed), found.phase, phases, found.host, _assumptions(recipe, of_rank, cuda), shapes
+        add_parts(peak_memory.parts, fixed),
+        peak_memory.phase,
+        phases,
+        peak_memory.host,
+        _assumptions(recipe, of_rank, cuda),
+        shapes,
     )
 
 
@@ -66,20 +71,20 @@ def reward(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory | No
     policy, component = reward_model_policy(recipe), recipe.cluster.reward
     layout, cuda = train_parallelism(policy, component), component.gpus_per_node > 0
     model = TrainModel(policy, shapes[f"env.{reward_environment(recipe)}"], values=True, trained=False)
-    found = peak([model], layout, cuda, rank_batches(recipe, layout.data))
-    return replace(found, parts=add_parts(found.parts, {"runtime": RUNTIME} if cuda else {}), shapes=shapes)
+    peak_memory = peak([model], layout, cuda, rank_batches(recipe, layout.data))
+    return replace(peak_memory, parts=add_parts(peak_memory.parts, {"runtime": RUNTIME} if cuda else {}), shapes=shapes)
 
 
 def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank: RankBatches) -> TrainMemory:
     """Return the memory of the models alone, without packed batches, refit staging and runtime. models: the policy first."""
     fullest: TrainMemory | None = None
-    for place, of_stage in enumerate(zip(*(stage_memories(model, layout, cuda) for model in models), strict=True)):
-        stage = f" (pipeline stage {place})" if layout.pipeline > 1 else ""
+    for stage_number, of_stage in enumerate(zip(*(stage_memories(model, layout, cuda) for model in models), strict=True)):
+        stage = f" (pipeline stage {stage_number})" if layout.pipeline > 1 else ""
         phases = {f"{name}{stage}": parts for name, parts in _phases(of_stage, cuda, of_rank)}
         sizes = {name: sum(parts.values()) for name, parts in phases.items()}
         phase = max(sizes, key=sizes.__getitem__)
         if fullest is None or sizes[phase] > fullest.total:
-            fullest = TrainMemory(phases[phase], phase, sizes, sum(one.host for one in of_stage), (), {})
+            fullest = TrainMemory(phases[phase], phase, sizes, sum(stage_memory.host for stage_memory in of_stage), (), {})
     assert fullest is not None  # a pipeline has at least one stage
     return fullest
 
@@ -89,11 +94,11 @@ def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -
     policy, *others = of_stage
     besides = sum(sum(other.resident.values()) for other in others)
     if not cuda:
-        besides += sum(one.host for one in of_stage)
+        besides += sum(stage_memory.host for stage_memory in of_stage)
     resident = add_parts(policy.resident, {"other models": besides})
-    for one in of_stage:
-        name = "policy" if one is policy else "other model"
-        for phase, parts in one.phases(of_rank):
+    for stage_memory in of_stage:
+        name = "policy" if stage_memory is policy else "other model"
+        for phase, parts in stage_memory.phases(of_rank):
             yield f"{phase}, {name}", add_parts(resident, parts)
 
 
@@ -114,15 +119,15 @@ def staging(recipe: Recipe, shape: ModelShape, layout: Parallelism) -> float:
 
 
 def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str, ...]:
-    found = [
+    assumptions = [
         f"microbatches of {of_rank.train_tokens:,} tokens with a gradient and {of_rank.forward_tokens:,} without",
         f"packed batches in which all sequences of a step have {longest_sequence(recipe):,} tokens ({_longest_source(recipe)})",
     ]
     if cuda:
-        found.append(f"{RUNTIME / 2**30:g} GiB for CUDA's context, libraries and NCCL; no fragmentation")
+        assumptions.append(f"{RUNTIME / 2**30:g} GiB for CUDA's context, libraries and NCCL; no fragmentation")
         if uses_megatron(recipe.policy):
-            found.append("TransformerEngine is installed; tokens spread evenly over experts")
-    return tuple(found)
+            assumptions.append("TransformerEngine is installed; tokens spread evenly over experts")
+    return tuple(assumptions)
 
 
 def _longest_source(recipe: Recipe) -> str:

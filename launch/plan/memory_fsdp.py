@@ -22,7 +22,7 @@ from launch.plan.activations import (
     hugging_face_layer,
     selective_bytes,
 )
-from launch.plan.fsdp_splits import held, whole_mixers
+from launch.plan.fsdp_splits import numel_of_rank, whole_mixers
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
 from launch.plan.rank_division import Parallelism
 from launch.plan.refit_adapters import LINEAR
@@ -95,10 +95,10 @@ class FSDPMemory:
     @property
     def _frozen(self) -> float:
         """Return the parameters that this rank holds and does not train: frozen by patterns, kept in policy.precision."""
-        found, whole = frozen_counts.tensors(self.model), self.model.shape.routed
+        frozen, whole = frozen_counts.tensors(self.model), self.model.shape.routed
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
-        share = frozen_counts.routed(found) / whole if whole else 0.0
-        return held(found, self.layout) / self.layout.shard + share * experts
+        share = frozen_counts.routed(frozen) / whole if whole else 0.0
+        return numel_of_rank(frozen, self.layout) / self.layout.shard + share * experts
 
     @property
     def _trained(self) -> float:
@@ -119,17 +119,19 @@ class FSDPMemory:
         attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
         mlp = 3 * (shape.hidden + width) if shape.mlp_layers else 0
         linear = lora.dim * (shape.attention_layers * attention + shape.mlp_layers * mlp) / self.layout.shard
-        held = shape.sparse_layers * self._experts / self.layout.expert_shard / max(1, shape.routed)
-        return linear + held * expert_entries(shape.tensors, lora)
+        expert_share = shape.sparse_layers * self._experts / self.layout.expert_shard / max(1, shape.routed)
+        return linear + expert_share * expert_entries(shape.tensors, lora)
 
     @property
-    def _merged(self) -> float:
+    def _merged_bytes(self) -> float:
         """Return the bytes of this rank's parts of the weights that have adapters."""
         shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
-        layers = (one for one in shape.tensors if one.part in LINEAR and len(one.shape) == 2)
-        adapted = held((one for one in layers if is_adapted(one.name.removesuffix(".weight"), lora)), self.layout)
-        routed = (one for one in experts(shape.tensors) if is_adapted(one.name, lora))
-        share = sum(one.experts * one.rows * one.columns for one in routed) / max(1, shape.routed)
+        layers = (tensor for tensor in shape.tensors if tensor.part in LINEAR and len(tensor.shape) == 2)
+        adapted = numel_of_rank(
+            (tensor for tensor in layers if is_adapted(tensor.name.removesuffix(".weight"), lora)), self.layout
+        )
+        routed = (tensor for tensor in experts(shape.tensors) if is_adapted(tensor.name, lora))
+        share = sum(tensor.experts * tensor.rows * tensor.columns for tensor in routed) / max(1, shape.routed)
         of_experts = share * shape.sparse_layers * self._experts / self.layout.expert_shard
         return self.model.size * (adapted / self.layout.shard + of_experts)
 
@@ -148,12 +150,12 @@ class FSDPMemory:
         if not self.model.trained:
             return {"weights": whole}
         if self.adapted:
-            trained, merged = self.adapters, {"merged weights": self._merged} if self.model.merged else {}
+            trained, merged = self.adapters, {"merged weights": self._merged_bytes} if self.model.merged else {}
             return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
         weights = 4 * self._trained + self.model.size * self._frozen
-        found = {"weights": weights, "gradients": 4 * self._trained, "optimizer": 8 * self._trained}
+        parts = {"weights": weights, "gradients": 4 * self._trained, "optimizer": 8 * self._trained}
         stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
-        return found | ({"other models": self.reference} if stays and self.reference else {})
+        return parts | ({"other models": self.reference} if stays and self.reference else {})
 
     @property
     def reference(self) -> float:
@@ -195,7 +197,7 @@ class FSDPMemory:
         hidden = self.model.size * tokens * self.model.shape.hidden / (self.layout.tensor if self.layout.sequence else 1)
         layer = max(self._activations(sparse, tokens).forward for sparse in self._counts)
         logits = head_activations(self.model, tokens, self.layout.tensor).forward
-        gathered = 0.0 if self.plain else self._gathered(3)
+        gathered = 0.0 if self.plain else self._gathered_bytes(3)
         if logits > layer:
             return {"activations": hidden, "logits": logits, "buffers": gathered}
         return {"activations": hidden + layer, "buffers": gathered}
@@ -204,11 +206,11 @@ class FSDPMemory:
         c, tokens = self.model.size, batches.train_tokens / self.layout.context
         recomputes = self.model.policy.dtensor_cfg.activation_checkpointing
         layers = {sparse: self._activations(sparse, tokens) for sparse in self._counts}
-        kept = {sparse: self._kept(sparse, layer, tokens) for sparse, layer in layers.items()}
-        saved = sum(count * kept[sparse] for sparse, count in self._counts.items())
+        kept_bytes = {sparse: self._kept_bytes(sparse, layer, tokens) for sparse, layer in layers.items()}
+        saved = sum(count * kept_bytes[sparse] for sparse, count in self._counts.items())
         kind = next(iter(layers))
         last = layers[kind]
-        again = last.saved - kept[kind] + last.input if recomputes else 0.0
+        again = last.saved - kept_bytes[kind] + last.input if recomputes else 0.0
         norm, of_head = (
             final_norm(self.model.shape, self._passage(tokens), False),
             head_activations(self.model, tokens, self.layout.tensor),
@@ -216,7 +218,7 @@ class FSDPMemory:
         missing = {} if batches.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self._trained}
         flying = self._in_flight()
         at_head = {"activations": saved + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
-        yield "backward of the head", add_parts(at_head, {"buffers": 0 if self.plain else self._gathered(2)}, missing)
+        yield "backward of the head", add_parts(at_head, {"buffers": 0 if self.plain else self._gathered_bytes(2)}, missing)
         at_layer = {"activations": saved + again, "buffers": flying}
         yield "backward of the norm", add_parts({"activations": saved + norm.backward, "buffers": flying}, missing)
         yield "backward of the last layer", add_parts(at_layer, {"activations": last.backward}, missing)
@@ -245,7 +247,7 @@ class FSDPMemory:
     def _activations(self, sparse: bool, tokens: float) -> LayerActivations:
         return hugging_face_layer(self.model.shape, sparse, self._passage(tokens))
 
-    def _kept(self, sparse: bool, layer: LayerActivations, tokens: float) -> float:
+    def _kept_bytes(self, sparse: bool, layer: LayerActivations, tokens: float) -> float:
         """Return the bytes that a layer of `tokens` keeps from the forward pass to the backward pass."""
         dtensor = self.model.policy.dtensor_cfg
         if not dtensor.activation_checkpointing:
@@ -254,7 +256,7 @@ class FSDPMemory:
             return layer.input
         return selective_bytes(self.model.shape, sparse, self._passage(tokens))
 
-    def _gathered(self, layers: int) -> float:
+    def _gathered_bytes(self, layers: int) -> float:
         """Return the bytes of the root's and some layers' gathered weights."""
         return self.model.size * (self.root + layers * self.largest)
 
@@ -266,12 +268,12 @@ class FSDPMemory:
         if self.plain:
             return 0.0
         prefetched = self.model.size * self.largest if self.layout.shard > 1 else 0.0
-        return self._gathered(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
+        return self._gathered_bytes(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
 
     def _reduction(self, saved: float, missing: Parts) -> Parts:
         """Return the bytes at the end of a layer's backward pass: its gradient as computed, and the float32 one."""
-        own = self.model.size * self.largest
-        return add_parts({"activations": saved, "buffers": self._in_flight() + own + self._reducing}, missing)
+        part = self.model.size * self.largest
+        return add_parts({"activations": saved, "buffers": self._in_flight() + part + self._reducing}, missing)
 
     @property
     def _reducing(self) -> float:

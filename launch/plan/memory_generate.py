@@ -125,7 +125,7 @@ class EngineRank:
         return self.received - (self.size - FP8_BYTES) * self.linear * self.fp8
 
     def working(self, tokens: int, sequences: int) -> float:
-        """Return the peak bytes of activations in the profiled pass: those of one layer, or of the sampler."""
+        """Return the peak bytes of activations in the profiled pass: the bytes of one layer, or of the sampler."""
         shape, size = self.shape, self.size
         inner = 3 * (shape.dense_width / self.tensor)
         if shape.experts:
@@ -143,19 +143,19 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     size, cuda = PRECISIONS[policy.precision], component.gpus_per_node > 0
     if policy.generation.backend == "transformers":
         return _transformers(recipe, shape, size, cuda)
-    vllm, given = policy.generation.vllm_cfg, _given(policy.generation.vllm_kwargs)
+    vllm, arguments = policy.generation.vllm_cfg, _set_arguments(policy.generation.vllm_kwargs)
     ignored = vllm.quantization_ignored_layer_kws
     fp8, spread = vllm.precision == "fp8" and not ignored, vllm.expert_parallel_size > 1
     rank = EngineRank(shape, size, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, spread, fp8)
-    longest = given.get("max_model_len", vllm.max_model_len)
+    longest = arguments.get("max_model_len", vllm.max_model_len)
     sequences, batched = engine_sizes(recipe, shape)
     parts = {"weights": rank.weights, "buffers": _staging(recipe, rank) + _connections(recipe)}
-    less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if given.get("quantization") else ""
+    less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if arguments.get("quantization") else ""
     assumptions = [f"an engine's weights as if none were quantized: the effect of {less} is not counted"] if less else []
     if cuda:
-        budget = given.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
+        budget = arguments.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
         working = rank.working(batched, sequences)
-        graphs = 0.0 if given.get("enforce_eager", vllm.enforce_eager) else GRAPHS
+        graphs = 0.0 if arguments.get("enforce_eager", vllm.enforce_eager) else GRAPHS
         cache = budget - rank.weights - working - graphs
         parts |= {"activations": working, "runtime": RUNTIME + graphs}
         assumptions.append(
@@ -164,20 +164,20 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
         )
     else:
         cache = _cpu_cache(rank, longest, sequences)
-    cache = given.get("kv_cache_memory_bytes", cache)
+    cache = arguments.get("kv_cache_memory_bytes", cache)
     parts["KV cache"] = max(0.0, cache)
-    token_bytes = rank.cached * CACHE_BYTES.get(str(given.get("kv_cache_dtype")), size)
+    token_bytes = rank.cached * CACHE_BYTES.get(str(arguments.get("kv_cache_dtype")), size)
     block = BLOCK[cuda]
     tokens = (math.floor(cache / (token_bytes * block)) - 1) * block  # vLLM keeps one block for itself
-    states = rank.state_bytes(STATE_BYTES.get(str(given.get("mamba_ssm_cache_dtype")), 4)) / token_bytes
-    held = GenerateMemory(add_parts(parts), rank.received, not less, tokens, 0, tuple(assumptions), shape, states)
-    return replace(held, sequences=math.floor(held.holds(-(-longest // block) * block)))
+    states = rank.state_bytes(STATE_BYTES.get(str(arguments.get("mamba_ssm_cache_dtype")), 4)) / token_bytes
+    memory = GenerateMemory(add_parts(parts), rank.received, not less, tokens, 0, tuple(assumptions), shape, states)
+    return replace(memory, sequences=math.floor(memory.holds(-(-longest // block) * block)))
 
 
-def weights_problems(recipe: Recipe, held: GenerateMemory) -> Iterator[Problem]:
+def weights_problems(recipe: Recipe, memory: GenerateMemory) -> Iterator[Problem]:
     """Yield a problem if the exactly counted weights exceed a GPU by themselves."""
     component, size = recipe.cluster.generate, recipe.policy.generation.vllm_cfg.tensor_parallel_size
-    weights, has = held.parts.get("weights", 0.0) if held.exact else 0.0, memory_gb(component)
+    weights, has = memory.parts.get("weights", 0.0) if memory.exact else 0.0, memory_gb(component)
     if component.gpus_per_node and weights > has * 1e9:
         message = (
             f"got {size}, with which the weights take {weights / 1e9:.4g} GB on a generate rank; expected at most the"
@@ -187,15 +187,15 @@ def weights_problems(recipe: Recipe, held: GenerateMemory) -> Iterator[Problem]:
         yield Problem("policy.generation.vllm_cfg.tensor_parallel_size", "out-of-memory", message)
 
 
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _set_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are not null, which is vLLM's own default. Raises RecipeError."""
-    given = {key: value for key, value in kwargs.items() if value is not None}
+    arguments = {key: value for key, value in kwargs.items() if value is not None}
     refuse(
-        Problem(f"policy.generation.vllm_kwargs.{key}", "wrong-type", f"got {given[key]!r}; expected a number above 0")
+        Problem(f"policy.generation.vllm_kwargs.{key}", "wrong-type", f"got {arguments[key]!r}; expected a number above 0")
         for key in SIZES
-        if key in given and not _is_size(given[key])
+        if key in arguments and not _is_size(arguments[key])
     )
-    return given
+    return arguments
 
 
 def _is_size(value: Any) -> bool:

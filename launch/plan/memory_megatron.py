@@ -48,15 +48,15 @@ def stages(model: TrainModel) -> list[StageLayers]:
     settings, shape = model.policy.megatron_cfg, model.shape
     size = settings.pipeline_model_parallel_size
     ends = {0: settings.num_layers_in_first_pipeline_stage, size - 1: settings.num_layers_in_last_pipeline_stage}
-    given = {number: count for number, count in ends.items() if count is not None}
-    middle = (shape.layers - sum(given.values())) // max(1, size - len(given))
-    found, done = [], 0
+    layer_counts = {number: count for number, count in ends.items() if count is not None}
+    middle = (shape.layers - sum(layer_counts.values())) // max(1, size - len(layer_counts))
+    stage_layers, done = [], 0
     for number in range(size):
-        count = given.get(number, middle)
+        count = layer_counts.get(number, middle)
         sparse = sum(shape.sparse[done : done + count])
-        found.append(StageLayers(number, count - sparse, sparse, number == 0, number == size - 1, done))
+        stage_layers.append(StageLayers(number, count - sparse, sparse, number == 0, number == size - 1, done))
         done += count
-    return found
+    return stage_layers
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class MegatronMemory:
             dense, experts = self._adapters(settings.peft.dim)
         share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data
         in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
-        own = c * (dense + experts) if adapted else 0.0
-        merged = {"merged weights": self._merged} if adapted and self.model.merged else {}
+        adapter_bytes = c * (dense + experts) if adapted else 0.0
+        merged = {"merged weights": self._merged_bytes} if adapted and self.model.merged else {}
         return {
-            "weights": self.weights + own + (4 * share if c < 4 else 0.0),
+            "weights": self.weights + adapter_bytes + (4 * share if c < 4 else 0.0),
             **merged,
             "gradients": (4 if in_float32 else c) * (dense + experts),
             "optimizer": 8 * share,
@@ -157,7 +157,7 @@ class MegatronMemory:
         return adapts_experts(self.model.policy.megatron_cfg.peft, stage)
 
     @property
-    def _merged(self) -> float:
+    def _merged_bytes(self) -> float:
         """Return the bytes of merged weights: all outside of routed experts, as if adapted, and these if they are."""
         return self.model.size * (self.dense_parameters + self.expert_parameters * self._adapts_experts)
 
@@ -187,7 +187,7 @@ class MegatronMemory:
         """Return the bytes of a forward pass. loads: its weights come from the host."""
         microbatch = self._passage(tokens)
         hidden = self.model.size * microbatch.tokens * self.model.shape.hidden
-        layer = max((one.forward for one in self._layers(microbatch).values()), default=0.0)
+        layer = max((layer_activations.forward for layer_activations in self._layers(microbatch).values()), default=0.0)
         loaded = {"buffers": self.weights} if loads else {}
         if self.stage.last and (logits := head_activations(self.model, microbatch.tokens, self.layout.tensor).forward) > layer:
             return add_parts({"activations": hidden, "logits": logits}, loaded)
@@ -198,10 +198,10 @@ class MegatronMemory:
         layers = self._layers(microbatch)
         flying = min(self.layout.pipeline - self.stage.number, batches.microbatches)
         counts = {True: self.stage.sparse, False: self.stage.dense}
-        kept = sum(counts[sparse] * self._kept(layer) for sparse, layer in layers.items())
+        kept_bytes = sum(counts[sparse] * self._kept_bytes(layer) for sparse, layer in layers.items())
         last, again = next(iter(layers.values())), self._again(layers)
         hidden = self.model.size * microbatch.tokens * shape.hidden
-        saved = flying * kept + (flying * hidden / microbatch.sequence if self.layout.pipeline > 1 else 0.0)
+        saved = flying * kept_bytes + (flying * hidden / microbatch.sequence if self.layout.pipeline > 1 else 0.0)
         if self.stage.last:
             of_head, norm = (
                 head_activations(self.model, microbatch.tokens, self.layout.tensor),
@@ -213,7 +213,7 @@ class MegatronMemory:
         yield "backward of the last layer", {"activations": saved + again + last.backward}
         if self.stage.first:
             gradient = self.model.size * self._rows * shape.hidden  # gradient of the embedding table, unsharded
-            yield "backward of the embedding", {"activations": (flying - 1) * kept + hidden, "buffers": gradient}
+            yield "backward of the embedding", {"activations": (flying - 1) * kept_bytes + hidden, "buffers": gradient}
         yield "optimizer", {}
 
     def _passage(self, tokens: float) -> RankMicrobatch:
@@ -238,7 +238,7 @@ class MegatronMemory:
         settings = self.model.policy.megatron_cfg
         return settings.activation_checkpointing is True and settings.recompute_granularity != "selective"
 
-    def _kept(self, layer: LayerActivations) -> float:
+    def _kept_bytes(self, layer: LayerActivations) -> float:
         """Return the bytes that a layer keeps from the forward pass to the backward pass."""
         settings = self.model.policy.megatron_cfg
         if not self._recomputes:

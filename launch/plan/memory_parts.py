@@ -130,7 +130,7 @@ class TrainModel:
 
 def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]:
     """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
-    found, needs = [], build(recipe).needs
+    train_models, needs = [], build(recipe).needs
     exports = recipe.checkpointing.enabled and recipe.checkpointing.save_consolidated
     merged = exports or (config.generates(recipe) and not refits_adapters(recipe))
     offloads = {config.teacher_section(name): teacher.cpu_offload for name, teacher in config.teachers(recipe).items()}
@@ -139,14 +139,14 @@ def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]
         if name == "policy":
             values = needs.head == "values"
             use = {"values": values, "reference": needs.reference, "entropy": needs.entropy, "merged": merged}
-            found.append(TrainModel(policy, shape, **use))
+            train_models.append(TrainModel(policy, shape, **use))
         elif name == "value":
-            found.append(TrainModel(policy, shape, values=True))
+            train_models.append(TrainModel(policy, shape, values=True))
         elif name in offloads:
-            found.append(TrainModel(policy, shape, trained=False, offload=offloads[name], top_k=needs.teacher_top_k))
+            train_models.append(TrainModel(policy, shape, trained=False, offload=offloads[name], top_k=needs.teacher_top_k))
         elif (environment := config.reward_model(recipe)) is not None and environment.served_by == "train":
-            found.append(TrainModel(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
-    return found
+            train_models.append(TrainModel(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
+    return train_models
 
 
 def longest_sequence(recipe: Recipe) -> int:

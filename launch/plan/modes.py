@@ -69,13 +69,13 @@ def compare(plan: Plan) -> list[Mode]:
 
     The recipe's own mode appears without changes, and again if another division of its nodes is better.
     """
-    found: list[Mode] = []
+    modes: list[Mode] = []
     if plan.phases and plan.generate:
         for name in NAMES:
-            own = name == mode_name(plan.recipe)
-            found += [Mode(name, {}, plan, _unfit(plan))] if own else []
-            found += [_mode(plan, name)] if not own or plan.split else []
-    return found
+            is_recipes_mode = name == mode_name(plan.recipe)
+            modes += [Mode(name, {}, plan, _unfit(plan))] if is_recipes_mode else []
+            modes += [_mode(plan, name)] if not is_recipes_mode or plan.split else []
+    return modes
 
 
 def choose(modes: Sequence[Mode]) -> Mode | None:
@@ -121,15 +121,15 @@ def _ways(recipe: Recipe, name: str) -> list[Recipe]:
 
     For colocated return only the largest. Raises RecipeError if no division is valid.
     """
-    keys, found, refused = _keys(recipe, name), [], []
+    keys, ways, refused = _keys(recipe, name), [], []
     for division in _divisions(recipe, name):
         with collected(refused):
-            found.append(_as_much(config.changed(recipe, keys | division), recipe))
+            ways.append(_as_much(config.changed(recipe, keys | division), recipe))
             if name == "colocated":
                 break
-    if not found:
+    if not ways:
         raise RecipeError(refused[0])
-    return found
+    return ways
 
 
 def _as_much(other: Recipe, recipe: Recipe) -> Recipe:
@@ -153,7 +153,7 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
             raise RecipeError(Problem("cluster.generate", "contradiction", message))
         nodes = train.nodes + generate.nodes
         fewer = {size for sizes in split.halves(nodes) for size in sizes}
-        yield from (split.values("nodes", each, each) for each in (nodes, *sorted(fewer, reverse=True)))
+        yield from (split.values("nodes", count, count) for count in (nodes, *sorted(fewer, reverse=True)))
         return
     if not in_turn:
         yield {}

@@ -16,16 +16,16 @@ from pipeline.train.adapters.spec import A, AdapterSpec, B
 class ModuleAdapters:
     """The adapters of a model: their tensors, and which boxes of them a rank holds."""
 
-    def __init__(self, config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], found: Iterable[Tensor]) -> None:
-        """parameters: of the model; found: its tensors.
+    def __init__(self, config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], tensors: Iterable[Tensor]) -> None:
+        """parameters: of the model; tensors: of the model.
 
         Raises RecipeError for names that match no module, and for adapters that engines cannot apply.
         """
         chosen = choose(config, parameters)
         refuse(not_served_modules(chosen))
-        self._spec, self._found = AdapterSpec.of(options(config)), {tensor.name: tensor for tensor in found}
-        shapes = {name: tensor.shape for name, tensor in self._found.items()}
-        self._modules = {f"{one.name}.weight": AdaptedModule.of(one, shapes) for one in chosen}
+        self._spec, self._tensors = AdapterSpec.of(options(config)), {tensor.name: tensor for tensor in tensors}
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._modules = {f"{module.name}.weight": AdaptedModule.of(module, shapes) for module in chosen}
         self._shapes = shapes
 
     def adapts(self, name: str) -> bool:
@@ -34,22 +34,22 @@ class ModuleAdapters:
 
     def tensors(self) -> list[Tensor]:
         """Return A and B of each adapted layer, in the order of a run."""
-        found = []
+        tensors = []
         for module in self._modules.values():
-            of = self._found[module.weight.sources[0]]
+            of = self._tensors[module.weight.sources[0]]
             shapes = module.tensors(self._spec, self._shapes)
-            found += [Tensor(name, shape, of.part, layer=of.layer) for name, shape in shapes.items()]
-        return found
+            tensors += [Tensor(name, shape, of.part, layer=of.layer) for name, shape in shapes.items()]
+        return tensors
 
-    def boxes(self, name: str, held: Iterable[tuple[str, Box]]) -> Iterator[tuple[str, Box]]:
-        """Yield the boxes of A and B that a rank holds. held: its boxes of the weight of this name.
+    def boxes(self, name: str, parts: Iterable[tuple[str, Box]]) -> Iterator[tuple[str, Box]]:
+        """Yield the boxes of A and B that a rank holds. parts: the rank's boxes of the weight of this name.
 
         B is cut like the weight's rows, A like its columns. A rank has A of all the layers that the weight fuses.
         """
-        held, dim = list(held), self._spec.dim
-        layers, (_, first) = self._modules[name].names, held[0]
+        parts, dim = list(parts), self._spec.dim
+        layers, (_, first) = self._modules[name].names, parts[0]
         for layer in layers:
             yield layer + A, Box((0, first.offset[1]), (dim, first.size[1]))
-        for source, box in held:
+        for source, box in parts:
             if (layer := source.removesuffix(".weight")) in layers:
                 yield layer + B, Box((box.offset[0], 0), (box.size[0], dim))

@@ -46,14 +46,14 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
     bare = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))  # a local run has no Slurm options
     available, refused = f"{plural(len(devices), 'GPU')} according to {source}", ""
     for changes in candidates(loaded, len(devices)):
-        with collected(found := []):
+        with collected(problems := []):
             recipe = config.changed(bare, changes)
             config.validate(config.with_backend(recipe, choice.backend) if choice else recipe)
-        if not found:
-            given = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
-            note = f"this machine has {available}: {given}; set cluster.*.gpus_per_node to place the ranks yourself"
+        if not problems:
+            overrides = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+            note = f"this machine has {available}: {overrides}; set cluster.*.gpus_per_node to place the ranks yourself"
             return replace(loaded, recipe=recipe, notes=[*loaded.notes, note])
-        refused = refused or f": {found[0]}"
+        refused = refused or f": {problems[0]}"
     key = f"cluster.{'train' if config.trains(loaded.recipe) else 'generate'}.gpus_per_node"
     why = f"no placement of the recipe fits this machine's {available}{refused}. Try a smaller layout, or {key}=0 for CPUs"
     return replace(loaded, problems=[Problem(key, "too-large", why)])
@@ -74,8 +74,8 @@ def notes(recipe: Recipe) -> Iterator[str]:
     """Yield a note for each set of nodes that needs more GPUs than `recipes/hardware/` describes. Slurm is not queried."""
     parts = components(recipe)
     for names, host in zip(groups(parts), hosts(parts).values(), strict=True):
-        usual = hardware.described(host.gpu, "nvlink_gpus")
-        if not hardware.described(host.gpu, "nvlink_crosses_nodes") and host.gpus_per_node > usual:
+        usual = hardware.gpu_value(host.gpu, "nvlink_gpus")
+        if not hardware.gpu_value(host.gpu, "nvlink_crosses_nodes") and host.gpus_per_node > usual:
             keys = " + ".join(f"cluster.{name}.gpus_per_node" for name in names if not shares_gpus(parts[name]))
             yield f"{keys}: got {host.gpus_per_node} on each node; nodes with {host.gpu} usually have {usual}"
 

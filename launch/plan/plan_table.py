@@ -16,7 +16,7 @@ from launch.plan.estimate import Plan
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.modes import Mode
 from launch.plan.rank_division import engines, parallel_sizes
-from launch.plan.step_phases import priced
+from launch.plan.step_phases import is_priced
 from launch.terminal.units import plural, seconds, size
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, ahead, generates, hardware, ranks, runs_ahead, section, uses_megatron
@@ -38,11 +38,11 @@ def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
         _assumptions(plan),
         _verdict(plan),
     ]
-    blocks = ["\n".join(map(_printed, part)) for part in parts]
+    blocks = ["\n".join(map(_line_text, part)) for part in parts]
     return "\n\n".join(block for block in blocks if block)
 
 
-def _printed(line: Line) -> str:
+def _line_text(line: Line) -> str:
     if isinstance(line, str):
         return line
     label, what = line
@@ -105,12 +105,12 @@ def _billions(count: float) -> str:
 
 def _memory(plan: Plan) -> Iterator[Line]:
     memories = {"train": plan.train, "generate": plan.generate, "reward": plan.reward}
-    held = {component: memory.parts for component, memory in memories.items() if memory}
-    yield f"{'memory of the fullest rank':30s}" + "".join(f"{component:>14s}" for component in held)
-    for name in dict.fromkeys(name for parts in held.values() for name in parts):
-        yield f"  {name:28s}" + "".join(f"{size(parts[name]) if name in parts else '-':>14s}" for parts in held.values())
-    yield f"  {'all':28s}" + "".join(f"{size(sum(parts.values())):>14s}" for parts in held.values())
-    components = [getattr(plan.recipe.cluster, component) for component in held]
+    parts_of = {component: memory.parts for component, memory in memories.items() if memory}
+    yield f"{'memory of the fullest rank':30s}" + "".join(f"{component:>14s}" for component in parts_of)
+    for name in dict.fromkeys(name for parts in parts_of.values() for name in parts):
+        yield f"  {name:28s}" + "".join(f"{size(parts[name]) if name in parts else '-':>14s}" for parts in parts_of.values())
+    yield f"  {'all':28s}" + "".join(f"{size(sum(parts.values())):>14s}" for parts in parts_of.values())
+    components = [getattr(plan.recipe.cluster, component) for component in parts_of]
     if all(component.gpus_per_node for component in components):
         yield f"  {'of a GPU with':28s}" + "".join(f"{hardware.memory_gb(component):>11g} GB" for component in components)
     yield "train", f"fullest in {plan.train.phase}; {size(plan.host)} of host memory a rank"
@@ -176,12 +176,16 @@ def _times(plan: Plan) -> Iterator[Line]:
 
 def _expected(plan: Plan) -> str:
     """Return the range of a step's time, by published steps on the plan's GPUs."""
-    specs = {spec.name: spec.assumed for each in config.components(plan.recipe).values() if (spec := hardware.gpu(each.gpu))}
+    specs = {
+        spec.name: spec.assumed
+        for component in config.components(plan.recipe).values()
+        if (spec := hardware.gpu(component.gpu))
+    }
     unknown = [name for name, assumed in specs.items() if math.isnan(assumed.shortest_step + assumed.longest_step)]
     measure = "A plan that is calibrated by a run (plan_from=RUN_DIR) is nearer"
     if unknown:
         return f"no published steps on {' and '.join(unknown)} are known, so a step may take several times as long. {measure}"
-    if _measured(plan):
+    if _measured_lines(plan):
         return f"how far this is from steps on many GPUs is not known: one machine was measured. {measure}"
     low = min(assumed.shortest_step for assumed in specs.values())
     high = max(assumed.longest_step for assumed in specs.values())
@@ -209,14 +213,14 @@ def _run(plan: Plan) -> Iterator[Line]:
         yield from alternatives.proposals(plan)
     if plan.checkpoints != 0:
         nbytes = plan.checkpoint_bytes
-        each = "adapters and their optimizer's state" if nbytes is None else f"{size(nbytes)} each"
+        per_checkpoint = "adapters and their optimizer's state" if nbytes is None else f"{size(nbytes)} each"
         about = "" if plan.checkpoints is None else f"about {plan.checkpoints}, "
         every = f"every {plan.recipe.checkpointing.save_period} steps (checkpointing.save_period)"
-        yield "checkpoints", f"{each}, {about}{every}; the time of the file system is unknown"
+        yield "checkpoints", f"{per_checkpoint}, {about}{every}; the time of the file system is unknown"
 
 
 def _whole(plan: Plan) -> Iterator[str]:
-    """Yield the duration of the run. If the run ends with its data, yield those of a step and a validation."""
+    """Yield the duration of the run; if the run ends with its data, the durations of a step and of a validation."""
     algorithm = plan.recipe.algorithm
     if plan.steps is None or plan.total is None or plan.gpu_hours is None:
         checks = f", {seconds(plan.validation)} a validation" if plan.validation else ""
@@ -251,9 +255,9 @@ def _hours(duration: float) -> str:
 
 def _assumptions(plan: Plan) -> Iterator[Line]:
     recipe = plan.recipe
-    yield from (("" if number else "measured", text) for number, text in enumerate(_measured(plan)))
+    yield from (("" if number else "measured", text) for number, text in enumerate(_measured_lines(plan)))
     yield "assumed", f"{plan.lengths.source}; lengths are exponentially distributed up to {plan.lengths.limit:,.0f}"
-    if priced(recipe):
+    if is_priced(recipe):
         kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(config.components(recipe).items())}
         for name in kinds.values():
             yield "", _hardware(plan, name)
@@ -263,7 +267,7 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
             yield "", shared_gpus.assumed(recipe)
         if recipe.policy.deterministic:
             yield "", deterministic_cost.assumed(recipe)
-        yield "", _unpriced(recipe)
+        yield "", _why_unpriced(recipe)
     for text in (*plan.train.assumptions, *(plan.generate.assumptions if plan.generate else ())):
         yield "", text
     if plan.measured:
@@ -271,11 +275,11 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         times = f"by {where}: a clock's seconds are multiplied by measured / predicted there"
         lengths = f"only lengths, by {where}; the times of that run cannot be compared with predicted ones"
         yield "calibrated", times if plan.ratios else lengths
-    elif priced(recipe):
+    elif is_priced(recipe):
         yield "calibrated", "no: run_dir has no earlier run. Try plan_from=RUN_DIR"
 
 
-def _measured(plan: Plan) -> list[str]:
+def _measured_lines(plan: Plan) -> list[str]:
     """Return what plan.hardware measures, for each kind of GPU."""
     described = (gpu_check.described(plan.recipe, on) for on in config.components(plan.recipe).values())
     return [text for text in dict.fromkeys(described) if text]
@@ -294,7 +298,7 @@ def _hardware(plan: Plan, component: str) -> str:
     )
 
 
-def _unpriced(recipe: Recipe) -> str:
+def _why_unpriced(recipe: Recipe) -> str:
     left = ["the run's start", "checkpoints", "packing on the CPU"]
     if not uses_megatron(recipe.policy):
         left.append("what policy.dtensor_cfg.compile, use_liger_kernel and flash_attention save")

@@ -63,8 +63,8 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
     """Return the keys that are to be chosen. The train backend must be chosen."""
     section, settings = _section(recipe)
     null = [name for name in NAMES if getattr(settings, name, "") is None]
-    found = [f"{section}.{name}" for name in null] if set(null) & set(NAMES[:2]) else []
-    return (*found, *((TOKENS,) if recipe.policy.sequence_packing.train_mb_tokens is None else ()))
+    keys = [f"{section}.{name}" for name in null] if set(null) & set(NAMES[:2]) else []
+    return (*keys, *((TOKENS,) if recipe.policy.sequence_packing.train_mb_tokens is None else ()))
 
 
 def choose(
@@ -78,12 +78,12 @@ def choose(
     """
     if not open_keys(recipe):
         return recipe, ""
-    if before is not None and (kept := _kept(recipe, before)):
-        same = _with(recipe, kept)
+    if before is not None and (earlier := _kept_setting(recipe, before)):
+        same = _with(recipe, earlier)
         anew = shapes is not None and not open_keys(same) and not _fits(same, shapes) and _compile_alike(recipe, same, shapes)
-        recipe = _with(recipe, {TOKENS: kept[TOKENS]} if TOKENS in kept else {}) if anew else same
+        recipe = _with(recipe, {TOKENS: earlier[TOKENS]} if TOKENS in earlier else {}) if anew else same
         if not open_keys(recipe):
-            return recipe, _line(kept, "as the run began")
+            return recipe, _line(earlier, "as the run began")
     settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
     if shapes is None or not train.gpus_per_node:
         why = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
@@ -91,12 +91,12 @@ def choose(
     tried = try_all(recipe, settings, shapes, lengths or assumed(recipe))
     memory_gb = _memory_gb(recipe)
     best, fitting = fastest(tried, (1 - spare(shapes)) * memory_gb * 1e9)
-    held = f"{best.nbytes / 1e9:.1f} of {memory_gb:g} GB"
+    used = f"{best.nbytes / 1e9:.1f} of {memory_gb:g} GB"
     if not fitting:
-        return best.recipe, _line(best.setting, f"which needs the least memory: {held}. None leaves {spare(shapes):.0%}")
+        return best.recipe, _line(best.setting, f"which needs the least memory: {used}. None leaves {spare(shapes):.0%}")
     of = f"the fastest of the {len(fitting)} settings of {len(tried)} that leave"
     of = of if len(fitting) > 1 else f"the only setting of {len(tried)} that leaves"
-    return best.recipe, _line(best.setting, f"{of} {spare(shapes):.0%} of a GPU's memory: {held}")
+    return best.recipe, _line(best.setting, f"{of} {spare(shapes):.0%} of a GPU's memory: {used}")
 
 
 def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape], lengths: Lengths) -> Recipe:
@@ -122,17 +122,19 @@ def spare(shapes: Mapping[str, ModelShape]) -> float:
 
 def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
     """Return the setting to choose, and all that fit into `room` bytes of a GPU."""
-    fitting = [one for one in tried if one.nbytes <= room]
+    fitting = [setting for setting in tried if setting.nbytes <= room]
     if not fitting:
-        return min(tried, key=lambda one: (one.nbytes, one.seconds)), fitting
-    least = min(one.seconds for one in fitting)
-    return min((one for one in fitting if one.seconds <= (1 + NEAR) * least), key=lambda one: one.preference), fitting
+        return min(tried, key=lambda setting: (setting.nbytes, setting.seconds)), fitting
+    least = min(setting.seconds for setting in fitting)
+    return min(
+        (setting for setting in fitting if setting.seconds <= (1 + NEAR) * least), key=lambda setting: setting.preference
+    ), fitting
 
 
 def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, ModelShape], lengths: Lengths) -> list[Tried]:
     """Return the estimates of a recipe with each setting."""
     engine = _engine(recipe, shapes)
-    return [_tried(_with(recipe, setting), setting, shapes, lengths, engine) for setting in settings]
+    return [_try_settings(_with(recipe, setting), setting, shapes, lengths, engine) for setting in settings]
 
 
 def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
@@ -147,7 +149,7 @@ def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMem
     return turns.get("training", train.total)
 
 
-def _tried(
+def _try_settings(
     recipe: Recipe, setting: Setting, shapes: Mapping[str, ModelShape], lengths: Lengths, engine: GenerateMemory | None
 ) -> Tried:
     phases = train_time.phases(recipe, shapes, lengths, gpu_check.gpu(recipe, recipe.cluster.train))
@@ -160,13 +162,13 @@ def _tried(
 
 
 def _settings(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[Setting]:
-    """Yield every setting of the open keys that agrees with the other keys, the one with the least memory last."""
-    section, given = _section(recipe)
+    """Yield every setting of the open keys that agrees with the other keys, last the setting that needs the least memory."""
+    section, configured = _section(recipe)
     keys = open_keys(recipe)
     ways = _megatron(recipe, shapes) if uses_megatron(recipe.policy) else _fsdp(recipe, shapes)
     for values in ways:
         way = dict(zip(NAMES, values, strict=False))
-        if any(getattr(given, name) not in (None, value) for name, value in way.items()):
+        if any(getattr(configured, name) not in (None, value) for name, value in way.items()):
             continue
         for tokens in _tokens(recipe) if TOKENS in keys else (None,):
             setting = {f"{section}.{name}": value for name, value in way.items()} | {TOKENS: tokens}
@@ -194,21 +196,21 @@ def _megatron(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterat
 
     It is only for a recipe that asks for it.
     """
-    given = recipe.policy.megatron_cfg
-    if given.recompute_granularity == "selective" or given.recompute_modules is not None:
+    configured = recipe.policy.megatron_cfg
+    if configured.recompute_granularity == "selective" or configured.recompute_modules is not None:
         yield True, "selective", None, None
         return
     yield False, "full", None, None
     if shapes:
         layers = max(stage.layers for stage in stages(TrainModel(recipe.policy, shapes["policy"])))
         yield from ((True, "full", "block", count) for count in range(1, layers))
-    yield True, "full", given.recompute_method, given.recompute_num_layers
+    yield True, "full", configured.recompute_method, configured.recompute_num_layers
 
 
-def _kept(recipe: Recipe, before: Recipe) -> Setting:
-    """Return the earlier values of the open keys, without those of recomputation if other keys of it changed."""
-    section, given = _section(recipe)
-    values = {f"{section}.{name}": _value(before, f"{section}.{name}") for name in NAMES if hasattr(given, name)}
+def _kept_setting(recipe: Recipe, before: Recipe) -> Setting:
+    """Return the earlier values of the open keys, without keys of recomputation if other keys of recomputation changed."""
+    section, configured = _section(recipe)
+    values = {f"{section}.{name}": _value(before, f"{section}.{name}") for name in NAMES if hasattr(configured, name)}
     agree = all(_value(recipe, key) in (None, value) for key, value in values.items())
     keys = [key for key in open_keys(recipe) if key == TOKENS or agree]
     return {key: _value(before, key) for key in keys}
@@ -250,6 +252,6 @@ def _with(recipe: Recipe, setting: Setting) -> Recipe:
 
 def _line(setting: Setting, why: str) -> str:
     """Return the choice with its reason, without keys that keep their default, null or whole layers; empty if all do."""
-    given = {key: value for key, value in setting.items() if value not in (None, "full")}
-    shown = " ".join(config.format_override(key, value) for key, value in given.items())
+    values = {key: value for key, value in setting.items() if value not in (None, "full")}
+    shown = " ".join(config.format_override(key, value) for key, value in values.items())
     return f"{shown}, {why}" if shown else ""

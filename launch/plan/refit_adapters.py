@@ -15,15 +15,15 @@ LINEAR = ("attention", "mlp", "shared")  # parts of a model with linear layers, 
 UNIT = "adapters"  # of an engine, which gets every adapter whole
 
 
-def adapter_tensors(found: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]:
-    """Return A and B of each adapted layer, with their tensor-parallel cuts. found: the model's tensors.
+def adapter_tensors(model_tensors: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]:
+    """Return A and B of each adapted layer, with their tensor-parallel cuts.
 
     Raises RecipeError for adapters that engines cannot apply.
     """
-    spec, found, tensors = AdapterSpec.of(config), list(found), []
-    layers = {tensor.name.removesuffix(".weight"): tensor for tensor in found if tensor.part in LINEAR}
-    layers = {layer: one for layer, one in layers.items() if len(one.shape) == 2 and is_adapted(layer, config)}
-    refuse(not_served([one.name for one in experts(found) if is_adapted(one.name, config)], layers))
+    spec, model_tensors, tensors = AdapterSpec.of(config), list(model_tensors), []
+    layers = {tensor.name.removesuffix(".weight"): tensor for tensor in model_tensors if tensor.part in LINEAR}
+    layers = {layer: tensor for layer, tensor in layers.items() if len(tensor.shape) == 2 and is_adapted(layer, config)}
+    refuse(not_served([expert.name for expert in experts(model_tensors) if is_adapted(expert.name, config)], layers))
     for layer, tensor in layers.items():
         shapes = spec.shapes(layer, *tensor.shape)
         cuts: dict[str, Split] = {layer + A: "columns", layer + B: "rows"}
@@ -33,7 +33,7 @@ def adapter_tensors(found: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]
     return tensors
 
 
-def received(tensors: Iterable[Tensor]) -> Iterator[tuple[str, str, Box]]:
+def received_boxes(tensors: Iterable[Tensor]) -> Iterator[tuple[str, str, Box]]:
     """Yield (unit, tensor, box) of a rank of an engine."""
     for tensor in tensors:
         yield UNIT, tensor.name, whole(tensor.shape)

@@ -25,9 +25,9 @@ import numpy as np
 
 from launch.plan.engine_layouts import vllm_tables
 from launch.plan.fsdp_splits import fsdp_splits
-from launch.plan.layout_tables import Shape, TableBuilder, consecutive, joined, stages_of
+from launch.plan.layout_tables import Shape, TableBuilder, consecutive, join_tables, stages_of
 from launch.plan.module_adapters import ModuleAdapters
-from launch.plan.refit_adapters import adapter_tensors, received
+from launch.plan.refit_adapters import adapter_tensors, received_boxes
 from pipeline import models
 from pipeline.boxes import Box, chunk, whole
 from pipeline.config import (
@@ -81,37 +81,37 @@ def rank_layouts(
     alone, which every rank of an engine gets whole.
     """
     try:
-        of, found = sizes(config), tensors(config)
+        of, served = sizes(config), tensors(config)
     except KeyError as error:
         raise RecipeError(Problem(_MODEL, "bad-format", f"its config.json has no {error}")) from None
     except ValueError as error:
         raise RecipeError(Problem(_MODEL, "unsupported", str(error))) from None
     if uses_megatron(policy):
-        weights = {tensor.name: tensor.shape for tensor in found}
+        weights = {tensor.name: tensor.shape for tensor in served}
         parameters, modules = _parameters(of, weights), None
         if adapters:
-            modules = ModuleAdapters(policy.megatron_cfg.peft, parameters, found)
+            modules = ModuleAdapters(policy.megatron_cfg.peft, parameters, served)
             parameters = {name: parameter for name, parameter in parameters.items() if modules.adapts(name)}
-            found = modules.tensors()
-        builder = TableBuilder(found)
-        held = _megatron(of, policy.megatron_cfg, train, builder, _MegatronParts(parameters, weights, modules))
+            served = modules.tensors()
+        builder = TableBuilder(served)
+        train_tables = _megatron(of, policy.megatron_cfg, train, builder, _MegatronParts(parameters, weights, modules))
     else:
         if adapters:
-            found = adapter_tensors(found, policy.dtensor_cfg.lora_cfg)
-        builder = TableBuilder(found)
+            served = adapter_tensors(served, policy.dtensor_cfg.lora_cfg)
+        builder = TableBuilder(served)
         check_fsdp(config, policy.dtensor_cfg)
-        held = _fsdp(policy, train, builder)
+        train_tables = _fsdp(policy, train, builder)
     size = engine_ranks(policy.generation.vllm_cfg)
     if adapters:
-        wanted = [builder.table(received(found))] * size
+        wanted = [builder.table(received_boxes(served))] * size
     elif policy.generation.backend == "vllm":
         wanted = vllm_tables(of, policy.generation.vllm_cfg, builder)
     else:
         wanted = [builder.table((name, name, whole(shape)) for name, shape in builder.shapes.items())]
     engines = [list(range(first, first + size)) for first in range(train, train + generate, size)]
     return RankLayouts(
-        train=dict(enumerate(held)),
-        generate={rank: wanted[place] for engine in engines for place, rank in enumerate(engine)},
+        train=dict(enumerate(train_tables)),
+        generate={rank: wanted[member] for engine in engines for member, rank in enumerate(engine)},
         engines=engines,
         shapes=builder.shapes,
     )
@@ -138,7 +138,7 @@ def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[Layou
     of_replica = train // dtensor.data_parallel_replicate_size
     tensor_size, expert_size = dtensor.tensor_parallel_size, dtensor.expert_parallel_size
     of_rank = (expert.max() + 1) // expert_size  # experts
-    each = -(-of_rank // (of_replica // expert_size))
+    per_shard = -(-of_rank // (of_replica // expert_size))
 
     def table(rank: int) -> LayoutTable:
         offset, length = origin.copy(), extent.copy()
@@ -150,9 +150,11 @@ def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[Layou
         stacked = routed & (expert < 0)
         _chunk(offset, length, stacked, 0, expert_size, expert_rank)
         _chunk(offset, length, stacked, 0, of_replica // expert_size, shard)
-        held = (expert < 0) | ((expert // max(of_rank, 1) == expert_rank) & (expert % max(of_rank, 1) // max(each, 1) == shard))
-        held &= length[:, 0] > 0
-        return joined([number[held], offset[held], length[held]])
+        is_held = (expert < 0) | (
+            (expert // max(of_rank, 1) == expert_rank) & (expert % max(of_rank, 1) // max(per_shard, 1) == shard)
+        )
+        is_held &= length[:, 0] > 0
+        return join_tables([number[is_held], offset[is_held], length[is_held]])
 
     return [table(rank % of_replica) for rank in range(train)]
 
@@ -178,8 +180,8 @@ class _MegatronParts:
 
     def boxes(self, name: str, rank: int, size: int) -> Iterator[tuple[str, Box]]:
         """Yield the boxes of a parameter of one rank of `size`. Raises RecipeError if `size` does not divide it."""
-        held = _megatron_boxes(name, self.parameters[name], self.shapes, rank, size)
-        return self.adapters.boxes(name, held) if self.adapters else held
+        parts = _megatron_boxes(name, self.parameters[name], self.shapes, rank, size)
+        return self.adapters.boxes(name, parts) if self.adapters else parts
 
 
 def _megatron(
@@ -211,11 +213,11 @@ def _megatron(
     def table(stage: int, rank: int, spread: int, expert_rank: int) -> LayoutTable:
         if not routed[stage][spread]:
             return dense(stage, rank)
-        return joined(part(stage, None, rank), part(stage, spread, expert_rank))
+        return join_tables(part(stage, None, rank), part(stage, spread, expert_rank))
 
     @functools.cache
     def dense(stage: int, rank: int) -> LayoutTable:
-        return joined(part(stage, None, rank))
+        return join_tables(part(stage, None, rank))
 
     peers = train // pipeline
     return [table(r // peers, r % tensor, r // expert_tensor % expert, r % expert_tensor) for r in range(train)]
@@ -244,27 +246,27 @@ def _megatron_boxes(
     elif isinstance(function, functools.partial) and function.func is decoder.query_groups:
         (groups,) = function.args
         if size % groups:  # else a rank has a part of one group
-            _divided(name, groups, size)
-        yield from _query_group_boxes(sources, groups, rank, _divided(name, sum(box.size[0] for _, box in sources), size))
+            _divide(name, groups, size)
+        yield from _query_group_boxes(sources, groups, rank, _divide(name, sum(box.size[0] for _, box in sources), size))
     elif isinstance(function, functools.partial) and function.func is qwen3_5.gated_groups:
         groups, head = function.args
         if size % groups:
-            _divided(name, groups, size)
-        rows = _divided(name, sum(box.size[0] for _, box in sources), size)
+            _divide(name, groups, size)
+        rows = _divide(name, sum(box.size[0] for _, box in sources), size)
         yield from _query_group_boxes(sources, groups, rank, rows, head)
     else:
         parts = parameter.split
         if parts == "halves" and len(sources) == 1:  # both halves are one tensor on disk
-            parts = (_divided(name, sources[0][1].size[0], 2),) * 2
+            parts = (_divide(name, sources[0][1].size[0], 2),) * 2
         if isinstance(parts, tuple) and size > 1:
-            for source, box, own in _parts_of(sources, parts):
-                yield from ((source, part) for part in _part_boxes(name, box, own, rank, size))
+            for source, box, rows_of_parts in _parts_of(sources, parts):
+                yield from ((source, part) for part in _part_boxes(name, box, rows_of_parts, rank, size))
             return
         cut = size > 1 and parameter.split != "none" and not name.endswith(_WHOLE)
         dim = 1 if parameter.split == "columns" else 0
         for source, box in sources:
             if cut:
-                _divided(name, box.size[dim], size)
+                _divide(name, box.size[dim], size)
             yield source, chunk(box, dim, size, rank) if cut else box
 
 
@@ -282,8 +284,8 @@ def _part_boxes(name: str, box: Box, parts: tuple[int, ...], rank: int, size: in
     """Yield a rank's boxes of a parameter whose parts, with these numbers of rows, are cut each by rows."""
     start = 0
     for rows in parts:
-        each = _divided(name, rows, size)
-        yield Box((start + rank * each, *box.offset[1:]), (each, *box.size[1:]))
+        rows_per_rank = _divide(name, rows, size)
+        yield Box((start + rank * rows_per_rank, *box.offset[1:]), (rows_per_rank, *box.size[1:]))
         start += rows
 
 
@@ -294,10 +296,10 @@ def _query_group_boxes(
 
     gated: the size of a head whose gate follows its query on disk, and all queries of its group here; 0 without gates.
     """
-    each = sum(box.size[0] for _, box in sources) // groups
+    rows_per_group = sum(box.size[0] for _, box in sources) // groups
     low, high = rank * rows, (rank + 1) * rows
-    for group in range(low // each, -(-high // each)):
-        at = group * each
+    for group in range(low // rows_per_group, -(-high // rows_per_group)):
+        at = group * rows_per_group
         (query, box), *others = ((source, chunk(box, 0, groups, group)) for source, box in sources)
         queries = _queries_then_gates(box, gated) if gated else [box]
         for source, part in [*((query, each_query) for each_query in queries), *others]:
@@ -314,7 +316,7 @@ def _queries_then_gates(box: Box, head: int) -> list[Box]:
     return [Box((start, *others), (head, *box.size[1:])) for start in starts]
 
 
-def _divided(name: str, count: int, size: int) -> int:
+def _divide(name: str, count: int, size: int) -> int:
     if count % size:
         key = "policy.megatron_cfg.tensor_model_parallel_size"
         raise RecipeError(Problem(key, "not-divisible", f"{name} cannot be cut into {size} equal parts"))
@@ -322,7 +324,7 @@ def _divided(name: str, count: int, size: int) -> int:
 
 
 def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
-    """Return the layers of each pipeline stage: those of the first and the last may be given, the others are equal.
+    """Return the layers of each pipeline stage. The recipe may set the first and the last stage; the others are equal.
 
     Raises RecipeError where Megatron-Core does.
     """
@@ -336,8 +338,8 @@ def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
             f" num_layers_in_last_pipeline_stage={last}"
         )
         raise RecipeError(Problem("policy.megatron_cfg.pipeline_model_parallel_size", "not-divisible", message))
-    each = rest // middle if middle else 0
-    counts = [*([] if first is None else [first]), *[each] * middle, *([] if last is None else [last])]
+    per_stage = rest // middle if middle else 0
+    counts = [*([] if first is None else [first]), *[per_stage] * middle, *([] if last is None else [last])]
     return consecutive(counts)
 
 

@@ -51,11 +51,11 @@ class Messages:
 def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.ndarray, relay: np.ndarray) -> Messages:
     """Return the messages of items. Items with the same round, source and target form one message."""
     ranks = int(max(source.max(initial=0), target.max(initial=0))) + 1
-    place = (round.astype(np.int64) * ranks + source) * ranks + target
-    order = np.argsort(place, kind="stable")
-    place = place[order]
-    first = np.flatnonzero(changes(place))
-    pair, target = np.divmod(place[first], ranks)
+    route = (round.astype(np.int64) * ranks + source) * ranks + target
+    order = np.argsort(route, kind="stable")
+    route = route[order]
+    first = np.flatnonzero(changes(route))
+    pair, target = np.divmod(route[first], ranks)
     round, source = np.divmod(pair, ranks)
     total, relays = (np.add.reduceat(column[order], first) if len(first) else column for column in (size, relay))
     return Messages(round, source, target, total.astype(np.int64), relays > 0)
@@ -63,10 +63,10 @@ def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.nd
 
 def messages(schedule: RefitSchedule) -> Messages:
     """Return all messages of a plan."""
-    sent, passed = schedule.sent(), schedule.passed()
+    sent, forwarded = schedule.train_messages(), schedule.forwarded_messages()
     names = ("round", "source", "target", "bytes")
-    round, source, target, size = (np.concatenate([getattr(sent, name), getattr(passed, name)]) for name in names)
-    return merge(round, source, target, size, np.repeat([False, True], [len(sent.round), len(passed.round)]))
+    round, source, target, size = (np.concatenate([getattr(sent, name), getattr(forwarded, name)]) for name in names)
+    return merge(round, source, target, size, np.repeat([False, True], [len(sent.round), len(forwarded.round)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +111,14 @@ def loads(messages: Messages, node: np.ndarray) -> Loads:
     def total(end: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return np.bincount(messages.round * ranks + end, weight, rounds * ranks).reshape(rounds, ranks)
 
-    one = np.ones(len(messages))
+    ones = np.ones(len(messages))
     return Loads(
         nic_out=total(messages.source, messages.size * far),
         nic_in=total(messages.target, messages.size * far),
         node_out=total(messages.source, messages.size * ~far),
         node_in=total(messages.target, messages.size * ~far),
-        sends=total(messages.source, one),
-        receives=total(messages.target, one),
+        sends=total(messages.source, ones),
+        receives=total(messages.target, ones),
         relays=np.bincount(messages.source, messages.relay, ranks) > 0,
     )
 
@@ -169,7 +169,7 @@ def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Re
 
 def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
     """Return the seconds of every round and rank, by TERMS."""
-    nic, node, memory = (GIGA * each for each in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
+    nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
     return {
         "pack": load.sent / memory,
         "wire out": load.nic_out / nic,
@@ -180,11 +180,11 @@ def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
     }
 
 
-def _with_partners(own: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _with_partners(amount: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Return, for each rank, the latest time of it and the ranks that it exchanges messages with."""
-    latest = own.copy()
-    np.maximum.at(latest, source, own[target])
-    np.maximum.at(latest, target, own[source])
+    latest = amount.copy()
+    np.maximum.at(latest, source, amount[target])
+    np.maximum.at(latest, target, amount[source])
     return latest
 
 
@@ -266,8 +266,8 @@ def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
     needed, size = schedule.needed, schedule.needed.boxes.numel * schedule.width[schedule.needed.boxes.tensor]
     owned = np.bincount(needed.receiver, size[needed.box], schedule.engines.shape[1])
     inside: dict[int, set[int]] = {}  # the ranks in the engine that a node has, of whichever engine
-    for rank, (_, place) in schedule.place.items():
-        inside.setdefault(int(node[rank]), set()).add(place)
+    for rank, (_, member) in schedule.member.items():
+        inside.setdefault(int(node[rank]), set()).add(member)
     distinct = {
         places: np.unique(needed.box[np.isin(needed.receiver, places)])
         for places in {tuple(sorted(p)) for p in inside.values()}
@@ -275,10 +275,10 @@ def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
     by_node = np.array([size[distinct[tuple(sorted(places))]].sum() for places in inside.values()])
     shared = bool(set(node[list(schedule.held.rows)].tolist()) & inside.keys())
     if shared:
-        box, holders, held = _held(schedule)
+        box, holders, held_bytes = _bytes_by_set(schedule)
         for i, (number, places) in enumerate(inside.items()):
             here = np.array([(node[members] == number).any() for members in schedule.held.sets])
-            by_node[i] -= held[here[holders] & np.isin(box, distinct[tuple(sorted(places))])].sum()
+            by_node[i] -= held_bytes[here[holders] & np.isin(box, distinct[tuple(sorted(places))])].sum()
     return Demand(
         owned=np.tile(owned, len(schedule.engines)),
         by_node=by_node,
@@ -289,7 +289,7 @@ def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
     )
 
 
-def _held(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _bytes_by_set(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (needed box, holder set, bytes of the box that the set holds), each [pairs]."""
     pieces, sets = schedule.pieces, len(schedule.held.sets)
     size = pieces.numel * schedule.width[schedule.needed.boxes.tensor[pieces.needed]]
@@ -334,11 +334,11 @@ def reference(schedule: RefitSchedule, node: np.ndarray, total: int, bucket: int
     """Return the bytes of the bucketed broadcast, the alternative to the schedule. total: bytes of all full tensors."""
     held, size = schedule.held, schedule.held.boxes.numel * schedule.width[schedule.held.boxes.tensor]
     beside = [rows.box for rank, rows in held.rows.items() if node[rank] == node[0]]
-    own, near = int(size[np.unique(held.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
+    rank_bytes, near = int(size[np.unique(held.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
     return Broadcast(
         total=total,
         far=int(size.sum()) - near,
-        near=near - own,
+        near=near - rank_bytes,
         owned=int(demand(schedule, node).owned.max()),
         bucket=bucket,
         nodes=len(np.unique(node[schedule.engines])),
@@ -351,7 +351,7 @@ def broadcast_seconds(broadcast: Broadcast, network: NetworkConfig) -> tuple[flo
     The broadcast is a ring, as in NCCL: bytes pass through every rank, and all links work in parallel. A bucket takes its bytes
     over the slowest link plus one latency. Buckets follow each other around the ring, so the latency of each node counts once.
     """
-    nic, node, memory = (GIGA * each for each in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
+    nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
     latency = network.latency_us / 1e6
     buckets = max(1, -(-broadcast.total // broadcast.bucket))
     stages = {

@@ -54,14 +54,14 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
 
 def _scoring(recipe: Recipe, train: TrainMemory) -> float:
     """Return the peak bytes of a reward model on the train ranks while it scores."""
-    judges = [each for each in models(recipe, train.shapes) if each.values and not each.trained]
+    judges = [model for model in models(recipe, train.shapes) if model.values and not model.trained]
     layout = train_parallelism(recipe.policy, recipe.cluster.train)
     return memory.peak(judges, layout, True, rank_batches(recipe, layout.data)).total if judges else 0.0
 
 
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
     """Return the bytes of host memory of the two ranks of a GPU, offloaded models included."""
-    return train.host + _moved(train) + _kept(recipe, generate)
+    return train.host + _moved_bytes(train) + _kept_bytes(recipe, generate)
 
 
 def _read(train: TrainMemory) -> float:
@@ -69,11 +69,11 @@ def _read(train: TrainMemory) -> float:
     return train.parts.get("merged weights", train.parts.get("weights", 0.0))
 
 
-def _moved(train: TrainMemory) -> float:
+def _moved_bytes(train: TrainMemory) -> float:
     return sum(train.parts.get(name, 0.0) for name in MOVED)
 
 
-def _kept(recipe: Recipe, generate: GenerateMemory) -> float:
+def _kept_bytes(recipe: Recipe, generate: GenerateMemory) -> float:
     """Return the bytes of weights that a sleeping engine keeps on the host: all of them for a delta refit, else 0."""
     return generate.parts.get("weights", 0.0) if recipe.policy.generation.refit_transport == "delta" else 0.0
 
@@ -81,10 +81,10 @@ def _kept(recipe: Recipe, generate: GenerateMemory) -> float:
 def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iterator[Phase]:
     """Yield the phases of a step in which ranks take turns on GPUs."""
     rate = _rate(recipe)
-    kept = _kept(recipe, generate) / rate
-    sleep = {"engine's weights": kept} if kept else {}
-    yield Phase("train", "the trainer takes the GPUs", 0.0, {"trainer from the host": _moved(train) / rate, **sleep})
-    yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved(train) / rate, **sleep})
+    kept_s = _kept_bytes(recipe, generate) / rate
+    sleep = {"engine's weights": kept_s} if kept_s else {}
+    yield Phase("train", "the trainer takes the GPUs", 0.0, {"trainer from the host": _moved_bytes(train) / rate, **sleep})
+    yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved_bytes(train) / rate, **sleep})
 
 
 def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> Phase:

@@ -76,8 +76,8 @@ def halves(total: int) -> Iterator[tuple[int, int]]:
 
 def divisions(recipe: Recipe) -> Iterator[Changes]:
     """Yield every other division of the recipe's nodes, or of the GPUs of shared nodes."""
-    own = sizes(recipe)
-    yield from (values(key_of(recipe), *other) for other in halves(sum(own)) if other != own)
+    own_sizes = sizes(recipe)
+    yield from (values(key_of(recipe), *other) for other in halves(sum(own_sizes)) if other != own_sizes)
 
 
 def others(recipe: Recipe) -> Iterator[Recipe]:
@@ -92,8 +92,8 @@ def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -
 
     now: seconds of a step with the recipe's own division. step: returns those of another recipe, None if it does not fit.
     """
-    found = [
+    splits = [
         Split(key_of(other), *sizes(other), seconds, now) for other in others(recipe) if (seconds := step(other)) is not None
     ]
-    best = min(found, key=lambda split: split.seconds, default=None)
+    best = min(splits, key=lambda split: split.seconds, default=None)
     return best if best and best.gain > WORTH else None

@@ -14,7 +14,7 @@ from pipeline.config import Recipe
 from pipeline.models.shape import ModelShape
 
 
-def priced(recipe: Recipe) -> bool:
+def is_priced(recipe: Recipe) -> bool:
     """Return whether all components have GPUs, so that durations can be estimated."""
     return all(component.gpus_per_node for component in config.components(recipe).values())
 
@@ -30,15 +30,15 @@ def step_phases(
     if generate is None:
         return train
     gpu = gpu_check.gpu(recipe, recipe.cluster.generate)
-    found = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate)
+    phases = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate)
     answers = generate_time.sampled(recipe)[1]
     judge = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
     score = train_time.reward_phase(recipe, shapes, lengths, gpu_check.gpu(recipe, judge), answers)
-    found += [score] if score else []
-    found += train
+    phases += [score] if score else []
+    phases += train
     if config.colocated(recipe):
-        found += shared_gpus.phases(recipe, memory.train(recipe, shapes), generate)
-    return found
+        phases += shared_gpus.phases(recipe, memory.train(recipe, shapes), generate)
+    return phases
 
 
 def validation_seconds(

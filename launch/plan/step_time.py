@@ -135,7 +135,7 @@ def _lengths(load: EngineLoad) -> list[float]:
     """
     lengths, count = load.lengths, min(BUNDLES, math.ceil(load.count))
     quantiles = (-math.log1p(-(i + 0.5) / count) for i in range(count - 1))
-    found = [lengths.limit if math.isinf(lengths.scale) else min(lengths.limit, lengths.scale * q) for q in quantiles]
-    found.append(lengths.longest(load.answers))
-    random.Random(0).shuffle(found)
-    return [length * max(1.0, load.count / count / load.slots) for length in found]
+    lengths_at = [lengths.limit if math.isinf(lengths.scale) else min(lengths.limit, lengths.scale * q) for q in quantiles]
+    lengths_at.append(lengths.longest(load.answers))
+    random.Random(0).shuffle(lengths_at)
+    return [length * max(1.0, load.count / count / load.slots) for length in lengths_at]

@@ -77,10 +77,10 @@ class Job:
 
     def microbatches(self, count: float, tokens: int, size: int) -> int:
         """Return a data rank's microbatches for `count` sequences on all ranks: of `tokens` with packing, else of `size`."""
-        own = count / self.layout.data
+        sequences = count / self.layout.data
         if self.policy.sequence_packing.enabled:
-            return max(1, math.ceil(own * self.lengths.sequence / tokens))
-        return max(1, math.ceil(own / size))
+            return max(1, math.ceil(sequences * self.lengths.sequence / tokens))
+        return max(1, math.ceil(sequences / size))
 
 
 def job(
@@ -127,9 +127,9 @@ def _pass(job: Job, count: float, microbatches: int, forward: float, backward: f
     products = [work / (job.layout.ranks * job.rate) for work in (forward, backward)]
     waited = _waited_for(job, count, passes)
     if not uses_megatron(job.policy):
-        own = sum(products) + sum(waited.values())
+        seconds = sum(products) + sum(waited.values())
         weights = _fsdp_weights(job, microbatches, products, sum(waited.values()))
-        return {"matrix products": sum(products)} | waited | ({"weights": weights - own} if weights > own else {})
+        return {"matrix products": sum(products)} | waited | ({"weights": weights - seconds} if weights > seconds else {})
     parts = {"matrix products": sum(products)} | waited
     if job.layout.pipeline > 1:
         parts["pipeline bubble"] = sum(parts.values()) * (job.layout.pipeline - 1) / microbatches
@@ -205,7 +205,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
         (layout.data * layout.context, layout.tensor),
         (layout.expert_data, layout.expert * layout.expert_tensor),
     )
-    held = layout.held(job.shape)
+    parameters = layout.held(job.shape)
     bandwidth = GIGA * job.gpu.hbm_gb_per_s * job.gpu.assumed.bandwidth
     if not uses_megatron(job.policy):
         numbers = job.shape.parameters + (layout.tensor - 1) * whole_mixers(job.shape, layout)
@@ -213,7 +213,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
     ddp = job.policy.megatron_cfg.distributed_data_parallel_config
     itemsize = 4 if ddp.grad_reduce_in_fp32 else job.itemsize
     reduce, gather, optimizer = 0.0, 0.0, 0.0
-    for numbers, (size, stride) in zip(held, groups, strict=True):
+    for numbers, (size, stride) in zip(parameters, groups, strict=True):
         reduce += links.ring_seconds(size, numbers * itemsize, stride)
         gather += links.ring_seconds(size, numbers * job.itemsize, stride)
         optimizer += numbers / size * OPTIMIZER_BYTES / bandwidth
@@ -230,25 +230,25 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
     jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
     algorithm, policy = build(recipe), jobs["policy"]
     count = algorithm.samples_per_step
-    found = []
+    step_phases = []
     if algorithm.needs.old:
         work = forward_pass(policy, algorithm.old_share * count)
-        found.append(Phase("train", "log-probs before the updates", *work))
+        step_phases.append(Phase("train", "log-probs before the updates", *work))
     if algorithm.needs.reference:
         work, parts = forward_pass(replace(policy, frozen=True), count)
-        found.append(Phase("train", "log-probs of the reference", work, parts | _reference_fetched(policy)))
+        step_phases.append(Phase("train", "log-probs of the reference", work, parts | _reference_fetched(policy)))
     if "value" in jobs:
         jobs["value"] = _without_head(jobs["value"])
-        found.append(Phase("train", "values of the critic", *forward_pass(jobs["value"], count)))
-    found += _teacher_phases(recipe, jobs, count)
+        step_phases.append(Phase("train", "values of the critic", *forward_pass(jobs["value"], count)))
+    step_phases += _teacher_phases(recipe, jobs, count)
     if algorithm.needs.head == "values":
         policy = _without_head(policy)
     many = algorithm.updates_per_step
-    each = recipe.policy.train_global_batch_size * algorithm.sequences_per_item
+    samples = recipe.policy.train_global_batch_size * algorithm.sequences_per_item
     for name, trained in (("policy", policy), ("critic", jobs.get("value"))):
         if trained is not None:
-            work, parts = update(trained, each)
-            found.append(
+            work, parts = update(trained, samples)
+            step_phases.append(
                 Phase(
                     "train",
                     f"{many} update{'s' * (many > 1)} of the {name}",
@@ -256,7 +256,7 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
                     {k: many * v for k, v in parts.items()},
                 )
             )
-    return found
+    return step_phases
 
 
 def _teacher_phases(recipe: Recipe, jobs: Mapping[str, Job], count: float) -> Iterator[Phase]:
@@ -266,7 +266,7 @@ def _teacher_phases(recipe: Recipe, jobs: Mapping[str, Job], count: float) -> It
         if (of_teacher := jobs.get(config.teacher_section(name))) is not None:
             work, parts = forward_pass(of_teacher, count / len(teachers))
             whose = f"{what} of the teacher {name}" if name else f"the teacher's {what}"
-            yield Phase("train", whose, work, parts | _fetched(of_teacher, teacher.cpu_offload))
+            yield Phase("train", whose, work, parts | _host_copies(of_teacher, teacher.cpu_offload))
 
 
 def reward_phase(
@@ -281,7 +281,7 @@ def reward_phase(
     judge = _without_head(job(recipe, config.reward_model_policy(recipe), shapes[f"env.{name}"], lengths, gpu, component))
     work, parts = forward_pass(judge, count)
     return Phase(
-        "rollout", "scores of the reward model", work, parts | _fetched(judge, not served and recipe.env[name].cpu_offload)
+        "rollout", "scores of the reward model", work, parts | _host_copies(judge, not served and recipe.env[name].cpu_offload)
     )
 
 
@@ -298,15 +298,15 @@ def _reference_fetched(job: Job) -> dict[str, float]:
     if config.adapters(job.policy):
         return {}
     dtensor = job.policy.dtensor_cfg
-    return _fetched(job, uses_megatron(job.policy) or (dtensor.reference_cpu_offload and not dtensor.cpu_offload))
+    return _host_copies(job, uses_megatron(job.policy) or (dtensor.reference_cpu_offload and not dtensor.cpu_offload))
 
 
-def _fetched(job: Job, offloaded: bool) -> dict[str, float]:
+def _host_copies(job: Job, offloaded: bool) -> dict[str, float]:
     """Return the seconds of copying offloaded weights from host memory."""
     if not offloaded:
         return {}
-    held = sum(job.layout.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.layout.ranks
-    return {"host copies": job.itemsize * held / _host(job)}
+    parameters = sum(job.layout.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.layout.ranks
+    return {"host copies": job.itemsize * parameters / _host(job)}
 
 
 def _host(job: Job) -> float:

@@ -26,7 +26,7 @@ def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False)
     described = tensors(model)
     weights = [tensor for tensor in described if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
     routed = experts(described)
-    kinds = {one.name.rpartition(".")[2] for one in routed}
+    kinds = {expert.name.rpartition(".")[2] for expert in routed}
     layers = {_layer(tensor.name) for tensor in weights if tensor.part in (*ADAPTED, "router")} | kinds
     shown = ", ".join(sorted({_layer(tensor.name) for tensor in weights if tensor.part in ADAPTED} | kinds))
     for key, allowed in (("target_modules", layers), ("exclude_modules", layers.union(HEADS))):
@@ -36,7 +36,7 @@ def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False)
                 yield Problem(f"{KEY}.{key}", "not-a-choice", message)
     if served:
         linear = [tensor.name.removesuffix(".weight") for tensor in weights if tensor.part in ADAPTED]
-        adapted = [one.name for one in routed if is_adapted(one.name, config)]
+        adapted = [expert.name for expert in routed if is_adapted(expert.name, config)]
         yield from not_served(adapted, [layer for layer in linear if is_adapted(layer, config)])
 
 

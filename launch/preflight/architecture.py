@@ -64,15 +64,15 @@ OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
     """Yield problems of the models. The job checks a model that a run of `pending` is still to write."""
     for section, policy in config.models(recipe).items():
-        found: list[Problem] = []
+        section_problems: list[Problem] = []
         if not is_inside(policy.model_name, pending):
-            with collected(found):
+            with collected(section_problems):
                 folder = model_folder(f"{section}.model_name", policy.model_name)
-                found += libraries.unknown_overrides(section, policy, folder)
+                section_problems += libraries.unknown_overrides(section, policy, folder)
                 model = planning_config(policy, pending, f"{section}.model_name")  # refuses values of a wrong type
-                found += libraries.unknown_parts(f"{section}.model_name", model) if model else []
-        yield from found
-        if not found:  # else further checks would use wrong values
+                section_problems += libraries.unknown_parts(f"{section}.model_name", model) if model else []
+        yield from section_problems
+        if not section_problems:  # else further checks would use wrong values
             yield from _against_layout(recipe, section, policy, pending)
     for section, policy in config.served_models(recipe).items():
         yield from _served_problems(f"{section}.model_name", policy, pending)
@@ -80,17 +80,17 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
 
 def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
     """Yield problems of a judge or a reward model that an evaluation serves."""
-    found: list[Problem] = []
+    model_problems: list[Problem] = []
     if not is_inside(policy.model_name, pending):
-        with collected(found):
+        with collected(model_problems):
             model_folder(key, policy.model_name)
             model = planning_config(policy, pending, key)
             if model and key == "evaluate.reward_model.model_name":
-                found += _check_classifier(key, policy.model_name, model)
-                found += _check_quantization(key, policy.model_name, model)
+                model_problems += _check_classifier(key, policy.model_name, model)
+                model_problems += _check_quantization(key, policy.model_name, model)
             if model and key == "evaluate.judge.model_name":
-                found += _check_served_precision(policy, model)
-    yield from found
+                model_problems += _check_served_precision(policy, model)
+    yield from model_problems
 
 
 def against_layout(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
@@ -100,19 +100,21 @@ def against_layout(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Itera
 
 
 def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
-    key, found = f"{section}.model_name", []
-    with collected(found):
+    key, layout_problems = f"{section}.model_name", []
+    with collected(layout_problems):
         if (model := planning_config(policy, pending, key)) is None:
             return
-        found += _model_problems(recipe, section, policy, model)
-        if not found and (config.trains(recipe) or section != "policy"):  # errors that the backends raise in the job
+        layout_problems += _model_problems(recipe, section, policy, model)
+        if not layout_problems and (config.trains(recipe) or section != "policy"):  # errors that the backends raise in the job
             if model.get("model_type") in MODEL_TYPES:
                 ModelShape.of(model, key)  # raises if config.json lacks a key
             values = section == "value" or build(recipe).needs.head == "values"
-            found += frozen_parameters.problems(section, policy, model, values)
+            layout_problems += frozen_parameters.problems(section, policy, model, values)
             refused = unsupported(model, policy)
-            found += [replace(each, key=key) if each.key == "policy.model_name" else each for each in refused]
-    yield from found
+            layout_problems += [
+                replace(problem, key=key) if problem.key == "policy.model_name" else problem for problem in refused
+            ]
+    yield from layout_problems
 
 
 def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
@@ -143,18 +145,18 @@ def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Pr
     kinds = model.get("architectures") or []
     labels = model.get("num_labels") or len(model.get("id2label") or (0, 1))  # transformers' default is two
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        found = f"which is a {', '.join(kinds) or 'model of an unknown kind'}"
+        fault = f"which is a {', '.join(kinds) or 'model of an unknown kind'}"
     elif labels != 1:
-        found = f"which has {labels} labels"
+        fault = f"which has {labels} labels"
     else:
         return
     expected = "expected a reward model: a sequence classifier with one label, as algorithm rm leaves it in a run's hf/"
-    yield Problem(key, "unavailable-model", f"got {name}, {found}; {expected}")
+    yield Problem(key, "unavailable-model", f"got {name}, {fault}; {expected}")
 
 
 def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
     """Refuse layers that compute sums along a sequence in any order, in torch and in vLLM: state spaces and delta nets."""
-    if not (policy.deterministic and any(each.gpus_per_node for each in config.components(recipe).values())):
+    if not (policy.deterministic and any(component.gpus_per_node for component in config.components(recipe).values())):
         return
     known = model.get("model_type") in MODEL_TYPES
     if ModelShape.of(model).state_layers if known else has_states(model):
@@ -273,9 +275,9 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
 def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
     """Refuse a checkpoint in 8 or 4 bits, and name the same in bfloat16 where it is known."""
     if quantization := model.get("quantization_config"):
-        found = DEQUANTIZED.get(name.rpartition("/")[2])
+        dequantized = DEQUANTIZED.get(name.rpartition("/")[2])
         what = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no training backend reads; expected"
-        hint = f"{key}={found}" if found else "a copy in bfloat16"
+        hint = f"{key}={dequantized}" if dequantized else "a copy in bfloat16"
         yield Problem(key, "unsupported", f"{what} bfloat16 or float32. Try {hint}")
 
 
@@ -290,14 +292,14 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
         yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
         return
     for name, only in PLAIN.items():
-        if (given := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
-            what = f"got a {family} model with {name}={given}; the Megatron backend has only {only}"
+        if (configured := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
+            what = f"got a {family} model with {name}={configured}; the Megatron backend has only {only}"
             yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
-    found: list[Problem] = []
-    with collected(found):
+    shape_problems: list[Problem] = []
+    with collected(shape_problems):
         shape = ModelShape.of(model, key)
-    if found:
-        yield from found
+    if shape_problems:
+        yield from shape_problems
         return
     yield from _check_positions(key, model, family)
     yield from _check_stages(policy, shape)
@@ -329,15 +331,15 @@ def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -
     megatron, of = policy.megatron_cfg, sizes(model)
     if not megatron.peft.enabled:
         return
-    found: list[Problem] = []
-    with collected(found):
+    name_problems: list[Problem] = []
+    with collected(name_problems):
         chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))
         if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
             message = "got true with adapters of experts, which one kernel would compute; expected null or false"
             yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)
         if served:
             yield from not_served_modules(chosen)
-    yield from found
+    yield from name_problems
 
 
 def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[Problem]:

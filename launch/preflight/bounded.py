@@ -49,14 +49,14 @@ def call(function: Callable[[], Any]) -> Any:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     try:
-        found = json.loads(reply)
+        outcome = json.loads(reply)
     except ValueError:
         raise Unbounded(
             f"it took more than {seconds:g} seconds of CPU time, {WAIT_S:g} by the clock, or {MEMORY >> 20} MiB"
         ) from None
-    if "raised" in found:
-        raise Unbounded(f"it raised {found['raised']}")
-    return found["value"]
+    if "raised" in outcome:
+        raise Unbounded(f"it raised {outcome['raised']}")
+    return outcome["value"]
 
 
 def _child(function: Callable[[], Any], write: int, seconds: float) -> None:
@@ -70,8 +70,8 @@ def _child(function: Callable[[], Any], write: int, seconds: float) -> None:
         os.closerange(3, write)
         os.closerange(write + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         with open("/proc/self/statm") as statm:
-            held = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
         signal.setitimer(signal.ITIMER_PROF, seconds)
         with os.fdopen(write, "w") as file:
             file.write(_reply(function))

@@ -93,7 +93,7 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
 
 
 def import_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each image that nodes import from a registry while ranks of other nodes wait for theirs."""
+    """Yield a note for each image that nodes import from a registry while the ranks of other nodes wait."""
     parts = components(recipe)
     images: dict[str, list[str]] = {}
     for name, part in parts.items():
@@ -120,7 +120,7 @@ def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
     for argument in component.srun_args:
         option = argument.partition("=")[0]
         if option.startswith("--con") and any(
-            each.startswith(option) for each in OPTIONS
+            known_option.startswith(option) for known_option in OPTIONS
         ):  # srun accepts a prefix of a name too
             yield Problem(f"{key}.srun_args", "contradiction", f"got {argument}; expected {key}.container_... instead")
     if component.env_vars and "=" in (python := component.python or sys.executable):
@@ -191,22 +191,22 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
 
 
 def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[Problem]:
-    place, seen = resolve_inside(need.path, mounts)
+    resolved, mounted = resolve_inside(need.path, mounts)
     this, real = f"{need.purpose}, {need.path},", Path(os.path.realpath(need.path))
-    if seen:
-        if need.written and (mount := _covering(place, mounts)) and mount.read_only:
+    if mounted:
+        if need.written and (mount := _covering(resolved, mounts)) and mount.read_only:
             what = f"{this} is written, but {mount.target} is mounted read-only. Try to mount it without ro"
             yield Problem(key, "permission-denied", what)
         return
-    also = f", and {real}:{real}, where it leads" if real != place else ""
+    also = f", and {real}:{real}, where it leads" if real != resolved else ""
     if set(":,") & set(str(need.path)):
         why = "is not mounted in the container, and pyxis cannot mount a path with a colon or a comma"
         what = f"{this} {why}. Try to mount a folder above it, or to rename it"
-    elif place == need.path:
-        what = f"{this} is not mounted in the container. Try {place}:{place}{also}"
+    elif resolved == need.path:
+        what = f"{this} is not mounted in the container. Try {resolved}:{resolved}{also}"
     else:
-        why = f"is a link, or in one, that leads to {place}, which is not mounted in the container"
-        what = f"{this} {why}. Try {place}:{place}{also}"
+        why = f"is a link, or in one, that leads to {resolved}, which is not mounted in the container"
+        what = f"{this} {why}. Try {resolved}:{resolved}{also}"
     yield Problem(key, "not-mounted", what)
 
 
@@ -273,7 +273,7 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike], conversion
         yield RequiredPath("the key of checkpointing.encryption.key_file", Path(key))
     if name == "train":
         yield from _data_paths(recipe)
-    for code in user_imports.named(recipe):
+    for code in user_imports.code_references(recipe):
         if code.component == name and (folder := user_imports.folder_of(code.path, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)
     if name != "generate" and uses_megatron(recipe.policy):

@@ -44,11 +44,11 @@ class Allocation:
         """Return each component's nodes, possibly fewer than its count. A plain allocation is split in order."""
         if self.het:
             return [self.parts[k] if k < len(self.parts) else [] for k in range(len(counts))]
-        first, given = 0, []
+        first, node_lists = 0, []
         for nodes in counts:
-            given.append(self.parts[0][first : first + nodes])
+            node_lists.append(self.parts[0][first : first + nodes])
             first += nodes
-        return given
+        return node_lists
 
 
 def read(job_id: str) -> Allocation:
@@ -82,13 +82,15 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
     except SlurmError as why:
         yield Problem("cluster.executor", "unreachable", f"cannot read the resources of Slurm job {job_id}: {why}")
         return
-    wanted = requests(recipe)
-    given = allocation.nodes_of([request.nodes for request in wanted])
-    found = [
-        problem for request, nodes in zip(wanted, given, strict=True) for problem in _shortfalls(allocation, request, nodes)
+    wanted_requests = requests(recipe)
+    node_lists = allocation.nodes_of([request.nodes for request in wanted_requests])
+    shortfalls = [
+        problem
+        for request, nodes in zip(wanted_requests, node_lists, strict=True)
+        for problem in _shortfalls(allocation, request, nodes)
     ]
-    yield from found
-    if found:
+    yield from shortfalls
+    if shortfalls:
         has = f"Slurm job {job_id} has {_describe(allocation)}. Try an allocation that would do: `{salloc_command(recipe)}`; or"
         yield Problem("cluster.executor", "over-limit", f"{has} cluster.executor=slurm, which submits a job of its own")
         return

@@ -127,7 +127,7 @@ def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, b
     except (OSError, ValueError) as error:
         raise RecipeError(unreadable(key, path, error)) from None
     with file:
-        found = False
+        has_lines = False
         read = 0
         try:
             for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
@@ -136,13 +136,13 @@ def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, b
                 if number == 1 and (other := user_files.other_format(line)):
                     raise RecipeError(Problem(key, "bad-format", f"{path}: {other}"))
                 if line.strip():
-                    found = True
+                    has_lines = True
                     yield number, line.strip()
         except OSError as error:
             if drops and error.errno == errno.EFBIG:
                 return
             raise RecipeError(unreadable(key, path, error)) from None
-        if not found:
+        if not has_lines:
             raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
 
 
@@ -163,7 +163,7 @@ def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
         raise _LeftToTheJob("expected Parquet files alone, or .jsonl files alone")
     words = {path: set(re.split(r"[-._ 0-9/]+", str(path.relative_to(folder)))) for path in data}
     split = dataset.split or "train"
-    if any(one & known for one in words.values() for known in SPLITS.values()):
+    if any(path_words & known for path_words in words.values() for known in SPLITS.values()):
         data = [path for path in data if words[path] & SPLITS.get(split, set())]
     elif split != "train":
         data = []

@@ -89,15 +89,20 @@ def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list
 
 
 def absent_columns(
-    recipe: Recipe, key: str, given: DatasetConfig, dataset: DatasetConfig, fields: Sequence[str], records: list[dict[str, Any]]
+    recipe: Recipe,
+    key: str,
+    described: DatasetConfig,
+    dataset: DatasetConfig,
+    fields: Sequence[str],
+    records: list[dict[str, Any]],
 ) -> Iterator[Problem]:
     """Yield a problem if no record has a field that the user's reward function needs, or if `output_key` looks misspelt.
 
-    given: the data set as the recipe describes it. dataset: with its recognized columns. fields: that the function needs.
+    described: the data set as the recipe describes it. dataset: with its recognized columns. fields: that the function needs.
     """
     columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
-    if given.output_key not in columns and (meant := difflib.get_close_matches(given.output_key, columns, 1, 0.7)):
-        what = f"got {given.output_key}; expected one of the columns {', '.join(columns)}. Try {meant[0]}"
+    if described.output_key not in columns and (meant := difflib.get_close_matches(described.output_key, columns, 1, 0.7)):
+        what = f"got {described.output_key}; expected one of the columns {', '.join(columns)}. Try {meant[0]}"
         yield Problem(f"{key}.output_key", "missing-column", what)
         return
     there = {*columns} | ({"expected"} if dataset.output_key in columns or dataset.messages_key else set())

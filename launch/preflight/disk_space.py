@@ -119,17 +119,17 @@ def _checkpoint(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]
     """Return the bytes of one checkpoint; None if none is written or the model is not known yet."""
     if not recipe.checkpointing.enabled:
         return None
-    held = config.models(recipe)
+    models = config.models(recipe)
     total = 0.0
     for section in ("policy", "value"):
-        if section in held:
-            count = _parameters(section, held[section], pending, trained=True)
+        if section in models:
+            count = _parameters(section, models[section], pending, trained=True)
             if count is None:
                 notes.append(
                     f"room for checkpoints was not checked: the size of the model of {section}.model_name is not known"
                 )
                 return None
-            total += saved_bytes(held[section], count)
+            total += saved_bytes(models[section], count)
     if recipe.checkpointing.save_consolidated:
         total += (_parameters("policy", recipe.policy, pending, trained=False) or 0) * PRECISIONS[recipe.policy.precision]
     return total
@@ -159,10 +159,10 @@ def _parameters(section: str, policy: PolicyConfig, pending: Sequence[os.PathLik
 
 def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:
     try:
-        found = read_weight_files(model_folder(key, policy.model_name))
+        weight_files = read_weight_files(model_folder(key, policy.model_name))
     except RecipeError:
         return None
-    return sum(math.prod(stored.shape) for stored in found.tensors.values()) or None if not found.faults else None
+    return sum(math.prod(stored.shape) for stored in weight_files.tensors.values()) or None if not weight_files.faults else None
 
 
 def _states(policy: PolicyConfig) -> int:
@@ -201,8 +201,8 @@ def _at_once(recipe: Recipe, keep: int | None) -> int:
     saves = None if steps is None else max(1, math.ceil(steps / checkpointing.save_period))
     if keep is None:
         return saves or LEAST
-    kept = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest one, and the best ones
-    return min(saves or kept + 1, kept + 1)
+    at_once = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest one, and the best ones
+    return min(saves or at_once + 1, at_once + 1)
 
 
 def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, free: int) -> str | None:
@@ -232,7 +232,7 @@ def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Pla
             wanted.setdefault(policy.model_name, []).append(section)
     for name, sections in wanted.items():
         try:
-            found = read_weight_files(model_folder(f"{sections[0]}.model_name", name))
+            weight_files = read_weight_files(model_folder(f"{sections[0]}.model_name", name))
         except RecipeError:
             continue
         made = (
@@ -240,7 +240,7 @@ def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Pla
             if recipe.policy.megatron_cfg.force_reconvert_from_hf
             else len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
         )
-        nbytes = sum(stored.nbytes for stored in found.tensors.values())
+        nbytes = sum(stored.nbytes for stored in weight_files.tensors.values())
         if nbytes and made < len(sections):
             yield PlannedWrite(
                 folder=root,
@@ -269,9 +269,9 @@ def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]
     assert isinstance(online, OnlineConfig)  # `generates`
     if config.bound(online.max_num_steps) is None:
         return
-    each = online.num_prompts_per_step * online.num_generations_per_prompt
-    each = each if logged is None else min(each, logged)
-    most = each * recipe.policy.max_total_sequence_length * BYTES_PER_TOKEN * online.max_num_steps
+    answers = online.num_prompts_per_step * online.num_generations_per_prompt
+    answers = answers if logged is None else min(answers, logged)
+    most = answers * recipe.policy.max_total_sequence_length * BYTES_PER_TOKEN * online.max_num_steps
     disk = os.statvfs(nearest_existing(run_dir))
     if most + other > disk.f_bavail * disk.f_frsize:
         notes.append(

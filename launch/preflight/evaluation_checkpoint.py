@@ -12,15 +12,17 @@ from pipeline.config import Problem, Recipe, RecipeError
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of `evaluate.checkpoint`; none for an evaluation of a model's own weights."""
-    given = recipe.evaluate
-    if config.trains(recipe) or given.checkpoint is None:
+    settings = recipe.evaluate
+    if config.trains(recipe) or settings.checkpoint is None:
         return
-    folder = Path(given.checkpoint)
-    places = [folder, *([Path(given.run) / f"checkpoints/step_{given.step:06d}"] if given.run and given.step else [])]
-    if not any(map(checkpoint.read, places)):
-        message = f"got {places[-1]}; expected a complete checkpoint of a run, RUN_DIR/checkpoints/step_N"
+    folder = Path(settings.checkpoint)
+    folders = [folder]
+    if settings.run and settings.step:
+        folders.append(Path(settings.run) / f"checkpoints/step_{settings.step:06d}")
+    if not any(map(checkpoint.read, folders)):
+        message = f"got {folders[-1]}; expected a complete checkpoint of a run, RUN_DIR/checkpoints/step_N"
         yield Problem("evaluate.checkpoint", "no-checkpoint", message)
-    run_dir = Path(given.run) if given.run else folder.parent.parent
+    run_dir = Path(settings.run) if settings.run else folder.parent.parent
     if not (run_dir / "recipe.yaml").exists():
         return
     try:

@@ -36,21 +36,21 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
         except RecipeError as error:
             yield from error.problems
             return
-    given = task.data
-    if given.data_path is None:
-        yield from input_files.check_name(f"{key}.data", given.dataset_name)
+    data = task.data
+    if data.data_path is None:
+        yield from input_files.check_name(f"{key}.data", data.dataset_name)
         return
-    if given.dataset_name is not None:
+    if data.dataset_name is not None:
         yield Problem(f"{key}.data", "contradiction", "got both dataset_name and data_path; expected one of them")
         return
     files: list[Path] = []
-    found: list[Problem] = []
+    file_problems: list[Problem] = []
     for split in _splits(task):
-        with collected(found):
-            files += task_data.data_files(f"{key}.data", given, split)
-    yield from found
+        with collected(file_problems):
+            files += task_data.data_files(f"{key}.data", data, split)
+    yield from file_problems
     for file in files:
-        yield from _check_file(f"{key}.data", file, form, given.bad_records == "drop")
+        yield from _check_file(f"{key}.data", file, form, data.bad_records == "drop")
 
 
 def _splits(task: TaskConfig) -> list[str]:
@@ -61,10 +61,10 @@ def _splits(task: TaskConfig) -> list[str]:
 
 def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Iterator[Problem]:
     """Yield one problem for a fault of many lines. key: of the data. drops: whether bad records are dropped."""
-    found: list[Problem] = []
+    file_problems: list[Problem] = []
     count = 0
     bad: dict[str, list[int]] = {}  # fault -> line numbers
-    with collected(found):
+    with collected(file_problems):
         for number, line in data_files.lines_of(f"{key}.data_path", path, drops):
             count += 1
             try:
@@ -73,7 +73,7 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
                     task_data.to_question(form, record, number)
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
-    yield from found
+    yield from file_problems
     bad = input_files.droppable(f"{key}.bad_records", drops, bad, count)
     for what, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
         yield Problem(f"{key}.data_path", "bad-record", f"{path}:{numbers[0]}: {what}{data_files.also(numbers)}")

@@ -51,11 +51,11 @@ def problems(
 
 
 def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
-    there = nearest_existing(folder)
-    if not there.is_dir():
-        yield Problem(key, "not-a-folder", f"{folder} cannot be a folder: {there} is not one. Try {instead}")
-    elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
-        what = f"{folder} cannot be written: {getpass.getuser()} may not write in {there}. Try {instead}"
+    existing = nearest_existing(folder)
+    if not existing.is_dir():
+        yield Problem(key, "not-a-folder", f"{existing} is a file, so the folder {folder} cannot be made. Try {instead}")
+    elif not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
+        what = f"{folder} cannot be written: {getpass.getuser()} may not write in {existing}. Try {instead}"
         yield Problem(key, "permission-denied", what)
 
 
@@ -75,10 +75,10 @@ def _note_local(folders: dict[str, Path], notes: list[str]) -> None:
 def file_system(path: Path) -> tuple[str, str]:
     """Return (type, mount point) of the file system of a path that may not exist yet. See proc(5), /proc/[pid]/mountinfo."""
     real = nearest_existing(path).resolve()
-    found = ("unknown", "/")
+    covering = ("unknown", "/")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         mounted = before.split()[4].replace(r"\040", " ")
-        if real.is_relative_to(mounted) and len(mounted) >= len(found[1]):  # a later mount hides an earlier one
-            found = after.split()[0], mounted
-    return found
+        if real.is_relative_to(mounted) and len(mounted) >= len(covering[1]):  # a later mount hides an earlier one
+            covering = after.split()[0], mounted
+    return covering

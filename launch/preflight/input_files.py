@@ -106,13 +106,13 @@ def _check_dataset(
     inputs, answers = yield from _check_records(recipe, key, dataset, records, notes, needed, rendered)
     if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
-        prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in _selected(inputs)]
+        prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in _select_texts(inputs)]
         yield from prompt_tokens.problems(records, prompts, tokenizer, recipe, "prompts")
     if tokenizer and answers:
-        yield from prompt_tokens.problems(records, _selected(answers), tokenizer, recipe, "answers")
+        yield from prompt_tokens.problems(records, _select_texts(answers), tokenizer, recipe, "answers")
 
 
-def _selected(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
+def _select_texts(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
     """Return the (number, text) to tokenize: the longest ones and the first ones."""
     return list(dict.fromkeys(sorted(texts, key=lambda numbered: -len(numbered[1]))[:LONGEST] + texts[:LONGEST]))
 
@@ -130,23 +130,23 @@ def _check_records(
 
     fields: that the user's reward function needs; None without one. rendered: makes the renderer of a data set's records.
     """
-    found = records.found
+    numbered = records.found
     inputs: list[tuple[int, str]] = []
     answers: list[tuple[int, str]] = []
     unusable: dict[str, list[int]] = {}
     try:
-        columns = config.recognize_columns(recipe, key, dataset, (record for _, record in found))
+        columns = config.recognize_columns(recipe, key, dataset, (record for _, record in numbered))
     except ValueError as error:
-        unusable[str(error)] = [found[0][0]]
+        unusable[str(error)] = [numbered[0][0]]
     else:
         if columns.description:
             notes.append(f"{key}: {columns.description}")
         if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
-            what = f"{records.place(found[0][0])}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
+            what = f"{records.place(numbered[0][0])}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
             hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
             yield Problem(records.key, "contradiction", f"{what} {hint}")
             return [], []
-        read = [record for _, record in found]
+        read = [record for _, record in numbered]
         notes += data_records.absent_tools(recipe, key, dataset, read)
         if fields is not None:
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, read))
@@ -154,9 +154,9 @@ def _check_records(
             fields = () if absent else fields
         expected, refused = (
             data_records.ExpectedAnswers(recipe, columns.dataset),
-            rendered(dataset=columns.dataset).faults(found, notes),
+            rendered(dataset=columns.dataset).faults(numbered, notes),
         )
-        for number, record in found:
+        for number, record in numbered:
             try:
                 text = data_records.prompt(recipe, record, columns.dataset, fields or ())
                 if number in refused:
@@ -168,7 +168,7 @@ def _check_records(
                 answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
                 if why := expected.fault(record):
                     unusable.setdefault(why, []).append(number)
-    stays, count = records.bad, len(found)
+    stays, count = records.bad, len(numbered)
     if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
         unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
     bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays

@@ -137,19 +137,22 @@ def unchecked(recipe: Recipe) -> Iterator[str]:
             yield f"not checked: the options in {' and '.join(keys)}, as {library} is not installed here"
 
 
-def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -> Iterator[Problem]:
+def _unknown(key: str, names: Iterable[str], known: Iterable[str], whose: str) -> Iterator[Problem]:
     known = sorted(known)
-    for name in given:
+    for name in names:
         if name not in known:
-            ours = [one.rpartition(".")[2] for one in aliases.equivalents(name, None, lambda one: not one.startswith(key))]
-            near = [one for one in ours if one in known] or difflib.get_close_matches(name, known, 1)
+            ours = [
+                key_name.rpartition(".")[2]
+                for key_name in aliases.equivalents(name, None, lambda key_name: not key_name.startswith(key))
+            ]
+            near = [key_name for key_name in ours if key_name in known] or difflib.get_close_matches(name, known, 1)
             hint = f". Did you mean '{near[0]}'?" if near else ". Leave it out"
             yield Problem(f"{key}.{name}", "unknown-key", f"{whose} has no such option{hint}")
 
 
-def _forbidden(key: str, given: Iterable[str], reasons: Mapping[str, str]) -> Iterator[Problem]:
+def _forbidden(key: str, names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each option that must not be given. reasons: by option."""
-    for name in given:
+    for name in names:
         if name in reasons:
             yield Problem(f"{key}.{name}", "contradiction", f"cannot be given: {reasons[name]}. Leave it out")
 
@@ -157,17 +160,17 @@ def _forbidden(key: str, given: Iterable[str], reasons: Mapping[str, str]) -> It
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
 
 
-def _engine(given: Mapping[str, Any]) -> Iterator[Problem]:
-    yield from _forbidden(VLLM_KWARGS, given, FIXED | {name: f"{key} sets this" for name, key in SET_BY_KEYS.items()})
-    if not given or (known := _known("vllm.engine.arg_utils.EngineArgs")) is None:
+def _engine(arguments: Mapping[str, Any]) -> Iterator[Problem]:
+    yield from _forbidden(VLLM_KWARGS, arguments, FIXED | {name: f"{key} sets this" for name, key in SET_BY_KEYS.items()})
+    if not arguments or (known := _known_parameters("vllm.engine.arg_utils.EngineArgs")) is None:
         return
-    yield from _unknown(VLLM_KWARGS, given, known, "the installed vLLM")
-    for name, value in given.items():
+    yield from _unknown(VLLM_KWARGS, arguments, known, "the installed vLLM")
+    for name, value in arguments.items():
         if not _fits(known.get(name), value):
             yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected vLLM's type {known[name]}")
 
 
-def _known(dotted: str) -> signatures.Parameters | None:
+def _known_parameters(dotted: str) -> signatures.Parameters | None:
     """Return a class's parameters; None if they are not known or this version has no such class, which the job reports."""
     try:
         return signatures.parameters(dotted)
@@ -185,16 +188,16 @@ def _fits(annotation: str | None, value: Any) -> bool:
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _megatron(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _megatron(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     key = "policy.megatron_cfg.model_overrides"
     model = dict.fromkeys(MODEL_OPTIONS, "config.json gives it, and the conversion of weights relies on it")
-    yield from _forbidden(key, given, RUN_OPTIONS | model)
-    if not given:
+    yield from _forbidden(key, arguments, RUN_OPTIONS | model)
+    if not arguments:
         return
     module = "megatron.core.transformer.transformer_config"
-    config, mla_config = _known(f"{module}.TransformerConfig"), _known(f"{module}.MLATransformerConfig")
+    config, mla_config = _known_parameters(f"{module}.TransformerConfig"), _known_parameters(f"{module}.MLATransformerConfig")
     if config is not None and mla_config is not None:
-        yield from _unknown(key, given, {**config, **mla_config}, "the installed Megatron-Core")
+        yield from _unknown(key, arguments, {**config, **mla_config}, "the installed Megatron-Core")
 
 
 # ---- kernels of FSDP2 ---------------------------------------------------------------------------------------------------
@@ -232,38 +235,38 @@ def _encryption(recipe: Recipe) -> Iterator[Problem]:
 def _harness() -> Iterator[Problem]:
     """Yield a problem if lm_eval is missing, or is of a version whose tasks and interface are not known to agree."""
     try:
-        found = importlib.metadata.version(HARNESS)
+        installed = importlib.metadata.version(HARNESS)
     except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found != HARNESS_VERSION:
-        what = f"got {found}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
+        installed = "none"
+    if installed != HARNESS_VERSION:
+        what = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
         yield Problem("evaluate.lm_eval.tasks", "not-installed", what)
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(section: str, given: OptimizerConfig, megatron: bool) -> Iterator[Problem]:
+def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool) -> Iterator[Problem]:
     key = f"{section}.optimizer"
     for name in RATES:
-        value = given.kwargs.get(name, 0)
+        value = optimizer.kwargs.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             yield Problem(f"{key}.kwargs.{name}", "wrong-type", f"got {value!r}; expected a number from 0 on")
     if megatron:
-        if given.name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
-            what = f"got {given.name}; expected {' or '.join(adams)} with the Megatron backend"
+        if optimizer.name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
+            what = f"got {optimizer.name}; expected {' or '.join(adams)} with the Megatron backend"
             yield Problem(f"{key}.name", "unsupported", f"{what}. Try these, or, of the policy, policy.megatron_cfg.optimizer")
         else:
-            yield from _unknown(f"{key}.kwargs", given.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
+            yield from _unknown(f"{key}.kwargs", optimizer.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
         return
-    yield from _torch_class(key, given.name, given.kwargs, "params", "torch.optim.AdamW")
-    if given.kwargs.get("fused") and any(_same_class(given.name, f"torch.optim.{name}") for name in ("SGD", "Adagrad")):
-        what = f"got true; the fused kernel of {given.name} does not take weights that are cut over ranks. Try foreach=true"
+    yield from _torch_class(key, optimizer.name, optimizer.kwargs, "params", "torch.optim.AdamW")
+    if optimizer.kwargs.get("fused") and any(_same_class(optimizer.name, f"torch.optim.{name}") for name in ("SGD", "Adagrad")):
+        what = f"got true; the fused kernel of {optimizer.name} does not take weights that are cut over ranks. Try foreach=true"
         yield Problem(f"{key}.kwargs.fused", "unsupported", what)
 
 
-def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], own: str, example: str) -> Iterator[Problem]:
-    """Check a class of torch and its kwargs. own: the parameter that the backend passes."""
+def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], passed: str, example: str) -> Iterator[Problem]:
+    """Check a class of torch and its kwargs. passed: the parameter that the backend passes."""
     if "." not in name:
         yield Problem(f"{key}.name", "bad-format", f"got '{name}'; expected the dotted path of a class, such as {example}")
         return
@@ -278,24 +281,24 @@ def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], own: str, examp
         yield Problem(f"{key}.name", "not-a-choice", what)
         return
     if known is not None:
-        yield from _unknown(f"{key}.kwargs", kwargs, [other for other in known if other != own], name)
-        if absent := [other for other in signatures.required(name) if other != own and other not in kwargs]:
+        yield from _unknown(f"{key}.kwargs", kwargs, [other for other in known if other != passed], name)
+        if absent := [other for other in signatures.required(name) if other != passed and other not in kwargs]:
             yield Problem(f"{key}.kwargs.{absent[0]}", "missing-value", f"{name} needs {', '.join(absent)}")
 
 
 def _same_class(name: str, public: str) -> bool:
-    """Return whether a dotted name is a class of torch under its public name or under that of its module."""
+    """Return whether a dotted name is a class of torch, by its public name or by the name of its module."""
     package, _, cls = public.rpartition(".")
     return name == public or (name.startswith(f"{package}.") and name.endswith(f".{cls}"))
 
 
-def _schedule(key: str, given: Any) -> Iterator[Problem]:
+def _schedule(key: str, schedule: Any) -> Iterator[Problem]:
     """Check a schedule: null, one {name, kwargs}, or a list of these with a last {milestones: [...]}, as in NeMo-RL."""
-    if given is None:
+    if schedule is None:
         return
-    parts = [given]
-    if isinstance(given, list):
-        *parts, last = given or [None]
+    parts = [schedule]
+    if isinstance(schedule, list):
+        *parts, last = schedule or [None]
         steps = last.get("milestones") if isinstance(last, dict) and set(last) == {"milestones"} else None
         numbers = isinstance(steps, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
         if steps is None or not numbers or len(steps) != len(parts) - 1 or sorted(steps) != steps:
@@ -305,7 +308,7 @@ def _schedule(key: str, given: Any) -> Iterator[Problem]:
             yield Problem(key, "bad-format", f"{what} in order")
             return
     for number, part in enumerate(parts):
-        name = f"{key}[{number}]" if isinstance(given, list) else key
+        name = f"{key}[{number}]" if isinstance(schedule, list) else key
         kwargs = part.get("kwargs") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(part.get("name"), str) or set(part) - {"name", "kwargs"}:
             what = f"got {part!r}; expected a schedule {{name, kwargs}}, such as torch.optim.lr_scheduler.LinearLR"
@@ -327,15 +330,15 @@ def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Itera
         yield from _unknown_overrides(f"{section}.hf_config_overrides", policy.hf_config_overrides, model)
 
 
-def _unknown_overrides(key: str, given: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Problem]:
-    for name, value in given.items():
+def _unknown_overrides(key: str, overrides: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, value in overrides.items():
         if name.endswith("_config") and isinstance(value, dict) and isinstance(model.get(name), dict):
             yield from _unknown_overrides(f"{key}.{name}", value, model[name])
     if (fields := _configuration(model.get("model_type"))) is not None:
         known = {*model, *fields}
         if "rope_parameters" in fields:  # transformers reads the other spellings too
             known |= {rope.SCALING, rope.THETA}
-        yield from _unknown(key, given, known, f"a {model['model_type']} configuration")
+        yield from _unknown(key, overrides, known, f"a {model['model_type']} configuration")
 
 
 def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
@@ -348,8 +351,8 @@ def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
         hint = f"Did you mean '{near[0]}'?" if near else "Try a newer transformers"
         yield Problem(key, "unsupported", f"config.json has model_type={family!r}, which transformers does not have. {hint}")
     functions = _first_texts(signatures.module("transformers.activations"))
-    if functions and (given := model.get("hidden_act")) is not None and given not in functions:
-        what = f"config.json has hidden_act={given!r}, which transformers does not have; expected silu, gelu or another"
+    if functions and (activation := model.get("hidden_act")) is not None and activation not in functions:
+        what = f"config.json has hidden_act={activation!r}, which transformers does not have; expected silu, gelu or another"
         yield Problem(key, "unsupported", what)
 
 
@@ -366,13 +369,13 @@ def _configuration(family: str | None) -> dict[str, Any] | None:
     if not family or not family.isidentifier():
         return None
     dotted = f"transformers.models.{family}.configuration_{family}"
-    base = _known("transformers.configuration_utils.PreTrainedConfig")
+    base = _known_parameters("transformers.configuration_utils.PreTrainedConfig")
     tree = signatures.module(dotted)
     if base is None or tree is None:
         return None
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and _assigned(node, "model_type") == family:
-            names = _assigned(node, "attribute_map") or {}
+        if isinstance(node, ast.ClassDef) and _assigned_value(node, "model_type") == family:
+            names = _assigned_value(node, "attribute_map") or {}
             return {**EVERY_MODEL, **base, **signatures.fields(dotted, node), **names, **dict.fromkeys(names.values())}
     return None
 
@@ -382,7 +385,7 @@ EVERY_MODEL = dict.fromkeys(  # keys that PreTrainedConfig accepts besides its f
 )
 
 
-def _assigned(node: ast.ClassDef, name: str) -> Any:
+def _assigned_value(node: ast.ClassDef, name: str) -> Any:
     """Return the literal that a class body assigns to a name, None if there is none."""
     for item in node.body:
         if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in item.targets):

@@ -45,7 +45,7 @@ class ModelReading:
         """Yield (label, text) for people."""
         yield "stop tokens", ", ".join(map(str, self.stops.tokens)) or "none: every answer ends at its longest"
         yield from (("", note) for note in self.stops.notes)
-        yield "BOS and EOS", self._added()
+        yield "BOS and EOS", self._added_tokens()
         yield "padding", "none: sequences are packed end to end"
         tokenizer = self.tokenizer
         if isinstance(tokenizer.chat_template, dict):
@@ -57,9 +57,9 @@ class ModelReading:
             yield "template", "none"
         rows = f"; {self.rows} rows in {CONFIG}" if self.rows else ""
         yield "vocabulary", f"{len(tokenizer)} tokens in {tokenizer.name_or_path}/{VOCABULARY}{rows}"
-        yield from (("RoPE", f"{one} ({one.source})") for one in self.ropes)
+        yield from (("RoPE", f"{rope} ({rope.source})") for rope in self.ropes)
 
-    def _added(self) -> str:
+    def _added_tokens(self) -> str:
         """Describe the special tokens around texts and conversations."""
         tokenizer = self.tokenizer
         bare, bounds = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
@@ -90,56 +90,60 @@ def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ())
     tokenizer = FileTokenizer(folder, model.tokenizer, f"{key}.chat_template")
     template_key = f"{key}.chat_template"
     template = (
-        _rendered(tokenizer, model, template_key) if tokenizer.chat_template else _Template(find_turn_ends(_as(tokenizer)))
+        _render_probe(tokenizer, model, template_key) if tokenizer.chat_template else _Template(find_turn_ends(_as(tokenizer)))
     )
-    place: Path | None = None
+    weights_folder: Path | None = None
     described: dict[str, Any] = {}
     rows = None
     ropes: list[rope.Rope] = []
     if not is_inside(model.model_name, pending):
         with collected([]):  # other checks report a model that is not here, or its config
-            place = model_folder(f"{section}.model_name", model.model_name)
-            described = read_json(place / CONFIG)
+            weights_folder = model_folder(f"{section}.model_name", model.model_name)
+            described = read_json(weights_folder / CONFIG)
             rows = (model_config(model, pending, f"{section}.model_name") or {}).get("vocab_size")
             text = {**described, **(described.get("text_config") or {})}
             ropes = rope.decide(text, model.hf_config_overrides, f"{section}.hf_config_overrides")
-    generation = read_json(place / GENERATION) if place and (place / GENERATION).exists() else {}
+    generation = read_json(weights_folder / GENERATION) if weights_folder and (weights_folder / GENERATION).exists() else {}
     try:
         stops = decide(_as(tokenizer), template.ends, generation, described, model.hf_config_overrides)
     except RecipeError as error:
-        raise RecipeError(*(Problem(f"{section}.model_name", one.code, one.message) for one in error.problems)) from None
+        raise RecipeError(
+            *(Problem(f"{section}.model_name", problem.code, problem.message) for problem in error.problems)
+        ) from None
     rows = rows if isinstance(rows, int) else None
     return ModelReading(section, model, tokenizer, stops, template.opening, rows, tuple(ropes), template.problems)
 
 
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     """Return the models of a recipe that have a tokenizer of their own, by section."""
-    found = {"policy": recipe.policy}
+    models_of = {"policy": recipe.policy}
     if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
-        found[f"env.{name}"] = config.reward_model_policy(recipe)
-    return found | config.served_models(recipe)
+        models_of[f"env.{name}"] = config.reward_model_policy(recipe)
+    return models_of | config.served_models(recipe)
 
 
 def template_files(recipe: Recipe) -> dict[str, Path]:
     """Return the files and folders from which a recipe takes chat templates, by key."""
-    given = {f"{section}.tokenizer.chat_template": model.tokenizer.chat_template for section, model in models(recipe).items()}
-    return {key: Path(text) for key, text in given.items() if text and not is_template(text) and Path(text).exists()}
+    templates = {
+        f"{section}.tokenizer.chat_template": model.tokenizer.chat_template for section, model in models(recipe).items()
+    }
+    return {key: Path(text) for key, text in templates.items() if text and not is_template(text) and Path(text).exists()}
 
 
-def described(recipe: Recipe) -> Iterator[str]:
+def describe_models(recipe: Recipe) -> Iterator[str]:
     """Yield lines about every model of a recipe that has a tokenizer. What cannot be read is named."""
     for section, model in models(recipe).items():
         yield f"{section}: {model.model_name}"
         try:
-            found = read(section, model)
+            reading = read(section, model)
         except RecipeError as error:
             yield from (f"  cannot be read: {problem}" for problem in error.problems)
             continue
-        if found is None:
+        if reading is None:
             yield f"  the job reads the tokenizer, which has no {VOCABULARY}"
             continue
-        yield from (f"  {label:<12} {text}" for label, text in found.lines())
-        yield from (f"  cannot be used: {problem}" for problem in found.problems)
+        yield from (f"  {label:<12} {text}" for label, text in reading.lines())
+        yield from (f"  cannot be used: {problem}" for problem in reading.problems)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class _Template:
     problems: tuple[Problem, ...] = ()
 
 
-def _rendered(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _Template:
+def _render_probe(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _Template:
     """Return what conversations show of a template, from a process with little time and memory."""
     if not tokenizer.chat_template:
         return _Template(find_turn_ends(_as(tokenizer)))
@@ -165,19 +169,19 @@ def _rendered(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _Templ
             text = tokenizer.apply_chat_template(messages, **{**kwargs, "tokenize": False, "add_generation_prompt": True})
         except RENDER_ERRORS:
             text = ""
-        opening, found, _ = text.partition(QUESTION)
+        opening, question, _ = text.partition(QUESTION)
         return {
             "ends": [ends.last, ends.between, ends.call, ends.inner, ends.why],
-            "opening": opening if found else "",
-            "problems": [(one.key, one.code, one.message) for one in wrong],
+            "opening": opening if question else "",
+            "problems": [(problem.key, problem.code, problem.message) for problem in wrong],
         }
 
     try:
-        found = bounded.call(work)
+        result = bounded.call(work)
     except bounded.Unbounded as error:
         problem = Problem(key, "unsupported", f"{tokenizer.chosen.source}: cannot be rendered: {error}")
         return _Template(TurnEnds(why=str(error)), problems=(problem,))
-    return _Template(TurnEnds(*found["ends"]), found["opening"], tuple(Problem(*fields) for fields in found["problems"]))
+    return _Template(TurnEnds(*result["ends"]), result["opening"], tuple(Problem(*fields) for fields in result["problems"]))
 
 
 def _as(tokenizer: FileTokenizer) -> Any:

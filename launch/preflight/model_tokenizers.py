@@ -44,30 +44,31 @@ def _check(
     recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
 ) -> Generator[Problem, None, ModelReading | None]:
     """Yield problems of one tokenizer, and return what is read of it."""
-    key, given = f"{section}.tokenizer", model.tokenizer
-    if not given.name:
-        if given.name != model.model_name:
+    key, tokenizer_config = f"{section}.tokenizer", model.tokenizer
+    if not tokenizer_config.name:
+        if tokenizer_config.name != model.model_name:
             yield Problem(f"{key}.name", "missing-value", "got an empty name; expected a folder or a Hugging Face name")
         return None
-    if is_inside(given.name, pending):
+    if is_inside(tokenizer_config.name, pending):
         return None
-    found: list[Problem] = []
-    with collected(found):
-        folder = model_folder(f"{key}.name", given.name)
-    if found:
-        yield from found if given.name != model.model_name else ()  # otherwise the check of the model reports it
+    tokenizer_problems: list[Problem] = []
+    with collected(tokenizer_problems):
+        folder = model_folder(f"{key}.name", tokenizer_config.name)
+    if tokenizer_problems:
+        if tokenizer_config.name != model.model_name:  # otherwise the check of the model reports the problems
+            yield from tokenizer_problems
         return None
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         what = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
         yield Problem(f"{key}.name", "file-not-found", what)
         return None
     reading = None
-    with collected(found):
-        own, _ = folder_template(folder)
-        template = choose_template(given, own, f"{key}.chat_template").template
+    with collected(tokenizer_problems):
+        folder_default, _ = folder_template(folder)
+        template = choose_template(tokenizer_config, folder_default, f"{key}.chat_template").template
         reading = model_readings.read(section, model, pending)
-    yield from found
-    wants = "" if found else _renders(recipe, section)
+    yield from tokenizer_problems
+    wants = "" if tokenizer_problems else _renders(recipe, section)
     if wants and not template:
         what = f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
         yield Problem(wants, "missing-value", what)

@@ -64,7 +64,7 @@ def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
 
 
 def _has_checkpoint(recipe: Recipe) -> bool:
-    """Return whether all of the policy's weights are those of a run's checkpoint, which may have adapters alone."""
+    """Return whether all of the policy's weights come from a run's checkpoint, which may have adapters alone."""
     adapters = recipe.policy.dtensor_cfg.lora_cfg.enabled or recipe.policy.megatron_cfg.peft.enabled  # of the run
     return not config.trains(recipe) and recipe.evaluate.checkpoint is not None and not adapters
 
@@ -97,14 +97,18 @@ def _check_weights(
             what = f"{folder} has no weights ({SINGLE} or {INDEX}). Try to fetch the whole checkpoint{random}"
             yield Problem(key, "file-not-found", what)
         return
-    found = read_weight_files(folder)
-    notes += found.notes
-    found_problems = [Problem(key, fault_code(reason), f"{folder / name} {reason}") for name, reason in found.faults.items()]
-    yield from found_problems[:SHOWN]
-    if len(found_problems) > SHOWN:
-        what = f"{folder}: so are {len(found_problems) - SHOWN} more of its {len(found.files)} weight files; fetch it again"
+    weight_files = read_weight_files(folder)
+    notes += weight_files.notes
+    file_problems = [
+        Problem(key, fault_code(reason), f"{folder / name} {reason}") for name, reason in weight_files.faults.items()
+    ]
+    yield from file_problems[:SHOWN]
+    if len(file_problems) > SHOWN:
+        what = (
+            f"{folder}: so are {len(file_problems) - SHOWN} more of its {len(weight_files.files)} weight files; fetch it again"
+        )
         yield Problem(key, "unreadable", what)
-    if not found.faults:
+    if not weight_files.faults:
         described = None
         with collected([]):  # faults of config.json, which `architecture` reports
             described = model_config(policy, (), key)
@@ -113,4 +117,4 @@ def _check_weights(
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
         if described is not None:
-            yield from weight_tensors.problems(key, folder, described, found.tensors, head)
+            yield from weight_tensors.problems(key, folder, described, weight_files.tensors, head)

@@ -39,17 +39,18 @@ def problems(
     if recipe.data.overlong_prompts == "error" and kind == "prompts":
         yield from _too_long(records, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)
     if recipe.data.unknown_tokens == "error" and (mark := _unknown_token(tokenizer)):
-        found = []
+        unknown_texts = []
         for number, text, encoding in numbered:
             parts = [
                 text[begin:end] for token, (begin, end) in zip(encoding.tokens, encoding.offsets, strict=True) if token == mark
             ]
-            found += [(number, parts)] if parts else []
-        if found:
-            number, parts = min(found)
+            unknown_texts += [(number, parts)] if parts else []
+        if unknown_texts:
+            number, parts = min(unknown_texts)
             shown = ", ".join(dict.fromkeys(map(repr, parts[:5])))
             where = f"{records.place(number)}: the tokenizer in {tokenizer.parent}"
-            what = f"does not know {shown}, which becomes {mark} (so in {len(found)} of the {len(numbered)} {kind} checked)"
+            share = f"{len(unknown_texts)} of the {len(numbered)} {kind} checked"
+            what = f"does not know {shown}, which becomes {mark} (so in {share})"
             hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep or drop"
             yield Problem(records.key, "bad-record", f"{where} {what}. {hint}")
 
@@ -76,4 +77,4 @@ def _unknown_token(tokenizer: Path) -> str | None:
     settings = tokenizer.with_name("tokenizer_config.json")
     others = read_json(settings) if settings.exists() else {}
     named = [others.get(name) for name in ("bos_token", "eos_token")]
-    return None if mark in [each.get("content") if isinstance(each, dict) else each for each in named] else mark
+    return None if mark in [token.get("content") if isinstance(token, dict) else token for token in named] else mark

@@ -36,7 +36,7 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
 
 def count(dataset: DatasetConfig) -> int | None:
     """Return the number of records that a run trains on in one epoch; None if it is not known."""
-    records = _lines(Path(dataset.data_path)) if dataset.data_path else _generated(dataset)
+    records = _lines(Path(dataset.data_path)) if dataset.data_path else _generated_count(dataset)
     if records is None:
         return None
     records = min(records, dataset.max_samples or records)
@@ -56,6 +56,6 @@ def _lines(path: Path) -> int | None:
         return None
 
 
-def _generated(dataset: DatasetConfig) -> int | None:
+def _generated_count(dataset: DatasetConfig) -> int | None:
     size = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
     return size if isinstance(size, int) else None

@@ -51,14 +51,14 @@ class RenderedRecords:
         if self._template is None:
             return {}
         try:
-            found = bounded.call(lambda: self._faults(records[:MOST_RECORDS]))
+            faults = bounded.call(lambda: self._faults(records[:MOST_RECORDS]))
         except bounded.Unbounded as error:
             notes.append(f"policy.tokenizer.chat_template: the job checks that it renders the records: here {error}")
             return {}
-        return dict(found)
+        return dict(faults)
 
     def _faults(self, records: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, str]]:
-        found = []
+        faults = []
         try:
             check_template(self._tokenizer, self._recipe.policy.tokenizer.chat_template_kwargs)
         except RecipeError:  # wrong for every record: the check of tokenizers reports it
@@ -69,10 +69,10 @@ class RenderedRecords:
             try:
                 self._render(record)
             except TemplateRefusal as error:
-                found.append((number, str(error)))
+                faults.append((number, str(error)))
             except ValueError:  # of reading the record: another check reports it
                 continue
-        return found
+        return faults
 
     def _render(self, record: dict[str, Any]) -> None:
         template = self._template
@@ -90,12 +90,12 @@ class RenderedRecords:
     def _find_turns(self, example: Turns) -> None:
         template = self._template
         assert template is not None
-        found = AssistantTurns(
+        turns = AssistantTurns(
             lambda messages, **options: template.text(messages, **example.options, **options),
             (),
             example.messages,
             example.first,
         )
-        self._characters -= len(found.text)
+        self._characters -= len(turns.text)
         if not GENERATION_BLOCK.search(self._tokenizer.get_chat_template(tools=example.options.get("tools"))):
-            found.spans()
+            turns.spans()

@@ -26,10 +26,10 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
     """
     if not generates(recipe):
         return
-    found = dict(one for name, config in recipe.env.items() for one in _sandboxes(f"env.{name}.kwargs", config))
-    isolated = {key: arguments for key, arguments in found.items() if arguments.sandbox in ("auto", *ISOLATING_BACKENDS)}
-    for key in sorted(set(found) - set(isolated)):
-        if found[key].sandbox == "none":
+    sandboxes = dict(sandbox for name, config in recipe.env.items() for sandbox in _sandboxes(f"env.{name}.kwargs", config))
+    isolated = {key: arguments for key, arguments in sandboxes.items() if arguments.sandbox in ("auto", *ISOLATING_BACKENDS)}
+    for key in sorted(set(sandboxes) - set(isolated)):
+        if sandboxes[key].sandbox == "none":
             notes.append(
                 f"{key}.sandbox: none: programs of the policy run with this user's rights, including files and network"
             )
@@ -54,5 +54,5 @@ def _sandboxes(key: str, config: EnvironmentConfig) -> Iterator[tuple[str, Sandb
     if isinstance(arguments, ToolsArguments):
         for name, tool in read_tools(f"{key}.tools", arguments.tools)[0].items():
             inner = f"{key}.tools.{name}.kwargs"
-            if tool.kind in TOOLS and isinstance(given := read_tool_kwargs(inner, tool)[0], SandboxArguments):
-                yield inner, given
+            if tool.kind in TOOLS and isinstance(tool_arguments := read_tool_kwargs(inner, tool)[0], SandboxArguments):
+                yield inner, tool_arguments

@@ -27,18 +27,18 @@ def parameters(dotted: str) -> Parameters | None:
     module, _, name = dotted.rpartition(".")
     if not module or not _roots(module.partition(".")[0]):
         return None
-    found = _class(module, name)
-    if found is None:
+    class_node = _class(module, name)
+    if class_node is None:
         raise NoSuchClass(dotted)
-    return _parameters_of(*found)
+    return _parameters_of(*class_node)
 
 
 @cache
 def required(dotted: str) -> tuple[str, ...]:
     """Return the parameters of a class that have no default, without `self`; none if they are not known."""
     module, _, name = dotted.rpartition(".")
-    found = _class(module, name) if module and _roots(module.partition(".")[0]) else None
-    for item in found[1].body if found else ():
+    class_node = _class(module, name) if module and _roots(module.partition(".")[0]) else None
+    for item in class_node[1].body if class_node else ():
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             positional = [*item.args.posonlyargs, *item.args.args]
             named = [a for a, value in zip(item.args.kwonlyargs, item.args.kw_defaults, strict=True) if value is None]
@@ -107,11 +107,11 @@ def _parameters_of(dotted: str, node: ast.ClassDef) -> Parameters | None:
 
 def fields(dotted: str, node: ast.ClassDef) -> Parameters:
     """Return the annotated fields of a class and of its bases, as in a dataclass."""
-    found: Parameters = {}
+    annotated: Parameters = {}
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and (above := _class(dotted, base.id)):
-            found |= fields(*above)
+            annotated |= fields(*above)
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            found[item.target.id] = ast.unparse(item.annotation)
-    return {name: kind for name, kind in found.items() if not (kind or "").startswith("ClassVar")}
+            annotated[item.target.id] = ast.unparse(item.annotation)
+    return {name: kind for name, kind in annotated.items() if not (kind or "").startswith("ClassVar")}

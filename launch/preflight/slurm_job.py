@@ -18,7 +18,7 @@ from launch.executors.components import components
 from launch.executors.slurm_client import SlurmError
 from launch.preflight import container_images, slurm_limits, slurm_request, squashfuse
 from launch.preflight.slurm_limits import Accounting
-from launch.preflight.slurm_nodes import Cluster, counted
+from launch.preflight.slurm_nodes import Cluster, count_whole_nodes
 from launch.preflight.slurm_refusals import RefusalExaminer
 from launch.preflight.slurm_request import ComponentRequest
 from launch.preflight.slurm_sbatch import SbatchTester, option_problems
@@ -53,16 +53,16 @@ def _site_problems(
     accounting = _accounting(cluster, user, notes)
     examiner, accepted = RefusalExaminer(cluster, accounting, tester, notes), []
     for request in requests:
-        found = examiner.refusal(request)
-        yield from found
-        accepted += [] if found else [request]
+        refusal = examiner.refusal(request)
+        yield from refusal
+        accepted += [] if refusal else [request]
     limits_of = accounting if cluster.enforced & {"limits", "safe"} else None
     if len(accepted) > 1 or limits_of:
         suitable = {request: tester.nodes_for(request, cluster) for request in accepted}
         yield from _start_together(suitable)
         if limits_of is not None:
-            whole = [counted(request, cluster, names) for request, names in suitable.items()]
-            yield from slurm_limits.problems(limits_of, user, [(each, cluster.partition(each)) for each in whole])
+            whole = [count_whole_nodes(request, cluster, names) for request, names in suitable.items()]
+            yield from slurm_limits.problems(limits_of, user, [(counted, cluster.partition(counted)) for counted in whole])
 
 
 def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | None:
@@ -85,13 +85,14 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
     """
     for count in range(2, len(suitable) + 1):
         for some in combinations(suitable, count):
-            requested, available = sum(each.nodes for each in some), len(frozenset().union(*(suitable[each] for each in some)))
+            requested = sum(request.nodes for request in some)
+            available = len(frozenset().union(*(suitable[request] for request in some)))
             if requested > available:
-                terms = " + ".join(str(each.nodes) for each in some)
+                terms = " + ".join(str(request.nodes) for request in some)
                 yield Problem(
                     f"{some[-1].key}.nodes",
                     "over-limit",
-                    f"{', '.join(f'{each.key}.nodes' for each in some)} ask for {terms} nodes, but there are {available}"
+                    f"{', '.join(f'{request.key}.nodes' for request in some)} ask for {terms} nodes, but there are {available}"
                     f" suitable ones; expected together at most {available}. Try fewer, or cluster.share_nodes=true to put"
                     " components on the same nodes",
                 )
@@ -103,7 +104,7 @@ def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
 
     notes: receives imports of images that ranks wait for, and work that containers lose.
     """
-    used = [f"cluster.{name}.container_image" for name, each in components(recipe).items() if each.container_image]
+    used = [f"cluster.{name}.container_image" for name, component in components(recipe).items() if component.container_image]
     if not used:
         return
     notes += container_images.import_notes(recipe)

@@ -106,7 +106,7 @@ class ApplicableLimits:
 
 def problems(accounting: Accounting, user: str, requests: list[tuple[ComponentRequest, Fields]]) -> Iterator[Problem]:
     """Yield requests beyond the limits. requests: each with a partition that accepts it."""
-    applicable = [found for each in requests if (found := _applicable(accounting, user, *each))]
+    applicable = [limits for request in requests if (limits := _applicable(accounting, user, *request))]
     for limits in applicable:
         yield from _job_problems(limits)
     yield from _sum_problems(applicable)
@@ -140,16 +140,16 @@ def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
     request, rows = limits.request, [*limits.qos, limits.association]
     others = ", ".join(sorted(set(_names(limits.association["QOS"])) - {row["Name"] for row in limits.qos}))
     instead = f"another QOS (of {others})" if others else "another QOS, of which there is none"
-    for name, each in _per_node(request).items():
+    for name, per_node in _per_node(request).items():
         for field, count, of in (("MaxTRES", request.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
             who, limit = _first(rows, field, name)
-            if limit is not None and each * count > limit:
-                fewer = f"{int(limit // each)} nodes" if count > 1 or name == "node" else f"{limit:g}"
-                message = f"got {_times(count, each, name)}, but {who} allows {of} {limit:g}; expected at most {fewer}"
+            if limit is not None and per_node * count > limit:
+                fewer = f"{int(limit // per_node)} nodes" if count > 1 or name == "node" else f"{limit:g}"
+                message = f"got {_times(count, per_node, name)}, but {who} allows {of} {limit:g}; expected at most {fewer}"
                 yield Problem(f"{request.key}.nodes", "over-limit", f"{message}. Try {instead}")
         who, least = _first(limits.qos, "MinTRES", name)
-        if least is not None and name in ("node", "gres/gpu") and each * request.nodes < least:
-            message = f"got {_times(request.nodes, each, name)}, but {who} is for jobs of {least:g} or more"
+        if least is not None and name in ("node", "gres/gpu") and per_node * request.nodes < least:
+            message = f"got {_times(request.nodes, per_node, name)}, but {who} is for jobs of {least:g} or more"
             yield Problem(request.key_of("--qos"), "too-small", f"{message}. Try {instead}")
     # A limit of a QOS takes precedence over the association.
     who, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
@@ -164,7 +164,7 @@ def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
         under = [limits for limits in applicable if who in limits.rows]
         key, of = under[-1].request.key, " + ".join(limits.request.key for limits in under)
         # A resource that a QOS limits is not limited by associations.
-        settled = set() if who.startswith("QOS ") else {t for s in under for each in s.qos for t in tres(each["GrpTRES"])}
+        settled = set() if who.startswith("QOS ") else {t for s in under for qos in s.qos for t in tres(qos["GrpTRES"])}
         for field, whom in (("GrpTRES", ""), ("MaxTRESPU", " a user"), ("MaxTRESPA", " an account")):
             for what, limit in tres(row.get(field, "")).items():
                 amounts = [s.request.nodes * _per_node(s.request).get(what, 0) for s in under]
@@ -186,11 +186,15 @@ def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
 
 def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None]:
     """Return (holder, limit) of the first row with this limit; ("", None) if there is none."""
-    found = ((row["who"], tres(row.get(field, "")).get(name)) for row in rows)
-    return next(((who, limit) for who, limit in found if limit is not None), ("", None))
+    limits = ((row["who"], tres(row.get(field, "")).get(name)) for row in rows)
+    return next(((who, limit) for who, limit in limits if limit is not None), ("", None))
 
 
-def _times(count: int, each: float, name: str) -> str:
+def _times(count: int, amount: float, name: str) -> str:
     return (
-        f"{count} nodes" if name == "node" else f"{count} x {each:g} {UNITS[name]}" if count > 1 else f"{each:g} {UNITS[name]}"
+        f"{count} nodes"
+        if name == "node"
+        else f"{count} x {amount:g} {UNITS[name]}"
+        if count > 1
+        else f"{amount:g} {UNITS[name]}"
     )

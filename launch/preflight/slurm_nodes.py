@@ -39,14 +39,14 @@ class Cluster:
     def __init__(self) -> None:
         self.config = configuration()
         # -a: includes partitions hidden from this user, who may still request them
-        found = parse_records(run_command("scontrol", "-a", "-o", "show", "partition"))
-        self.partitions = {fields["PartitionName"]: fields for fields in found}
+        records = parse_records(run_command("scontrol", "-a", "-o", "show", "partition"))
+        self.partitions = {fields["PartitionName"]: fields for fields in records}
 
     @cached_property
     def nodes(self) -> dict[str, ClusterNode]:
         """All nodes by name, read on first use. Raises SlurmError."""
-        found = map(_node, parse_records(run_command("scontrol", "-a", "-o", "show", "node")))
-        return {node.name: node for node in found}
+        nodes = map(_node, parse_records(run_command("scontrol", "-a", "-o", "show", "node")))
+        return {node.name: node for node in nodes}
 
     @property
     def enforced(self) -> frozenset[str]:
@@ -97,7 +97,7 @@ def _node(fields: Fields) -> ClusterNode:
     )
 
 
-def counted(request: ComponentRequest, cluster: Cluster, names: Collection[str]) -> ComponentRequest:
+def count_whole_nodes(request: ComponentRequest, cluster: Cluster, names: Collection[str]) -> ComponentRequest:
     """Return the request as limits count it: a whole node counts with all its CPUs and GPUs, mem=0 with all its memory.
 
     names: suitable nodes. Takes the smallest of them.
@@ -124,9 +124,9 @@ def partition_problems(
         yield Problem(f"{key}.nodes", "over-limit", f"got {request.nodes}; expected at most {most} in partition {name}")
     if least.isdigit() and request.nodes < int(least) and "PartitionMinNodes" not in flags:
         yield Problem(f"{key}.nodes", "too-small", f"got {request.nodes}; expected at least {least} in partition {name}")
-    for own, what, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
+    for value, what, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
         allowed, denied = partition.get(f"Allow{kind}", "ALL"), partition.get(f"Deny{kind}", "")
         expected = f"one of {allowed}" if allowed != "ALL" else f"any but {denied}"
-        if own is not None and (own in denied.split(",") or (allowed != "ALL" and own not in allowed.split(","))):
-            message = f"got {own}, which may not use partition {name}; expected {expected}"
+        if value is not None and (value in denied.split(",") or (allowed != "ALL" and value not in allowed.split(","))):
+            message = f"got {value}, which may not use partition {name}; expected {expected}"
             yield Problem(request.key_of(f"--{what}"), "permission-denied", message)

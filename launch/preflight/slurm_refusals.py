@@ -76,21 +76,22 @@ class RefusalExaminer:
         if not answer.refusal and not (against and all(against.values())):  # one partition without problems is enough
             self._note_idle(request, answer.nodes)
             return []
-        found = [problem for each in against.values() for problem in each]
+        problems = [problem for group in against.values() for problem in group]
         if answer.refusal:
-            if not found and MISFIT.search(answer.refusal) and self._waits(request):
+            if not problems and MISFIT.search(answer.refusal) and self._waits(request):
                 return []
             try:
-                known = {problem.key for problem in found}
-                known |= {request.key_of("--partition")} if found else set()  # already reported
-                found += [each for each in self._diagnosis(request, answer.refusal) if each.key not in known]
+                known = {problem.key for problem in problems}
+                known |= {request.key_of("--partition")} if problems else set()  # already reported
+                diagnosis = self._diagnosis(request, answer.refusal)
+                problems += [problem for problem in diagnosis if problem.key not in known]
             except SlurmError:  # no time left for more tests
-                found.append(_problem(request.key, "a request", answer.refusal))
+                problems.append(_problem(request.key, "a request", answer.refusal))
         instead, key = self._other_partitions(request), request.key_of("--partition")
-        if instead and not any(problem.key == key for problem in found):
-            message = f"got {_given(request, key)}. Try {' or '.join(instead)}, which fits all of {request.key}"
-            found.append(Problem(key, "refused-by-slurm", message))
-        return found
+        if instead and not any(problem.key == key for problem in problems):
+            message = f"got {_requested_value(request, key)}. Try {' or '.join(instead)}, which fits all of {request.key}"
+            problems.append(Problem(key, "refused-by-slurm", message))
+        return problems
 
     def _partition_problems(self, request: ComponentRequest, name: str) -> Iterator[Problem]:
         account = slurm_limits.effective_account(request, self.accounting)
@@ -115,10 +116,10 @@ class RefusalExaminer:
     def _note_idle(self, request: ComponentRequest, nodes: str) -> None:
         """Note GPUs that the job occupies and does not use. nodes: where it would run, in Slurm's short form."""
         there = self.cluster.nodes
-        given = [there[name].gpus for name in host_names(nodes) if name in there] if request.whole else []
-        if given and 0 < request.gpus < min(given):
+        gpus = [there[name].gpus for name in host_names(nodes) if name in there] if request.whole else []
+        if gpus and 0 < request.gpus < min(gpus):
             self.notes.append(
-                f"{request.keys('gpus_per_node')}: {request.gpus}, and the job takes whole nodes of {min(given)} or more GPUs;"
+                f"{request.keys('gpus_per_node')}: {request.gpus}, and the job takes whole nodes of {min(gpus)} or more GPUs;"
                 f" {request.key}.exclusive=false with cpus_per_task and mem leaves the others to other jobs"
             )
 
@@ -142,71 +143,74 @@ class RefusalExaminer:
 
         if why := refused(rest):
             may = (option for option in rest if option_name(option) not in WEAK)
-            guilty = next((option for option in may if not refused([each for each in rest if each != option])), "--partition")
+            guilty = next(
+                (option for option in may if not refused([candidate for candidate in rest if candidate != option])),
+                "--partition",
+            )
             key = request.key_of(guilty)
-            yield _problem(key, _given(request, key), why, self._choices(request, key))
+            yield _problem(key, _requested_value(request, key), why, self._choices(request, key))
             return
         taken: list[str] = []
-        found = False
+        fits = False
         for demand in demands:
             options = demand.options(demand.value)
             if why := refused([*rest, *taken, *options]):
-                found, most = True, demand.most(lambda options: not refused([*rest, *taken, *options]))  # noqa: B023 called here
+                fits, most = True, demand.most(lambda options: not refused([*rest, *taken, *options]))  # noqa: B023 called here
                 context = f" with {' '.join(taken)}" if taken else ""
                 unit = "M" if demand.key == "mem" else ""
                 key = request.key_of("--constraint") if demand.key == "constraint" else f"{request.key}.{demand.key}"
                 expected = f"; expected at most {most}{unit}{context}" if most else self._choices(request, key) or context
-                given = f"{demand.value}{unit}" + (f" ({request.keys(demand.key)})" if len(request.together) > 1 else "")
-                yield _problem(key, given, why, expected)
+                requested = f"{demand.value}{unit}" + (f" ({request.keys(demand.key)})" if len(request.together) > 1 else "")
+                yield _problem(key, requested, why, expected)
                 options = demand.options(most) if most else []
             taken += options
-        if not found:
+        if not fits:
             yield _problem("cluster.time_min", request.minutes, message)
 
     def _choices(self, request: ComponentRequest, key: str) -> str:
         """Return valid choices for a key, as the end of a message."""
-        name, given = _option(key), ""
+        name, chosen = _option(key), ""
         if name == "partition":
             there: list[str] = [*self.cluster.partitions]
-            settings = [(each, name, usual) for each in self.cluster.names(request) for name, usual in OPEN.items()]
+            settings = [(partition, name, usual) for partition in self.cluster.names(request) for name, usual in OPEN.items()]
             if closed := [
-                f"{each} has {name}={value}"
-                for each, name, usual in settings
-                if (value := self.cluster.partitions[each].get(name, usual)) != usual
+                f"{partition} has {name}={value}"
+                for partition, name, usual in settings
+                if (value := self.cluster.partitions[partition].get(name, usual)) != usual
             ]:
-                reservation = any("ReqResv" in each for each in closed)
+                reservation = any("ReqResv" in text for text in closed)
                 help_ = f". Try {request.key}.sbatch_options={{reservation: NAME}}" if reservation else ""
                 return f"; {', '.join(closed)}{help_}"
-            given = next((each for each in request.partitions if each not in there), "")
+            chosen = next((partition for partition in request.partitions if partition not in there), "")
         elif name == "constraint":
             there = sorted({feature for node in self.cluster.members(request) for feature in node.features})
             words = re.findall(r"[\w.-]+", request.constraint or "")
-            given = next((word for word in words if word not in there), "")
+            chosen = next((word for word in words if word not in there), "")
         elif name in ("account", "qos") and self.accounting:
-            given, rows = getattr(request, name), self.accounting.associations
+            chosen, rows = getattr(request, name), self.accounting.associations
             accounts = {row["Account"] + (f" (in {row['Partition']})" if row["Partition"] else "") for row in rows}
-            there = sorted(accounts if name == "account" else {each for row in rows for each in row["QOS"].split(",") if each})
+            there = sorted(accounts if name == "account" else {qos for row in rows for qos in row["QOS"].split(",") if qos})
         else:
             return ""
-        near = get_close_matches(given or "", there, 1)
+        near = get_close_matches(chosen or "", there, 1)
         return f". Did you mean '{near[0]}'?" if near else f"; there is: {', '.join(there) or 'none'}"
 
     def _other_partitions(self, request: ComponentRequest) -> list[str]:
         """Return a few other partitions that accept the request unchanged."""
-        found: list[str] = []
+        accepting: list[str] = []
         others = [name for name in self.cluster.partitions if name not in self.cluster.names(request)]
         with contextlib.suppress(SlurmError):  # no time left for more tests
             for name in others[:TRIED]:
-                if len(found) == SHOWN:
+                if len(accepting) == SHOWN:
                     break
                 if not any(self._partition_problems(request, name)):
-                    found += [] if self.tester(request.options, f"--partition={name}").refusal else [name]
-        return found
+                    accepting += [] if self.tester(request.options, f"--partition={name}").refusal else [name]
+        return accepting
 
 
 def _demands(request: ComponentRequest) -> list[ResourceDemand]:
     host, memory, many = request.host, round(request.memory_mb), "--ntasks-per-node={}"
-    found = [
+    demands = [
         ResourceDemand("constraint", request.constraint or "", "--constraint={}"),
         ResourceDemand("ranks_per_node", host.ranks_per_node or 0, many),
         ResourceDemand(
@@ -216,10 +220,10 @@ def _demands(request: ComponentRequest) -> list[ResourceDemand]:
         ResourceDemand("mem", memory, "--mem={}M", step=max(1, memory // 32)),
         ResourceDemand("nodes", request.nodes, "--nodes={}"),
     ]
-    return [demand for demand in found if demand.value]
+    return [demand for demand in demands if demand.value]
 
 
-def _given(request: ComponentRequest, key: str) -> str:
+def _requested_value(request: ComponentRequest, key: str) -> str:
     name = _option(key)
     if name == "partition":
         return ",".join(request.partitions) or "null"
@@ -231,6 +235,6 @@ def _option(key: str) -> str:
     return key.removeprefix("SBATCH_").lower() if key.startswith("SBATCH_") else key.rpartition(".")[2]
 
 
-def _problem(key: str, given: object, refusal: str, expected: str = "") -> Problem:
+def _problem(key: str, got: object, refusal: str, expected: str = "") -> Problem:
     code = next((code for words, code in CODES.items() if re.search(words, refusal, re.I)), "refused-by-slurm")
-    return Problem(key, code, f"got {given}, which Slurm refuses: {refusal}{expected}")
+    return Problem(key, code, f"got {got}, which Slurm refuses: {refusal}{expected}")

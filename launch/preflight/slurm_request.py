@@ -67,15 +67,17 @@ def option_name(option: str) -> str:
 
 def requests(recipe: Recipe) -> list[ComponentRequest]:
     """Return the requests of the components with nodes of their own, in the job's order."""
-    found, parts = [], components(recipe)
+    requests, parts = [], components(recipe)
     for (name, host), names in zip(hosts(parts).items(), groups(parts), strict=True):
         options = tuple(request_options(recipe.name, recipe.cluster, host))
-        variables = frozenset(slurm_environment.wished(host))
+        variables = frozenset(slurm_environment.chosen_wishes(host))
         host = slurm_environment.with_wishes(host)
-        found.append(
+        requests.append(
             ComponentRequest(
                 key=f"cluster.{name}",
-                together=tuple(f"cluster.{each}" for each in names if not shares_gpus(parts[each])),
+                together=tuple(
+                    f"cluster.{component_name}" for component_name in names if not shares_gpus(parts[component_name])
+                ),
                 options=options,
                 own_options=frozenset(getattr(recipe.cluster, name).sbatch_options),
                 variables=variables,
@@ -94,7 +96,7 @@ def requests(recipe: Recipe) -> list[ComponentRequest]:
                 whole=takes_whole_nodes(host),
             )
         )
-    return found
+    return requests
 
 
 def notes(recipe: Recipe) -> Iterator[str]:

@@ -106,18 +106,18 @@ class SbatchTester:
             if error.kind != "failed" or NO_ANSWER.search(error.output):
                 raise
             return SbatchResult(refusal=sentence(error.output))
-        found = STARTS.search(output)
-        return SbatchResult(nodes=found[1] if found else "")
+        match = STARTS.search(output)
+        return SbatchResult(nodes=match[1] if match else "")
 
     def nodes_for(self, request: ComponentRequest, cluster: Cluster) -> frozenset[str]:
-        """Return all nodes suitable for a request, including those that are down."""
+        """Return all nodes suitable for a request, including nodes that are down."""
         excluded = [option.partition("=")[2] for option in request.options if option_name(option) == "exclude"]
-        found: set[str] = set()
+        nodes: set[str] = set()
         least = cluster.least_nodes(request)
-        while more := self._most_nodes(request, least, len(cluster.nodes), [*excluded, *sorted(found)]):
-            found |= more
+        while more := self._most_nodes(request, least, len(cluster.nodes), [*excluded, *sorted(nodes)]):
+            nodes |= more
             least = 1  # the rest of a partition may have fewer
-        return frozenset(found | (cluster.may_return(request) - set(host_names(",".join(excluded)))))
+        return frozenset(nodes | (cluster.may_return(request) - set(host_names(",".join(excluded)))))
 
     def _most_nodes(self, request: ComponentRequest, least: int, available: int, excluded: list[str]) -> set[str]:
         """Return the largest set of `least` to `available` nodes that Slurm accepts. excluded: in Slurm's short form."""

@@ -46,8 +46,8 @@ def signals_reach_children(config: Fields) -> bool:
 
 def sends_user_signal(config: Fields) -> bool:
     """Return whether preemption begins with the job's --signal, set in SlurmctldParameters before Slurm 23.02."""
-    given = f"{config.get('PreemptParameters', '')},{config.get('SlurmctldParameters', '')}"
-    return "send_user_signal" in given.lower()
+    parameters = f"{config.get('PreemptParameters', '')},{config.get('SlurmctldParameters', '')}"
+    return "send_user_signal" in parameters.lower()
 
 
 def _squashfuse_setting(plugstack: str) -> str | None:

@@ -46,7 +46,7 @@ def class_of(node: ast.ClassDef, bases: Sequence[Any]) -> Any:
     """Return a class with these bases and with the methods in the source; UNKNOWN if they do not show it."""
     if node.decorator_list or node.keywords or not all(isinstance(base, type) for base in bases):
         return UNKNOWN
-    members = {name: _member(found) for name, found in bindings(node.body).items() if name not in UNSET}
+    members = {name: _member(definition) for name, definition in bindings(node.body).items() if name not in UNSET}
     try:
         return types.new_class(node.name, tuple(bases), {}, lambda namespace: namespace.update(members))
     except Exception:  # such as bases that do not go together, which only the import reports
@@ -55,7 +55,7 @@ def class_of(node: ast.ClassDef, bases: Sequence[Any]) -> Any:
 
 def _member(node: ast.AST | None) -> Any:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        decorators = [ast.unparse(each).rpartition(".")[2] for each in node.decorator_list]
+        decorators = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
         made = _function(node if not set(decorators) - {"abstractmethod", "override"} else None)
         if "abstractmethod" in decorators:
             made.__isabstractmethod__ = True
@@ -79,17 +79,19 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None) 
     return stand_in
 
 
-def _signature(given: ast.arguments) -> inspect.Signature:
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
-    kinds = [inspect.Parameter.POSITIONAL_ONLY] * len(given.posonlyargs)
-    kinds += [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(given.args)
-    found = [_parameter(one.arg, kind, default) for one, kind, default in zip(positional, kinds, defaults, strict=True)]
-    found += [_parameter(given.vararg.arg, inspect.Parameter.VAR_POSITIONAL, None)] if given.vararg else []
-    named = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    found += [_parameter(one.arg, inspect.Parameter.KEYWORD_ONLY, default) for one, default in named]
-    found += [_parameter(given.kwarg.arg, inspect.Parameter.VAR_KEYWORD, None)] if given.kwarg else []
-    return inspect.Signature(found)
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    kinds = [inspect.Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs)
+    kinds += [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(arguments.args)
+    parameters = [
+        _parameter(argument.arg, kind, default) for argument, kind, default in zip(positional, kinds, defaults, strict=True)
+    ]
+    parameters += [_parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL, None)] if arguments.vararg else []
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    parameters += [_parameter(argument.arg, inspect.Parameter.KEYWORD_ONLY, default) for argument, default in named]
+    parameters += [_parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD, None)] if arguments.kwarg else []
+    return inspect.Signature(parameters)
 
 
 def _parameter(name: str, kind: Any, default: ast.expr | None) -> inspect.Parameter:
@@ -105,14 +107,14 @@ def bindings(body: Sequence[ast.stmt]) -> dict[str, ast.AST | None]:
     A definition, the value of an assignment, or the import statement. None for what the source does not show, such as a name
     that several statements bind.
     """
-    found: dict[str, ast.AST | None] = {}
+    bound: dict[str, ast.AST | None] = {}
     for node in statements(body):
-        for name, bound in _bound(node):
-            found[name] = None if name in found else bound
-    return found
+        for name, value in _bound_names(node):
+            bound[name] = None if name in bound else value
+    return bound
 
 
-def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
+def _bound_names(node: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
     """Yield the names that one statement binds, with what `bindings` returns for them."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name, node
@@ -120,13 +122,13 @@ def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
         yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names if alias.name != "*")
     elif isinstance(node, ast.Assign):
         for target in node.targets:
-            yield from ((name, node.value if isinstance(target, ast.Name) else None) for name in _stored(target))
+            yield from ((name, node.value if isinstance(target, ast.Name) else None) for name in _stored_names(target))
     elif isinstance(node, ast.AnnAssign):
-        yield from ((name, node.value) for name in _stored(node.target) if node.value is not None)
+        yield from ((name, node.value) for name in _stored_names(node.target) if node.value is not None)
     elif isinstance(node, ast.AugAssign | ast.For | ast.AsyncFor):
-        yield from ((name, None) for name in _stored(node.target))
+        yield from ((name, None) for name in _stored_names(node.target))
     elif isinstance(node, ast.With | ast.AsyncWith):
-        yield from ((name, None) for item in node.items if item.optional_vars for name in _stored(item.optional_vars))
+        yield from ((name, None) for item in node.items if item.optional_vars for name in _stored_names(item.optional_vars))
 
 
 def may_bind(body: Sequence[ast.stmt], name: str) -> bool:
@@ -142,7 +144,7 @@ def may_bind(body: Sequence[ast.stmt], name: str) -> bool:
 
 
 def statements(body: Sequence[ast.stmt], always: bool = False) -> Iterator[ast.stmt]:
-    """Yield the statements of a block, with those in blocks inside it but not in functions and classes.
+    """Yield the statements of a block and of the blocks inside it, but not of functions and classes.
 
     always: only those that certainly run.
     """
@@ -155,5 +157,5 @@ def statements(body: Sequence[ast.stmt], always: bool = False) -> Iterator[ast.s
                 yield from statements(part.body)
 
 
-def _stored(target: ast.AST) -> Iterator[str]:
+def _stored_names(target: ast.AST) -> Iterator[str]:
     return (node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))

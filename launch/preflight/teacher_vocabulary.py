@@ -32,11 +32,11 @@ def _check_tokenizer(recipe: Recipe, key: str, name: str, ours: Path, pending: S
     """Check that the teacher has the policy's vocabulary, apart from a few added tokens."""
     if is_inside(name, pending):
         return
-    found: list[Problem] = []
-    with collected(found):
+    problems: list[Problem] = []
+    with collected(problems):
         theirs = model_folder(key, name) / "tokenizer.json"
         student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
-    if found or teacher is None:  # other checks report a missing folder
+    if problems or teacher is None:  # other checks report a missing folder
         return
     moved = [token for token, number in student.items() if teacher.get(token, number) != number]
     absent = len(student.keys() - teacher.keys())

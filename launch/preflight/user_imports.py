@@ -41,47 +41,51 @@ class CodeReference:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def named(recipe: Recipe) -> list[CodeReference]:
+def code_references(recipe: Recipe) -> list[CodeReference]:
     """Return the user code in a recipe: environments, tools, data sets and formats with a dotted path."""
-    found = []
+    references = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         if environment.kind not in KINDS:
-            found.append(CodeReference(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs))
+            references.append(
+                CodeReference(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs)
+            )
         if environment.kind == "tools":
             key = f"env.{name}.kwargs.tools"
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
-            found += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
+            references += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
     if trains(recipe):
         realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
     else:
         tasks = recipe.evaluate.tasks.items()
         formats = {f"evaluate.tasks.{name}.format": task.format for name, task in tasks if task.format not in FORMATS}
-        found += [CodeReference(key, path, "format", "generate") for key, path in formats.items()]
+        references += [CodeReference(key, path, "format", "generate") for key, path in formats.items()]
         realm, names = "generate", {f"evaluate.tasks.{name}.data": task.data.dataset_name for name, task in tasks}
     for key, name in names.items():
         if name and is_dotted_path(name) and not os.path.exists(name):
-            found.append(CodeReference(f"{key}.dataset_name", name, "dataset", realm))
-    return [one for one in found if one.path.count(".")]
+            references.append(CodeReference(f"{key}.dataset_name", name, "dataset", realm))
+    return [reference for reference in references if reference.path.count(".")]
 
 
 def places(recipe: Recipe) -> list[Path]:
     """Return the folders that are searched besides installed packages."""
-    given = [*_python_path(recipe), *recipe.module_folders]
-    return list(dict.fromkeys(Path(place).absolute() for place in given if place))
+    folders = [*_python_path(recipe), *recipe.module_folders]
+    return list(dict.fromkeys(Path(folder).absolute() for folder in folders if folder))
 
 
 def _python_path(recipe: Recipe) -> list[str]:
     """Return the folders in PYTHONPATH of the components and of this process."""
     components = (recipe.cluster.train, recipe.cluster.generate)
-    given = [str((component.env_vars or {}).get("PYTHONPATH", "")) for component in components]
-    return [place for text in (*given, os.environ.get("PYTHONPATH", "")) for place in text.split(os.pathsep) if place]
+    variables = [str((component.env_vars or {}).get("PYTHONPATH", "")) for component in components]
+    return [folder for text in (*variables, os.environ.get("PYTHONPATH", "")) for folder in text.split(os.pathsep) if folder]
 
 
 def folder_of(path: str, recipe: Recipe) -> Path | None:
     """Return the folder that holds a module; None if it is installed or missing."""
     top = path.partition(".")[0]
-    return next((place for place in places(recipe) if os.path.isfile(place / f"{top}.py") or os.path.isdir(place / top)), None)
+    return next(
+        (folder for folder in places(recipe) if os.path.isfile(folder / f"{top}.py") or os.path.isdir(folder / top)), None
+    )
 
 
 Replies = Mapping[str, dict[str, Any]] | str
@@ -90,14 +94,16 @@ Replies = Mapping[str, dict[str, Any]] | str
 
 def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     """Describe the user code of a recipe: import what is trusted, in a separate process, and read the source of the rest."""
-    references = named(recipe)
+    references = code_references(recipe)
     folders = [*places(recipe), *([Path.cwd()] if recipe.module_folders else [])]
     trusted = trusted_folders(trust, folders)
-    imported = [one for one in references if trust is Trust.EVERYTHING or folder_of(one.path, recipe) in trusted]
+    imported = [
+        reference for reference in references if trust is Trust.EVERYTHING or folder_of(reference.path, recipe) in trusted
+    ]
     replies = _probe(recipe, imported, trust, trusted) if imported else {}
     if isinstance(replies, str):
         return replies
-    others = [one for one in references if one not in imported]
+    others = [reference for reference in references if reference not in imported]
     try:
         return {**replies, **(bounded.call(lambda: _read(others, folders)) if others else {})}
     except bounded.Unbounded as error:
@@ -106,19 +112,20 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
 
 def _read(references: list[CodeReference], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     return {
-        one.key: user_source.describe(one.path, one.role, sorted(one.kwargs), folders) | {"read": True} for one in references
+        reference.key: user_source.describe(reference.path, reference.role, sorted(reference.kwargs), folders) | {"read": True}
+        for reference in references
     }
 
 
 def required_fields(recipe: Recipe, replies: Replies) -> dict[str, list[str]]:
-    """Return the fields that each environment of the user needs from a record, without those in kwargs; none for a class.
+    """Return the fields that each environment of the user needs from a record, without the names in kwargs; none for a class.
 
     By name under `env`. Lacks environments that could not be imported or are not valid.
     """
     return {
-        one.key.split(".")[1]: [field for field in replies[one.key]["required"] if field not in one.kwargs]
-        for one in named(recipe)
-        if not isinstance(replies, str) and one.role == "environment" and "ok" in replies[one.key]
+        reference.key.split(".")[1]: [field for field in replies[reference.key]["required"] if field not in reference.kwargs]
+        for reference in code_references(recipe)
+        if not isinstance(replies, str) and reference.role == "environment" and "ok" in replies[reference.key]
     }
 
 
@@ -127,34 +134,35 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
 
     executor: local, slurm or allocation. notes: receives code that could not be checked. answers: of `probe`.
     """
-    references = named(recipe)
-    if read := [one for one in references if not isinstance(answers, str) and "read" in answers[one.key]]:
-        what = ", ".join(f"{one.key}={one.path}" for one in read)
+    references = code_references(recipe)
+    if read := [reference for reference in references if not isinstance(answers, str) and "read" in answers[reference.key]]:
+        what = ", ".join(f"{reference.key}={reference.path}" for reference in read)
         notes.append(f"{what}: checked by the source alone, without importing it. Try trust=true if you trust this recipe")
-    for one in references:
+    for reference in references:
         if isinstance(answers, str):
-            notes.append(f"{one.key}: {one.path} was not checked: {answers}")
+            notes.append(f"{reference.key}: {reference.path} was not checked: {answers}")
             continue
-        answer = answers[one.key]
-        elsewhere = executor != "local" and containers.has_another_python(getattr(recipe.cluster, one.component))
+        answer = answers[reference.key]
+        elsewhere = executor != "local" and containers.has_another_python(getattr(recipe.cluster, reference.component))
         if elsewhere and answer.get("wrong", "").startswith(ABSENT):
             notes.append(
-                f"{one.key}: {one.path} was not checked: it is not here; the ranks of cluster.{one.component} may have it"
+                f"{reference.key}: {reference.path} was not checked: it is not here; the ranks of"
+                f" cluster.{reference.component} may have it"
             )
         elif "wrong" in answer:
             absent = answer["wrong"].startswith(ABSENT)
-            place = ". Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
-            key = one.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else one.key
-            yield Problem(key, answer["code"], f"{one.path}: {answer['wrong']}{place if absent else ''}")
+            hint = ". Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
+            key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
+            yield Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
         elif "ok" in answer:
             continue
         elif elsewhere and ("absent" in answer or answer["foreign"]):
-            yield from _check_source(recipe, one, answer, notes)
+            yield from _check_source(recipe, reference, answer, notes)
         elif "absent" in answer:
-            what = f"{one.path}: {answer['importer']} imports {answer['absent']}, which is not installed here"
-            yield Problem(one.key, "not-installed", what)
+            what = f"{reference.path}: {answer['importer']} imports {answer['absent']}, which is not installed here"
+            yield Problem(reference.key, "not-installed", what)
         else:
-            yield Problem(one.key, "not-importable", f"{one.path} cannot be imported: {answer['raised']}")
+            yield Problem(reference.key, "not-importable", f"{reference.path} cannot be imported: {answer['raised']}")
 
 
 def _probe(
@@ -164,10 +172,13 @@ def _probe(
     everything = trust is Trust.EVERYTHING
     request = {
         "folders": recipe.module_folders if everything else [*map(str, trusted)],
-        "asked": [{"key": one.key, "path": one.path, "role": one.role, "kwargs": sorted(one.kwargs)} for one in references],
+        "asked": [
+            {"key": reference.key, "path": reference.path, "role": reference.role, "kwargs": sorted(reference.kwargs)}
+            for reference in references
+        ],
     }
-    own = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    python_path = os.pathsep.join([str(ROOT), *own])
+    folders = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    python_path = os.pathsep.join([str(ROOT), *folders])
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
@@ -198,9 +209,12 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _check_source(recipe: Recipe, one: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
+def _check_source(recipe: Recipe, reference: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
     """Check the source of a module that cannot be imported on this machine."""
     why = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
-    notes.append(f"{one.key}: {one.path} was not imported ({why}); the ranks of cluster.{one.component} may have what it needs")
-    if wrong := user_source.lacks(one.path, places(recipe)):
-        yield Problem(one.key, "not-importable", f"{one.path}: {wrong}")
+    notes.append(
+        f"{reference.key}: {reference.path} was not imported ({why}); the ranks of cluster.{reference.component} may have what"
+        " it needs"
+    )
+    if wrong := user_source.lacks(reference.path, places(recipe)):
+        yield Problem(reference.key, "not-importable", f"{reference.path}: {wrong}")

@@ -120,16 +120,16 @@ class SourceReader:
         if path not in self._known:
             is_first = not self._known
             self._known[path] = UNKNOWN  # for a name that leads back to itself
-            self._known[path] = self._named(module, name, is_first)
+            self._known[path] = self._find_name(module, name, is_first)
         return self._known[path]
 
-    def _named(self, module: str, name: str, is_first: bool) -> Any:
+    def _find_name(self, module: str, name: str, is_first: bool) -> Any:
         path = f"{module}.{name}"
         if path in BASES:
             return BASES[path]
         if module in OURS:
-            return self._loaded(path)
-        if not is_first and _installed(module.partition(".")[0]):
+            return self._load(path)
+        if not is_first and _installed_folders(module.partition(".")[0]):
             return UNKNOWN  # reading the sources of libraries would take seconds
         source = self.source(module)
         if source is None:
@@ -148,7 +148,7 @@ class SourceReader:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise CodeFault(wrong=f"{module} ({source.file}) has no {name}{hint}", code="not-importable")
 
-    def _loaded(self, path: str) -> Any:
+    def _load(self, path: str) -> Any:
         try:
             return user_code.load(path)
         except user_code.NotFound as error:
@@ -196,14 +196,14 @@ class SourceReader:
         if module not in self._read:
             self._read[module] = None
             if len(self._read) <= MAX_MODULES and (file := self._file(module)):
-                self._read[module] = found = ModuleSource(module, file, file.name == "__init__.py", _parsed(file))
+                self._read[module] = source = ModuleSource(module, file, file.name == "__init__.py", _parse(file))
                 if self.checks_imports and self._is_theirs(module):
-                    self._check_imports(found)
+                    self._check_imports(source)
         return self._read[module]
 
     def _roots(self, top: str) -> list[Path]:
         """Return the folders of a top-level package, or the file of a module. Installed ones hide the user's, as in imports."""
-        for spec_of in (_installed, self._theirs):
+        for spec_of in (_installed_folders, self._theirs):
             if roots := spec_of(top):
                 return roots
         return []
@@ -217,7 +217,7 @@ class SourceReader:
         return [folder / top for folder in (*self.folders, ROOT) if (folder / top).is_dir()]
 
     def _is_theirs(self, module: str) -> bool:
-        return not _installed(module.partition(".")[0])
+        return not _installed_folders(module.partition(".")[0])
 
     def _file(self, module: str) -> Path | None:
         top, *inner = module.split(".")
@@ -242,12 +242,12 @@ class SourceReader:
         return any((folder / last).is_dir() or any(folder.glob(f"{last}.*")) for folder in folders)
 
     def _check_imports(self, source: ModuleSource) -> None:
-        """Raise CodeFault if a module imports, whenever it is imported, one that is not there or has a syntax error."""
+        """Raise CodeFault if the import of a module always imports another that is absent or has a syntax error."""
         for node in statements(source.body, always=True):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [source.absolute(node)] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                if not name or _installed(name.partition(".")[0]):
+                if not name or _installed_folders(name.partition(".")[0]):
                     continue
                 try:
                     self.source(name)
@@ -257,7 +257,7 @@ class SourceReader:
                     raise
 
 
-def _installed(top: str) -> list[Path]:
+def _installed_folders(top: str) -> list[Path]:
     """Return the folders or the file of an installed top-level module; [] if there is none. Nothing is imported."""
     try:
         spec = importlib.util.find_spec(top)
@@ -265,10 +265,10 @@ def _installed(top: str) -> list[Path]:
         return []
     if spec is None or spec.origin is None:  # none, or a folder without __init__.py
         return []
-    return [Path(each) for each in spec.submodule_search_locations or [spec.origin]]
+    return [Path(location) for location in spec.submodule_search_locations or [spec.origin]]
 
 
-def _parsed(file: Path) -> list[ast.stmt]:
+def _parse(file: Path) -> list[ast.stmt]:
     try:
         text = user_files.read_bytes(file, MAX_SOURCE)
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Check that a checkpoint's tensors are those of the model in its config.json: names, shapes, dtypes and tied copies.
+"""Check that a checkpoint has the tensors of the model in its config.json: names, shapes, dtypes and tied copies.
 
 Reads headers and a few kilobytes of tied copies. Leaves out quantized models, multimodal models, and families that
 `pipeline/models/tensors.py` does not describe; the job checks these first.
@@ -27,7 +27,7 @@ PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
 def problems(
     key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, TensorEntry], head: Head
 ) -> Iterator[Problem]:
-    """Yield how the tensors differ from those of config.json. key: of the model's name in the recipe.
+    """Yield how the tensors differ from the model in config.json. key: of the model's name in the recipe.
 
     head: logprobs, of a language model; values, of a critic, whose checkpoint may lack the value head; rewards, of a reward
     model, whose checkpoint has one.
@@ -47,9 +47,9 @@ def problems(
     known = {*expected, LM_HEAD} if head == "logprobs" else {*expected, LM_HEAD, SCORE}
     unknown = [name for name in stored if name not in known and _is_loaded(name, config)]
     if missing or unknown:
-        found = [f"has no {some(missing)}"] if missing else []
-        found += [f"has {some(unknown)}, which the model does not have"] if unknown else []
-        yield Problem(key, "unavailable-model", f"{folder} does not fit its config.json: it {', and '.join(found)}")
+        faults = [f"has no {some(missing)}"] if missing else []
+        faults += [f"has {some(unknown)}, which the model does not have"] if unknown else []
+        yield Problem(key, "unavailable-model", f"{folder} does not fit its config.json: it {', and '.join(faults)}")
     named = {name: shape for name, shape in expected.items() if name in stored}
     if wrong := [
         f"{name} {_shape(stored[name].shape)} for {_shape(s)}" for name, s in named.items() if stored[name].shape != s

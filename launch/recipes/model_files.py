@@ -93,13 +93,13 @@ def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: st
     return {**config, "model_type": ALIASES[kind]} if kind in ALIASES else config
 
 
-def _type_problems(key: str, given: dict[str, Any], config: dict[str, Any]) -> Iterator[Problem]:
+def _type_problems(key: str, overrides: dict[str, Any], config: dict[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each override whose type differs from that of the value in config.json."""
 
     def kind(x: Any) -> str:
         return "number" if isinstance(x, int | float) and not isinstance(x, bool) else type(x).__name__
 
-    for name, value in given.items():
+    for name, value in overrides.items():
         there = config.get(name)
         if isinstance(value, dict) and isinstance(there, dict):
             yield from _type_problems(f"{key}.{name}", value, there)
@@ -185,12 +185,12 @@ def hub_snapshot(kind: str, repository: str, revision: str | None = None) -> Pat
 def read_json(path: Path, most: int = user_files.MAX_TEXT) -> dict[str, Any]:
     """Return the JSON object in a file of at most `most` bytes. Raises RecipeError if the file holds anything else."""
     try:
-        found = json.loads(user_files.read_text(path, most))
+        content = json.loads(user_files.read_text(path, most))
     except OSError as error:
         raise RecipeError(Problem(str(path), "unreadable", f"cannot be read: {error.strerror}")) from None
     except (ValueError, RecursionError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
-    if not isinstance(found, dict):
-        why = f"got a JSON {type(found).__name__}; expected an object. Try to download the file again"
+    if not isinstance(content, dict):
+        why = f"got a JSON {type(content).__name__}; expected an object. Try to download the file again"
         raise RecipeError(Problem(str(path), "bad-format", why))
-    return found
+    return content

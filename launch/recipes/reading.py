@@ -21,8 +21,8 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
     """Return the recipe with its problems, as `config.inspect` does; a NeMo-RL recipe is translated."""
-    return config.inspect(name, overrides, _translated)
+    return config.inspect(name, overrides, _translate)
 
 
-def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> Layers:
-    return extras.load("nemo_rl", "algorithm", f"a recipe of NeMo-RL ({path})").read(path, tree, given)
+def _translate(path: Path, tree: ConfigMapping, arguments: list[tuple[str, ConfigNode]]) -> Layers:
+    return extras.load("nemo_rl", "algorithm", f"a recipe of NeMo-RL ({path})").read(path, tree, arguments)

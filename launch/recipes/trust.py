@@ -48,5 +48,5 @@ def trusted_folders(trust: Trust, folders: Iterable[Path]) -> list[Path]:
     """Return the folders whose code may be imported."""
     if trust is not Trust.LISTED:
         return list(folders) if trust is Trust.EVERYTHING else []
-    listed = [Path(each).resolve() for each in os.environ.get(VARIABLE, "").split(os.pathsep) if os.path.isabs(each)]
-    return [folder for folder in folders if any(folder.resolve().is_relative_to(each) for each in listed)]
+    trusted = [Path(path).resolve() for path in os.environ.get(VARIABLE, "").split(os.pathsep) if os.path.isabs(path)]
+    return [folder for folder in folders if any(folder.resolve().is_relative_to(parent) for parent in trusted)]

@@ -82,15 +82,15 @@ class AttemptFolder:
 
 def all_attempts(run_dir: Path) -> list[AttemptFolder]:
     """Return the attempts of a run, oldest first."""
-    found = []
+    attempts = []
     for path in (run_dir / "attempts").glob("*/started"):
-        if (started := _started(path)) is not None:
-            found.append(AttemptFolder(path.parent, started))
-    return sorted(found, key=lambda attempt: attempt.started)
+        if (started := _start_time(path)) is not None:
+            attempts.append(AttemptFolder(path.parent, started))
+    return sorted(attempts, key=lambda attempt: attempt.started)
 
 
-def _started(path: Path) -> float | None:
-    """Return the unix seconds in `started`; those of its last write if a crash has damaged it; None while it is written."""
+def _start_time(path: Path) -> float | None:
+    """Return the unix seconds in `started`, or its last write if a crash has damaged it; None while it is written."""
     try:
         text = small_files.read_text(path) or ""
         started = float(text) if text.strip() else None
@@ -101,7 +101,7 @@ def _started(path: Path) -> float | None:
 
 def of_job(run_dir: Path, job_id: str) -> list[AttemptFolder]:
     """Return the attempts of a job, oldest first: JOB-0, JOB-1 ..., local-JOB-... or ALLOCATION.JOB-..."""
-    return [each for each in all_attempts(run_dir) if job_id in re.split("[-.]", each.name)]
+    return [attempt for attempt in all_attempts(run_dir) if job_id in re.split("[-.]", attempt.name)]
 
 
 def latest(run_dir: Path) -> AttemptFolder | None:

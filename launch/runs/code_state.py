@@ -34,12 +34,12 @@ def _diff() -> str | None:
     )
     if changes is None or others is None:
         return None
-    found = hashlib.sha256(changes)
+    digest = hashlib.sha256(changes)
     for name in sorted(others.split(b"\0")):
         path = ROOT / name.decode(errors="surrogateescape")
         if name and path.is_file():
-            found.update(b"\0" + name + b"\0" + _content(path))
-    return found.hexdigest()
+            digest.update(b"\0" + name + b"\0" + _content(path))
+    return digest.hexdigest()
 
 
 def _content(path: Path) -> bytes:

@@ -36,15 +36,15 @@ def _of_suite(folder: Path) -> SuiteRecord:
     followed = follower_process.read_record(folder)
     failed = dict(followed.failed) if followed else {}
     record = SuiteRecord(folder.name, failed=failed, followed=follower_process.is_followed(folder))
-    for one in sorted(path for path in folder.glob("step_*") if checkpoint.NAME.fullmatch(path.name)):
-        step = int(one.name.removeprefix("step_"))
-        scores = _scores(one)
-        if scores is not None and (one / "done.json").exists():
+    for evaluation in sorted(path for path in folder.glob("step_*") if checkpoint.NAME.fullmatch(path.name)):
+        step = int(evaluation.name.removeprefix("step_"))
+        scores = _scores(evaluation)
+        if scores is not None and (evaluation / "done.json").exists():
             record.scores[step] = scores
             record.failed.pop(step, None)
-        elif (one / "job.json").exists():
+        elif (evaluation / "job.json").exists():
             record.begun.append(step)
-        elif waiting_checkpoints.place(one).exists() and step not in failed:
+        elif waiting_checkpoints.place(evaluation).exists() and step not in failed:
             record.pending.append(step)
     return record
 

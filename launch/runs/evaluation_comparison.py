@@ -45,11 +45,11 @@ class TaskComparison:
     @property
     def summary(self) -> str:
         """The verdict in a line."""
-        found = self.difference
-        if not found.questions:
+        difference = self.difference
+        if not difference.questions:
             return "no question in common"
-        moved = f"{found.gained} questions better, {found.lost} worse, of {found.questions}"
-        return f"{found.verdict}: {found.shown}, p = {found.p_value:.2g}; {moved}"
+        moved = f"{difference.gained} questions better, {difference.lost} worse, of {difference.questions}"
+        return f"{difference.verdict}: {difference.shown}, p = {difference.p_value:.2g}; {moved}"
 
 
 def compare(before: EvaluationFolder, after: EvaluationFolder) -> list[TaskComparison]:
@@ -62,18 +62,24 @@ def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, m
     metric = metric or str(before.tasks[task]["metric"])
     first, second = before.values(task, metric), after.values(task, metric)
     changes = {question: _mean(second[question]) - _mean(first[question]) for question in first.keys() & second.keys()}
-    moved = sorted((question for question, change in changes.items() if change), key=lambda each: (-abs(changes[each]), each))
-    by_question = [_by_question(each.answers(task)) for each in (before, after)] if moved else [{}, {}]
-    changed = [ChangedQuestion(each, by_question[0][each], by_question[1][each], changes[each]) for each in moved]
-    found = difference(first, second, is_lower_better(metric), exponential=metric.endswith("perplexity"))
+    moved = [question for question, change in changes.items() if change]
+    moved.sort(key=lambda question: (-abs(changes[question]), question))
+    by_question = [_by_question(folder.answers(task)) for folder in (before, after)] if moved else [{}, {}]
+    changed = [
+        ChangedQuestion(question, by_question[0][question], by_question[1][question], changes[question]) for question in moved
+    ]
+    task_difference = difference(first, second, is_lower_better(metric), exponential=metric.endswith("perplexity"))
     unpaired = len(first.keys() ^ second.keys())
-    return TaskComparison(task, metric, found, changed, unpaired, [*_warnings(before, after, task, found, unpaired)])
+    warnings = [*_warnings(before, after, task, task_difference, unpaired)]
+    return TaskComparison(task, metric, task_difference, changed, unpaired, warnings)
 
 
-def _warnings(before: EvaluationFolder, after: EvaluationFolder, task: str, found: Difference, unpaired: int) -> Iterator[str]:
+def _warnings(
+    before: EvaluationFolder, after: EvaluationFolder, task: str, task_difference: Difference, unpaired: int
+) -> Iterator[str]:
     """Yield why two evaluations of a task can hardly be compared."""
     if unpaired:
-        yield f"{found.questions} of {plural(found.questions + unpaired, 'question')} in common"
+        yield f"{task_difference.questions} of {plural(task_difference.questions + unpaired, 'question')} in common"
     first, second = before.settings(task), after.settings(task)
     for key in SETTINGS:
         if key in first and key in second and first[key] != second[key]:
@@ -90,10 +96,10 @@ def _setting(value: object) -> str:
 
 
 def _by_question(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    found: dict[str, list[Answer]] = {}
+    by_question: dict[str, list[Answer]] = {}
     for answer in answers:
-        found.setdefault(answer.question, []).append(answer)
-    return found
+        by_question.setdefault(answer.question, []).append(answer)
+    return by_question
 
 
 def _mean(scores: Sequence[float]) -> float:

@@ -70,8 +70,8 @@ class EvaluationFolder:
     @property
     def contamination(self) -> dict[str, dict[str, Any]]:
         """Return the findings of launch/contamination.py by task; {} if it has not run."""
-        found = small_files.read(self.folder / CONTAMINATION, _Contamination)
-        return {name: dict(task) for name, task in found["tasks"].items()} if found else {}
+        findings = small_files.read(self.folder / CONTAMINATION, _Contamination)
+        return {name: dict(task) for name, task in findings["tasks"].items()} if findings else {}
 
     def values(self, task: str, metric: str | None = None) -> dict[str, list[float]]:
         """Return a metric of a task by question, {} if the task does not have it. None: the task's own metric.
@@ -84,17 +84,17 @@ class EvaluationFolder:
     def _values(self) -> dict[str, dict[str, dict[str, list[float]]]]:
         path = self.folder / VALUES
         if (
-            found := small_files.read(path, dict[str, dict[str, dict[str, list[float]]]], "run_dir", score_tables.MEND)
+            values := small_files.read(path, dict[str, dict[str, dict[str, list[float]]]], "run_dir", score_tables.MEND)
         ) is None:
             raise small_files.damaged(path, "no such file", "the values of each question", "run_dir", score_tables.MEND)
-        return found
+        return values
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings of a task in recipe.yaml, {} where that cannot be read."""
         try:
             section = small_files.read_yaml(self.folder / "recipe.yaml")["evaluate"]
-            own = section.get("tasks") or {}
-            return own[task] if task in own else section.get("lm_eval") or {}
+            tasks = section.get("tasks") or {}
+            return tasks[task] if task in tasks else section.get("lm_eval") or {}
         except (OSError, RecipeError, KeyError, TypeError, AttributeError):
             return {}
 
@@ -114,8 +114,12 @@ def read(folder: Path) -> EvaluationFolder | None:
 def of_run(run_dir: Path) -> list[EvaluationFolder]:
     """Return the complete evaluations of a run by suite and step, or the run's own if it is an evaluation."""
     folders = [run_dir, *_folders(run_dir)]
-    found = [evaluation for folder in folders if (evaluation := read(folder))]
-    return sorted(found, key=lambda each: (each.suite, each.step is not None, each.step or 0, str(each.folder)))
+    evaluations = [evaluation for folder in folders if (evaluation := read(folder))]
+
+    def order(evaluation: EvaluationFolder) -> tuple[str, bool, int, str]:
+        return evaluation.suite, evaluation.step is not None, evaluation.step or 0, str(evaluation.folder)
+
+    return sorted(evaluations, key=order)
 
 
 def _folders(run_dir: Path) -> Iterator[Path]:
@@ -127,7 +131,7 @@ def _folders(run_dir: Path) -> Iterator[Path]:
 
 def by_suite(evaluations: list[EvaluationFolder]) -> dict[str, list[EvaluationFolder]]:
     """Return the evaluations of each suite in the order of their steps."""
-    found: dict[str, list[EvaluationFolder]] = {}
-    for each in evaluations:
-        found.setdefault(each.suite, []).append(each)
-    return found
+    by_suite_name: dict[str, list[EvaluationFolder]] = {}
+    for evaluation in evaluations:
+        by_suite_name.setdefault(evaluation.suite, []).append(evaluation)
+    return by_suite_name

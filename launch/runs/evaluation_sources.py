@@ -45,8 +45,8 @@ def of_model(name: str, suite: str) -> Source:
         parts = folder.absolute().parts[-2:] if folder.name == "hf" else (folder.name,)
     else:
         parts = tuple(name.split("/"))
-    own = re.sub(r"[^\w.-]+", "_", "--".join(parts)) or "model"
-    return Source({"policy": {"model_name": name}}, "model=", Path("runs/evaluations").absolute() / suite / own, name)
+    folder_name = re.sub(r"[^\w.-]+", "_", "--".join(parts)) or "model"
+    return Source({"policy": {"model_name": name}}, "model=", Path("runs/evaluations").absolute() / suite / folder_name, name)
 
 
 def read_run(run_dir: Path) -> Recipe:
@@ -65,30 +65,30 @@ def evaluation_folder(run_dir: Path, suite: str, step: int) -> Path:
 
 def select(run_dir: Path, suite: str, step: int | None) -> Checkpoint:
     """Return the complete checkpoint of a step, or the latest. Raises RecipeError if there is none."""
-    found = available(run_dir, suite)
-    if not found:
+    checkpoints = available(run_dir, suite)
+    if not checkpoints:
         message = f"{run_dir} has no complete checkpoint yet. Try step=follow, which waits for them, or model=PATH"
         raise RecipeError(Problem("run", "no-checkpoint", message))
-    if step is not None and step not in found:
-        why = f"got {step}; expected the step of a complete checkpoint: {', '.join(map(str, found))}"
+    if step is not None and step not in checkpoints:
+        why = f"got {step}; expected the step of a complete checkpoint: {', '.join(map(str, checkpoints))}"
         raise RecipeError(Problem("step", "no-checkpoint", why))
-    return found[max(found) if step is None else step]
+    return checkpoints[max(checkpoints) if step is None else step]
 
 
 def available(run_dir: Path, suite: str) -> dict[int, Checkpoint]:
     """Return the complete checkpoints by step, oldest first: the run's own, and those kept for this suite."""
-    kept_ones = (checkpoint.read(folder) for folder in waiting_checkpoints.folders(run_dir / FOLDER / suite))
-    found = {one.step: one for one in kept_ones if one}
-    found |= {one.step: one for one in checkpoint.complete_in(run_dir / "checkpoints")}
-    return dict(sorted(found.items()))
+    waiting = (checkpoint.read(folder) for folder in waiting_checkpoints.folders(run_dir / FOLDER / suite))
+    by_step = {saved.step: saved for saved in waiting if saved}
+    by_step |= {saved.step: saved for saved in checkpoint.complete_in(run_dir / "checkpoints")}
+    return dict(sorted(by_step.items()))
 
 
-def of_checkpoint(run_dir: Path, recipe: Recipe, found: Checkpoint, suite: str) -> Source:
+def of_checkpoint(run_dir: Path, recipe: Recipe, saved: Checkpoint, suite: str) -> Source:
     """Return a run's checkpoint as a source. recipe: the run's."""
-    folder = evaluation_folder(run_dir, suite, found.step)
-    own = {"checkpoint": str(waiting_checkpoints.place(folder)), "step": found.step}
-    name = f"step {found.step} of {run_dir}"
-    return Source(_values(run_dir, recipe, own), str(run_dir / "recipe.yaml"), folder, name, found.folder)
+    folder = evaluation_folder(run_dir, suite, saved.step)
+    evaluated = {"checkpoint": str(waiting_checkpoints.place(folder)), "step": saved.step}
+    name = f"step {saved.step} of {run_dir}"
+    return Source(_values(run_dir, recipe, evaluated), str(run_dir / "recipe.yaml"), folder, name, saved.folder)
 
 
 def of_future(recipe: Recipe, suite: str) -> Source:
@@ -98,8 +98,8 @@ def of_future(recipe: Recipe, suite: str) -> Source:
     return Source(_values(run_dir, recipe, {}), "the recipe", folder, f"checkpoints of {run_dir}")
 
 
-def _values(run_dir: Path, recipe: Recipe, own: dict[str, Any]) -> dict[str, Any]:
-    values = {"policy": _policy(recipe), "cluster": _cluster(recipe), "evaluate": {"run": str(run_dir), **own}}
+def _values(run_dir: Path, recipe: Recipe, evaluated: dict[str, Any]) -> dict[str, Any]:
+    values = {"policy": _policy(recipe), "cluster": _cluster(recipe), "evaluate": {"run": str(run_dir), **evaluated}}
     values["checkpointing"] = _part(recipe.checkpointing, ("verify", "encryption"))
     return values | ({"module_folders": recipe.module_folders} if recipe.module_folders else {})
 

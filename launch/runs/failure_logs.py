@@ -1,4 +1,4 @@
-"""Find the log lines that explain a failed run, beside failure.json: those of srun, of pyxis and of the failed rank.
+"""Find the log lines that explain a failed run, beside failure.json: lines of srun, of pyxis and of the failed rank.
 
 Under Slurm the batch script writes two files into the attempt's folder: `failed_step`, the component whose step failed first
 and its first rank; and `srun-COMPONENT.out`, srun's output for each component's step. The batch log has the output of all
@@ -43,8 +43,8 @@ def killed_lines(attempt: AttemptFolder) -> list[str]:
     """Return which rank a signal ended, and what the kernel or Slurm has recorded of it; [] if nothing is known."""
     with contextlib.suppress(OSError):
         return [(attempt.folder / KILLED).read_text().strip()]
-    found = (line for log in sorted(attempt.folder.glob("srun-*.out")) for line in tail(log).splitlines())
-    return list(dict.fromkeys(line for line in found if TASK_KILLED.search(line)))[:KILLED_LINES]
+    lines = (line for log in sorted(attempt.folder.glob("srun-*.out")) for line in tail(log).splitlines())
+    return list(dict.fromkeys(line for line in lines if TASK_KILLED.search(line)))[:KILLED_LINES]
 
 
 def log_end(log: Path, count: int) -> list[str]:
@@ -57,7 +57,7 @@ def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
     component, first_rank, srun_lines = _failed_step(attempt)
     if component is None or _failed_rank_log(attempt, first_rank, srun_lines).exists():
         return []
-    errors = [found for line in srun_lines if (found := PYXIS.match(line))]
+    errors = [match for line in srun_lines if (match := PYXIS.match(line))]
     if not errors:
         return []
     messages = list(dict.fromkeys(error[2].rstrip() for error in errors if error[1] == errors[0][1]))  # of the first node
@@ -100,7 +100,7 @@ def srun_log(attempt: AttemptFolder, component: str) -> Path:
 
 
 def _failed_rank_log(attempt: AttemptFolder, first_rank: int, srun_lines: list[str]) -> Path:
-    task = next((int(found[1]) for line in srun_lines if (found := TASK.match(line))), 0)
+    task = next((int(match[1]) for line in srun_lines if (match := TASK.match(line))), 0)
     return attempt.folder / f"rank{first_rank + task:05d}.log"
 
 
@@ -131,10 +131,10 @@ def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
     for log in oldest_first:
         if "Traceback (most recent call last)" in tail(log):
             return log
-    own = sorted((run_dir / "submitit").glob("*.log*"), key=lambda path: path.stat().st_mtime) + sorted(
+    executor_logs = sorted((run_dir / "submitit").glob("*.log*"), key=lambda path: path.stat().st_mtime) + sorted(
         (run_dir / "submitit").glob("*_log.out"), key=lambda path: path.stat().st_mtime
     )
-    return next((log for log in reversed(own) if log.stat().st_size), None)
+    return next((log for log in reversed(executor_logs) if log.stat().st_size), None)
 
 
 def tail(log: Path) -> str:

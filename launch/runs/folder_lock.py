@@ -16,7 +16,7 @@ RETRY_S = 0.2
 
 
 @contextlib.contextmanager
-def held(folder: Path, key: str, wait_s: float = 0.0) -> Iterator[None]:
+def hold_lock(folder: Path, key: str, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock of an existing folder during the block.
 
     key: the folder's key on the command line or in the recipe. wait_s: how long to wait for another process that holds the

@@ -89,12 +89,12 @@ class MetricsTail:
         return (max_steps - last) * (end - begin) / (last - first)
 
 
-def _shown(line: Mapping[str, float]) -> dict[str, float]:
+def _metrics_to_show(line: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step to show: val/reward only if the environments report no accuracy."""
-    found = {key: line[key] for key in SHOWN_METRICS if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
-    if "val/accuracy" in found:
-        found.pop("val/reward", None)
-    return found
+    shown = {key: line[key] for key in SHOWN_METRICS if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
+    if "val/accuracy" in shown:
+        shown.pop("val/reward", None)
+    return shown
 
 
 class Follower:
@@ -109,7 +109,7 @@ class Follower:
         self.metrics = metrics
         self.answers = AnswerCounts(run_dir)
         self.last_line = ""  # "steps" once a step has been printed
-        self.printed = {(each.name, what) for each in of_job(run_dir, job.job_id) if each.verdict for what in EVENTS}
+        self.printed = {(attempt.name, what) for attempt in of_job(run_dir, job.job_id) if attempt.verdict for what in EVENTS}
 
     def follow(self, timeout_s: float | None = None) -> bool:
         """Show progress until the job ends, and return whether the run succeeded. Ctrl-C raises KeyboardInterrupt.
@@ -140,7 +140,7 @@ class Follower:
     def _print_events(self, attempts: list[AttemptFolder]) -> None:
         """Print the new events of attempts: above the live view, or between the lines."""
         for number, attempt in enumerate(attempts):
-            step = max((each.progress for each in attempts[:number]), default=0)
+            step = max((earlier.progress for earlier in attempts[:number]), default=0)
             verdict = attempt.verdict or ""
             for what, lines in (
                 ("start", [f"attempt {attempt.name}: all ranks start again, {self._since(step)}"] if number else []),
@@ -180,7 +180,7 @@ class Follower:
         return f"step {step}" if self.max_steps is None else f"step {step}/{self.max_steps}"
 
     def _values(self, line: dict[str, float]) -> list[str]:
-        return [f"{key} {value:.4g}" for key, value in _shown(line).items()]
+        return [f"{key} {value:.4g}" for key, value in _metrics_to_show(line).items()]
 
     def _eta(self) -> list[str]:
         left = None if self.max_steps is None else self.metrics.seconds_left(self.max_steps)
@@ -193,7 +193,7 @@ class Follower:
             return Text(plain(": ".join(parts)))
         head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))
-        for key, value in _shown(self.metrics.latest).items():
+        for key, value in _metrics_to_show(self.metrics.latest).items():
             table.add_row(key, f"{value:.4g}")
         if self.max_steps is None:
             return Group(Text(plain(head)), table)
@@ -265,7 +265,7 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[
     elif not container_lines and (not attempt or not attempt.requeue_reason):
         lines += failed_log_lines(run_dir, attempt, LOG_LINES)
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
-    if step := max((each.progress for each in all_attempts(run_dir)), default=0):
+    if step := max((attempt_folder.progress for attempt_folder in all_attempts(run_dir)), default=0):
         if evaluates(run_dir):
             lines += [f"{step} answers are kept: the same command asks the others"]
         elif first is None or f"{RecipeError.__name__}: " not in first["message"]:  # which says what to change

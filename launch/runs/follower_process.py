@@ -41,8 +41,8 @@ class FollowRequest:
     @property
     def command(self) -> list[str]:
         """The command that follows in the foreground."""
-        given = {"run": self.run_dir, "step": "follow", "suite": self.suite, "period": self.period}
-        keys = [f"{key}={value}" for key, value in given.items() if value is not None]
+        arguments = {"run": self.run_dir, "step": "follow", "suite": self.suite, "period": self.period}
+        keys = [f"{key}={value}" for key, value in arguments.items() if value is not None]
         return [sys.executable, "-u", str(ROOT / "launch/evaluate.py"), *keys, *self.overrides]
 
 
@@ -52,19 +52,19 @@ def keys_of(section: EvaluationConfig) -> dict[str, Any]:
     In `cluster` a key that only components have, such as partition, is cluster.generate's. Keys may be dotted. Raises
     RecipeError for an empty key.
     """
-    for name, given in (("overrides", section.overrides), ("cluster", section.cluster)):
-        if "" in given:
+    for name, keys in (("overrides", section.overrides), ("cluster", section.cluster)):
+        if "" in keys:
             raise RecipeError(Problem(f"evaluation.{name}", "bad-format", "got an empty key; expected keys of the recipe"))
-    shared = {each.name for each in fields(ClusterConfig)}
-    of_component = {each.name for each in fields(ComponentConfig)} - shared
+    shared = {field.name for field in fields(ClusterConfig)}
+    of_component = {field.name for field in fields(ComponentConfig)} - shared
     tree = config_tree.from_plain({}, None)
     for key, value in section.overrides.items():
         tree.set(key, _node(value))
     for key, value in section.cluster.items():
         inside = "cluster.generate" if key.partition(".")[0] in of_component else "cluster"
-        one = ConfigMapping()
-        one.set(f"{inside}.{key}", _node(value))
-        tree = config_tree.merge(tree, one)
+        layer = ConfigMapping()
+        layer.set(f"{inside}.{key}", _node(value))
+        tree = config_tree.merge(tree, layer)
     return tree.plain()
 
 

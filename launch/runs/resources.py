@@ -79,31 +79,31 @@ Line = TypeVar("Line", Warned, ResourceSample)
 
 def texts(metrics: MetricColumns, components: dict[str, Any]) -> dict[str, str]:
     """Return what the latest step's metrics say of each component's resources; {} if they were not sampled."""
-    found = {}
+    levels = {}
     for component in components:
-        known = []
+        parts = []
         for name, text in LEVELS.items():
             value = metrics.last(f"{RESOURCES}{component}_{name}")
             if value is None and name.endswith("_max"):
                 value = metrics.last(f"{RESOURCES}{component}_{name.removesuffix('max')}mean")
             if value is not None and value == value:
-                known.append(text.format(value))
-        if known:
-            found[component] = ", ".join(known)
-    return found
+                parts.append(text.format(value))
+        if parts:
+            levels[component] = ", ".join(parts)
+    return levels
 
 
 def warnings(run: RunFolder, since_step: float = 0.0) -> list[Warned]:
     """Return the latest warnings of the run's last attempt from a step on, oldest first; of a check and a rank the last one."""
     if not run.attempts:
         return []
-    found = {}
+    latest = {}
     for line in _tail(run.attempts[-1].folder / "resources/warnings.jsonl", MOST_WARNINGS * 512, Warned):
         if line.get("cleared"):
-            found = {key: each for key, each in found.items() if key[0] != line["check"]}
+            latest = {key: warning for key, warning in latest.items() if key[0] != line["check"]}
         elif line["step"] >= since_step and "message" in line:
-            found[line["check"], line.get("rank")] = line
-    return list(found.values())[-MOST_WARNINGS:]
+            latest[line["check"], line.get("rank")] = line
+    return list(latest.values())[-MOST_WARNINGS:]
 
 
 def ranks(run: RunFolder) -> tuple[list[str], list[list[str]]]:
@@ -111,8 +111,8 @@ def ranks(run: RunFolder) -> tuple[list[str], list[list[str]]]:
     folder = run.attempts[-1].folder / "resources" if run.attempts else run.folder
     paths = [path for path in sorted(folder.glob("rank*.jsonl")) if ".before" not in path.name]
     samples = {path: _tail(path, TAIL_BYTES, ResourceSample)[-2:] for path in paths[:MOST_RANKS]}
-    shown = [name for name in COLUMNS if any(name in each[-1] for each in samples.values() if each)]
-    rows = [[path.stem.removeprefix("rank").lstrip("0") or "0", *_cells(each, shown)] for path, each in samples.items()]
+    shown = [name for name in COLUMNS if any(name in sample[-1] for sample in samples.values() if sample)]
+    rows = [[path.stem.removeprefix("rank").lstrip("0") or "0", *_cells(sample, shown)] for path, sample in samples.items()]
     if len(paths) > MOST_RANKS:
         rows.append([f"and {len(paths) - MOST_RANKS} more", *("" for _ in shown)])
     return ["rank", *(COLUMNS[name] for name in shown)], rows
@@ -137,8 +137,8 @@ def _tail(path: Path, count: int, kind: type[Line]) -> list[Line]:
             *lines, _ = file.read().split(b"\n")  # the last one is empty, or not complete
     except OSError:
         return []
-    found = []
+    parsed = []
     for line in lines[size > count :]:  # the first may have begun before
         with contextlib.suppress(RecipeError):  # a crash cut it, or it is the first, which has no time
-            found.append(small_files.parsed(line, kind, path))
-    return found
+            parsed.append(small_files.parsed(line, kind, path))
+    return parsed

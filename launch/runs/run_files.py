@@ -81,13 +81,13 @@ class StartupRecord(TypedDict):
 def submissions(run_dir: Path, key: str = "run") -> list[SubmissionRecord]:
     """Return the entries of manifest.json, oldest first; [] before the first. Raises RecipeError for a damaged file."""
     path = run_dir / "manifest.json"
-    found = small_files.read(path, list[SubmissionRecord], key) or []
-    for entry in found:
+    entries = small_files.read(path, list[SubmissionRecord], key) or []
+    for entry in entries:
         try:
             datetime.fromisoformat(entry["time"]).timestamp()
         except (ValueError, OverflowError):
             raise small_files.damaged(path, f"the time {entry['time']!r}", "ISO 8601", key) from None
-    return found
+    return entries
 
 
 def completion(path: Path, key: str = "run") -> DoneRecord | None:
@@ -114,5 +114,5 @@ class _Nodes(TypedDict):
 
 def nodes(attempt: Path) -> dict[str, NodeRecord]:
     """Return what the node checks of an attempt wrote about each node, by name; {} before they have ended."""
-    found = small_files.read(attempt / "nodes.json", _Nodes)
-    return {} if found is None else found["nodes"]
+    record = small_files.read(attempt / "nodes.json", _Nodes)
+    return {} if record is None else record["nodes"]

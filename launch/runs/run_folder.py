@@ -116,7 +116,7 @@ class RunFolder:
 
     @property
     def changed_values(self) -> dict[str, Any]:
-        """The values in force that are not those of recipe.yaml, by key. A later submission's value replaces a change."""
+        """The values in force that differ from recipe.yaml, by key. A later submission's value replaces a change."""
         return {
             change.key: change.new
             for answer in self.answers
@@ -146,14 +146,15 @@ class RunFolder:
     @property
     def components(self) -> dict[str, dict[str, Any]]:
         """The section of each component of the job, by name, in rank order."""
-        served = any(isinstance(each, dict) and each.get("served_by") == "reward" for each in self.value("env", {}).values())
+        environments = [section for section in self.value("env", {}).values() if isinstance(section, dict)]
+        served = any(section.get("served_by") == "reward" for section in environments)
         present = {"train": self.trains, "generate": self.algorithm in ONLINE, "reward": served}
         return {name: self.value(f"cluster.{name}", {}) for name, is_there in present.items() if is_there}
 
     @property
     def layout(self) -> str:
         """Ranks, nodes, GPUs and the parallel sizes above 1 of each component, for people."""
-        return "; ".join(f"{name}: {', '.join(self._shape(name, each))}" for name, each in self.components.items())
+        return "; ".join(f"{name}: {', '.join(self._shape(name, component))}" for name, component in self.components.items())
 
     def _shape(self, name: str, component: dict[str, Any]) -> Iterator[str]:
         nodes, gpus = component.get("nodes", 1), component.get("gpus_per_node", 0)
@@ -172,7 +173,9 @@ class RunFolder:
         """The number of GPUs of the job; GPUs that train and generate ranks share count once."""
         sharing = {"generate"} if self.value("policy.generation.colocated.enabled") else set()
         return sum(
-            each.get("nodes", 1) * each.get("gpus_per_node", 0) for name, each in self.components.items() if name not in sharing
+            component.get("nodes", 1) * component.get("gpus_per_node", 0)
+            for name, component in self.components.items()
+            if name not in sharing
         )
 
     # ---- how long -------------------------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ class RunFolder:
 
     def last_written(self) -> float:
         """Return the unix seconds of the last step, end or submission."""
-        return max(modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
+        return max(modified_time(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
 
     # ---- metrics --------------------------------------------------------------------------------------------------------
 
@@ -237,7 +240,7 @@ def phases(metrics: MetricColumns) -> dict[str, tuple[list[float], list[float]]]
     whole = columns.pop("step")
     layers = {part: [_or_zero(columns[part].get(step)) for step in steps] for part in STEP_PHASES}
     parts = zip(*layers.values(), strict=True)
-    layers["rest"] = [max(0.0, _or_zero(whole.get(step)) - sum(each)) for step, each in zip(steps, parts, strict=True)]
+    layers["rest"] = [max(0.0, _or_zero(whole.get(step)) - sum(times)) for step, times in zip(steps, parts, strict=True)]
     layers |= {part: [_or_zero(columns[part].get(step)) for step in steps] for part in OTHER_PHASES}
     return {part: (steps, seconds) for part, seconds in layers.items() if any(seconds)}
 
@@ -248,11 +251,11 @@ def _or_zero(value: float | None) -> float:
 
 def last_active(attempt: AttemptFolder) -> float:
     """Return the unix seconds of an attempt's verdict or, before it has one, of the last write to a rank's log."""
-    ended = modified(attempt.folder / "verdict")
-    return ended or max([attempt.started, *(modified(log) for log in attempt.logs)])
+    ended = modified_time(attempt.folder / "verdict")
+    return ended or max([attempt.started, *(modified_time(log) for log in attempt.logs)])
 
 
-def modified(path: Path) -> float:
+def modified_time(path: Path) -> float:
     """Return the unix seconds of the last write to a file; 0 if there is none."""
     try:
         return path.stat().st_mtime

@@ -110,7 +110,7 @@ def earlier(recipe: Recipe) -> Recipe | None:
         before = config.read(path)
     except (RecipeError, ValueError) as error:
         message = f"{run_dir} holds a recipe that this version cannot read ({error}). Try another run_dir=..."
-        raise _refused("unreadable", message) from None
+        raise _refusal("unreadable", message) from None
     backend = config.requested_backend(before.policy)  # older versions wrote only one of the two keys
     return config.with_backend(before, backend) if backend else before
 
@@ -124,7 +124,7 @@ def check(recipe: Recipe) -> None:
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     run_dir = Path(recipe.run_dir).absolute()
     if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
-        raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_how_to_continue(before, recipe, different)}")
+        raise _refusal("run-exists", f"{run_dir} holds another recipe:\n      {_how_to_continue(before, recipe, different)}")
     run_files.submissions(run_dir, "run_dir")  # which the submission will add to
     complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
     if complete:
@@ -132,28 +132,28 @@ def check(recipe: Recipe) -> None:
             raise RecipeError(problem)
         verification.check_before_submission(complete[-1], recipe.checkpointing)
     if not complete and config.only_evaluates(recipe) and _has_trained(run_dir):
-        raise _refused(
+        raise _refusal(
             "no-checkpoint",
             f"got {run_dir}, which has steps but no checkpoint to evaluate; expected a run with checkpoints, or a new"
             " folder. Try run_dir=runs/evaluation policy.model_name=MODEL",
         )
 
 
-def _refused(code: str, message: str) -> RecipeError:
+def _refusal(code: str, message: str) -> RecipeError:
     return RecipeError(Problem("run_dir", code, message))
 
 
 def _how_to_continue(before: Recipe, now: Recipe, different: dict[str, tuple[Any, Any]]) -> str:
     """Return one line per key that differs, and the overrides that continue the run as it began."""
-    given, requested = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
+    earlier, requested = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
     lines = [
-        f"{key} is {old if key in given else 'absent'} there and {new if key in requested else 'absent'} here"
+        f"{key} is {old if key in earlier else 'absent'} there and {new if key in requested else 'absent'} here"
         for key, (old, new) in different.items()
     ]
-    kept = [shlex.quote(config.format_override(key, old)) for key, (old, _) in different.items() if key in given]
-    more = [key for key in different if key not in given]
+    restored = [shlex.quote(config.format_override(key, old)) for key, (old, _) in different.items() if key in earlier]
+    more = [key for key in different if key not in earlier]
     lines.append("Try another folder (run_dir=...), or continue the run as it began:")
-    lines += [" ".join(kept)] if kept else []
+    lines += [" ".join(restored)] if restored else []
     lines += [f"without {', '.join(more)}"] if more else []
     return "\n      ".join(lines)
 
@@ -165,10 +165,10 @@ def _has_trained(run_dir: Path) -> bool:
 def _check_writable(run_dir: Path) -> None:
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
-        raise _refused("not-a-folder", f"{run_dir} cannot be a folder, because {existing} is a file. Try another run_dir=...")
+        raise _refusal("not-a-folder", f"{existing} is a file, so the folder {run_dir} cannot be made. Try another run_dir=...")
     if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
         why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}. Try another run_dir=..."
-        raise _refused("permission-denied", why)
+        raise _refusal("permission-denied", why)
 
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -203,10 +203,10 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings to dotted key -> value. An empty mapping is a value."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, inner in value.items():
-        found |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        flattened |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flattened
 
 
 def live_job(run_dir: Path) -> RunJob | None:
@@ -215,7 +215,7 @@ def live_job(run_dir: Path) -> RunJob | None:
     if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # an earlier start of this job wrote it
         return None
     if record.executor == "slurm" and (why := slurm_client.unreachable()):
-        raise _refused(
+        raise _refusal(
             "unreachable",
             f"Slurm job {record.job_id} was the last to write into {run_dir}, and whether it has ended is unknown: {why}. Try"
             f" again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
@@ -229,7 +229,7 @@ def refuse_live(run_dir: Path) -> None:
     """Raise RecipeError if a job still writes into this folder."""
     if job := live_job(run_dir):
         follow = f"Try `python launch/submit.py follow={run_dir}`, cancel the job, or another run_dir=..."
-        raise _refused("in-use", f"{job.name()} still writes into {run_dir}. {follow}")
+        raise _refusal("in-use", f"{job.name()} still writes into {run_dir}. {follow}")
 
 
 @contextlib.contextmanager
@@ -248,14 +248,14 @@ def locked(run_dir: Path, tell: Callable[[str], None] = print) -> Iterator[None]
             _make_private(run_dir, tell)
         except OSError as error:
             raise RecipeError(folder_lock.unwritable(run_dir, "run_dir", error)) from None
-        with folder_lock.held(run_dir, "run_dir"):
+        with folder_lock.hold_lock(run_dir, "run_dir"):
             refuse_live(run_dir)
             _make_secret(run_dir / ".secret")
             yield
     except OSError as error:
         if error.errno not in REMEDY:
             raise
-        raise _refused(
+        raise _refusal(
             "unwritable",
             f"{error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was submitted. Try"
             " the same command again",
@@ -274,21 +274,21 @@ def _make_private(run_dir: Path, tell: Callable[[str], None]) -> None:
     for folder in (run_dir, run_dir / "submitit"):
         folder.mkdir(mode=0o700, exist_ok=True)
         status, link = folder.stat(), folder.lstat()
-        if status.st_uid != os.geteuid() or not _trusted(link):
-            owner = user_name(link.st_uid if _trusted(status) else status.st_uid)
-            raise _refused("permission-denied", f"{folder} belongs to {owner}, not to you. Try another run_dir=...")
+        if status.st_uid != os.geteuid() or not _is_trusted(link):
+            owner = user_name(link.st_uid if _is_trusted(status) else status.st_uid)
+            raise _refusal("permission-denied", f"{folder} belongs to {owner}, not to you. Try another run_dir=...")
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o022:
             folder.chmod(mode & ~0o022)
             tell(f"# {folder}: its mode was {mode:04o}; others may no longer write there, because ranks load code from it")
     for path in run_dir.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a job that still writes here renames its files
-            if not _trusted(status := path.lstat()):
+            if not _is_trusted(status := path.lstat()):
                 owner = f"belongs to {user_name(status.st_uid)}, not to you, and the run would use it"
-                raise _refused("permission-denied", f"{path} {owner}. Try to delete it, or another run_dir=...")
+                raise _refusal("permission-denied", f"{path} {owner}. Try to delete it, or another run_dir=...")
 
 
-def _trusted(status: os.stat_result) -> bool:
+def _is_trusted(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0)
 
 
@@ -300,8 +300,8 @@ def _make_secret(path: Path) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         status = path.lstat()
-        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-        if own and re.fullmatch(r"[0-9a-f]{64}\n", path.read_text()):
+        is_private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if is_private and re.fullmatch(r"[0-9a-f]{64}\n", path.read_text()):
             return
     write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
 

@@ -70,19 +70,19 @@ def _state(run: RunFolder) -> RunState:
     if done:
         return RunState("done", why, job=job)
     try:
-        found = _query_slurm(run, record) if record.executor == "slurm" else _query_local(run, record)
+        job_state = _query_slurm(run, record) if record.executor == "slurm" else _query_local(run, record)
     except _Unknown as why:
         return _state_from_folder(run, str(why), job)
-    job_states = {part.state for part in found.components.values()}
-    why = next((part.reason for part in found.components.values() if part.reason), "")
-    if found.ended:
+    job_states = {part.state for part in job_state.components.values()}
+    why = next((part.reason for part in job_state.components.values() if part.reason), "")
+    if job_state.ended:
         as_asked = bool(run.attempts) and run.attempts[-1].stopped_as_asked
         name: StateName = "stopped" if as_asked or job_states & {"CANCELLED", "REVOKED"} else "failed"
         verdict = run.attempts[-1].verdict if run.attempts else None
         ending = f"its job ended as {' and '.join(sorted(job_states))}, and the run is not complete"
-        return RunState(name, (verdict or why).removeprefix("stop: ") or ending, job, found.components)
+        return RunState(name, (verdict or why).removeprefix("stop: ") or ending, job, job_state.components)
     running = bool(job_states & {"RUNNING", "COMPLETING", "SIGNALING", "SUSPENDED", "STAGE_OUT"})
-    return RunState("running" if running else "waiting", why, job, found.components, found.ends_by)
+    return RunState("running" if running else "waiting", why, job, job_state.components, job_state.ends_by)
 
 
 def _why_early(run: RunFolder) -> str:
@@ -123,8 +123,8 @@ def _query_slurm(run: RunFolder, record: JobRecord) -> _JobState:
         raise _Unknown(f"its job is on the cluster {record.cluster}, and this is {here}; look there")
     names = list(run.components)
     try:
-        if found := slurm_client.job_components(record.job_id):
-            return _named(found, names)
+        if job_parts := slurm_client.job_components(record.job_id):
+            return _name_components(job_parts, names)
     except SlurmError as error:
         raise _Unknown(f"Slurm did not answer: {error}") from None
     if run.attempts and run.attempts[-1].verdict is None:
@@ -132,10 +132,10 @@ def _query_slurm(run: RunFolder, record: JobRecord) -> _JobState:
     raise _Unknown("Slurm no longer knows its job")
 
 
-def _named(found: list[JobComponent], names: list[str]) -> _JobState:
+def _name_components(job_parts: list[JobComponent], names: list[str]) -> _JobState:
     """Name the job's components; the one component of a plain job holds all of the run's."""
-    names = names if len(found) > 1 else [", ".join(names)]
-    components = {names[i] if i < len(names) else f"component {i}": part for i, part in enumerate(found)}
-    ended = all(part.state in TERMINAL for part in found)
-    ends = [part.ends_by for part in found if part.ends_by]
+    names = names if len(job_parts) > 1 else [", ".join(names)]
+    components = {names[i] if i < len(names) else f"component {i}": part for i, part in enumerate(job_parts)}
+    ended = all(part.state in TERMINAL for part in job_parts)
+    ends = [part.ends_by for part in job_parts if part.ends_by]
     return _JobState(components, None if ended else min(ends, default=None), ended)

@@ -16,7 +16,7 @@ from launch.runs.attempts import AttemptFolder
 from launch.runs.evaluation_progress import AnswerCounts
 from launch.runs.failure_logs import container_failure, failed_log_lines, killed_lines
 from launch.runs.follow import FAULT_METRICS, first_failure
-from launch.runs.run_folder import MetricColumns, RunFolder, last_active, modified, phases
+from launch.runs.run_folder import MetricColumns, RunFolder, last_active, modified_time, phases
 from launch.runs.run_state import RunState
 from pipeline.checkpoints.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig
@@ -81,7 +81,7 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
             for name, part in state.components.items()
         ],
         "startup": startup_stages.as_plain(startup_stages.stages(run.folder)),
-        "startup_text": startup_stages.text(startup_stages.stages(run.folder), _ended(run, state)),
+        "startup_text": startup_stages.text(startup_stages.stages(run.folder), _end_time(run, state)),
         "starting": state.name == "running" and _current_steps(run, metrics) == {},
         "ends_by": state.ends_by,
         "saves_by": _saves_by(run, state),
@@ -103,11 +103,11 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
 def _own_scores(run: RunFolder) -> dict[str, list[float]]:
     """Return the score of each task of a run that is an evaluation; none before its end."""
     scores = score_tables.read(run.folder)
-    found = score_tables.main_scores(scores) if scores else {}
-    return {name: [of["value"]] for name, of in found.items() if of["value"] is not None}
+    main = score_tables.main_scores(scores) if scores else {}
+    return {name: [of["value"]] for name, of in main.items() if of["value"] is not None}
 
 
-def _ended(run: RunFolder, state: RunState) -> float | None:
+def _end_time(run: RunFolder, state: RunState) -> float | None:
     """Return the unix seconds at which the run's latest attempt was last active; None if the run has not ended."""
     if state.name in ("running", "waiting", "unknown") or not run.attempts:
         return None
@@ -119,10 +119,10 @@ def _ended(run: RunFolder, state: RunState) -> float | None:
 
 def _pace(run: RunFolder, metrics: MetricColumns) -> float | None:
     """Return the mean seconds between the ends of steps in the current attempt; None before its second step."""
-    own = sorted(_current_steps(run, metrics).items())[-RECENT:]
-    if len(own) < 2:
+    recent = sorted(_current_steps(run, metrics).items())[-RECENT:]
+    if len(recent) < 2:
         return None
-    (first, begin), (last, end) = own[0], own[-1]
+    (first, begin), (last, end) = recent[0], recent[-1]
     return (end - begin) / (last - first)
 
 
@@ -162,15 +162,15 @@ def _saves_by(run: RunFolder, state: RunState) -> float | None:
 def _checkpoint(run: RunFolder) -> dict[str, Any]:
     """Return the latest complete checkpoint, and the names of partial and incomplete ones."""
     folder = run.folder / "checkpoints"
-    found = Checkpoints(run.folder, "", CheckpointingConfig()).all()
+    checkpoints = Checkpoints(run.folder, "", CheckpointingConfig()).all()
     partial = sorted(path.name.split(".")[1] for path in folder.glob(".step_*.partial"))
     incomplete = {path.name for path in folder.glob("step_*") if NAME.fullmatch(path.name)} - {
-        each.folder.name for each in found
+        saved.folder.name for saved in checkpoints
     }
-    summary: dict[str, Any] = {"count": len(found), "partial": partial, "incomplete": sorted(incomplete)}
-    if found:
-        latest = found[-1]
-        summary |= {"step": latest.step, "written": modified(latest.folder / "complete.json")}
+    summary: dict[str, Any] = {"count": len(checkpoints), "partial": partial, "incomplete": sorted(incomplete)}
+    if checkpoints:
+        latest = checkpoints[-1]
+        summary |= {"step": latest.step, "written": modified_time(latest.folder / "complete.json")}
         summary |= {"bytes": _bytes_in(latest.folder), "folder": str(latest.folder)}
     return summary
 
@@ -187,11 +187,11 @@ def _bytes_in(folder: Path) -> int:
 
 def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
     """Return what is known of the run's evaluations, by suite; none without an evaluation."""
-    found = [asdict(each) for each in evaluated_checkpoints.of_run(run.folder)]
-    for each in found:
-        each["scores"] = {step: score_tables.main_scores(scores) for step, scores in each["scores"].items()}
-        each["asked"] = each["suite"] == suites.name_of(run.value("evaluation.suite", ""))
-    return found
+    evaluations = [asdict(suite) for suite in evaluated_checkpoints.of_run(run.folder)]
+    for suite in evaluations:
+        suite["scores"] = {step: score_tables.main_scores(scores) for step, scores in suite["scores"].items()}
+        suite["asked"] = suite["suite"] == suites.name_of(run.value("evaluation.suite", ""))
+    return evaluations
 
 
 def _attempt(attempt: AttemptFolder) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class Scores(TypedDict):
 
 def read(run_dir: Path) -> dict[str, Any] | None:
     """Return an evaluation's scores.json; None if it has none yet. Raises RecipeError for a damaged file."""
-    found = small_files.read(run_dir / SCORES, Scores, "run_dir", MEND)
-    return dict(found) if found is not None else None
+    scores = small_files.read(run_dir / SCORES, Scores, "run_dir", MEND)
+    return dict(scores) if scores is not None else None
 
 
 def lines(scores: Mapping[str, Any]) -> Iterator[str]:
@@ -80,10 +80,10 @@ def lines(scores: Mapping[str, Any]) -> Iterator[str]:
 def _rows(name: str, task: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     """Yield the rows of a task: its own metric first, then the others. What is of the task is only in the first row."""
     metrics = dict(task["metrics"])
-    own = {task["metric"]: metrics.pop(task["metric"])} if task.get("metric") in metrics else {}
+    main = {task["metric"]: metrics.pop(task["metric"])} if task.get("metric") in metrics else {}
     about = (f"{task['questions']:,}", f"{task['samples']:,}", _share(task.get("truncated")), _share(task.get("unparsed")))
-    for metric, found in {**own, **metrics}.items():
-        yield name, metric, _number(found["value"]), _interval(found) or "-", *about
+    for metric, value in {**main, **metrics}.items():
+        yield name, metric, _number(value["value"]), _interval(value) or "-", *about
         name, about = "", ("", "", "", "")
 
 
@@ -98,12 +98,12 @@ def main_scores(scores: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
 
 def short(scores: Mapping[str, Any]) -> str:
     """Return the tasks' own metrics in one line."""
-    found = main_scores(scores).items()
-    return ", ".join(f"{name} {_number(of['value'])}{f' ({ends})' if (ends := _interval(of)) else ''}" for name, of in found)
+    main = main_scores(scores).items()
+    return ", ".join(f"{name} {_number(of['value'])}{f' ({ends})' if (ends := _interval(of)) else ''}" for name, of in main)
 
 
-def _interval(found: Mapping[str, Any]) -> str:
-    low, high = found.get("low"), found.get("high")
+def _interval(value: Mapping[str, Any]) -> str:
+    low, high = value.get("low"), value.get("high")
     return "" if low is None or high is None else f"{_number(low)} to {_number(high)}"
 
 

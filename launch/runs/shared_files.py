@@ -17,7 +17,7 @@ RETRY_S = 0.02
 
 
 class Unusable(Exception):
-    """A file cannot be opened or locked. `code` is that of a problem, `why` and `remedy` are parts of its message."""
+    """A file cannot be opened or locked. `code` is a problem's code, `why` and `remedy` are parts of its message."""
 
     def __init__(self, code: str, why: str, remedy: str):
         """Take the code, a clause such as `which cannot be locked: ...`, and what to try."""
@@ -25,7 +25,7 @@ class Unusable(Exception):
         self.code, self.why, self.remedy = code, why, remedy
 
 
-def opened(path: Path) -> int:
+def open_shared(path: Path) -> int:
     """Return the descriptor of a file to read and append to, created if necessary; the caller closes it. Raises Unusable."""
     flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -33,7 +33,7 @@ def opened(path: Path) -> int:
         try:
             descriptor = os.open(path, flags)
         except FileNotFoundError:
-            descriptor = _created(path, flags)
+            descriptor = _create(path, flags)
     except OSError as error:
         code = "permission-denied" if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP) else "unwritable"
         remedy = f"one that {user_name(os.geteuid())} may write"
@@ -44,7 +44,7 @@ def opened(path: Path) -> int:
     raise Unusable("permission-denied", f"whose {path.name} is no regular file", "to delete it")
 
 
-def _created(path: Path, flags: int) -> int:
+def _create(path: Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:  # another writer has just created it
@@ -72,9 +72,9 @@ def lock(descriptor: int, wait_s: float) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait_s: float) -> Iterator[int]:
+def lock_file(path: Path, wait_s: float) -> Iterator[int]:
     """Open and lock a file during the block, and yield its descriptor. Raises Unusable."""
-    descriptor = opened(path)
+    descriptor = open_shared(path)
     try:
         lock(descriptor, wait_s)
         yield descriptor

@@ -61,43 +61,43 @@ def of_attempt(attempt: AttemptFolder) -> list[Stage]:
         return [Stage("starting the processes", attempt.started, None)]
     here = f"{startup['here']} of {startup['world']} ranks"
     realms = {name: [Stage(*row) for row in rows] for name, rows in startup["realms"].items()}
-    found = [Stage("starting the processes", attempt.started, startup["began"])]
+    stages = [Stage("starting the processes", attempt.started, startup["began"])]
     for name, began, ended in startup["stages"]:
         parts = realms if name == "set up" else {}
         about = here if name == "join the world" and ended is None else ""
-        found.append(Stage(NAMES.get(name, name), began, ended, parts, about))
-    return found
+        stages.append(Stage(NAMES.get(name, name), began, ended, parts, about))
+    return stages
 
 
-def now(found: list[Stage]) -> str:
+def now(stages: list[Stage]) -> str:
     """Return the current stage without its duration, so that a follower prints it once; "" if there is none."""
-    latest = found[-1] if found else None
+    latest = stages[-1] if stages else None
     if latest is None or latest.ended is not None:
         return ""
     doing = {realm: rows[-1].name for realm, rows in latest.parts.items() if rows and rows[-1].name != "wait"}
     return latest.name + _in_parentheses(f"{realm}: {what}" for realm, what in doing.items()) + _in_parentheses([latest.about])
 
 
-def text(found: list[Stage], until: float | None = None) -> str:
+def text(stages: list[Stage], until: float | None = None) -> str:
     """Return all stages with their durations. until: the unix seconds at which the attempt ended; None if it goes on."""
     end = time.time() if until is None else until
-    return ", ".join(_described(stage, end, until is None) for stage in found if _is_shown(stage, end))
+    return ", ".join(_stage_text(stage, end, until is None) for stage in stages if _is_shown(stage, end))
 
 
-def as_plain(found: list[Stage]) -> list[dict[str, Any]]:
+def as_plain(stages: list[Stage]) -> list[dict[str, Any]]:
     """Return the stages as plain values, for JSON."""
     return [
         {"name": stage.name, "began": stage.began, "ended": stage.ended}
         | ({"realms": {realm: as_plain(rows) for realm, rows in stage.parts.items()}} if stage.parts else {})
-        for stage in found
+        for stage in stages
     ]
 
 
-def _described(stage: Stage, end: float, alive: bool) -> str:
+def _stage_text(stage: Stage, end: float, alive: bool) -> str:
     took = seconds(max(0.0, (stage.ended or end) - stage.began))
     suffix = "" if stage.ended else (" so far" if alive else ", and no further")
     parts = [
-        f"{realm}: " + ", ".join(_described(row, end, alive) for row in rows if row.name != "wait" and _is_shown(row, end))
+        f"{realm}: " + ", ".join(_stage_text(row, end, alive) for row in rows if row.name != "wait" and _is_shown(row, end))
         for realm, rows in stage.parts.items()
     ]
     return (

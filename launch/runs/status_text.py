@@ -101,26 +101,26 @@ def whole(run: dict[str, Any]) -> Iterator[Row]:
         yield f"{key:16s}", f"{values[-1]:<10.4g} {sparkline(values)}  {_trend(values)}".rstrip()
     if run["phases"]:
         total = sum(run["phases"].values())
-        parts = [f"{phase} {seconds(each)} ({each / total:.0%})" for phase, each in run["phases"].items()]
+        parts = [f"{phase} {seconds(taken)} ({taken / total:.0%})" for phase, taken in run["phases"].items()]
         rate = f"{run['tokens_per_s']:,.0f} tokens/s" if run["tokens_per_s"] else ""
         yield _row_of("phases", ", ".join(parts), rate)
     if run["idle"]:
         yield _row_of("idle", ", ".join(f"{realm} {share:.0%}" for realm, share in run["idle"].items()))
     for i, (component, text) in enumerate(run["resources"].items()):
         yield _row_of("resources" if i == 0 else "", f"{component}: {text}")
-    for i, each in enumerate(run["warnings"]):
-        yield _row_of("warnings" if i == 0 else "", f"step {each['step']}: {each['message']}")
+    for i, warning in enumerate(run["warnings"]):
+        yield _row_of("warnings" if i == 0 else "", f"step {warning['step']}: {warning['message']}")
     if run["answers"]:
         yield _row_of("answers", run["answers"].removeprefix("answers: "))
     if run["trains"]:
         yield _row_of("checkpoint", *_checkpoint(run["checkpoint"]))
     yield from _changes(run)
-    for each in run["evaluations"]:
-        yield _row_of("evaluation", *_evaluation(each, run))
-    if len(run["attempts"]) > 1 or any(each["bad_nodes"] for each in run["attempts"]):
+    for suite in run["evaluations"]:
+        yield _row_of("evaluation", *_evaluation(suite, run))
+    if len(run["attempts"]) > 1 or any(attempt["bad_nodes"] for attempt in run["attempts"]):
         yield from _starts(run["attempts"], run["state"] in ("running", "waiting", "unknown"))
-    for i, each in enumerate(run["failure"]):
-        yield _row_of("failure" if i == 0 else "", each)
+    for i, line in enumerate(run["failure"]):
+        yield _row_of("failure" if i == 0 else "", line)
     yield _row_of("logs", run["logs"])
 
 
@@ -134,17 +134,20 @@ def _time(run: dict[str, Any]) -> Iterator[Row]:
     left = f"{duration(run['seconds_left'])} left" if run["seconds_left"] is not None else ""
     limit = f"time limit in {until(ends)}, at {clock(ends)}" if ends else ""
     by = f"must save by {clock(saves)}" if saves else ""
-    if texts := [each for each in (pace, left, limit, by) if each]:
+    if texts := [text for text in (pace, left, limit, by) if text]:
         yield _row_of("time", *texts)
 
 
 def _changes(run: dict[str, Any]) -> Iterator[Row]:
-    """Yield the changes of keys while the run went on, and those that it has not taken yet."""
+    """Yield the changes of keys that the run has made, and the requested changes that it has not made yet."""
     done = [
-        (f"after step {each['step']}: {each['key']} {shown(each['old'])} -> {shown(each['new'])}", f"by {each['user']}")
-        for each in run["changes"]
+        (
+            f"after step {change['step']}: {change['key']} {shown(change['old'])} -> {shown(change['new'])}",
+            f"by {change['user']}",
+        )
+        for change in run["changes"]
     ]
-    asked = [(f"asked: {key} -> {shown(value)}",) for each in run["asked_changes"] for key, value in each["values"].items()]
+    asked = [(f"asked: {key} -> {shown(value)}",) for change in run["asked_changes"] for key, value in change["values"].items()]
     for i, texts in enumerate([*done, *asked]):
         yield _row_of("changes" if i == 0 else "", *texts)
 
@@ -166,7 +169,7 @@ def _evaluation(suite: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
     scores = suite["scores"]
     latest = ""
     if scores:
-        parts = (f"{task} {_score(found['value'])} ({_ends(found)})" for task, found in scores[max(scores)].items())
+        parts = (f"{task} {_score(score['value'])} ({_ends(score)})" for task, score in scores[max(scores)].items())
         latest = f": step {max(scores)}: {', '.join(parts)}"
     yield f"{suite['suite']}{latest}"
     for label, steps in (("evaluated", list(scores)), ("begun", suite["begun"]), ("pending", suite["pending"])):
@@ -178,8 +181,8 @@ def _evaluation(suite: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
         yield f"no process evaluates new checkpoints. Start it: python launch/evaluate.py run={run['folder']} step=follow"
 
 
-def _ends(found: dict[str, Any]) -> str:
-    return " to ".join(_score(found[end]) for end in ("low", "high"))
+def _ends(score: dict[str, Any]) -> str:
+    return " to ".join(_score(score[end]) for end in ("low", "high"))
 
 
 def _score(value: float | None) -> str:
@@ -187,14 +190,16 @@ def _score(value: float | None) -> str:
 
 
 def _starts(attempts: list[dict[str, Any]], goes_on: bool) -> Iterator[Row]:
-    for i, each in enumerate(attempts):
+    for i, attempt in enumerate(attempts):
         latest = i == len(attempts) - 1
-        verdict = each["verdict"] or ("under way" if latest and goes_on else "ended without a verdict")
-        yield _row_of("starts" if i == 0 else "", f"{i + 1}: {clock(each['started'])}, {duration(each['lasted'])}", verdict)
-        for node, why in each["bad_nodes"].items():
+        verdict = attempt["verdict"] or ("under way" if latest and goes_on else "ended without a verdict")
+        yield _row_of(
+            "starts" if i == 0 else "", f"{i + 1}: {clock(attempt['started'])}, {duration(attempt['lasted'])}", verdict
+        )
+        for node, why in attempt["bad_nodes"].items():
             yield _row_of("", f"   bad node {node}: {why}")
-        if each["failure"] and not latest:  # the latest failure is shown in full
-            yield _row_of("", f"   rank {each['failure']['rank']}: {run_files.last_line(each['failure'])}")
+        if attempt["failure"] and not latest:  # the latest failure is shown in full
+            yield _row_of("", f"   rank {attempt['failure']['rank']}: {run_files.last_line(attempt['failure'])}")
 
 
 # ---- numbers for people -------------------------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def _trend(values: list[float]) -> str:
-    """Return the mean of the later half of the values, and its difference from that of the earlier half."""
+    """Return the mean of the later half of the values, and how much it differs from the mean of the earlier half."""
     known = [value for value in values if value == value]
     half = len(known) // 2
     if half < 2:

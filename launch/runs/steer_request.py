@@ -52,8 +52,8 @@ def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
     live_keys.put(now, run.changed_values)
     for earlier in run_changes.pending(run):
         live_keys.put(now, earlier["values"])
-    given = list(config_tree.parse_overrides(overrides))
-    changes = live_keys.steered(started, now, given)
+    overridden = list(config_tree.parse_overrides(overrides))
+    changes = live_keys.steered(started, now, overridden)
     values = {change.key: change.new for change in changes}
     refuse(_of_torch(now, values))
     refuse(_of_validations(run, changes))
@@ -78,7 +78,7 @@ def _of_torch(recipe: Recipe, values: dict[str, Any]) -> list[Problem]:
     """Return the problems of the arguments of optimizers and schedules, as before a submission."""
     then = copy.deepcopy(recipe)
     live_keys.put(then, values)
-    return [each for each in libraries.problems(then) if any(each.key.startswith(key) for key in values)]
+    return [problem for problem in libraries.problems(then) if any(problem.key.startswith(key) for key in values)]
 
 
 def _of_validations(run: RunFolder, changes: Sequence[Change]) -> list[Problem]:
@@ -101,15 +101,15 @@ def wait(run_dir: Path, request: ChangeRequest, timeout_s: float | None = TIMEOU
     """
     begun = asked = time.monotonic()
     while True:
-        if found := _answered(run_dir, request):
-            return found
+        if answer := _answer_to(run_dir, request):
+            return answer
         if time.monotonic() - asked >= STATE_S:
             asked = time.monotonic()
             run = RunFolder.at(run_dir)
             state = run_state.state(run)
             if state.name not in (*LIVE_STATES, "unknown"):
-                if found := _answered(run_dir, request):
-                    return found
+                if answer := _answer_to(run_dir, request):
+                    return answer
                 steer_files.path_of(run_dir, request.number).unlink(missing_ok=True)
                 _refuse_ended(run, state)
         if timeout_s is not None and time.monotonic() - begun >= timeout_s:
@@ -121,9 +121,9 @@ def wait(run_dir: Path, request: ChangeRequest, timeout_s: float | None = TIMEOU
         time.sleep(POLL_S)
 
 
-def _answered(run_dir: Path, request: ChangeRequest) -> ChangeAnswer | None:
+def _answer_to(run_dir: Path, request: ChangeRequest) -> ChangeAnswer | None:
     """Return the answer to a request; None before there is one. Raises RecipeError if it was refused."""
-    found = next((each for each in steer_files.answers(run_dir) if each.request == request.number), None)
-    if found and found.refused:
-        raise RecipeError(Problem("run", "unsupported", f"refused change {request.number}: {found.refused}"))
-    return found
+    answer = next((reply for reply in steer_files.answers(run_dir) if reply.request == request.number), None)
+    if answer and answer.refused:
+        raise RecipeError(Problem("run", "unsupported", f"refused change {request.number}: {answer.refused}"))
+    return answer

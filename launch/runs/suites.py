@@ -20,7 +20,7 @@ HARNESS = "lm_eval"
 
 
 def name_of(suite: str) -> str:
-    """Return a suite's name, which is that of its folders, without a look at its file."""
+    """Return a suite's name, which its folders have too, without reading its file."""
     prefix, colon, tasks = suite.partition(":")
     if prefix == HARNESS and colon:
         return re.sub(r"[^\w.-]+", "_", f"{HARNESS}_{tasks}".rstrip(","))[:100]
@@ -45,10 +45,14 @@ def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_mo
     cluster_and_more: nested keys over the source's, under the command line's. Raises RecipeError for files that cannot be read.
     """
     name, path, tasks = find(suite)
-    own: dict[str, Any] = {"name": name, "run_dir": str(source.run_dir)}
+    suite_values: dict[str, Any] = {"name": name, "run_dir": str(source.run_dir)}
     if tasks:
-        own["evaluate"] = {HARNESS: {"tasks": tasks}}
-    layers = [_layer(own, "suite="), _layer(source.values, source.origin), _layer(dict(cluster_and_more), "evaluation")]
+        suite_values["evaluate"] = {HARNESS: {"tasks": tasks}}
+    layers = [
+        _layer(suite_values, "suite="),
+        _layer(source.values, source.origin),
+        _layer(dict(cluster_and_more), "evaluation"),
+    ]
     overrides = list(overrides)
     loaded = config.inspect(str(path), overrides, above=layers)
     loaded.problems[:0] = _unknown_tasks(loaded, path, overrides, layers)
@@ -65,19 +69,21 @@ def _unknown_tasks(
     loaded: Loaded, path: Path, overrides: Sequence[str], layers: Sequence[config_tree.ConfigMapping]
 ) -> list[Problem]:
     """Return a problem for each task with problems that only the command line has."""
-    given = {parts[2] for each in overrides if (parts := each.partition("=")[0].split("."))[:2] == TASKS and len(parts) > 3}
+    named = {
+        parts[2] for override in overrides if (parts := override.partition("=")[0].split("."))[:2] == TASKS and len(parts) > 3
+    }
     files = functools.reduce(config_tree.merge, [*config_tree.load_layers(path), *layers], config_tree.ConfigMapping())
     known = files.find(".".join(TASKS))
     names = list(known.children) if isinstance(known, config_tree.ConfigMapping) else []
-    found = []
-    for name in sorted(given.difference(names)):
+    problems = []
+    for name in sorted(named.difference(names)):
         key = ".".join([*TASKS, name])
         near = difflib.get_close_matches(name, names, 1)
         if names and any(problem.key.startswith(f"{key}.") for problem in loaded.problems):
             hint = f"did you mean {near[0]}? " if near else ""
             message = f"is no task of the suite; {hint}there are: {', '.join(names)}"
-            found.append(Problem(key, "unknown-key", message, config_tree.COMMAND_LINE))
-    return found
+            problems.append(Problem(key, "unknown-key", message, config_tree.COMMAND_LINE))
+    return problems
 
 
 def _layer(values: dict[str, Any], origin: str) -> config_tree.ConfigMapping:

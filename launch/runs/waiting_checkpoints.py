@@ -60,6 +60,6 @@ def keep(source: Path, folder: Path) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Remove the links in an evaluation's folder, and those of a `keep` that was killed."""
+    """Remove the links in an evaluation's folder, and the links of a `keep` that was killed."""
     for path in (place(folder), *folder.glob(f".{NAME}.*.partial")):
         shutil.rmtree(path, ignore_errors=True)

@@ -69,8 +69,8 @@ def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, records: FirstRecor
         yield from (f"  | {line[at : at + WIDTH]}".rstrip() for at in range(0, max(1, len(line)), WIDTH))
     names = [f"{token} {reading.tokenizer.decode([token])!r}" for token in tokens]
     first, last = MOST_TOKENS
-    kept = names if len(names) <= first + last else [*names[:first], "...", *names[-last:]]
-    yield from textwrap.wrap(f"{len(tokens)} tokens: {', '.join(kept)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    listed = names if len(names) <= first + last else [*names[:first], "...", *names[-last:]]
+    yield from textwrap.wrap(f"{len(tokens)} tokens: {', '.join(listed)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _cut(text: str, first: int, last: int, between: str) -> str:

@@ -32,31 +32,31 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
     """Run the recipes one after another, and return the exit status. detach: return once they are submitted."""
     main_recipe = prepared[-1].recipe
     run_dir = Path(main_recipe.run_dir).absolute()
-    if complete := run_control.completed(main_recipe, run_dir):
+    if complete := run_control.completion_message(main_recipe, run_dir):
         console.print_field("done", complete, complete, "green")
         return 0
     run_setup.refuse_live(run_dir)
     if detach:
         return _submit_detached(prepared)
-    for each in prepared:
-        recipe, folder = each.recipe, Path(each.recipe.run_dir).absolute()
+    for run in prepared:
+        recipe, folder = run.recipe, Path(run.recipe.run_dir).absolute()
         metrics = _metrics_so_far(folder)
         job = run_setup.live_job(folder) if recipe is not main_recipe else None  # a needed run may already be active
-        if status := follow_to_end(folder, job or start(each), run_control.max_steps(recipe), metrics):
+        if status := follow_to_end(folder, job or start(run), run_control.max_steps(recipe), metrics):
             return status
     return 0
 
 
 def _submit_detached(prepared: list[Prepared]) -> int:
     if len(prepared) > 1 and (name := prepared[-1].executor.name) != "slurm":
-        names = ", ".join(each.recipe.name for each in prepared[:-1])
+        names = ", ".join(run.recipe.name for run in prepared[:-1])
         why = f"the {name} executor cannot wait for the runs that are needed first ({names}). Try to run them, or detach=false"
         raise RecipeError(Problem("detach", "unsupported", why))
     job_ids: dict[str, str] = {}
-    for each in prepared:
-        recipe, run_dir = each.recipe, Path(each.recipe.run_dir).absolute()
+    for run in prepared:
+        recipe, run_dir = run.recipe, Path(run.recipe.run_dir).absolute()
         after = tuple(job_ids[need] for need in map(config.name_of, recipe.needs) if need in job_ids)
-        job = run_setup.live_job(run_dir) or start(each, after)
+        job = run_setup.live_job(run_dir) or start(run, after)
         job_ids[folder_name(recipe)] = job.job_id
         print(f"follow it: python {ROOT / 'launch/submit.py'} follow={run_dir}", flush=True)  # never wrapped, to be copied
     return 0

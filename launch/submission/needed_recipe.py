@@ -25,51 +25,57 @@ SITE = (
 SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")
 
 
-def inspect(need: str, own: list[str], requested: Loaded, command_line: list[str]) -> Loaded:
+def inspect(need: str, own_overrides: list[str], requested: Loaded, command_line: list[str]) -> Loaded:
     """Return a needed recipe with its inherited overrides; a note names the sizes that do not fit it.
 
-    own: its own overrides. requested: the recipe of the command line, with the overrides `command_line`.
+    own_overrides: the needed recipe's overrides. requested: the recipe of the command line, with the overrides `command_line`.
     """
-    alone = reading.inspect(need, own)
+    alone = reading.inspect(need, own_overrides)
     where = _from_files(requested, alone)
-    given = [argument for argument in command_line if argument.startswith(("cluster.", "cluster="))]
-    if not where and not given:
+    cluster_arguments = [argument for argument in command_line if argument.startswith(("cluster.", "cluster="))]
+    if not where and not cluster_arguments:
         return alone
     before = _problems(alone)
-    tried = [replace(reading.inspect(need, [*own, *where, *given]), inherited=(*where, *given))]
+    tried = [
+        replace(reading.inspect(need, [*own_overrides, *where, *cluster_arguments]), inherited=(*where, *cluster_arguments))
+    ]
     for left_out in (SIZES[-1:], SIZES):
         if not (new := [problem for problem in _problems(tried[-1]) if problem not in before]):
             return tried[-1]
-        kept = [argument for argument in given if argument.partition("=")[0].rpartition(".")[2] not in left_out]
-        loaded = reading.inspect(need, [*own, *where, *kept])
-        dropped = ", ".join(argument for argument in given if argument not in kept)
+        fitting = [argument for argument in cluster_arguments if argument.partition("=")[0].rpartition(".")[2] not in left_out]
+        loaded = reading.inspect(need, [*own_overrides, *where, *fitting])
+        dropped = ", ".join(argument for argument in cluster_arguments if argument not in fitting)
         note = f"{dropped}: not inherited by {loaded.recipe.name}, which it does not fit: {new[0]}"
-        tried.append(replace(loaded, notes=[*loaded.notes, note], inherited=(*where, *kept)))
+        tried.append(replace(loaded, notes=[*loaded.notes, note], inherited=(*where, *fitting)))
     return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
 
 
 def _problems(loaded: Loaded) -> list[Problem]:
-    found = list(loaded.problems)
-    if not found:
-        with collected(found):
+    problems = list(loaded.problems)
+    if not problems:
+        with collected(problems):
             backend_choice.choose(loaded.recipe)
-    return found
+    return problems
 
 
 def _from_files(requested: Loaded, needed: Loaded) -> list[str]:
     """Return `key=value` of SITE's keys that the requested recipe's files set and the needed recipe's files do not."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, origin in requested.origins.items():
         section, *rest = key.split(".")
         if section != "cluster" or not rest or origin == config_tree.COMMAND_LINE:
             continue
         if rest[0] in ("executor", "sbatch_options"):
-            found[f"cluster.{rest[0]}"] = getattr(requested.recipe.cluster, rest[0])
+            values[f"cluster.{rest[0]}"] = getattr(requested.recipe.cluster, rest[0])
         elif rest[1:2] == ["sbatch_options"] and rest[0] in components_on_train_nodes(needed.recipe):
             continue  # it has no nodes of its own there
         elif len(rest) > 1 and rest[1] in SITE:
             component = getattr(requested.recipe.cluster, rest[0], None)
             value = getattr(component, rest[1], None)
-            found[f"cluster.{rest[0]}.{rest[1]}"] = value
-    own = [f"{key}." for key in needed.origins]
-    return [config.format_override(key, value) for key, value in found.items() if not any(o.startswith(f"{key}.") for o in own)]
+            values[f"cluster.{rest[0]}.{rest[1]}"] = value
+    own_keys = [f"{key}." for key in needed.origins]
+    return [
+        config.format_override(key, value)
+        for key, value in values.items()
+        if not any(o.startswith(f"{key}.") for o in own_keys)
+    ]

@@ -31,9 +31,9 @@ def of_submission(recipe: Recipe) -> dict[str, Any]:
 
 def _image(image: str) -> dict[str, Any]:
     digest = DIGEST.search(image)
-    found: dict[str, Any] = {"image": image, "digest": digest[1] if digest else None}
+    record: dict[str, Any] = {"image": image, "digest": digest[1] if digest else None}
     try:
         status = os.stat(image)
     except OSError:  # a registry's, or a file that only nodes see
-        return found
-    return found | {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+        return record
+    return record | {"size": status.st_size, "mtime_ns": status.st_mtime_ns}

@@ -71,7 +71,7 @@ class Examination:
 
     @property
     def all_problems(self) -> list[Problem]:
-        """The problems of the recipes, then those of the site."""
+        """The problems of the recipes, then the problems of this site."""
         return [*self.problems, *self.site_problems]
 
     def refuse(self) -> None:
@@ -86,9 +86,9 @@ def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> l
 
     plan_from: a run folder that calibrates the plan. Raises RecipeError with all problems.
     """
-    found = examine(name, overrides, dry=False, plan_from=plan_from)
-    found.refuse()
-    return found.prepared
+    examination = examine(name, overrides, dry=False, plan_from=plan_from)
+    examination.refuse()
+    return examination.prepared
 
 
 def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> Examination:
@@ -108,16 +108,17 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
     inherited: dict[Problem, Problem] = {}  # a needed recipe's problem in an inherited key -> the requested recipe's problem
     usable = False
     for loaded in ordered:
-        one, own, site = _examine(loaded, pending, dry, plan_from)
-        usable = one is not None
-        prepared += [one] if one else []
-        recipe = one.recipe if one else loaded.recipe
+        latest, own_problems, site = _examine(loaded, pending, dry, plan_from)
+        usable = latest is not None
+        prepared += [latest] if latest else []
+        recipe = latest.recipe if latest else loaded.recipe
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
         keys = {override.partition("=")[0] for override in loaded.inherited}
-        of_evaluation = _examine_evaluation(recipe, pending, dry) if not own else []
-        site += [each for each in of_evaluation if (each.key, each.code) not in {(one.key, one.code) for one in site}]
-        inherited |= {problem.within(needed): problem for problem in (*own, *site) if problem.key in keys}
-        problems += [problem.within(needed) for problem in own]
+        of_evaluation = _examine_evaluation(recipe, pending, dry) if not own_problems else []
+        known = {(problem.key, problem.code) for problem in site}
+        site += [problem for problem in of_evaluation if (problem.key, problem.code) not in known]
+        inherited |= {problem.within(needed): problem for problem in (*own_problems, *site) if problem.key in keys}
+        problems += [problem.within(needed) for problem in own_problems]
         site_problems += [problem.within(needed) for problem in site]
         head = "logprobs" if "algorithm" in loaded.faulty else build(recipe).needs.head
         pending.append(PendingModel(Path(recipe.run_dir), recipe.policy, head))
@@ -132,30 +133,30 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
 def _examine(
     loaded: Loaded, pending: list[PendingModel], dry: bool, plan_from: Path | None
 ) -> tuple[Prepared | None, list[Problem], list[Problem]]:
-    """Return one recipe, None if it has problems of its own; these problems; and the site's."""
-    prepared, own, notes = None, list(loaded.problems), list(loaded.notes)
+    """Return (the prepared recipe, or None if the recipe has problems; the recipe's problems; this site's problems)."""
+    prepared, problems, notes = None, list(loaded.problems), list(loaded.notes)
     recipe, executor = loaded.recipe, selection.choose(loaded.recipe)
     try:
         recipe, choice = backend_choice.choose(recipe, pending, run_setup.earlier(recipe))
         unread, unread_notes = loaded.unread(recipe)
-        own += unread
+        problems += unread
         notes += unread_notes
-        if not own:
+        if not problems:
             layout = list(architecture.against_layout(recipe, pending))
             planned, no_plan = (None, ()) if layout else _plan(recipe, choice, plan_from, pending, notes, dry)
-            own += [*layout, *(planned.problems() if planned else ())]
+            problems += [*layout, *(planned.problems() if planned else ())]
             prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan, loaded.from_environment)
     except ModelNotFound as error:
-        if not own:
+        if not problems:
             prepared = Prepared(recipe, None, executor, None, notes, loaded.inherited, (), loaded.from_environment)
-        own += config.independent(error.problems, loaded.faulty)
+        problems += config.independent(error.problems, loaded.faulty)
     except RecipeError as error:
-        own += config.independent(error.problems, loaded.faulty)
-    site: list[Problem] = []
+        problems += config.independent(error.problems, loaded.faulty)
+    site_problems: list[Problem] = []
     if "algorithm" not in loaded.faulty:  # without it the run's needs are unknown
-        site += config.independent(site_problems_of(recipe, executor, pending, dry, notes), loaded.faulty)
-        site += folder_problems(recipe) if not own and not site else []
-    return prepared, own, site
+        site_problems += config.independent(site_problems_of(recipe, executor, pending, dry, notes), loaded.faulty)
+        site_problems += folder_problems(recipe) if not problems and not site_problems else []
+    return prepared, problems, site_problems
 
 
 def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) -> list[Problem]:
@@ -163,17 +164,18 @@ def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) 
     suite = recipe.evaluation.suite
     if suite is None or not config.trains(recipe):
         return []
-    found: list[Problem] = []
-    with collected(found):
+    problems: list[Problem] = []
+    with collected(problems):
         source = evaluation_sources.of_future(recipe, suites.find(suite)[0])
         loaded = suites.inspect(suite, source, (), follower_process.keys_of(recipe.evaluation))
-        _, own, site = _examine(placement.place_on_gpus(loaded), pending, dry, None)
-        found += [*own, *site]
-    named = (replace(each, key="evaluation.suite") if each.key == "suite" else each for each in found)
-    return [
-        each if each.key.startswith("evaluation.") or each.origin == "evaluation" else each.within("evaluation")
-        for each in named
-    ]
+        _, recipe_problems, site_problems = _examine(placement.place_on_gpus(loaded), pending, dry, None)
+        problems += [*recipe_problems, *site_problems]
+    in_section = []
+    for problem in problems:
+        problem = replace(problem, key="evaluation.suite") if problem.key == "suite" else problem
+        has_section = problem.key.startswith("evaluation.") or problem.origin == "evaluation"
+        in_section.append(problem if has_section else problem.within("evaluation"))
+    return in_section
 
 
 def _plan(
@@ -252,20 +254,20 @@ def site_problems_of(
 
 def folder_problems(recipe: Recipe) -> list[Problem]:
     """Return the problems of a recipe's run folder. Only for a recipe without other problems."""
-    found: list[Problem] = []
-    with collected(found):
+    problems: list[Problem] = []
+    with collected(problems):
         run_setup.check(recipe)
-    return found
+    return problems
 
 
 def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: list[str]) -> Iterator[Problem]:
     notes += [str(chosen)] if chosen.reason else []
     if chosen.name == "local":
-        found: list[Problem] = []
-        with collected(found):
+        problems: list[Problem] = []
+        with collected(problems):
             local.rank_environments(components(recipe))
         why = f" ({chosen})" if chosen.reason else ""
-        yield from (replace(problem, message=f"{problem.message}{why}") for problem in found)
+        yield from (replace(problem, message=f"{problem.message}{why}") for problem in problems)
         yield from compiler.problems(recipe)
     elif chosen.name == "slurm":
         yield from slurm_job.problems(recipe, notes)

@@ -15,14 +15,14 @@ from pipeline import config
 from pipeline.config import Problem, RecipeError, collected, refuse
 
 
-def show_plan(found: Examination) -> int:
+def show_plan(examination: Examination) -> int:
     """Print the plan, the first prompt, and the files, folders and services that a run lacks here.
 
     Raises RecipeError for the recipe's own problems, and for a chat template that cannot be used.
     """
-    requested = found.prepared[-1] if found.prepared else None
+    requested = examination.prepared[-1] if examination.prepared else None
     if requested is None or requested.plan is None:
-        raise RecipeError(*dict.fromkeys(found.problems), *(requested.no_plan if requested else ()))
+        raise RecipeError(*dict.fromkeys(examination.problems), *(requested.no_plan if requested else ()))
     print_notes(requested)
     if isinstance(requested.plan, EvaluationPlan):
         print(evaluation.text(requested.plan))
@@ -30,18 +30,18 @@ def show_plan(found: Examination) -> int:
         print(plan_table.text(requested.plan, modes.compare(requested.plan)))
     if prompt := first_prompt.text(requested.recipe):
         print(f"\n{prompt}")
-    unusable = [problem for problem in found.site_problems if problem.key.endswith(".tokenizer.chat_template")]
-    if unmet := [problem for problem in dict.fromkeys(found.site_problems) if problem not in unusable]:
+    unusable = [problem for problem in examination.site_problems if problem.key.endswith(".tokenizer.chat_template")]
+    if unmet := [problem for problem in dict.fromkeys(examination.site_problems) if problem not in unusable]:
         console.print_unmet("before it can run here", unmet)
-    refuse([*found.problems, *unusable])
+    refuse([*examination.problems, *unusable])
     return 0
 
 
-def dry_run(found: Examination) -> int:
+def dry_run(examination: Examination) -> int:
     """Print what would be submitted, even if problems prevent a run here. Raises RecipeError with these problems."""
-    if found.prepared:
-        _print_submission(found.prepared, found.all_problems)
-    refuse(found.all_problems)
+    if examination.prepared:
+        _print_submission(examination.prepared, examination.all_problems)
+    refuse(examination.all_problems)
     return 0
 
 

@@ -37,30 +37,30 @@ STOP_POLL_S = 0.5
 # ---- start --------------------------------------------------------------------------------------------------------------
 
 
-def completed(recipe: Recipe, run_dir: Path) -> str | None:
+def completion_message(recipe: Recipe, run_dir: Path) -> str | None:
     """Return a message if the run is complete within the bounds of this recipe; None if steps are left."""
-    record, own, key = run_setup.completion(run_dir), section(recipe), recipe.algorithm
+    record, bounds, key = run_setup.completion(run_dir), section(recipe), recipe.algorithm
     if record is None or only_evaluates(recipe):
         return None
     complete = f"{run_dir} is complete at step {record['step']}"
-    if record["step"] >= own.max_num_steps:
+    if record["step"] >= bounds.max_num_steps:
         return f"{complete}; raise {key}.max_num_steps to continue"
     run = RunFolder.at(run_dir)
     steered = run.changed_values.get(f"{key}.max_num_steps")
-    if steered is not None and record["step"] >= steered and own.max_num_steps == run.value(f"{key}.max_num_steps"):
+    if steered is not None and record["step"] >= steered and bounds.max_num_steps == run.value(f"{key}.max_num_steps"):
         return (
-            f"{complete}: launch/steer.py set {key}.max_num_steps to {steered}; give another one than {own.max_num_steps}, with"
-            " which it was submitted, to continue"
+            f"{complete}: launch/steer.py set {key}.max_num_steps to {steered}; give another one than"
+            f" {bounds.max_num_steps}, with which it was submitted, to continue"
         )
     recipe_before = run_setup.earlier(recipe)
     if recipe_before is None:
         return None
     before = section(recipe_before)
     if why := record.get("early_stop"):
-        rules = [each.name for each in fields(EarlyStopConfig)]
-        changed = any(getattr(own, name) != getattr(before, name) for name in rules)
+        rules = [rule.name for rule in fields(EarlyStopConfig)]
+        changed = any(getattr(bounds, name) != getattr(before, name) for name in rules)
         return None if changed else f"{complete}: {why}; change {key}.stop_... to continue, or take another run_dir"
-    if record["step"] >= before.max_num_steps or own.max_num_epochs > before.max_num_epochs:
+    if record["step"] >= before.max_num_steps or bounds.max_num_epochs > before.max_num_epochs:
         return None
     return (
         f"{complete}: its data ended after {plural(before.max_num_epochs, 'epoch')}; raise {key}.max_num_epochs to continue, or"

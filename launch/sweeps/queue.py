@@ -36,7 +36,7 @@ class Queue:
         for part in slurm_client.read_jobs(_scontrol()):
             jobs[part.job_id].append(part)
         outputs = [(part.job_id, part.output) for parts in jobs.values() for part in parts if part.output]
-        return {job_id: slurm.job_status(slurm_client.merged(parts)) for job_id, parts in jobs.items()}, outputs
+        return {job_id: slurm.job_status(slurm_client.merge_components(parts)) for job_id, parts in jobs.items()}, outputs
 
     def status(self, job_id: str) -> JobStatus:
         """Return the status of a Slurm job; GONE if neither slurmctld nor accounting knows it."""

@@ -334,7 +334,8 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
     if gate.equals is not None and bounds != (None, None):
         yield Problem(f"{key}.equals", "contradiction", "got at_least or at_most too; expected only one of them")
     if gate.at_least is not None and gate.at_most is not None and gate.at_least > gate.at_most:
-        yield Problem(f"{key}.at_least", "contradiction", f"got {gate.at_least:g}; expected at most at_most, {gate.at_most:g}")
+        message = f"got {gate.at_least:g}, which is above at_most; expected at most {gate.at_most:g}"
+        yield Problem(f"{key}.at_least", "contradiction", message)
     if gate.speed and gate.speed.at_most is None and gate.speed.at_least is None:
         yield Problem(
             f"{key}.speed", "missing-value", "got no bound; expected at_most (for a time) or at_least (for a throughput)"

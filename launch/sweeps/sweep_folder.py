@@ -151,7 +151,7 @@ class SweepFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecipeError(folder_lock.unwritable(self.path, "folder", error)) from None
-        with folder_lock.held(self.path, "folder", wait_s):
+        with folder_lock.hold_lock(self.path, "folder", wait_s):
             yield
 
     # ---- cancelling -----------------------------------------------------------------------------------------------------

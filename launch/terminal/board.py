@@ -55,7 +55,7 @@ class Board:
         self._rows, self._style, self._heading = list(rows), style, heading
 
     def print_table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Set the frame's table. The style of a row's first cell is that of its state."""
+        """Set the frame's table. A row's first cell has the style of the row's state."""
         self._header, self._table = header, [[on_one_line(cell) for cell in row] for row in rows]
 
     def draw(self, footer: str = "", whole: bool = False) -> None:
@@ -72,16 +72,16 @@ class Board:
         """Yield (rows, lines of the table, a text that names what is missing), each with less than the one before."""
         parts = _parts(self._rows)
         labels = [label for label in LEAST_IMPORTANT if any(_label(part) == label for part in parts)]
-        told = next((len(part) for part in parts if _label(part) == LONG), 0)
-        few_ranks, few_told = min(len(self._table), KEPT_RANKS), min(told, KEPT_WARNINGS)
+        warning_count = next((len(part) for part in parts if _label(part) == LONG), 0)
+        few_ranks, few_warnings = min(len(self._table), KEPT_RANKS), min(warning_count, KEPT_WARNINGS)
         for count in range(len(labels) + 1):
-            yield self._cut(parts, labels[:count], told, len(self._table))
+            yield self._cut(parts, labels[:count], warning_count, len(self._table))
         for ranks in reversed(range(few_ranks, min(len(self._table), self._console.height))):
-            yield self._cut(parts, labels, told, ranks)
-        for warnings in reversed(range(few_told, told)):
+            yield self._cut(parts, labels, warning_count, ranks)
+        for warnings in reversed(range(few_warnings, warning_count)):
             yield self._cut(parts, labels, warnings, few_ranks)
         for ranks in reversed(range(few_ranks)):
-            yield self._cut(parts, labels, few_told, ranks)
+            yield self._cut(parts, labels, few_warnings, ranks)
 
     def _cut(
         self, parts: Sequence[list[Row]], without: Sequence[str], warnings: int, ranks: int
@@ -112,7 +112,7 @@ class Board:
 
 
 def _parts(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return rows in parts, each of a row with a label and of those that belong to it."""
+    """Return rows in parts: a part is a row with a label and the rows without one that follow it."""
     parts: list[list[Row]] = []
     for row in rows:
         if parts and (not row[0] or row[0].startswith(" ")):

@@ -91,7 +91,7 @@ def run(description: str | None, request: type[Request], command: Callable[[Requ
     except OSError as error:
         if error.filename is None:
             raise
-        print(plain(f"error: {_clipped(str(error.filename))}: {error.strerror}"), file=sys.stderr)
+        print(plain(f"error: {_clip(str(error.filename))}: {error.strerror}"), file=sys.stderr)
         return 2
 
 
@@ -112,9 +112,9 @@ def _run(description: str | None, request: type[Request], command: Callable[[Req
 def _print_usage(description: str | None, request: type) -> None:
     first, _, rest = (description or "").strip().partition("\n\n")
     shown: dict[str, str] = {}
-    for name, (_, own) in _keys(request).items():
-        optional = f"; `{name}=` may be omitted" if own.bare else ""
-        shown[own.value if own.others else f"{name}={own.value}"] = own.meaning + optional
+    for name, (_, key) in _keys(request).items():
+        optional = f"; `{name}=` may be omitted" if key.bare else ""
+        shown[key.value if key.others else f"{name}={key.value}"] = key.meaning + optional
     console.print_usage(first, shown, rest)
 
 
@@ -124,10 +124,10 @@ def _print_usage(description: str | None, request: type) -> None:
 def parse(request: type[Request], arguments: list[str]) -> Request:
     """Parse a command line into the request's dataclass. Raises RecipeError with all problems."""
     keys = _keys(request)
-    own = {name: each for name, (_, each) in keys.items() if not each.others}
-    rest = next((name for name in keys if name not in own), None)
-    bare = next((name for name, each in own.items() if each.bare), None)
-    given: dict[str, list[str]] = {}
+    named_keys = {name: details for name, (_, details) in keys.items() if not details.others}
+    rest = next((name for name in keys if name not in named_keys), None)
+    bare = next((name for name, details in named_keys.items() if details.bare), None)
+    texts_of: dict[str, list[str]] = {}
     overrides: list[str] = []
     problems: list[Problem] = []
     suggested: set[str] = set()  # keys that the problems suggest
@@ -136,25 +136,27 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
         name, equals, value = argument.partition("=")
         if not argument.isascii() and argument != argument.encode(errors="replace").decode():
             problems.append(_problem(ascii(argument), "bad-format", "is not UTF-8"))
-        elif equals and name in own:
-            given.setdefault(name, []).append(value)
+        elif equals and name in named_keys:
+            texts_of.setdefault(name, []).append(value)
         elif bare and (not equals or os.path.exists(argument)) and not argument.startswith(tuple(FOREIGN)):
-            given.setdefault(bare, []).append(argument)
+            texts_of.setdefault(bare, []).append(argument)
         elif not equals or name.startswith(tuple(FOREIGN)):
-            problem, key = _no_key(argument, arguments[number + 1 : number + 2], own)
+            problem, key = _no_key(argument, arguments[number + 1 : number + 2], named_keys)
             problems.append(problem)
             suggested.add(key)
         elif rest:
             overrides.append(argument)
         else:
-            problems.append(_unknown(argument, own))
+            problems.append(_unknown(argument, named_keys))
     values: dict[str, Any] = {rest: overrides} if rest else {}
-    for name, texts in given.items():
+    for name, texts in texts_of.items():
         values[name] = _value(name, *keys[name], texts, problems)
     for field in dataclasses.fields(request):
         required = field.default is MISSING and field.default_factory is MISSING
         if required and field.name not in values and field.name not in suggested:
-            problems.append(Problem(field.name, "missing-value", f"expected {field.name}={own[field.name].value}", ORIGIN))
+            problems.append(
+                Problem(field.name, "missing-value", f"expected {field.name}={named_keys[field.name].value}", ORIGIN)
+            )
     refuse(problems)
     parsed = request(**values)
     refuse(getattr(parsed, "problems", tuple)())
@@ -162,7 +164,7 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
 
 
 def _without_blanks(arguments: list[str], problems: list[Problem], suggested: set[str]) -> list[str]:
-    """Return the arguments without those that are one `key=value` with blanks around its `=`; adds a problem for each.
+    """Return the arguments without each `key = value` that has blanks around its `=`; adds a problem for each.
 
     A shell splits `grpo.seed = 3` into `grpo.seed`, `=` and `3`.
     """
@@ -175,7 +177,7 @@ def _without_blanks(arguments: list[str], problems: list[Problem], suggested: se
         else:
             key, value = first.rstrip("="), "".join(left[1:count]).lstrip("=")
             message = f"got '{' '.join(left[:count])}'; expected {key}={value}, without blanks around `=`"
-            problems.append(_problem(key, "bad-format", _clipped(message, 3 * MAX_CHARACTERS)))
+            problems.append(_problem(key, "bad-format", _clip(message, 3 * MAX_CHARACTERS)))
             suggested.add(key)
         left = left[count:]
     return rest
@@ -197,21 +199,21 @@ def _keys(request: type) -> dict[str, tuple[Any, Key]]:
     return {name: get_args(hint) for name, hint in get_type_hints(request, include_extras=True).items()}
 
 
-def _value(name: str, kind: Any, own: Key, texts: list[str], problems: list[Problem]) -> Any:
+def _value(name: str, kind: Any, key: Key, texts: list[str], problems: list[Problem]) -> Any:
     """Parse the texts that a key was given, all for a list, else the last one; adds their problems to `problems`."""
     several = get_origin(kind) is list
     if several:
         (kind,) = get_args(kind)
     elif get_origin(kind) in (Union, types.UnionType):
-        kind = next(each for each in get_args(kind) if each is not type(None))
+        kind = next(member for member in get_args(kind) if member is not type(None))
     values = []
     for text in texts if several else texts[-1:]:
         try:
-            values.append(own.read(text) if own.read else _read(kind, text))
+            values.append(key.read(text) if key.read else _read(kind, text))
         except (ValueError, OSError) as error:
             code = "missing-value" if not text else "not-a-choice" if get_origin(kind) is Literal else "wrong-type"
             code, expected = ("unreadable", error.strerror) if isinstance(error, OSError) else (code, f"expected {error}")
-            problems.append(Problem(name, code, f"got '{_clipped(text)}'; {expected}"))
+            problems.append(Problem(name, code, f"got '{_clip(text)}'; {expected}"))
     return values if several else values[-1] if values else None
 
 
@@ -247,7 +249,7 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def _clipped(text: str, limit: int = MAX_CHARACTERS) -> str:
+def _clip(text: str, limit: int = MAX_CHARACTERS) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -255,18 +257,18 @@ def _clipped(text: str, limit: int = MAX_CHARACTERS) -> str:
 
 
 def _problem(argument: str, code: str, message: str) -> Problem:
-    return Problem(_clipped(argument), code, message, ORIGIN)
+    return Problem(_clip(argument), code, message, ORIGIN)
 
 
-def _unknown(argument: str, own: dict[str, Key]) -> Problem:
+def _unknown(argument: str, keys: dict[str, Key]) -> Problem:
     name = argument.partition("=")[0]
-    near = difflib.get_close_matches(name, own, 1)
+    near = difflib.get_close_matches(name, keys, 1)
     hint = f"did you mean {near[0]}=? " if near else ""
-    known = ", ".join(f"{each}={key.value}" for each, key in own.items())
+    known = ", ".join(f"{word}={key.value}" for word, key in keys.items())
     return _problem(name, "unknown-key", f"is not a key; {hint}there are: {known}")
 
 
-def _no_key(argument: str, following: list[str], own: dict[str, Key]) -> tuple[Problem, str]:
+def _no_key(argument: str, following: list[str], keys: dict[str, Key]) -> tuple[Problem, str]:
     """Return the problem of an argument that is not key=value, and the key that it suggests; "" if none.
 
     Options and Hydra's overrides are translated into key=value.
@@ -275,15 +277,15 @@ def _no_key(argument: str, following: list[str], own: dict[str, Key]) -> tuple[P
     name = option.lstrip(FOREIGN)
     why = f"begins with '{argument[0]}', as no key does" if equals else "is not key=value"
     if name == option:
-        key = next((each for each in ("recipe", "sweep") if each in own), "")
-        suggestion = f"{key}={_clipped(argument)}" if key else "key=value"
+        key = next((word for word in ("recipe", "sweep") if word in keys), "")
+        suggestion = f"{key}={_clip(argument)}" if key else "key=value"
         if key and "." in argument and "/" not in argument and not argument.endswith(".yaml"):  # a dotted key
-            key, suggestion = "", f"{_clipped(argument)}=VALUE"
+            key, suggestion = "", f"{_clip(argument)}=VALUE"
         return _problem(argument, "bad-format", f"{why}; try {suggestion}"), key
-    name = "recipe" if name in ("config", "config-path", "config-name") and "recipe" in own else name.replace("-", "_")
+    name = "recipe" if name in ("config", "config-path", "config-name") and "recipe" in keys else name.replace("-", "_")
     if option.startswith("~"):
         value = "null"
     elif not equals:
         is_value = following and "=" not in following[0] and not following[0].startswith(tuple(FOREIGN))
         value = following[0] if is_value else "true"
-    return _problem(argument, "bad-format", f"{why}; try {name}={_clipped(value)}"), name
+    return _problem(argument, "bad-format", f"{why}; try {name}={_clip(value)}"), name

@@ -53,13 +53,13 @@ def print_rows(rows: Iterable[tuple[str, str]], style: str = "", heading: str = 
     if heading:
         console.print(Text(plain(heading), style="bold"))
     for label, text in rows:
-        parts = [part for line in plain(text).split("\n") for part in _wrapped(line, console.width - label_width - 1)]
+        parts = [part for line in plain(text).split("\n") for part in _wrap(line, console.width - label_width - 1)]
         for number, part in enumerate(parts):
             shown = plain(label) if number == 0 else ""
             console.print(Text.assemble((f"{shown:{label_width}s} ", "bold"), (part, STATE_STYLES.get(text, style))))
 
 
-def _wrapped(line: str, width: int) -> list[str]:
+def _wrap(line: str, width: int) -> list[str]:
     parts = textwrap.wrap(line, max(width, MIN_TEXT_WIDTH), break_long_words=False, break_on_hyphens=False)
     return parts or [""]
 
@@ -70,12 +70,12 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     console = rich_console(soft_wrap=True)
 
-    def aligned(row: Sequence[str]) -> str:
+    def align(row: Sequence[str]) -> str:
         return "  ".join(f"{cell:{width}s}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
-    console.print(Text(aligned(header), style="bold"))
+    console.print(Text(align(header), style="bold"))
     for row in cells:
-        text = Text(aligned(row))
+        text = Text(align(row))
         text.stylize(STATE_STYLES.get(row[0], ""), 0, len(row[0]))
         console.print(text)
 

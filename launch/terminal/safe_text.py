@@ -20,7 +20,7 @@ def plain(text: str) -> str:
     move the cursor, overwrite lines, or set the window's title or the clipboard.
     """
     text = COLOUR.sub("", text)
-    return text if text.isprintable() else "".join(map(_escaped, text))
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
 def on_one_line(text: str) -> str:
@@ -33,6 +33,6 @@ def no_more_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     harmless = character.isprintable() or character in f"\n\t{JOINERS}" or unicodedata.category(character) == "Zs"
     return character if harmless else character.encode("unicode_escape").decode()

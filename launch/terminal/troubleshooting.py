@@ -21,7 +21,7 @@ For a run that started and then failed, see [When a run fails](OPERATIONS.md#whe
 """
 
 
-def explained(code: str) -> str:
+def explain(code: str) -> str:
     """Return cause and cure of a code as lines of text."""
     return f"{code}\n    cause: {CODES[code].cause}\n    cure:  {CODES[code].cure}"
 

@@ -94,7 +94,7 @@ def _check_engine(recipe: Recipe, component: ComponentConfig) -> Iterator[Proble
             f" Try {key}=vllm, or {KEY}=false"
         )
         yield Problem(KEY, "contradiction", message)
-    elif (capability := hardware.described(component.gpu, "compute_capability")) < LEAST_CAPABILITY:
+    elif (capability := hardware.gpu_value(component.gpu, "compute_capability")) < LEAST_CAPABILITY:
         message = (
             f"got true with cluster.generate.gpu={component.gpu}, of compute capability {capability}; expected at least"
             f" {LEAST_CAPABILITY}, which vLLM's deterministic kernels need. Try {KEY}=false"

@@ -52,7 +52,7 @@ def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(liger, "needs-gpu", f"got true {none} {liger}=false")
         if third and not component.gpus_per_node:
             yield Problem(flash, "needs-gpu", f"got 3 {none} {flash}=2")
-        capability = hardware.described(component.gpu, "compute_capability")
+        capability = hardware.gpu_value(component.gpu, "compute_capability")
         if third and component.gpus_per_node and int(capability) != hardware.HOPPER:
             message = (
                 f"got 3 with cluster.{name}.gpu={component.gpu}, of compute capability {capability}; expected Hopper,"

@@ -142,10 +142,10 @@ def nvlink_gpus(component: ComponentConfig) -> int:
     return described.nvlink_gpus if described.nvlink_crosses_nodes else min(described.nvlink_gpus, own)
 
 
-def described(name: object, key: str) -> float:
-    """Return a number from a GPU's description: the resolver of `${hardware:name,key}` in recipes.
+def gpu_value(name: object, key: str) -> float:
+    """Return a number of a GPU, such as hbm_gb_per_s: the resolver of `${hardware:name,key}` in recipes.
 
-    name: as in the recipe, of any type. If its description cannot be read, return the default GPU's number; `problems` or the
+    name: as in the recipe, of any type. If the GPU's file cannot be read, return the default GPU's number; `problems` or the
     schema reports the error.
     """
     try:
@@ -155,4 +155,4 @@ def described(name: object, key: str) -> float:
 
 
 _register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)  # renamed in OmegaConf 2.4
-_register("hardware", described, replace=True)
+_register("hardware", gpu_value, replace=True)

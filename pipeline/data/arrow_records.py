@@ -54,7 +54,11 @@ class ArrowRecords(Sequence):
     def _is_of_template(self, key: str, value: Any) -> bool:
         if key in self._of_template:
             return True
-        return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
+        return (
+            isinstance(value, list)
+            and bool(value)
+            and all(isinstance(message, dict) and "role" in message for message in value)
+        )
 
     @cached_property
     def _sizes(self) -> list[tuple[str, int]]:

@@ -25,7 +25,7 @@ def split_batch(
         for i in range(0, len(items), update_size)
     ]
     shares = [[update[data_rank] for update in updates] for data_rank in range(places[0].size)]
-    return [shares[place.rank] for place in places]
+    return [shares[data_parallel.rank] for data_parallel in places]
 
 
 def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:
@@ -47,18 +47,18 @@ def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: Po
         taught[teacher] = _plan_forward(of_teacher, lengths, forward_bounds)
     updates = []
     for rank, members in enumerate(owned):
-        place = {member: position for position, member in enumerate(members)}
+        position_of = {member: position for position, member in enumerate(members)}
 
-        def placed(plan: list[list[int]], place: dict[int, int] = place) -> list[list[int]]:
-            return [_positions([place[i] for i in microbatch], sequences_per_item) for microbatch in plan]
+        def to_positions(plan: list[list[int]], position_of: dict[int, int] = position_of) -> list[list[int]]:
+            return [_positions([position_of[i] for i in microbatch], sequences_per_item) for microbatch in plan]
 
         updates.append(
             Update(
                 [sample for i in members for sample in items[i]],
-                placed(train[rank]),
-                placed(forward[rank]),
+                to_positions(train[rank]),
+                to_positions(forward[rank]),
                 counts,
-                {teacher: placed(plans[rank]) for teacher, plans in taught.items()},
+                {teacher: to_positions(plans[rank]) for teacher, plans in taught.items()},
             )
         )
     return updates

@@ -108,7 +108,7 @@ class Encoder(RecordReader):
         """Return the number of tokens of an example, without learning which of them count."""
         if isinstance(example, Turns):
             return len(self._bare_tokens(self.template.text(example.messages, **example.options)))
-        return len(self._plain.ended(self._plain.tokens((example.prompt or "") + example.text)))
+        return len(self._plain.with_end(self._plain.tokens((example.prompt or "") + example.text)))
 
     def _encode_text(self, example: Continuation) -> tuple[list[int], np.ndarray]:
         """Return a plain text, ended by the end-of-sequence token, and its loss mask.
@@ -119,7 +119,7 @@ class Encoder(RecordReader):
         prompt = example.prompt or ""
         text = prompt + example.text
         tokens, mask = tokens_with_text(self.tokenizer, text, [(len(prompt), len(text))])
-        begin, ended = self._plain.begin, self._plain.ended(tokens)
+        begin, ended = self._plain.begin, self._plain.with_end(tokens)
         counted = np.concatenate([np.full(len(begin), example.prompt is None), mask, np.ones(len(ended) - len(tokens), bool)])
         return [*begin, *ended], counted
 
@@ -137,11 +137,11 @@ class Encoder(RecordReader):
         def render(messages: list[Message], **options: Any) -> str:
             return self.template.text(messages, **turns.options, **options)
 
-        found = AssistantTurns(render, self._added, turns.messages, turns.first, self.data.learn_prefilled)
+        assistant = AssistantTurns(render, self._added, turns.messages, turns.first, self.data.learn_prefilled)
         if GENERATION_BLOCK.search(self.tokenizer.get_chat_template(tools=turns.options.get("tools"))):
-            tokens, mask = self._masked_by_marks(turns, found)
+            tokens, mask = self._masked_by_marks(turns, assistant)
         else:
-            tokens, mask = tokens_with_text(self.tokenizer, found.text, found.spans())
+            tokens, mask = tokens_with_text(self.tokenizer, assistant.text, assistant.spans())
         if not mask.any():
             roles = [message["role"] for message in turns.messages]
             raise ValueError(f"the chat template renders no text of the assistant, in turns {roles}")
@@ -151,7 +151,7 @@ class Encoder(RecordReader):
         """Return the tokens of a rendered text, which has its own special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _masked_by_marks(self, turns: Turns, found: AssistantTurns) -> tuple[list[int], np.ndarray]:
+    def _masked_by_marks(self, turns: Turns, assistant: AssistantTurns) -> tuple[list[int], np.ndarray]:
         """Mask by the template's own {% generation %} blocks.
 
         A block may end before or after the token that ends the turn; the mask includes that token in both cases.
@@ -159,7 +159,7 @@ class Encoder(RecordReader):
         rendered = self.template.apply(turns.messages, **turns.options, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = rendered["input_ids"], np.asarray(rendered["assistant_masks"], dtype=bool)
         if turns.first:
-            _, learned = tokens_with_text(self.tokenizer, found.text, [(found.begin(turns.first), len(found.text))])
+            _, learned = tokens_with_text(self.tokenizer, assistant.text, [(assistant.begin(turns.first), len(assistant.text))])
             mask &= learned
         edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
         runs = list(zip(edges[::2], edges[1::2], strict=True))
@@ -193,7 +193,7 @@ def _needs_template(key: str) -> RecipeError:
 def unknown_text(parts: Sequence[Prompt | Sample], tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a message if tokens stand for text that a tokenizer does not know, else an empty text."""
     mark = _unknown_token(tokenizer)
-    tokens = np.concatenate([one.tokens for one in parts]) if parts else np.zeros(0, np.int32)
+    tokens = np.concatenate([part.tokens for part in parts]) if parts else np.zeros(0, np.int32)
     if mark is None or not (count := int((tokens == mark).sum())):
         return ""
     return (

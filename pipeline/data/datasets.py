@@ -27,11 +27,11 @@ Record = dict[str, Any]
 
 def load_records(dataset: DatasetConfig, seed: int, drops: bool = False) -> Sequence[Record]:
     """Return all records of a data set; see `load_split`."""
-    return _repeated(_sampled(_read(dataset, seed, drops), dataset), dataset)
+    return _repeat_records(_sample_records(_read(dataset, seed, drops), dataset), dataset)
 
 
 def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Return the records of a data set, and those that `split_validation_size` holds out.
+    """Return (training records, records that `split_validation_size` holds out) of a data set.
 
     seed: for generated data sets whose `kwargs` have none. drops: whether bad records are dropped. A line of a data file that
     is no record then raises where it is read, not here; it counts as a record in draws, sizes and positions.
@@ -44,16 +44,16 @@ def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[
     `shuffle(seed).select(range(max_samples))`, then `train_test_split(split_validation_size, seed)`. Raise RecipeError if the
     recipe names no data set or two, if the split or the records do not exist, or if one of the two parts would be empty.
     """
-    records = _sampled(_read(dataset, seed, drops), dataset)
+    records = _sample_records(_read(dataset, seed, drops), dataset)
     size = dataset.split_validation_size
     if not size:
-        return _repeated(records, dataset), []
+        return _repeat_records(records, dataset), []
     order = np.random.default_rng(dataset.seed).permutation(len(records))
     held_out = math.ceil(size * len(records)) if size < 1 else int(size)
     if not 0 < held_out < len(records):
         message = f"split_validation_size {size:g} would hold {held_out} of {len(records)} records out; some must remain"
         raise RecipeError(Problem("data", "too-large", message))
-    return _repeated(_Selection(records, order[held_out:]), dataset), _Selection(records, order[:held_out])
+    return _repeat_records(_Selection(records, order[held_out:]), dataset), _Selection(records, order[:held_out])
 
 
 def _read(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
@@ -75,13 +75,13 @@ def _read(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
     return records
 
 
-def _sampled(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Record]:
+def _sample_records(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Record]:
     if dataset.max_samples is None:
         return records
     return _Selection(records, np.random.default_rng(dataset.seed).permutation(len(records))[: dataset.max_samples])
 
 
-def _repeated(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Record]:
+def _repeat_records(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Record]:
     return records if dataset.repeat == 1 else _Selection(records, np.tile(np.arange(len(records)), dataset.repeat))
 
 

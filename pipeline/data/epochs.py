@@ -48,10 +48,12 @@ def of_records(recipe: Recipe, records: int) -> Supply:
     """Return the supply of a run. records: of all training sets, in one epoch."""
     epochs = bound(section(recipe).max_num_epochs)
     prefix = "data.datasets." if recipe.data.datasets else "data."
-    held = [f"{prefix}{name}" for name, one in training_sets(recipe.data).items() if one.split_validation_size]
-    without = f" (without those of {', '.join(f'{name}.split_validation_size' for name in held)})" if held else ""
-    told = f"{records:,} records{without} and {recipe.algorithm}.max_num_epochs={epochs}"
-    return _supply(recipe, None if epochs is None else records * epochs, told)
+    shortened = [
+        f"{prefix}{name}" for name, training_set in training_sets(recipe.data).items() if training_set.split_validation_size
+    ]
+    without = f" (without those of {', '.join(f'{name}.split_validation_size' for name in shortened)})" if shortened else ""
+    source = f"{records:,} records{without} and {recipe.algorithm}.max_num_epochs={epochs}"
+    return _supply(recipe, None if epochs is None else records * epochs, source)
 
 
 def of_taken(recipe: Recipe, taken: int) -> Supply:
@@ -59,10 +61,10 @@ def of_taken(recipe: Recipe, taken: int) -> Supply:
     return _supply(recipe, taken, f"{taken:,} records in all epochs")
 
 
-def _supply(recipe: Recipe, total: int | None, told: str) -> Supply:
+def _supply(recipe: Recipe, total: int | None, source: str) -> Supply:
     name, config = recipe.algorithm, section(recipe)
     key, size = "policy.train_global_batch_size", recipe.policy.train_global_batch_size
     if generates(recipe):
         assert isinstance(config, OnlineConfig)
         key, size = f"{name}.num_prompts_per_step", config.num_prompts_per_step
-    return Supply(total, told, size, key, f"{name}.max_num_epochs")
+    return Supply(total, source, size, key, f"{name}.max_num_epochs")

@@ -54,9 +54,9 @@ class FileTokenizer:
         named = {name: _content(settings[name]) for name in NAMES if settings.get(name)}
         self.special_tokens_map: dict[str, str] = {name: text for name, text in named.items() if text}
         self._add_missing(settings, self.special_tokens_map.values())
-        own, source = folder_template(folder)
-        chosen = choose_template(config, own, key)
-        self.chosen = ChosenTemplate(chosen.template, str(source)) if chosen.template is own and source else chosen
+        template, source = folder_template(folder)
+        chosen = choose_template(config, template, key)
+        self.chosen = ChosenTemplate(chosen.template, str(source)) if chosen.template is template and source else chosen
         self.chat_template = chosen.template
 
     def _add_missing(self, settings: Mapping[str, Any], named: Sequence[str] | Any) -> None:
@@ -103,7 +103,7 @@ class FileTokenizer:
         return self._tokenizer.get_added_tokens_decoder()
 
     def convert_tokens_to_ids(self, text: str) -> int | None:
-        """Return the id of a token, else that of the unknown token."""
+        """Return the id of a token, or of the unknown token if the vocabulary lacks the token."""
         id = self._tokenizer.token_to_id(text)
         return self.unk_token_id if id is None else id
 
@@ -126,16 +126,16 @@ class FileTokenizer:
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
         """Return the template that renders a conversation. Raises ValueError if there is none, or none of this name."""
-        own = self.chat_template
-        if isinstance(own, dict):
-            name = chat_template or ("tool_use" if tools is not None and "tool_use" in own else "default")
-            if name in own:
-                return own[name]
+        template = self.chat_template
+        if isinstance(template, dict):
+            name = chat_template or ("tool_use" if tools is not None and "tool_use" in template else "default")
+            if name in template:
+                return template[name]
             if chat_template is None:
-                raise ValueError(f"the tokenizer has no default chat template, but {', '.join(sorted(own))}")
-        if (found := chat_template or own) is None or isinstance(found, dict):
+                raise ValueError(f"the tokenizer has no default chat template, but {', '.join(sorted(template))}")
+        if (text := chat_template or template) is None or isinstance(text, dict):
             raise ValueError("the tokenizer has no chat template")
-        return found
+        return text
 
     def apply_chat_template(
         self,
@@ -149,9 +149,14 @@ class FileTokenizer:
         **variables: Any,
     ) -> Any:
         """Return a rendered conversation: its text, its tokens, or an `EncodedText`."""
-        template = _compiled(self.get_chat_template(chat_template, tools))
-        given = {"messages": messages, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
-        text = template.render(**given, **{**self.special_tokens_map, **variables})
+        template = _compile_template(self.get_chat_template(chat_template, tools))
+        arguments = {
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = template.render(**arguments, **{**self.special_tokens_map, **variables})
         if not tokenize:
             return text
         encoding = self(text, add_special_tokens=False)
@@ -183,15 +188,15 @@ def _read_tokenizer(path: str, _changed: int, _size: int) -> Tokenizer:
 
 def _settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, and below it special_tokens_map.json, which older versions of transformers write."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS, SETTINGS):
         if (path := folder / name).exists():
             try:
                 read = json.loads(user_files.read_text(path))
-                found |= read if name == SETTINGS else {key: value for key, value in read.items() if key in NAMES}
+                settings |= read if name == SETTINGS else {key: value for key, value in read.items() if key in NAMES}
             except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
                 raise RecipeError(Problem(str(path), "bad-format", f"not the settings of a tokenizer: {error}")) from None
-    return found
+    return settings
 
 
 def _content(token: Any) -> str | None:
@@ -221,7 +226,7 @@ def _to_json(
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
+def _compile_template(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
     )

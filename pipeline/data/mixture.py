@@ -62,7 +62,7 @@ class Mixture(Generic[Item]):
 
     @property
     def usable(self) -> int:
-        """The number of records of an epoch of every data set, without those that the check at the start dropped."""
+        """The number of records in an epoch of all data sets, without the records that the check at the start dropped."""
         return sum(stream.usable for stream in self._streams.values())
 
     def follow(self, weights: Mapping[str, float | None], max_num_epochs: int) -> None:
@@ -88,15 +88,15 @@ class Mixture(Generic[Item]):
         """Return one item; none if every data set has ended."""
         names = list(self._streams)
         while names:
-            name = self._drawn(names)
+            name = self._draw_name(names)
             if taken := self._streams[name].take(1):
                 self._position += 1
                 return [_at(self._position - 1, taken[0])]
             names.remove(name)
         return []
 
-    def _drawn(self, names: list[str]) -> str:
-        """Return one of these names, drawn by weight; the same at the same position."""
+    def _draw_name(self, names: list[str]) -> str:
+        """Draw a name by weight. The draw depends on the position alone."""
         ends = np.cumsum([self._weights[name] for name in names])
         drawn = np.random.default_rng([self._seed, self._position, len(names)]).random() * ends[-1]
         return names[min(int(np.searchsorted(ends, drawn, side="right")), len(names) - 1)]
@@ -179,7 +179,7 @@ def _stream(
 ) -> Stream:
     """Return the stream of one data set. name: for its prompts."""
     paired = recipe.algorithm in PAIRED
-    key = next(key for key, one in keyed_sets(recipe.data).items() if one is dataset)
+    key = next(key for key, configured in keyed_sets(recipe.data).items() if configured is dataset)
     if paired:
         kind = PairStream
     elif recipe.algorithm in OFFLINE:
@@ -195,13 +195,13 @@ def _stream(
         )
     dataset = columns(dataset, paired)
     if dataset.dataset_name not in NAMED_DATASETS:
-        found = recognize_columns(recipe, key, dataset, (record for _, record in readable(records)))
-        dataset = found.dataset
-        if found.description:
-            logger.info("%s: %s", key, found.description)
+        recognized = recognize_columns(recipe, key, dataset, (record for _, record in readable(records)))
+        dataset = recognized.dataset
+        if recognized.description:
+            logger.info("%s: %s", key, recognized.description)
     encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
-    made = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
-    if made.dropped_at_start:
+    stream = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
+    if stream.dropped_at_start:
         of = f" of {name}" if name else ""
-        logger.warning("data: skipped %d of %d records%s: too long or invalid", made.dropped_at_start, len(records), of)
-    return made
+        logger.warning("data: skipped %d of %d records%s: too long or invalid", stream.dropped_at_start, len(records), of)
+    return stream

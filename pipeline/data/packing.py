@@ -74,18 +74,18 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
     samples = samples or [_EMPTY]
     lengths = tuple(len(sample.tokens) for sample in samples)
 
-    def joined(field: str, dtype: type) -> torch.Tensor:
+    def concatenate(field: str, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([getattr(sample, field) for sample in samples]).astype(dtype)).to(device)
 
     positions = np.concatenate([np.arange(length) for length in lengths])
     return PackedBatch(
-        tokens=joined("tokens", np.int64),
+        tokens=concatenate("tokens", np.int64),
         positions=torch.from_numpy(positions).to(device),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
         lengths=lengths,
-        loss_mask=joined("loss_mask", np.bool_),
-        generate_logprobs=joined("logprobs", np.float32),
-        advantages=joined("advantages", np.float32),
+        loss_mask=concatenate("loss_mask", np.bool_),
+        generate_logprobs=concatenate("logprobs", np.float32),
+        advantages=concatenate("advantages", np.float32),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32, device=device),
         teachers=tuple(sample.teacher for sample in samples),
     )

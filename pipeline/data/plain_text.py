@@ -2,7 +2,7 @@
 
 A tokenizer's post-processor may put special tokens around every text: <s> before it (Llama), or an end-of-sequence token after
 it (T5, some base models). Those before it begin a document. One after it would end the document before the answer, so it is
-left out, and `ended` appends the end-of-sequence token where a text is complete.
+left out, and `with_end` appends the end-of-sequence token where a text is complete.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PlainText:
         """Return the tokens of a text that goes on, with the special tokens before it."""
         return [*self.begin, *self._bare(text)]
 
-    def ended(self, tokens: list[int]) -> list[int]:
+    def with_end(self, tokens: list[int]) -> list[int]:
         """Return the tokens of a complete text, with the end-of-sequence token unless they end in it."""
         return tokens if tokens[-1:] == self.end else [*tokens, *self.end]
 

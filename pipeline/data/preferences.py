@@ -34,7 +34,7 @@ def encode_pair(encoder: Encoder, position: int, record: dict[str, Any]) -> Pair
     Raise ValueError as `RecordReader.pair` does, if both answers have the same tokens, or if the chat template does not
     separate the answers from the prompt.
     """
-    chosen, rejected = (_until_the_answer_ends(*encoder.encode(one)) for one in encoder.pair(record))
+    chosen, rejected = (_until_the_answer_ends(*encoder.encode(turns)) for turns in encoder.pair(record))
     if np.array_equal(chosen[0], rejected[0]):
         raise ValueError(f"'{encoder.dataset.chosen_key}' and '{encoder.dataset.rejected_key}' are the same")
     return _sample(chosen, encoder.margin(record)), _sample(rejected, 0.0)

@@ -59,10 +59,10 @@ class Puzzles(Sequence):
             raise IndexError(index)
         draw = random.Random(f"sliding puzzle {self._split} {self._seed} {index}")
         board = _board(draw, self._game["size"], self._game["shuffle_moves"], self._split)
-        return {"input": shown(board), "output": written(board), "answer": written(board)}
+        return {"input": board_text(board), "output": board_line(board), "answer": board_line(board)}
 
 
-def solved(size: int) -> Board:
+def solved_board(size: int) -> Board:
     """Return the solved board of `size` x `size` fields."""
     tiles = [*range(1, size * size), 0]
     return tuple(tuple(tiles[row * size : (row + 1) * size]) for row in range(size))
@@ -70,7 +70,7 @@ def solved(size: int) -> Board:
 
 def is_solved(board: Board) -> bool:
     """Return whether the tiles are in order with the empty field last."""
-    return board == solved(len(board))
+    return board == solved_board(len(board))
 
 
 def slid(board: Board, move: str) -> Board | None:
@@ -91,19 +91,19 @@ def slid_from(board: Board, row: int, column: int) -> Board | None:
     return tuple(map(tuple, tiles))
 
 
-def shown(board: Board) -> str:
+def board_text(board: Board) -> str:
     """Return a board as the policy sees it: one line per row, `_` for the empty field."""
     width = len(str(len(board) ** 2 - 1))
     return "\n".join(" ".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in board)
 
 
-def written(board: Board) -> str:
+def board_line(board: Board) -> str:
     """Return a board on one line: `1 2/0 3`."""
     return "/".join(" ".join(map(str, row)) for row in board)
 
 
 def read(text: str) -> Board:
-    """Return the board that `written` wrote. Raise ValueError for other texts."""
+    """Return the board that `board_line` wrote. Raise ValueError for other texts."""
     try:
         board = tuple(tuple(map(int, row.split())) for row in text.split("/"))
     except ValueError:
@@ -124,10 +124,10 @@ def _empty(board: Board) -> tuple[int, int]:
 def _board(draw: random.Random, largest: int, most_moves: int, split: str) -> Board:
     for _ in range(DRAWS_PER_BOARD):
         size = draw.randint(2, largest)
-        board = solved(size)
+        board = solved_board(size)
         for _ in range(draw.randint(1, most_moves) | 1):
             board = draw.choice([after for move in FROM if (after := slid(board, move)) is not None])
-        if size == 2 or (split == "validation") == (zlib.crc32(written(board).encode()) % VALIDATION_SHARE == 0):
+        if size == 2 or (split == "validation") == (zlib.crc32(board_line(board).encode()) % VALIDATION_SHARE == 0):
             return board
     message = f"sliding_puzzle: game_config of size {largest} and {most_moves} moves has too few boards for '{split}'"
     raise RecipeError(Problem("data", "too-small", message))

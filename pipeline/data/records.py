@@ -62,11 +62,11 @@ class RecordReader:
             prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
             if not prompt:
                 raise ValueError(f"'{self.dataset.messages_key}' has nothing before the assistant's answer")
-            return self.completed(prompt)
+            return self.complete_messages(prompt)
         key = self.dataset.input_key
         if isinstance(column(record, key), list):
             self._refuse_bare(key)
-            return self.completed(_unanswered(record, key))
+            return self.complete_messages(_messages_without_answer(record, key))
         text = self._prompt_text.format(text_of(record, key))
         return [*self._system_message(), {"role": "user", "content": text}] if self.data.apply_chat_template else text
 
@@ -91,7 +91,7 @@ class RecordReader:
         key = self.dataset.output_key
         if not isinstance(column(record, key), list):
             return [{"role": "assistant", "content": text_of(record, key)}]
-        return _answered(record, key)
+        return _messages_with_answer(record, key)
 
     def example(self, record: Record) -> Example:
         """Return the example for supervised training.
@@ -117,7 +117,7 @@ class RecordReader:
         roles = [message["role"] for message in messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise ValueError(f"'{key}' has no assistant's turn after another's: {roles}")
-        return Turns(self.completed(messages), options=self.template_options(record))
+        return Turns(self.complete_messages(messages), options=self.template_options(record))
 
     def pair(self, record: Record) -> tuple[Example, Example]:
         """Return (chosen, rejected) answers, each with the prompt."""
@@ -140,7 +140,7 @@ class RecordReader:
             raise ValueError(f"'{key}' is {value!r}, not a number")
         return float(value)
 
-    def completed(self, messages: list[Message]) -> list[Message]:
+    def complete_messages(self, messages: list[Message]) -> list[Message]:
         """Return messages with the recipe's system prompt, unless they have one, and the first user's turn in `prompt_text`."""
         messages = messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
@@ -161,7 +161,7 @@ class RecordReader:
     def _of_texts(self, record: Record, keys: tuple[str, str]) -> tuple[Example, Example]:
         answers = [text_of(record, key) for key in keys]
         begun_alike = not self.dataset.input_key and not self.dataset.messages_key
-        record_with_prompt = {self.dataset.input_key: _begun_alike(*answers)} if begun_alike else record
+        record_with_prompt = {self.dataset.input_key: _common_beginning(*answers)} if begun_alike else record
         if begun_alike:
             answers = [answer[len(record_with_prompt[self.dataset.input_key]) :] for answer in answers]
         for key, answer in zip(keys, answers, strict=True):
@@ -179,7 +179,7 @@ class RecordReader:
 
     def _of_messages(self, record: Record, keys: tuple[str, str]) -> tuple[Example, Example]:
         self._refuse_bare(keys[0])
-        chosen, rejected = (_answered(record, key) for key in keys)
+        chosen, rejected = (_messages_with_answer(record, key) for key in keys)
         for key, messages in zip(keys, (chosen, rejected), strict=True):
             if not messages[-1].get("tool_calls") and not messages[-1]["content"].strip():
                 raise ValueError(f"'{key}' does not end in an answer of the assistant: the last turn is empty")
@@ -187,9 +187,9 @@ class RecordReader:
             prompt = self._prompt(record)
             chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
         else:
-            chosen, rejected = self.completed(chosen), self.completed(rejected)
+            chosen, rejected = self.complete_messages(chosen), self.complete_messages(rejected)
         _refuse_same(keys, chosen, rejected)
-        first = _common(chosen, rejected)
+        first = _count_common_messages(chosen, rejected)
         if any(not messages[first:] or messages[first]["role"] != "assistant" for messages in (chosen, rejected)):
             both = f"'{keys[0]}' and '{keys[1]}'"
             raise ValueError(f"{both} are not two answers to the same prompt: they do not differ first at an assistant's turn")
@@ -199,7 +199,7 @@ class RecordReader:
     def _prompt(self, record: Record) -> list[Message]:
         """Return the prompt of answers that do not include it."""
         if key := self.dataset.messages_key:
-            return self.completed(_unanswered(record, key))
+            return self.complete_messages(_messages_without_answer(record, key))
         question = self.question(record)
         assert not isinstance(question, str)
         return question
@@ -236,29 +236,29 @@ def _refuse_same(keys: tuple[str, str], chosen: Any, rejected: Any) -> None:
         raise ValueError(f"'{keys[0]}' and '{keys[1]}' are the same; expected two different answers")
 
 
-def _begun_alike(one: str, other: str) -> str:
+def _common_beginning(first: str, second: str) -> str:
     """Return the whole words that both texts start with, without the following space. Raise ValueError if there are none."""
-    same = one[: sum(itertools.takewhile(bool, (a == b for a, b in zip(one, other, strict=False))))]
+    same = first[: sum(itertools.takewhile(bool, (a == b for a, b in zip(first, second, strict=False))))]
     end = max(same.rfind(" "), same.rfind("\n") + 1)
     if not same[: max(end, 0)].strip():
         raise ValueError("the answers have no common beginning; expected one, since no column has the prompt")
     return same[:end]
 
 
-def _common(one: list[Message], other: list[Message]) -> int:
+def _count_common_messages(first: list[Message], second: list[Message]) -> int:
     """Return the number of messages that both start with."""
-    same = (a == b for a, b in zip(one, other, strict=False))
+    same = (a == b for a, b in zip(first, second, strict=False))
     return sum(itertools.takewhile(bool, same))
 
 
-def _answered(record: Record, key: str) -> list[Message]:
+def _messages_with_answer(record: Record, key: str) -> list[Message]:
     messages = messages_of(record, key)
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"'{key}' does not end in an answer of the assistant: {[m['role'] for m in messages]}")
     return messages
 
 
-def _unanswered(record: Record, key: str) -> list[Message]:
+def _messages_without_answer(record: Record, key: str) -> list[Message]:
     messages = messages_of(record, key)
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"'{key}' must end before the assistant's answer; got an assistant's turn as the last one")

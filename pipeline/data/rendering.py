@@ -91,10 +91,10 @@ class ChatTemplate:
     def apply(self, messages: list[Message], **options: Any) -> Any:
         """Return what `apply_chat_template` returns. Raise TemplateRefusal for whatever it raises."""
         if any(message.get("tool_calls") for message in messages):
-            messages = [self._formed(message) for message in messages]
-        return self._applied(messages, **options)
+            messages = [self._choose_form(message) for message in messages]
+        return self._apply(messages, **options)
 
-    def _applied(self, messages: list[Message], **options: Any) -> Any:
+    def _apply(self, messages: list[Message], **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(messages, **{**self._variables, **options})
         except Exception as error:  # templates raise whatever they like, and jinja2 adds Python's own errors
@@ -103,33 +103,38 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefusal(f"the chat template refuses its messages ({roles}): {what}") from error
 
-    def _formed(self, message: Message) -> Message:
+    def _choose_form(self, message: Message) -> Message:
         """Return a message in the form that the template renders well. An empty content with tool calls is none."""
         if not message.get("tool_calls"):
             return message
-        given = message.get("content", ABSENT)
-        as_text, content = self._call_form("text" if given else given)
+        given_content = message.get("content", ABSENT)
+        as_text, content = self._call_form("text" if given_content else given_content)
         shaped = {key: value for key, value in message.items() if key != "content"}
-        shaped |= {"content": given} if given and given is not ABSENT else {} if content is ABSENT else {"content": content}
+        if given_content and given_content is not ABSENT:
+            shaped["content"] = given_content
+        elif content is not ABSENT:
+            shaped["content"] = content
         if as_text:
             shaped["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
         return shaped
 
-    def _call_form(self, given: Any) -> tuple[bool, Any]:
+    def _call_form(self, given_content: Any) -> tuple[bool, Any]:
         """Return (whether arguments are text, the content) for a turn with tool calls.
 
-        given: the content, "text" for one that is not empty. The record's own form is tried first. Raise TemplateRefusal if the
-        template shows the call in none.
+        given_content: the record's content; "text" for any that is not empty. The record's own form is tried first. Raise
+        TemplateRefusal if the template shows the call in no form.
         """
-        if given not in self._forms:
-            contents = [given, *([] if given == "text" else [one for one in (None, ABSENT, "") if one is not given])]
+        if given_content not in self._forms:
+            contents = [given_content]
+            if given_content != "text":
+                contents += [empty for empty in (None, ABSENT, "") if empty is not given_content]
             forms = [(as_text, content) for content in contents for as_text in (False, True)]
-            shown = [form for form in forms if self._shows(*form)]
-            if not shown:
+            rendered = [form for form in forms if self._shows(*form)]
+            if not rendered:
                 why = "the chat template renders no tool_calls. Try a template that does"
                 raise TemplateRefusal(why)
-            self._forms[given] = next((form for form in shown if self._shows(*form, answered=True)), shown[0])
-        return self._forms[given]
+            self._forms[given_content] = next((form for form in rendered if self._shows(*form, answered=True)), rendered[0])
+        return self._forms[given_content]
 
     def _shows(self, as_text: bool, content: Any, answered: bool = False) -> bool:
         """Return whether the template writes the name and the arguments of a call, and neither None nor Python's notation.
@@ -141,10 +146,10 @@ class ChatTemplate:
         call = {"id": "call00001", "type": "function", "function": function}
         turn: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
         turn |= {} if content is ABSENT else {"content": content}
-        asked: Message = {"role": "user", "content": "?"}
-        messages = [asked, turn, *(ANSWERED if answered else ())]
+        question: Message = {"role": "user", "content": "?"}
+        messages = [question, turn, *(ANSWERED if answered else ())]
         try:
-            text, before = (self._applied(each, tokenize=False, tools=[PROBE_TOOL]) for each in (messages, [asked]))
+            text, before = (self._apply(turns, tokenize=False, tools=[PROBE_TOOL]) for turns in (messages, [question]))
         except TemplateRefusal:
             return False
         wrong = (f"'{PROBE_KEY}'", f'\\"{PROBE_KEY}', "None")  # a system prompt of the template's own may say None

@@ -76,19 +76,19 @@ def _sums(
         message = f"scratchpad: got long_share {long_share}; expected at least 0 and below 1"
         raise RecipeError(Problem("data", "too-small" if long_share < 0 else "too-large", message))
     usual, few = _digits("digits", digits), _digits("long_digits", long_digits) if long_share else []
-    found = 0
-    while found < size:
+    count = 0
+    while count < size:
         lengths = few if long_share and draw.random() < long_share else usual
         a, b = (_number(draw, draw.choice(lengths)) for _ in range(2))
         if (split == "validation") == _for_validation(a, b):
-            found += 1
+            count += 1
             yield a, b
 
 
-def _digits(name: str, given: Digits) -> list[int]:
-    digits = [given] if isinstance(given, int) else list(given)
+def _digits(name: str, value: Digits) -> list[int]:
+    digits = [value] if isinstance(value, int) else list(value)
     if not digits or min(digits) < 1:
-        raise RecipeError(Problem("data", "too-small", f"scratchpad: got {name} {given}; expected numbers of at least 1"))
+        raise RecipeError(Problem("data", "too-small", f"scratchpad: got {name} {value}; expected numbers of at least 1"))
     return digits
 
 
@@ -106,10 +106,10 @@ def _demonstration(a: int, b: int, mistakes: float, draw: random.Random, wrong_c
     `wrong_column` is wrong, and each other column with probability `mistakes`.
     """
     columns, carry, result, wrong = [], 0, "", 0
-    for place in range(max(len(str(a)), len(str(b)))):
-        x, y = a // 10**place % 10, b // 10**place % 10
+    for column in range(max(len(str(a)), len(str(b)))):
+        x, y = a // 10**column % 10, b // 10**column % 10
         total = x + y + carry
-        if place == wrong_column or draw.random() < mistakes:
+        if column == wrong_column or draw.random() < mistakes:
             total = total // 10 * 10 + (total + draw.randint(1, 9)) % 10
             wrong += 1
         columns.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")

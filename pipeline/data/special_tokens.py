@@ -21,7 +21,7 @@ UNKNOWN = "\ufffd"
 
 
 class SpecialTokenEscaper:
-    """Escapes the special tokens of a tokenizer, and those of its other added tokens that appear in `template`.
+    """Escapes a tokenizer's special tokens, and its other added tokens that appear in `template`.
 
     Other added tokens, such as `</tool_response>`, may also be ordinary words or spaces, so only those of the template are
     escaped.

@@ -1,4 +1,4 @@
-r"""Stop strings: texts that end a completion at the token that completes one of them.
+r"""Stop strings: texts that end a completion at the token that completes the text.
 
 A stop string counts in the decoded text of the completion's own tokens, special tokens included; it may begin and end anywhere
 in a token, and the prompt is no part of it. The completion keeps all its tokens. What is judged or shown is its text before the
@@ -57,9 +57,9 @@ class StopStrings:
         first = self._window(tokens, begin, max(len(string.encode(errors="surrogatepass")) for string in stop))
         for length in range(begin + 1, len(tokens) + 1):
             if first_stop(self._decode(tokens[first:length]), stop):
-                found = first_stop(self._decode(tokens[:length]), stop)
-                if found:
-                    return FoundStop(length, found[1])
+                match = first_stop(self._decode(tokens[:length]), stop)
+                if match:
+                    return FoundStop(length, match[1])
         return None
 
     def _may_complete(self, token: int, stop: Sequence[str]) -> bool:
@@ -89,8 +89,8 @@ class StopStrings:
 
 def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
     """Return (position, string) of the stop string that begins first in a text; None if it has none."""
-    found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
-    return min(found, key=lambda one: one[0]) if found else None
+    matches = [(at, string) for string in stop if (at := text.find(string)) >= 0]
+    return min(matches, key=lambda match: match[0]) if matches else None
 
 
 def rollout_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:

@@ -65,7 +65,7 @@ class StopTokens:
 
     @property
     def exported(self) -> int | list[int] | None:
-        """The ids as generation_config.json has them: the one that training teaches first."""
+        """The ids in the form of generation_config.json, first the id that training teaches."""
         ids = sorted(self.ids, key=lambda id: id != self.taught)
         return ids if len(ids) > 1 else ids[0] if ids else None
 
@@ -91,25 +91,27 @@ def decide(
     ends: of the tokenizer's chat template. generation, config: the content of generation_config.json and config.json, empty
     without one. overrides: the recipe's hf_config_overrides. Raises RecipeError for values that are no token ids.
     """
-    found: dict[int, list[str]] = {}
+    sources: dict[int, list[str]] = {}
     notes: list[str] = []
     eos: Any = tokenizer.eos_token_id  # typed as for a batch of ids
     if eos is not None:
-        found[eos] = ["tokenizer"]
+        sources[eos] = ["tokenizer"]
     for id in _ids(generation.get("eos_token_id"), GENERATION):
-        found.setdefault(id, []).append(GENERATION)
+        sources.setdefault(id, []).append(GENERATION)
     marks = tokenizer.added_tokens_decoder
     for where, id in _config_ids(config, overrides):
-        if id in found or id in marks:
-            found.setdefault(id, []).append(where)
+        if id in sources or id in marks:
+            sources.setdefault(id, []).append(where)
         else:
             text = str(tokenizer.convert_ids_to_tokens(id))
             notes.append(f"eos_token_id {id} of {where} does not end answers: it is {text!r}, no special token")
     for text in ends.stops:
-        found.setdefault(_id(tokenizer, text), []).append(TEMPLATE)
+        sources.setdefault(_id(tokenizer, text), []).append(TEMPLATE)
     if tokenizer.chat_template and not ends.stops:
         notes.append(f"the chat template ends no turn: {ends.why}")
-    tokens = [StopToken(id, str(tokenizer.convert_ids_to_tokens(id)), tuple(dict.fromkeys(found[id]))) for id in sorted(found)]
+    tokens = [
+        StopToken(id, str(tokenizer.convert_ids_to_tokens(id)), tuple(dict.fromkeys(sources[id]))) for id in sorted(sources)
+    ]
     return StopTokens(tuple(tokens), _id(tokenizer, ends.last) if ends.last else None, tuple(notes))
 
 
@@ -122,41 +124,41 @@ def _config_ids(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iter
     """Yield (place, id) of a model's config, whose language model may be described in `text_config`."""
     given_texts = (values.get("text_config") for values in (config, overrides))
     text, over = (value if isinstance(value, Mapping) else {} for value in given_texts)  # `config_values` refuses others
-    given = {**({CONFIG: config["eos_token_id"]} if "eos_token_id" in config else {})}
+    values_of = {**({CONFIG: config["eos_token_id"]} if "eos_token_id" in config else {})}
     if "eos_token_id" in text:
-        given[f"{CONFIG} text_config"] = text["eos_token_id"]
-    for place, values in ((CONFIG, overrides), (f"{CONFIG} text_config", over)):
+        values_of[f"{CONFIG} text_config"] = text["eos_token_id"]
+    for source, values in ((CONFIG, overrides), (f"{CONFIG} text_config", over)):
         if "eos_token_id" in values:
-            given.pop(place, None)
-            given[place.replace(CONFIG, "hf_config_overrides")] = values["eos_token_id"]
-    for place, value in given.items():
-        yield from ((place, id) for id in _ids(value, place))
+            values_of.pop(source, None)
+            values_of[source.replace(CONFIG, "hf_config_overrides")] = values["eos_token_id"]
+    for source, value in values_of.items():
+        yield from ((source, id) for id in _ids(value, source))
 
 
 def _ids(value: Any, where: str) -> list[int]:
-    listed = value if isinstance(value, list) else [] if value is None else [value]
-    if wrong := [one for one in listed if not isinstance(one, int) or isinstance(one, bool) or one < 0]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [id for id in ids if not isinstance(id, int) or isinstance(id, bool) or id < 0]:
         message = f"{where}: got {wrong[0]!r}; expected token ids, such as 2 or [0, 2]"
         raise RecipeError(Problem("policy.model_name", "bad-format", f"eos_token_id of {message}"))
-    return listed
+    return ids
 
 
 def model_file(name: str, file: str) -> Path | None:
     """Return the path of a model's file, in its folder or in the local cache; None if it has none."""
     from transformers.utils.hub import cached_file  # submission may lack it
 
-    found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    path = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model. Raises RecipeError."""
     try:
-        found = json.loads(user_files.read_text(path))
+        content = json.loads(user_files.read_text(path))
     except OSError as error:
         raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
     except (ValueError, RecursionError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
-    if not isinstance(found, dict):
-        raise RecipeError(Problem(str(path), "bad-format", f"got a JSON {type(found).__name__}; expected an object"))
-    return found
+    if not isinstance(content, dict):
+        raise RecipeError(Problem(str(path), "bad-format", f"got a JSON {type(content).__name__}; expected an object"))
+    return content

@@ -135,7 +135,7 @@ class Stream(Generic[Item]):
 
     @property
     def usable(self) -> int:
-        """The number of records of an epoch, without those that the check at the start dropped."""
+        """The number of records in an epoch, without the records that the check at the start dropped."""
         return self.records - self.dropped_at_start
 
     def end_after(self, max_num_epochs: int) -> None:
@@ -176,7 +176,7 @@ class ExampleStream(Stream[Sample]):
 
 
 class PairStream(Stream[Pair]):
-    """Pairs of a chosen and a rejected answer. The length of a pair is that of its longer sequence."""
+    """Pairs of a chosen and a rejected answer. A pair is as long as its longer sequence."""
 
     encode = staticmethod(encode_pair)
 
@@ -193,15 +193,15 @@ class _Order(Sampler):
         return self
 
     def __next__(self) -> tuple[int, int]:
-        epoch, place = divmod(self.position, self._size)
+        epoch, index = divmod(self.position, self._size)
         if epoch >= self.epochs:
             raise StopIteration
         self.position += 1
         if not self._shuffle:
-            return self.position - 1, place
+            return self.position - 1, index
         if self._permutation is None or self._permutation[0] != epoch:
             self._permutation = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._size)
-        return self.position - 1, int(self._permutation[1][place])
+        return self.position - 1, int(self._permutation[1][index])
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -233,13 +233,13 @@ class _Items(Dataset):
         self._check = check
         self.dropped = 0  # while the stream yields items
 
-    def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
-        position, number = place
+    def __getitem__(self, location: tuple[int, int]) -> Prompt | Sample | Pair | None:
+        position, number = location
         item, wrong = self._item(position, number)
         if wrong is None:
             return item
         if getattr(self._encoder.data, wrong.key) != "drop":
-            raise self._refused(wrong)
+            raise self._refusal(wrong)
         self.dropped += 1
         if self.dropped <= SHOWN_DROPS or self.dropped % SHOWN_DROPS == 0:
             logger.warning("data.%s=drop: skipped record %d of this run so far: %s", wrong.key, self.dropped, wrong)
@@ -250,24 +250,24 @@ class _Items(Dataset):
 
         Raise RecipeError for one that may not be dropped, or if all are.
         """
-        dropped, first, found = 0, None, 0
+        dropped, first, valid = 0, None, 0
         for number in range(count):
             _, wrong = self._item(0, number, self._check is not None and number < self._check.at_start)
             first = first or wrong
             if wrong and getattr(self._encoder.data, wrong.key) != "drop":
-                if found or any(
+                if valid or any(
                     self._item(0, other)[1] is None for other in range(number + 1, min(count, number + TRIED_AFTER_BAD))
                 ):
-                    raise self._refused(wrong)
-                raise self._refused(wrong, tried=min(count, number + TRIED_AFTER_BAD))
+                    raise self._refusal(wrong)
+                raise self._refusal(wrong, tried=min(count, number + TRIED_AFTER_BAD))
             dropped += wrong is not None
-            found += wrong is None
+            valid += wrong is None
         if dropped == count:
             message = f"the first {count} records are all too long or invalid. The first: {first}"
             raise RecipeError(Problem("data", "bad-record", message)) from first
         return dropped
 
-    def _refused(self, wrong: BadRecord, tried: int | None = None) -> RecipeError:
+    def _refusal(self, wrong: BadRecord, tried: int | None = None) -> RecipeError:
         """Return the error of a record. tried: how many records were tried, none of which is valid."""
         choices = ["another policy.tokenizer.name", "data.unknown_tokens=keep"] if wrong.key == "unknown_tokens" else []
         choices += [f"data.{wrong.key}=drop, which skips such records"] if tried is None else []
@@ -292,7 +292,7 @@ class _Items(Dataset):
             except ValueError as error:
                 return None, BadRecord("bad_records", f"{where}: {error}")
         parts = item if isinstance(item, tuple) else (item,)
-        tokens = max(len(one.tokens) for one in parts)
+        tokens = max(len(part.tokens) for part in parts)
         if tokens > data.max_input_seq_length:
             what = f"are more than data.max_input_seq_length {data.max_input_seq_length}"
         elif self._max_length is not None and tokens >= self._max_length:  # an engine refuses it, since no token fits

@@ -25,13 +25,13 @@ VARIABLES = "chat_template_kwargs"
 def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[str, Any]:
     """Return the options of the chat template that a record has: `tools` and variables. Raise ValueError for other values."""
     options: dict[str, Any] = {}
-    if tools_key and (tools := _parsed(column(record, tools_key), tools_key)):
+    if tools_key and (tools := _parse(column(record, tools_key), tools_key)):
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(
                 f"'{tools_key}' is not a list of JSON schemas of functions. Try tools_key=null to ignore the column"
             )
         options["tools"] = tools
-    if variables := _parsed(record.get(VARIABLES), VARIABLES):
+    if variables := _parse(record.get(VARIABLES), VARIABLES):
         if not isinstance(variables, dict):
             raise ValueError(f"'{VARIABLES}' is a {type(variables).__name__}, not an object of variables of the chat template")
         if reserved := sorted(RESERVED & variables.keys()):
@@ -41,7 +41,7 @@ def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[s
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys of mappings whose values are null, at any depth: Arrow fills absent ones with null."""
+    """Return a value without null entries of mappings, at any depth: Arrow fills absent keys with null."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -73,7 +73,7 @@ def _read_call(call: Any) -> dict[str, Any]:
         raise ValueError("'tool_calls' has a call without a name; expected {function: {name, arguments}}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _parsed(arguments, f"arguments of tool call {function['name']}") if arguments.strip() else {}
+        arguments = _parse(arguments, f"arguments of tool call {function['name']}") if arguments.strip() else {}
     if not isinstance(arguments, dict | None):
         raise ValueError(f"'tool_calls': the arguments of {function['name']} are a {type(arguments).__name__}, not an object")
     whole = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments or {}}
@@ -83,7 +83,7 @@ def _read_call(call: Any) -> dict[str, Any]:
     return {key: value for key, value in call.items() if value is not None} | {"function": whole}
 
 
-def _parsed(value: Any, key: str) -> Any:
+def _parse(value: Any, key: str) -> Any:
     """Return a value that may be JSON text. Raise ValueError for other texts."""
     if not isinstance(value, str):
         return value

@@ -46,26 +46,26 @@ class ChosenTemplate:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def choose_template(config: TokenizerConfig, own: Template, key: str = KEY) -> ChosenTemplate:
-    """Return the template that a recipe gives, else `own`, which the tokenizer has.
+def choose_template(config: TokenizerConfig, default: Template, key: str = KEY) -> ChosenTemplate:
+    """Return the template that a recipe names, else `default`, the tokenizer's.
 
-    Raises RecipeError, with this key, for a text that is neither a template, nor a file, nor a name in `own`.
+    Raises RecipeError, with this key, for a text that is neither a template, nor a file, nor a name in `default`.
     """
-    given = config.chat_template
-    if given is None or given.lower() == "default":
-        return ChosenTemplate(own, "the tokenizer")
-    if is_template(given):
-        return ChosenTemplate(given, "the recipe")
-    if isinstance(own, dict) and given in own:
-        return ChosenTemplate(own[given], f"the tokenizer, by the name {given}")
-    path = Path(given)
+    choice = config.chat_template
+    if choice is None or choice.lower() == "default":
+        return ChosenTemplate(default, "the tokenizer")
+    if is_template(choice):
+        return ChosenTemplate(choice, "the recipe")
+    if isinstance(default, dict) and choice in default:
+        return ChosenTemplate(default[choice], f"the tokenizer, by the name {choice}")
+    path = Path(choice)
     if path.is_dir():
-        found, source = folder_template(path)
-        if found is None:
-            message = f"got {given}; expected a folder whose tokenizer has a chat template. Try the path of a template"
+        template, source = folder_template(path)
+        if template is None:
+            message = f"got {choice}; expected a folder whose tokenizer has a chat template. Try the path of a template"
             raise RecipeError(Problem(key, "missing-value", message))
-        return ChosenTemplate(found, str(source))
-    return ChosenTemplate(_read(path, key, list(own) if isinstance(own, dict) else ()), str(path))
+        return ChosenTemplate(template, str(source))
+    return ChosenTemplate(_read(path, key, list(default) if isinstance(default, dict) else ()), str(path))
 
 
 def folder_template(folder: Path) -> tuple[Template, Path | None]:
@@ -82,12 +82,12 @@ def folder_template(folder: Path) -> tuple[Template, Path | None]:
     if not (path := folder / SETTINGS).exists():
         return None, None
     try:
-        found = json.loads(_read(path, str(path))).get("chat_template")
-        if isinstance(found, list):
-            found = {one["name"]: one["template"] for one in found}
+        templates = json.loads(_read(path, str(path))).get("chat_template")
+        if isinstance(templates, list):
+            templates = {entry["name"]: entry["template"] for entry in templates}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not the settings of a tokenizer: {error}")) from None
-    return (found, path) if found else (None, None)
+    return (templates, path) if templates else (None, None)
 
 
 def check_template(

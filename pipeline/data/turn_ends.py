@@ -44,7 +44,7 @@ class TurnEnds:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The tokens that end a completion, the one that supervised training teaches first."""
+        """The tokens that end a completion, first the token that supervised training teaches."""
         return tuple(dict.fromkeys(text for text in (self.last, self.between) if text))
 
     @property
@@ -70,11 +70,11 @@ class _TurnEndFinder:
 
     def find(self) -> TurnEnds:
         try:
-            alone = self._rendered(_SAID)
+            alone = self._render(_SAID)
         except RENDER_ERRORS as error:
             return TurnEnds(why=f"it cannot render an answer: {error}")
-        before, found, tail = alone.rpartition(ANSWER)
-        if not found:
+        before, answer, tail = alone.rpartition(ANSWER)
+        if not answer:
             return TurnEnds(why="it renders no text of the assistant")
         if self._always_opens_an_answer():
             last, between, inner = self._before_an_opening(tail, self._openers(before))
@@ -93,7 +93,7 @@ class _TurnEndFinder:
         if followed.startswith(whole):
             return last, last, whole
         (marks, rest), (inner_marks, _) = self._run(whole), self._run(followed)
-        if not rest and (common := _common(marks, inner_marks)):
+        if not rest and (common := _common_beginning(marks, inner_marks)):
             return last, common[-1], self._begin(followed, len(common))
         replaced = bool(inner_marks) and self._ends_a_users_turn(inner_marks[0], openers)
         return last, "", self._begin(followed, int(replaced))
@@ -102,14 +102,14 @@ class _TurnEndFinder:
         """Return the same for a tail that also has the beginning of the next answer."""
         followed = self._tail_before_question()
         marks, rest = self._run(tail)
-        common = _common(marks, self._run(followed)[0])
+        common = _common_beginning(marks, self._run(followed)[0])
         while common and common[-1] in openers:
             common.pop()
         if common:
             return common[-1], common[-1], self._begin(followed, len(common))
         return (marks[-1] if marks and not rest.strip() and not openers & set(marks) else ""), "", ""
 
-    def _rendered(self, turns: list[Message], **options: Any) -> str:
+    def _render(self, turns: list[Message], **options: Any) -> str:
         """Return a rendered conversation that begins with a user's turn."""
         messages = [{"role": "user", "content": "?"}, *turns]
         return str(self._tokenizer.apply_chat_template(messages, **{**self._template_kwargs, "tokenize": False, **options}))
@@ -117,15 +117,15 @@ class _TurnEndFinder:
     def _tail_before_question(self) -> str:
         """Return the text between an answer and the next question; an empty text if no question can follow."""
         try:
-            _, _, tail = self._rendered(_ASKED, add_generation_prompt=True).partition(ANSWER)
+            _, _, tail = self._render(_ASKED, add_generation_prompt=True).partition(ANSWER)
         except RENDER_ERRORS:
             return ""
-        between, found, _ = tail.partition(QUESTION)
-        return between if found else ""
+        between, question, _ = tail.partition(QUESTION)
+        return between if question else ""
 
     def _always_opens_an_answer(self) -> bool:
         """Return whether `add_generation_prompt` has no effect."""
-        return self._rendered(_SAID) == self._rendered(_SAID, add_generation_prompt=True)
+        return self._render(_SAID) == self._render(_SAID, add_generation_prompt=True)
 
     def _openers(self, before: str) -> set[str]:
         """Return the tokens that begin turns: those before the first word of a conversation, but not the eos token."""
@@ -133,17 +133,17 @@ class _TurnEndFinder:
         return {*marks} - {str(self._tokenizer.eos_token)}
 
     def _ends_a_users_turn(self, mark: str, openers: set[str]) -> bool:
-        _, _, tail = self._rendered(_ASKED, add_generation_prompt=True).partition(QUESTION)
+        _, _, tail = self._render(_ASKED, add_generation_prompt=True).partition(QUESTION)
         return mark not in openers and self._run(tail)[0][:1] == [mark]
 
     def _end_of_call(self) -> str:
         """Return the token that ends a conversation whose last turn calls a tool, or an empty text."""
         try:
-            text = self._rendered([{"role": "assistant", "content": "", "tool_calls": [_CALL]}])  # type: ignore[typeddict-item]
+            text = self._render([{"role": "assistant", "content": "", "tool_calls": [_CALL]}])  # type: ignore[typeddict-item]
         except RENDER_ERRORS:
             return ""
-        _, found, tail = text.rpartition(_CALL["function"]["name"])
-        ends = [match for match in self._mark.finditer(tail) if not tail[match.end() :].strip()] if found else []
+        _, name, tail = text.rpartition(_CALL["function"]["name"])
+        ends = [match for match in self._mark.finditer(tail) if not tail[match.end() :].strip()] if name else []
         return ends[-1].group() if ends else ""
 
     def _run(self, text: str) -> tuple[list[str], str]:
@@ -162,6 +162,6 @@ class _TurnEndFinder:
         return text[: ends[count - 1]] if count else ""
 
 
-def _common(some: list[str], others: list[str]) -> list[str]:
+def _common_beginning(some: list[str], others: list[str]) -> list[str]:
     """Return the common beginning of two lists."""
-    return [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))]
+    return [item for item, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))]

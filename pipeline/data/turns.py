@@ -71,7 +71,7 @@ class AssistantTurns:
         before = 0
         for i, (begin, end) in zip(self._turns, spans, strict=True):
             if not before <= begin <= end:
-                raise _hidden(i)
+                raise _hidden_turn(i)
             if inside := [other for other, at in self._text_ends.items() if begin < at < end and other != i]:
                 raise TemplateRefusal(
                     f"the chat template writes text of message {inside[0]} inside message {i}, a turn of the assistant"
@@ -90,24 +90,24 @@ class AssistantTurns:
             if theirs is not None and ours is not None:
                 break
         else:
-            raise _hidden(i)
+            raise _hidden_turn(i)
         header = prompt[theirs:]
         if self._learn_prefilled and (prefilled := THINKING.search(header)):
             header = header[: prefilled.start()]
-        length, kept = _matched(self._split(self.text[ours : self._text_ends.get(i)]), self._split(header))
-        if not self._has_opening(i, before, header, kept) and not self._is_text_of(i, ours + length):
-            raise _hidden(i)
+        length, matched = _matching_lengths(self._split(self.text[ours : self._text_ends.get(i)]), self._split(header))
+        if not self._has_opening(i, before, header, matched) and not self._is_text_of(i, ours + length):
+            raise _hidden_turn(i)
         return ours + length
 
-    def _has_opening(self, i: int, before: int, header: str, kept: int) -> bool:
+    def _has_opening(self, i: int, before: int, header: str, matched: int) -> bool:
         """Return whether the conversation has enough of a header to open the turn of message i.
 
-        header: what the generation prompt writes after message `before`. kept: how many characters of it the conversation has;
-        the template may drop the rest later.
+        header: what the generation prompt writes after message `before`. matched: how many characters of the header the
+        conversation has; the template may drop the rest later.
         """
         closing = self._tail(self._messages[:i], before) or ""
-        _, closed = _matched(self._split(closing), self._split(header))
-        return bool(header[closed:kept].strip()) or not THINKING.sub("", header[closed:]).strip()
+        _, closed = _matching_lengths(self._split(closing), self._split(header))
+        return bool(header[closed:matched].strip()) or not THINKING.sub("", header[closed:]).strip()
 
     def _is_text_of(self, i: int, at: int) -> bool:
         content = (self._messages[i].get("content") or "").strip()
@@ -133,7 +133,7 @@ class AssistantTurns:
             return self._until_special(alone or "", len(alone or ""))
         if alone is None:
             return self._closing(followed, self._messages[i + 1])
-        same = _common(self._split(alone), self._split(followed))
+        same = _common_text(self._split(alone), self._split(followed))
         specials = [piece for piece in self._split(same) if piece in self._special]
         if specials and same != alone and self._always_opens(i):
             same = same[: same.rindex(specials[-1])]
@@ -196,9 +196,9 @@ class AssistantTurns:
         if mark.sub("", marked) != self.text:  # marks in all messages change more than they add: one message after the other
             measured = ((i, self._after(self._messages, i, self.text)) for i in range(len(self._messages)))
             return {i: end for i, end in measured if end is not None}
-        found = list(mark.finditer(marked))
-        lengths = itertools.accumulate((len(one.group()) for one in found), initial=0)
-        return {int(one[1]): one.start() - length for one, length in zip(found, lengths, strict=False)}
+        marks = list(mark.finditer(marked))
+        lengths = itertools.accumulate((len(match.group()) for match in marks), initial=0)
+        return {int(match[1]): match.start() - length for match, length in zip(marks, lengths, strict=False)}
 
     def _tail(self, messages: list[Message], i: int, **options: Any) -> str | None:
         """Return what the template writes after the last text of message i; None if it writes no text of it, or refuses."""
@@ -215,11 +215,11 @@ class AssistantTurns:
 
     def _marked(self, message: Message, i: int) -> Message:
         """Return message i with its mark at the end of each of its texts, or of names if it has no other texts."""
-        mark, given = self._mark_of(i), {key: message[key] for key in FIELDS if message.get(key)}
+        mark, fields = self._mark_of(i), {key: message[key] for key in FIELDS if message.get(key)}
         trailing = message["role"] == "assistant"
-        marked = {key: _marked(value, mark, trailing) for key, value in given.items()}
-        if marked == given:
-            marked = {key: _marked(value, mark, trailing, names=True) for key, value in given.items()}
+        marked = {key: _marked(value, mark, trailing) for key, value in fields.items()}
+        if marked == fields:
+            marked = {key: _marked(value, mark, trailing, names=True) for key, value in fields.items()}
         return {**message, **marked}
 
     def _split(self, text: str) -> list[str]:
@@ -238,19 +238,19 @@ def _marked(value: Any, mark: str, trailing: bool, names: bool = False) -> Any:
     if isinstance(value, list):
         return [_marked(item, mark, trailing, names) for item in value]
     if isinstance(value, dict):
-        kept = ("id", "type") if names else ("id", "type", "name")
-        return {key: item if key in kept else _marked(item, mark, trailing, names) for key, item in value.items()}
+        unmarked = ("id", "type") if names else ("id", "type", "name")
+        return {key: item if key in unmarked else _marked(item, mark, trailing, names) for key, item in value.items()}
     return value
 
 
-def _common(one: list[str], other: list[str]) -> str:
+def _common_text(first: list[str], second: list[str]) -> str:
     """Return the text of the pieces that both begin with."""
-    pairs = zip(one, other, strict=False)
+    pairs = zip(first, second, strict=False)
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _matched(ours: list[str], theirs: list[str]) -> tuple[int, int]:
-    """Return how many characters of two lists of pieces agree, but for white space that one alone has between pieces."""
+def _matching_lengths(ours: list[str], theirs: list[str]) -> tuple[int, int]:
+    """Return how many characters of each list of pieces agree, but for white space that only one list has between pieces."""
     a = b = 0
     ends = (0, 0)
     while a < len(ours) and b < len(theirs):
@@ -266,7 +266,7 @@ def _matched(ours: list[str], theirs: list[str]) -> tuple[int, int]:
     return len("".join(ours[: ends[0]])), len("".join(theirs[: ends[1]]))
 
 
-def _hidden(message: int) -> TemplateRefusal:
+def _hidden_turn(message: int) -> TemplateRefusal:
     return TemplateRefusal(
         f"the chat template hides where message {message}, a turn of the assistant, begins. Try {{% generation %}} around the"
         " assistant's text in policy.tokenizer.chat_template"

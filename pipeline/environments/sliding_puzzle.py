@@ -73,10 +73,10 @@ class SlidingPuzzle(BuiltinEnvironment):
     def step(self, game: Game, text: str) -> Outcome:
         actions = self._action.findall(text)
         if not actions:
-            return self._reply(game, f"{puzzle.shown(game.board)}\n\nNo action found, so no move made.", invalid=True)
+            return self._reply(game, f"{puzzle.board_text(game.board)}\n\nNo action found, so no move made.", invalid=True)
         action: str = actions[-1].strip().lower()
         if action == "view":
-            return self._reply(game, puzzle.shown(game.board))
+            return self._reply(game, puzzle.board_text(game.board))
         game.moves += 1
         after, words = _act(game.board, INITIALS.get(action, action))
         if after is not None:
@@ -88,7 +88,7 @@ class SlidingPuzzle(BuiltinEnvironment):
         return self._reply(game, words)
 
     def _reply(self, game: Game, words: str, invalid: bool = False) -> Outcome:
-        reply = words if self._arguments.tells == "words" else puzzle.shown(game.board)
+        reply = words if self._arguments.tells == "words" else puzzle.board_text(game.board)
         content = self._arguments.observation.replace("{}", reply)
         return Outcome(0.0, _metrics(game, invalid=invalid), {"role": self._arguments.role, "content": content})
 

@@ -39,7 +39,7 @@ class EngineJudge:
         Raises RecipeError if the judge has no chat template that renders what the user says.
         """
         if not tokenizer.chat_template:
-            message = f"got null, and the judge's tokenizer {tokenizer.name_or_path} has no chat template; expected one"
+            message = f"got null; expected a chat template, since the judge's tokenizer {tokenizer.name_or_path} has none"
             raise RecipeError(Problem("evaluate.judge.tokenizer.chat_template", "missing-value", message))
         self._options = policy.tokenizer.chat_template_kwargs or {}
         check_template(tokenizer, self._options, "evaluate.judge.tokenizer.chat_template")

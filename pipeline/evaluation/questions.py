@@ -61,8 +61,8 @@ class Format:
         """Columns that every record must have with these arguments, checked before submission."""
         return self.columns
 
-    def places(self, records: Sequence[Record]) -> Sequence[int]:
-        """Return the places of the records to ask; all of them unless a format leaves some out."""
+    def indices(self, records: Sequence[Record]) -> Sequence[int]:
+        """Return the indices of the records to ask: all, unless a format leaves some out."""
         return range(len(records))
 
     @abstractmethod

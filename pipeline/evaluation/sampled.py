@@ -85,10 +85,10 @@ class GenerationTask:
 
 
 def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:
-    """Return 1 if the most frequent answer scores 1, else 0; of n equally frequent ones each counts 1/n.
+    """Return 1 if the most frequent answer scores 1, else 0; n equally frequent answers count 1/n each.
 
-    extracted: the answer that was found in each sample, "" if none, which has no vote. All right answers are one answer, since
-    they equal the expected one: 0.5 and 1/2.
+    extracted: the answer of each sample; "" for a sample without an answer, which has no vote. Correct answers are pooled,
+    however they are written (0.5, 1/2).
     """
     right = [score >= 1 for score in scores]
     votes = Counter(

@@ -52,7 +52,7 @@ def read(name: str, task: TaskConfig) -> TaskData:
     dropped = DroppedQuestions(task.data.bad_records == "drop")
     records = _usable(key, form, _records(f"{key}.data", task, task.data.split), dropped)
     with _named(f"{key}.data"):
-        places = form.places(records)
+        places = form.indices(records)
     chosen = [places[number] for number in _selected(len(places), task)]
     questions = _with_ids([_question(key, form, records, index) for index in chosen], records)
     return TaskData(questions, _examples(key, task, form, records, questions), dropped)

@@ -31,8 +31,8 @@ class ScoringPlan:
     places: np.ndarray  # [E] int64: places in `tokens`, sorted by prefix
     starts: np.ndarray  # [prefixes + 1] int64: where each prefix begins in `places`
 
-    def scored(self, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of the tokens that these prefixes score, and for each the index of its prefix in `prefixes`."""
+    def score_indices(self, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (indices of the tokens that these prefixes score, index of each token's prefix in `prefixes`)."""
         counts = self.starts[prefixes + 1] - self.starts[prefixes]
         indices = np.repeat(np.arange(len(prefixes)), counts)
         within = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -44,23 +44,23 @@ def scoring_plan(requests: Sequence[LikelihoodRequest]) -> ScoringPlan:
     prompts = [np.asarray(request.tokens[:-1], np.int32) for request in requests]
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
     prefixes = [np.zeros(0, np.int64)] * len(prompts)
-    kept: list[int] = []
+    chosen: list[int] = []
     count, last, last_prefixes = 0, np.zeros(0, np.int32), np.zeros(0, np.int64)
     for i in order:
         shared = _common(last, prompts[i])
         fresh = len(prompts[i]) - shared
         prefixes[i] = np.concatenate([last_prefixes[:shared], np.arange(count, count + fresh)])
-        if kept and shared == len(last):
-            kept.pop()
-        kept.append(i)
+        if chosen and shared == len(last):
+            chosen.pop()
+        chosen.append(i)
         count += fresh
         last, last_prefixes = prompts[i], prefixes[i]
-    none = np.zeros(0, np.int64)
-    ends = np.concatenate([none, *(prefixes[i][request.first - 1 :] for i, request in enumerate(requests))])
-    tokens = np.concatenate([none, *(request.tokens[request.first :] for request in requests)])
+    empty = np.zeros(0, np.int64)
+    ends = np.concatenate([empty, *(prefixes[i][request.first - 1 :] for i, request in enumerate(requests))])
+    tokens = np.concatenate([empty, *(request.tokens[request.first :] for request in requests)])
     places = np.argsort(ends, kind="stable")
     starts = np.searchsorted(ends[places], np.arange(count + 1))
-    return ScoringPlan([prompts[i] for i in kept], [prefixes[i] for i in kept], ends, tokens, places, starts)
+    return ScoringPlan([prompts[i] for i in chosen], [prefixes[i] for i in chosen], ends, tokens, places, starts)
 
 
 def split(requests: Sequence[LikelihoodRequest], logprobs: np.ndarray, greedy: np.ndarray) -> list[Likelihood]:

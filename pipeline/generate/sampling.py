@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     """Return the int64 with the bits of the unsigned 64-bit `value`; torch's int64 arithmetic wraps, so only bits matter."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+_GAMMA = _to_signed(0x9E3779B97F4A7C15)
+_MIX_1 = _to_signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _to_signed(0x94D049BB133111EB)
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -55,7 +55,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)  # tokens drawn by earlier weights
 
-    def cached(self) -> np.ndarray:
+    def cached_tokens(self) -> np.ndarray:
         """Return the tokens in the cache, [length] int32."""
         return np.concatenate([self.request.tokens, np.array(self.tokens, np.int32)])[: self.length]
 
@@ -178,8 +178,8 @@ class TransformersBackend(GenerateBackend):
     def _end(self, row: _Row) -> tuple[str, str] | None:
         """Return how the last token ends a completion, its `finish` and `stop`; None if it goes on."""
         strings = row.request.sampling.stop
-        if strings and (found := self._stop_strings.find(row.tokens, 1, strings)):
-            return "stop", found.string
+        if strings and (match := self._stop_strings.find(row.tokens, 1, strings)):
+            return "stop", match.string
         if row.last in row.stop:
             return "stop", ""
         return ("length", "") if len(row.tokens) == row.limit else None
@@ -188,14 +188,14 @@ class TransformersBackend(GenerateBackend):
     @override
     def cut(self, ids: list[str]) -> list[Completion]:
         self._state.check_serves()
-        places = {row.request.id: place for place, row in enumerate(self._rows)}
+        row_of = {row.request.id: row_number for row_number, row in enumerate(self._rows)}
         waiting = {request.id for request, _ in self._waiting}
-        check_pending(ids, places.keys() | waiting)
+        check_pending(ids, row_of.keys() | waiting)
         empty = Completion("", np.zeros(0, np.int32), np.zeros(0, np.float32), (), "length")
         completions = [
-            self._completion(self._rows[places[id]], "length") if id in places else replace(empty, id=id) for id in ids
+            self._completion(self._rows[row_of[id]], "length") if id in row_of else replace(empty, id=id) for id in ids
         ]
-        self._remove(sorted({places[id] for id in ids if id in places}))
+        self._remove(sorted({row_of[id] for id in ids if id in row_of}))
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0].id not in set(ids))
         return completions
 
@@ -222,23 +222,23 @@ class TransformersBackend(GenerateBackend):
         )  # padded on the right
         for row, request in zip(inputs, requests, strict=True):
             row[: len(request.tokens) - 1] = request.tokens[:-1]
-        kept = min(request.first for request in requests) - 1  # no logits before it
+        skipped = min(request.first for request in requests) - 1  # no logits before it
         positions = torch.arange(inputs.shape[1], device=self._device)
         logits = self._model(
             input_ids=torch.from_numpy(inputs).to(self._device),
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=positions[kept:],
+            logits_to_keep=positions[skipped:],
         ).logits.float()
         best, totals = logits.argmax(-1), logits.logsumexp(-1)  # each [R, length - kept]
-        found = []
+        likelihoods = []
         for row, request in enumerate(requests):
-            places = slice(request.first - 1 - kept, len(request.tokens) - 1 - kept)
+            places = slice(request.first - 1 - skipped, len(request.tokens) - 1 - skipped)
             tokens = torch.from_numpy(np.asarray(request.tokens[request.first :], np.int64)).to(self._device)
             logprobs = logits[row, places].gather(-1, tokens[:, None])[:, 0] - totals[row, places]
             greedy = best[row, places] == tokens
-            found.append(Likelihood(request.id, logprobs.cpu().numpy(), greedy.cpu().numpy()))
-        return found
+            likelihoods.append(Likelihood(request.id, logprobs.cpu().numpy(), greedy.cpu().numpy()))
+        return likelihoods
 
     @override
     def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
@@ -267,7 +267,7 @@ class TransformersBackend(GenerateBackend):
             if recompute_kv_cache:
                 row.prefilled_by = version
         if recompute_kv_cache:
-            self._prefill([place for place, row in enumerate(self._rows) if row.length])
+            self._prefill([index for index, row in enumerate(self._rows) if row.length])
             self._draws = None  # the prefill has overwritten the cache's `rows`
         self._version = version
         self._state.commit()
@@ -331,7 +331,7 @@ class TransformersBackend(GenerateBackend):
         lengths = [self._rows[index].length for index in indices]
         tokens = np.zeros((len(indices), max(lengths)), dtype=np.int64)  # padded on the right, where causal attention hides it
         for row, index, length in zip(tokens, indices, lengths, strict=True):
-            row[:length] = self._rows[index].cached()
+            row[:length] = self._rows[index].cached_tokens()
         self._cache.rows, self._cache.positions = torch.tensor(indices, device=self._device), None
         inputs = torch.from_numpy(tokens).to(self._device)
         positions = torch.arange(tokens.shape[1], device=self._device)[None]
@@ -380,15 +380,15 @@ class TransformersBackend(GenerateBackend):
         if not ended:
             return
         rows = self._rows
-        kept = len(rows) - len(ended)
-        holes = [index for index in ended if index < kept]
+        remaining = len(rows) - len(ended)
+        holes = [index for index in ended if index < remaining]
         gone = set(ended)
-        movers = [index for index in range(kept, len(rows)) if index not in gone]
+        movers = [index for index in range(remaining, len(rows)) if index not in gone]
         if movers:
             self._cache.copy(movers, holes, max(rows[index].length for index in movers))
         for mover, hole in zip(movers, holes, strict=True):
             rows[hole] = rows[mover]
-        del rows[kept:]
+        del rows[remaining:]
         self._draws = None
 
     def _completion(self, row: _Row, finish: str, stop: str = "") -> Completion:

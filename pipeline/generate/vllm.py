@@ -321,7 +321,7 @@ def _spans(versions: list[WeightVersionSpan] | None) -> tuple[VersionSpan, ...]:
 def _arguments(
     policy: PolicyConfig, config: Any, engine_ranks: int, seed: int, adapters: ServedAdapters | None
 ) -> dict[str, Any]:
-    """Return the engine's arguments, named as those of vllm.LLM. `vllm_kwargs` comes last and overrides."""
+    """Return the engine's arguments, by their names in vllm.LLM. `vllm_kwargs` comes last and overrides."""
     generation, vllm_cfg = policy.generation, policy.generation.vllm_cfg
     stages = vllm_cfg.pipeline_parallel_size
     tensor_ranks = engine_ranks // stages

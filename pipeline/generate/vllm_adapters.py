@@ -49,7 +49,7 @@ class VLLMAdapters:
     request = LoRARequest("policy", _ID, "refit")  # of every request; nothing is read from the path
 
     def __init__(self, adapters: ServedAdapters, runner: Any, precision: torch.dtype, device: torch.device) -> None:
-        """Allocate memory for the adapters. Raises RecipeError if vLLM's LoRA does not apply to one of their layers."""
+        """Allocate memory for the adapters. Raises RecipeError if vLLM's LoRA does not apply to an adapted layer."""
         self._adapters, self._precision = adapters, precision
         self._manager = runner.lora_manager._adapter_manager
         model = self._manager.model

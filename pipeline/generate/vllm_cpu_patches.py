@@ -36,7 +36,9 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
     """Return `apply` with expert numbers mapped to this rank's own."""
 
     @functools.wraps(apply)
-    def patched(self, *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **others) -> None:
+    def apply_local(
+        self, *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **others
+    ) -> None:
         """Apply the experts of this rank.
 
         expert_map: [experts of the model] int32: the local number of each; -1 for those of other ranks.
@@ -47,18 +49,18 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
             topk_ids = local.clamp(min=0).to(topk_ids.dtype)
         apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
 
-    return patched
+    return apply_local
 
 
 def _without_adapters(post_init: Callable[..., None]) -> Callable[..., None]:
     """Return `post_init` of the configuration of experts that have no adapters."""
 
     @functools.wraps(post_init)
-    def patched(self) -> None:
+    def post_init_without_adapters(self) -> None:
         self.is_lora_enabled = False
         post_init(self)
 
-    return patched
+    return post_init_without_adapters
 
 
 def _expand(

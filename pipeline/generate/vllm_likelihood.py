@@ -83,11 +83,11 @@ class _LikelihoodScorer:
         """Score what a batch's states [rows, hidden size] allow."""
         rows, prefixes = [], []
         for part in batch:
-            passed = self.prefixes[part.request][part.position : part.position + part.count]
-            found = np.flatnonzero(self._left[passed])
-            self._left[passed[found]] = False
-            rows.append(part.row + found)
-            prefixes.append(passed[found])
+            part_prefixes = self.prefixes[part.request][part.position : part.position + part.count]
+            unscored = np.flatnonzero(self._left[part_prefixes])
+            self._left[part_prefixes[unscored]] = False
+            rows.append(part.row + unscored)
+            prefixes.append(part_prefixes[unscored])
         if not rows:
             return
         all_rows, all_prefixes = torch.from_numpy(np.concatenate(rows)).to(hidden.device), np.concatenate(prefixes)
@@ -97,7 +97,7 @@ class _LikelihoodScorer:
 
     def _take(self, logits: torch.Tensor, prefixes: np.ndarray) -> None:
         """Score the tokens after these prefixes. logits: [prefixes, vocabulary] float32."""
-        places, indices = self._plan.scored(prefixes)
+        places, indices = self._plan.score_indices(prefixes)
         tokens = torch.from_numpy(self._plan.tokens[places]).to(logits.device)
         rows = torch.from_numpy(indices).to(logits.device)
         logprobs = logits[rows, tokens] - logits.logsumexp(-1)[rows]

@@ -25,7 +25,7 @@ class EngineReadings:
             manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()  # the scheduler does not reset it
         preempt, reset = scheduler._preempt_request, scheduler.reset_prefix_cache
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def count_and_preempt(*args: Any, **kwargs: Any) -> Any:
             self._preemptions += not self._resetting  # new weights preempt every request on purpose
             return preempt(*args, **kwargs)
 
@@ -36,7 +36,7 @@ class EngineReadings:
             finally:
                 self._resetting = False
 
-        scheduler._preempt_request, scheduler.reset_prefix_cache = counted, resetting
+        scheduler._preempt_request, scheduler.reset_prefix_cache = count_and_preempt, resetting
 
     def read(self) -> dict[str, float]:
         """Return the readings, as `pipeline.monitor.readings` names them."""

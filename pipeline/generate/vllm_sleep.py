@@ -59,13 +59,13 @@ def unregistered_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     Left out are those that share memory with a parameter, a buffer, or the KV cache, which vLLM binds to each attention layer.
     """
     caches = tree_leaves([module.__dict__.get("kv_cache") for module in model.modules()])
-    listed = {
+    registered = {
         _memory(tensor) for tensor in [*model.parameters(), *model.buffers(), *caches] if isinstance(tensor, torch.Tensor)
     }
     holders = [holder for module in model.modules() for holder in (module, module.__dict__.get("impl")) if holder is not None]
-    held = [value for holder in holders for value in vars(holder).values()]
-    found = {id(value): value for value in held if isinstance(value, torch.Tensor)}
-    return [tensor for tensor in found.values() if _memory(tensor) not in listed]
+    attributes = [value for holder in holders for value in vars(holder).values()]
+    tensors = {id(value): value for value in attributes if isinstance(value, torch.Tensor)}
+    return [tensor for tensor in tensors.values() if _memory(tensor) not in registered]
 
 
 def _memory(tensor: torch.Tensor) -> int:

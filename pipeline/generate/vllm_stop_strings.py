@@ -26,15 +26,15 @@ class _StopDetokenizer(IncrementalDetokenizer):
     @override
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
         super().update(new_token_ids, stop_terminated)
-        found = self._finder.find(self.token_ids, len(new_token_ids), self._stop)
-        if found is None:
+        match = self._finder.find(self.token_ids, len(new_token_ids), self._stop)
+        if match is None:
             return None
-        del self.token_ids[found.length :]
-        return found.string
+        del self.token_ids[match.length :]
+        return match.string
 
 
 class StopWatch:
-    """Watches requests for their stop strings. The tokenizer is loaded for the first one that has any."""
+    """Watches requests for their stop strings. The first request with stop strings loads the tokenizer."""
 
     def __init__(self, tokenizer: TokenizerConfig) -> None:
         self._finder = StopStrings(tokenizer)

@@ -43,7 +43,7 @@ from pipeline.models.precision import served_dtype
 
 
 class VLLMUpdate(WeightUpdate):
-    """A WeightUpdate of one rank. Only one update of a model may be in progress; `give_up` ends one that is not committed.
+    """A WeightUpdate of one rank. A model has at most one open update; `give_up` ends an update that is not committed.
 
     units: returns this rank's layout; called on first use. serve(version, recompute_kv_cache): called by the commit.
     """
@@ -73,7 +73,7 @@ class VLLMUpdate(WeightUpdate):
     @override
     def target(self, unit: str, tensor: str) -> torch.Tensor:
         if unit not in self._targets:
-            if unit not in self._unfinished():
+            if unit not in self._unfinished_units():
                 raise RuntimeError(f"unit '{unit}' is already finished in this update")
             self._targets[unit] = self._attempt(self._begin, unit)
         return self._targets[unit][tensor]
@@ -91,7 +91,7 @@ class VLLMUpdate(WeightUpdate):
             raise RuntimeError(f"unit '{unit}' is not open")
         self._attempt(self._end, unit)
         del self._targets[unit]
-        left = self._unfinished()
+        left = self._unfinished_units()
         left.remove(unit)
         if left:
             return
@@ -106,7 +106,7 @@ class VLLMUpdate(WeightUpdate):
     @override
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
         if not self._ready:
-            left = self._unfinished()
+            left = self._unfinished_units()
             raise RuntimeError(f"commit of version {version}: {len(left)} units are not finished; one is '{min(left)}'")
         self._serve(version, recompute_kv_cache)
 
@@ -115,7 +115,7 @@ class VLLMUpdate(WeightUpdate):
         for unit in list(self._targets):
             self._put_back(unit)
 
-    def _unfinished(self) -> set[str]:
+    def _unfinished_units(self) -> set[str]:
         if self._left is None:
             self._left = {name for name, described in self._units().items() if described.unit.regions}
         return self._left

@@ -44,15 +44,15 @@ class CheckpointLoader(DefaultModelLoader):
         folder, _, safetensors, _ = self._prepare_weights(
             source.model_or_path, source.subfolder, source.revision, source.fall_back_to_pt, patterns
         )
-        found = read_weight_files(Path(folder)) if safetensors and patterns is None else WeightFiles()
-        if found.faults:
-            name, fault = next(iter(found.faults.items()))
+        weight_files = read_weight_files(Path(folder)) if safetensors and patterns is None else WeightFiles()
+        if weight_files.faults:
+            name, fault = next(iter(weight_files.faults.items()))
             raise RecipeError(Problem("policy.model_name", "unavailable-model", f"{folder}/{name} {fault}"))
-        return self._read(found, source.prefix) if found.files else super()._get_weights_iterator(source)
+        return self._read(weight_files, source.prefix) if weight_files.files else super()._get_weights_iterator(source)
 
-    def _read(self, found: WeightFiles, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self, weight_files: WeightFiles, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         load = self.load_config
-        for path in found.files.values():
+        for path in weight_files.files.values():
             weights = safetensors_weights_iterator(
                 [str(path)],
                 load.use_tqdm_on_load,
@@ -62,5 +62,5 @@ class CheckpointLoader(DefaultModelLoader):
                 safetensors_prefetch_block_size=load.safetensors_prefetch_block_size,
             )
             for name, tensor in weights:
-                if name in found.tensors and found.tensors[name].path == path:
+                if name in weight_files.tensors and weight_files.tensors[name].path == path:
                     yield prefix + name, tensor

@@ -37,7 +37,7 @@ class Deadline:
         started: float,
         ends: Mapping[str, float],
         history: Iterable[Mapping[str, float]],
-        received: Callable[[], list[str]] = signals.received,
+        received: Callable[[], list[str]] = signals.received_names,
         now: Callable[[], float] = time.time,
     ):
         """Take the earliest end. history: the lines of metrics.jsonl that earlier attempts have written.

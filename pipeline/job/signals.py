@@ -36,7 +36,7 @@ def install(rank: int) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _nothing)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN if rank else _nothing)
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forked)
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
 
 
 def watch(path: Path) -> None:
@@ -65,7 +65,7 @@ def _release() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
-def _forked() -> None:
+def _restore_in_child() -> None:
     """Restore the defaults in a forked child: it shares the pipe, and its own SIGTERM must not count as the rank's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -77,7 +77,7 @@ def _nothing(_number: int, _frame: object) -> None:
     """Do nothing: the pipe has recorded the signal."""
 
 
-def received() -> list[str]:
+def received_names() -> list[str]:
     """Return the names of the signals received so far, in order, such as `SIGUSR2`. Callable from any thread."""
     with _lock:
         for reader in _pipe:
@@ -91,4 +91,4 @@ def received() -> list[str]:
 
 def terminating() -> bool:
     """Return whether SIGTERM was received."""
-    return "SIGTERM" in received()
+    return "SIGTERM" in received_names()

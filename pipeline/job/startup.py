@@ -110,10 +110,10 @@ class Startup:
         if self._path is None:
             return
         world = sum(map(len, self._components.values()))
-        told: dict[str, Any] = {"began": self._began, "here": len(self._heard()), "world": world}
-        told["stages"] = [[row.name, row.began, row.ended] for row in self._stages]
-        told["realms"] = {name: [[r.name, r.began, r.ended] for r in rows] for name, rows in self._rows.items() if rows}
-        text = json.dumps(told)
+        state: dict[str, Any] = {"began": self._began, "here": len(self._heard()), "world": world}
+        state["stages"] = [[row.name, row.began, row.ended] for row in self._stages]
+        state["realms"] = {name: [[r.name, r.began, r.ended] for r in rows] for name, rows in self._rows.items() if rows}
+        text = json.dumps(state)
         if text == self._written:
             return
         beside = self._path.with_name(f".{NAME}.{os.getpid()}")
@@ -129,8 +129,8 @@ def _change(rows: list[Row], now: float) -> None:
             row.ended = now
 
 
-def _activity(told: list[Doing]) -> str:
+def _activity(doings: list[Doing]) -> str:
     """Return what most of these ranks do. Waiting ranks count only if all of them wait."""
-    busy = [phase or verb for verb, phase in told if verb not in LED]
+    busy = [phase or verb for verb, phase in doings if verb not in LED]
     busy = [name for name in busy if not name.startswith("wait")]
     return Counter(busy or ["wait"]).most_common(1)[0][0]

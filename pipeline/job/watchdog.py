@@ -341,10 +341,10 @@ class Watchdog:
         with contextlib.suppress(Exception):  # only an addition to the message
             decode = msgspec.msgpack.Decoder(dict[str, float]).decode
             beats = [beat for beat, _ in dict(self._heard).values() if beat.node == node and beat.sample]
-            own = decode(self._heard[rank][0].sample) if rank in self._heard and self._heard[rank][0].sample else {}
+            sample = decode(self._heard[rank][0].sample) if rank in self._heard and self._heard[rank][0].sample else {}
             full = max((decode(beat.sample).get("node_memory", 0.0) for beat in beats), default=0.0)
-            if "rss_gb" in own:
-                yield f"its last sample: {own['rss_gb']:.3g} GB in its process, {node}'s host memory {full:.1%} full"
+            if "rss_gb" in sample:
+                yield f"its last sample: {sample['rss_gb']:.3g} GB in its process, {node}'s host memory {full:.1%} full"
         if warning := last_warning(self._world.info.folder, MEMORY_CHECKS, node):
             yield f"the last warning about memory, after step {warning['step']}: {warning['message']}"
 

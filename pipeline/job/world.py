@@ -108,7 +108,7 @@ class WorkerGroups:
         return cls(train, generate, engines, reward, colocated(recipe))
 
     def by_component(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of each component, none for one that the run does not have."""
+        """Return the ranks of each component; no ranks for a component that the run lacks."""
         return {"train": self.train, "generate": self.generate, "reward": self.reward}
 
     def name(self, rank: int) -> str:
@@ -226,19 +226,19 @@ def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, s
     """Set `store.relay`: the node's first rank starts the relay. Rank 0's node has none."""
     name = f"relay/{info.node}"
     if not store.check([name]):
-        own = str(info.rank).encode()
-        if store.compare_set(f"{name}/by", "", own) == own:
+        own_rank = str(info.rank).encode()
+        if store.compare_set(f"{name}/by", "", own_rank) == own_rank:
             interval_s, timeout_s = heartbeat_interval_s(info.size, silence_s), store.timeout_s
             store.relay_process, store.relay = relay.start(address, key, info.rank, interval_s, timeout_s)
             store.set(name, json.dumps(store.relay._asdict()))
             return
     try:
-        found = store.get(name)
+        address_text = store.get(name)
     except dist.DistStoreError:
         starter, waited_s = int(store.get(f"{name}/by")), store.timeout_s
         raise TimeoutError(f"verb 'join': rank {starter} has not started {info.node}'s relay within {waited_s:g} s") from None
-    if found:
-        store.relay = Address(**json.loads(found))
+    if address_text:
+        store.relay = Address(**json.loads(address_text))
 
 
 def wait_for_all(world: World, timeout_s: float) -> None:
@@ -297,8 +297,8 @@ def join(world: World) -> None:
     else:
         authenticator.install()
         _make_spanning(world)
-    own = (workers.train, *workers.engines, workers.reward)
-    for members in filter(None, own):  # every rank makes every group, in the same order
+    groups = (workers.train, *workers.engines, workers.reward)
+    for members in filter(None, groups):  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
         if world.rank in members:
             assert isinstance(group, dist.ProcessGroup)
@@ -344,8 +344,8 @@ def _open_paths(world: World) -> None:
     """
     sends = world.component == "train"
     operation = dist.isend if sends else dist.irecv
-    held = {peer: torch.zeros(1, device=world.carrier) for peer in _refit_peers(world)}
-    batch = [dist.P2POp(operation, tensor, peer, world.spanning) for peer, tensor in held.items()]
+    tensors = {peer: torch.zeros(1, device=world.carrier) for peer in _refit_peers(world)}
+    batch = [dist.P2POp(operation, tensor, peer, world.spanning) for peer, tensor in tensors.items()]
     for work in dist.batch_isend_irecv(batch) if batch else []:
         work.wait()
 

@@ -23,7 +23,7 @@ import numpy as np
 from pipeline import config
 from pipeline.algorithms.sections import RewardedConfig
 from pipeline.config import Recipe
-from pipeline.observe.warning_file import AGAIN_STEPS, append, cleared, warning
+from pipeline.observe.warning_file import AGAIN_STEPS, append, cleared_line, warning
 from pipeline.types import Rollout, RolloutGroup, Sample
 
 if TYPE_CHECKING:
@@ -237,4 +237,4 @@ class LearningMonitor:
                 yield warning(step, name, 0, "", message)
             elif not message and self._given.pop(name, None) is not None:
                 logger.info("step %d: the warning %s holds no longer", step, name)
-                yield cleared(step, name)
+                yield cleared_line(step, name)

@@ -312,7 +312,7 @@ def _record(
     if len(rollout.turns) > 1 or any(len(turn.observation) for turn in rollout.turns):
         turns = [
             {
-                "said": _said(turn.completion, tokenizer),
+                "said": _completion_text(turn.completion, tokenizer),
                 "told": tokenizer.decode(turn.observation),
                 "said_tokens": len(turn.completion.tokens),
                 "told_tokens": len(turn.observation),
@@ -326,7 +326,9 @@ def _record(
         "sample": sample,
         "prompt": text,
         "prompt_tokens": tokens,
-        "completion": tokenizer.decode(completion) if turns else "".join(_said(t.completion, tokenizer) for t in rollout.turns),
+        "completion": tokenizer.decode(completion)
+        if turns
+        else "".join(_completion_text(t.completion, tokenizer) for t in rollout.turns),
         "completion_tokens": completion.tolist(),
         **({"turns": turns} if turns else {}),
         "task": prompt.task,
@@ -340,7 +342,7 @@ def _record(
     }
 
 
-def _said(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+def _completion_text(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a completion, with its special tokens, up to its stop string."""
     text = str(tokenizer.decode(completion.tokens))
     return text.partition(completion.stop)[0] if completion.stop else text

@@ -87,10 +87,10 @@ class Timeline:
         """Record that the rank's activity changes to this one."""
         now = time.monotonic()
         since, old_verb, old_phase = self._now
-        found = category(old_verb, old_phase)
-        if found in WAITING:
+        category_of_phase = category(old_verb, old_phase)
+        if category_of_phase in WAITING:
             self._waited += now - since
-        if found == "environment":
+        if category_of_phase == "environment":
             self._environments += now - since
         self._ended.append((since - self._began, now - self._began, old_verb, old_phase))
         self._now = (now, verb, phase)
@@ -104,14 +104,14 @@ class Timeline:
         return self._reported[0] - before[0], self._reported[1] - before[1]
 
     def waited_s(self) -> tuple[float, float]:
-        """Return the seconds that the rank has waited, and those of them in which only environments worked, of the whole run.
+        """Return (seconds that the rank has waited in this run, seconds of these in which only environments worked).
 
         Another thread may ask.
         """
         waited, environments = self._waited, self._environments
         since, verb, phase = self._now
-        found, lasts = category(verb, phase), time.monotonic() - since
-        return waited + lasts * (found in WAITING), environments + lasts * (found == "environment")
+        kind, lasts = category(verb, phase), time.monotonic() - since
+        return waited + lasts * (kind in WAITING), environments + lasts * (kind == "environment")
 
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 
@@ -243,8 +243,8 @@ class Writer:
         return {"ph": "M", "name": "process_name", "pid": self._rank, "tid": self._rank, "args": args}
 
     def _step(self, at: float, step: int) -> dict[str, Any]:
-        place = {"pid": self._rank, "tid": self._rank, "ts": us(self._zero + at)}
-        return {"ph": "i", "name": f"step {step} ended", **place, "s": "g", "args": {"step": step}}
+        fields = {"pid": self._rank, "tid": self._rank, "ts": us(self._zero + at)}
+        return {"ph": "i", "name": f"step {step} ended", **fields, "s": "g", "args": {"step": step}}
 
     def _text(self, span: Span) -> str:
         return _text(span.event(self._rank, self._rank, self._zero))

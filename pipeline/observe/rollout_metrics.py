@@ -1,4 +1,4 @@
-"""Combine the metrics of a step's updates, and compute those of its rollouts: means, accuracy, pass@k."""
+"""Combine the metrics of a step's updates, and compute metrics of its rollouts: means, accuracy, pass@k."""
 
 from __future__ import annotations
 
@@ -45,10 +45,13 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
     for name in sorted({name for rollout in judged for name in rollout.metrics}):
         values[name] = _mean([rollout.metrics[name] for rollout in judged if name in rollout.metrics])
     if "accuracy" in values:
-        told = {group.prompt.environment for group in groups if any("accuracy" in one.metrics for one in group.rollouts)}
-        asked = [one for group in groups if group.prompt.environment in told for one in group.rollouts if not one.failure]
-        said = [one.metrics.get("accuracy", 0.0 if one.broke else None) for one in asked]
-        values["accuracy"] = _mean([value for value in said if value is not None])
+        environments = {
+            group.prompt.environment for group in groups if any("accuracy" in rollout.metrics for rollout in group.rollouts)
+        }
+        scoring = [group for group in groups if group.prompt.environment in environments]
+        scored = [rollout for group in scoring for rollout in group.rollouts if not rollout.failure]
+        accuracies = [rollout.metrics.get("accuracy", 0.0 if rollout.broke else None) for rollout in scored]
+        values["accuracy"] = _mean([value for value in accuracies if value is not None])
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 

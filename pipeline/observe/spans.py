@@ -29,11 +29,11 @@ ENVIRONMENTS = ("environment", "reward")
 
 @cache
 def category(verb: str, phase: str) -> str:
-    """Return one of CATEGORIES."""
+    """Return the category of an activity: an entry of CATEGORIES."""
     if phase.startswith("wait"):
         return "wait"
-    found = VERB_CATEGORIES.get(verb, "other")
-    return "environment" if found == "rollout" and phase in ENVIRONMENTS else found
+    name = VERB_CATEGORIES.get(verb, "other")
+    return "environment" if name == "rollout" and phase in ENVIRONMENTS else name
 
 
 @dataclass
@@ -119,10 +119,10 @@ def span(event: dict[str, Any], shift_s: float = 0.0) -> Span:
     """Return the span of an event that `Span.event` made, shifted by `shift_s`. A merged span keeps only its main name."""
     begin = event["ts"] / 1e6 + shift_s
     verb, _, phase = event["name"].partition(": ")
-    found = Span.of(begin, begin + event["dur"] / 1e6, verb, phase)
+    merged = Span.of(begin, begin + event["dur"] / 1e6, verb, phase)
     if "args" in event:
-        found.count, found.categories = event["args"]["merged"], event["args"]["seconds"]
-    return found
+        merged.count, merged.categories = event["args"]["merged"], event["args"]["seconds"]
+    return merged
 
 
 class Merger:

@@ -32,7 +32,7 @@ class TensorBoardWriter:
         self._size = 0
 
     @property
-    def shown(self) -> int:
+    def last_step(self) -> int:
         """The last step that has events; -1 if none."""
         return self._shown
 
@@ -41,7 +41,7 @@ class TensorBoardWriter:
         self._shown = min(self._shown, step - 1)
 
     def show(self, lines: list[dict[str, Any]]) -> None:
-        """Write the lines after step `shown`, in order of steps. Raises OSError; the caller may then repeat the call."""
+        """Write the lines after `last_step`, in order of steps. Raises OSError; the caller may then repeat the call."""
         path = self._path or self._begin()
         events = [
             Event(

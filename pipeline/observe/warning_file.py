@@ -28,7 +28,7 @@ def warning(step: int, check: str, rank: int, node: str, message: str) -> dict[s
     return {"time": time.time(), "step": step, "check": check, "rank": rank, "node": node, "message": message}
 
 
-def cleared(step: int, check: str) -> dict[str, Any]:
+def cleared_line(step: int, check: str) -> dict[str, Any]:
     """Return the line that ends the warnings of a check."""
     return {"time": time.time(), "step": step, "check": check, "cleared": True}
 
@@ -38,13 +38,13 @@ def append(file: Path, lines: Sequence[dict[str, Any]]) -> None:
     if lines:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as out:
-            out.write(redacted("".join(json.dumps(each) + "\n" for each in lines)))
+            out.write(redacted("".join(json.dumps(line) + "\n" for line in lines)))
 
 
 def last_warning(attempt: Path, checks: Sequence[str], node: str) -> dict[str, Any] | None:
     """Return the last warning of some checks on a node, from an attempt's folder; None without any that can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         lines = [json.loads(line) for line in (attempt / FILE).read_text(errors="replace").splitlines()]
-        found = [line for line in lines if line["check"] in checks and line.get("node") == node and "message" in line]
-        return found[-1] if found else None
+        warnings = [line for line in lines if line["check"] in checks and line.get("node") == node and "message" in line]
+        return warnings[-1] if warnings else None
     return None

@@ -29,18 +29,18 @@ def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> t
     ranks first; each levels its load over what the others put on its ranks: coordinate descent on a convex sum of squares.
     """
     load = np.zeros(ranks)
-    found = [np.zeros(len(members)) for members in sets]
+    shares = [np.zeros(len(members)) for members in sets]
     order = np.argsort([len(members) for members in sets], kind="stable")
     for _ in range(_SWEEPS):
         before = load.copy()
         for i in order:
             members = sets[i]
-            others = load[members] - found[i]
-            found[i] = np.maximum(_level(others, float(demand[i])) - others, 0.0)
-            load[members] = others + found[i]
+            others = load[members] - shares[i]
+            shares[i] = np.maximum(_level(others, float(demand[i])) - others, 0.0)
+            load[members] = others + shares[i]
         if np.abs(load - before).max(initial=0.0) <= _SETTLED * load.max(initial=0.0):
             break
-    return found, load
+    return shares, load
 
 
 def _level(loads: np.ndarray, amount: float) -> float:

@@ -56,7 +56,7 @@ class BroadcastRefit(Refit):
         table: list[BucketEntry] = []
         size = 0
         for name, tensor in weights:
-            grown = _padded(tensor.nbytes)
+            grown = _padded_size(tensor.nbytes)
             if table and size + grown > self._bucket_bytes:
                 self._flush(table, bucket[:size])
                 table, size = [], 0
@@ -88,7 +88,7 @@ class BroadcastRefit(Refit):
     def _receive_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         while table := self._receive_table():
             last = table[-1]
-            size = last.offset + _padded(_bytes(last))
+            size = last.offset + _padded_size(_bytes(last))
             bucket = torch.empty(
                 size, dtype=torch.uint8, device=self._world.carrier
             )  # a new one: the engine may keep views of it
@@ -126,5 +126,5 @@ def _bytes(entry: BucketEntry) -> int:
     return torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

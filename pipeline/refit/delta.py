@@ -20,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from pipeline.refit.digest import WORD_BYTES, RefitError
-from pipeline.refit.endpoints import Message, ReceiveEndpoint, SendEndpoint, padded
+from pipeline.refit.endpoints import Message, ReceiveEndpoint, SendEndpoint, padded_size
 from pipeline.refit.transfer import Encoding, PeerChannel, PeerTensors, PendingMessages, StageTimer
 
 FULL, BITMAP, GAPS8, GAPS16 = range(4)
@@ -41,16 +41,16 @@ def encode(new: torch.Tensor, base: torch.Tensor | None, out: torch.Tensor) -> i
     """
     count = new.numel()
     if base is not None:
-        places = changed(new, base)
+        places = changed_positions(new, base)
         if len(places) < count // 8:
-            mode, places = _bridged(places, new.itemsize)
+            mode, places = _bridge_gaps(places, new.itemsize)
             where = torch.diff(places, prepend=places.new_full((1,), -1)).sub_(1).to(_GAP[mode])  # int16 wraps
         else:
             mode, where = BITMAP, _bitmap(places, count)
         code = len(places) * _MODES + mode
-        if encoded_bytes(code, count, new.itemsize) < padded(new.nbytes):
+        if encoded_bytes(code, count, new.itemsize) < padded_size(new.nbytes):
             out[: where.nbytes].view(where.dtype).copy_(where)
-            start = padded(where.nbytes)
+            start = padded_size(where.nbytes)
             torch.index_select(new, 0, places, out=out[start : start + len(places) * new.itemsize].view(new.dtype))
             return code
     out[: new.nbytes].view(new.dtype).copy_(new)
@@ -63,7 +63,7 @@ def encoded_bytes(code: int, count: int, itemsize: int) -> int:
     if not 0 <= sent <= count or (mode == FULL and sent != count):
         raise RefitError(f"delta: a message announces {sent} of {count} entries")
     where = {FULL: 0, BITMAP: -(-count // 8), GAPS8: sent, GAPS16: 2 * sent}[mode]
-    return padded(where) + padded(sent * itemsize)
+    return padded_size(where) + padded_size(sent * itemsize)
 
 
 def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -72,7 +72,7 @@ def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) ->
     Raises RefitError if the places are not of this item.
     """
     sent, mode = divmod(code, _MODES)
-    start = len(body) - padded(sent * precision.itemsize)
+    start = len(body) - padded_size(sent * precision.itemsize)
     values = body[start : start + sent * precision.itemsize].view(precision)
     if mode == FULL:
         return None, values
@@ -88,8 +88,8 @@ def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) ->
     return places, values
 
 
-def changed(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return the places whose bits differ, ascending, [k] int64. new, base: [n]."""
+def changed_positions(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the positions whose bits differ, ascending, [k] int64. new, base: [n]."""
     lanes = WORD_BYTES // new.itemsize
     kind = _INTEGERS[new.itemsize]
     new, base = new.view(kind), base.view(kind)
@@ -103,8 +103,8 @@ def changed(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return torch.cat([differ[row] * lanes + lane, tail])
 
 
-def _bridged(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
-    """Return (GAPS8 or GAPS16, whichever is smaller; the places, with added ones such that every gap fits)."""
+def _bridge_gaps(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
+    """Return (GAPS8 or GAPS16, whichever is smaller; the positions, with additional positions such that every gap fits)."""
     gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
     bridges = {mode: int((gaps >> bits).sum()) for mode, bits in _GAP_BITS.items()}
     mode = min(bridges, key=lambda mode: (len(places) + bridges[mode]) * (_GAP[mode].itemsize + itemsize))
@@ -119,7 +119,7 @@ def _bridged(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
 
 def _bitmap(places: torch.Tensor, count: int) -> torch.Tensor:
     """Return the bitmap of the places, [ceil(count / 8)] uint8."""
-    mask = torch.zeros(padded(count), dtype=torch.uint8, device=places.device)
+    mask = torch.zeros(padded_size(count), dtype=torch.uint8, device=places.device)
     mask[places] = 1
     return ((mask.view(torch.int64) * _BITS) >> 56).to(torch.uint8)
 
@@ -174,7 +174,7 @@ class DeltaEncoding(Encoding):
         if not sends.relays:
             self._starts = [0]
             for size in sends.sizes:
-                self._starts.append(self._starts[-1] + padded(size))
+                self._starts.append(self._starts[-1] + padded_size(size))
             if bases.sent is None:
                 bases.sent = torch.empty(self._starts[-1], dtype=torch.uint8, device=self._channel.device)
             self._scratch = torch.empty(max(sends.sizes, default=0), dtype=torch.uint8, device=self._channel.device)
@@ -210,9 +210,9 @@ class DeltaEncoding(Encoding):
             self._timer.lap("digest")
             new = view.view(-1)
             assert self._bases.sent is not None  # only relays have none
-            kept = self._bases.sent[self._starts[item] : self._starts[item] + size].view(dtype)
-            codes.append(encode(new, kept if self._base else None, room[at:]))
-            kept.copy_(new)
+            base = self._bases.sent[self._starts[item] : self._starts[item] + size].view(dtype)
+            codes.append(encode(new, base if self._base else None, room[at:]))
+            base.copy_(new)
             at += encoded_bytes(codes[-1], len(new), dtype.itemsize)
         self._add(message.peer, room[:at])
         self._timer.lap("pack")

@@ -135,11 +135,11 @@ def compare(
     if not wrong and not len(unreported):
         return
     tensors = np.unique(np.concatenate([unreported, *wrong.values()]))
-    found = [f"generate rank {rank} differs in {_list(names, which)}" for rank, which in sorted(wrong.items())]
-    found += [f"no rank of one end reports {_list(names, unreported)}"] * bool(len(unreported))
+    differences = [f"generate rank {rank} differs in {_list(names, which)}" for rank, which in sorted(wrong.items())]
+    differences += [f"no rank of one end reports {_list(names, unreported)}"] * bool(len(unreported))
     raise RefitError(
         f"digest of version {version}: {len(tensors)} of {len(np.unique(plan.key_tensor))} tensors did not arrive as they were"
-        f" sent: {'; '.join(found)}"
+        f" sent: {'; '.join(differences)}"
     )
 
 

@@ -61,7 +61,7 @@ class Endpoint:
         self.items = items
         self.regions = [regions[row] if row >= 0 else None for row in items.row.tolist()]
         self.dtypes = [served_dtype(regions[row].name, precision) for row in rows]
-        dims = [len(held.box.size) if held else 0 for held in self.regions]
+        dims = [len(region.box.size) if region else 0 for region in self.regions]
         self.shapes = [tuple(size[:d]) for size, d in zip(items.size.tolist(), dims, strict=True)]
         self.numels = items.size.prod(axis=1).tolist()
         self.strides, self._offsets = _places(items, regions, dims)
@@ -101,9 +101,9 @@ class Endpoint:
         """Return the memory in which a message is packed or received, [bytes] uint8."""
         return self._staging[round % len(self._staging)][message.at : message.at + message.starts[-1]]
 
-    def staged(self, message: Message, place: int, round: int) -> torch.Tensor:
+    def staging_view(self, message: Message, position: int, round: int) -> torch.Tensor:
         """Return the staging memory of an item, [numel] of the transfer dtype."""
-        start, item = message.starts[place], message.items[place]
+        start, item = message.starts[position], message.items[position]
         return self.room(message, round)[start : start + self.sizes[item]].view(self.dtypes[item])
 
     def part(self, message: Message, first: int, last: int, round: int) -> torch.Tensor:
@@ -112,9 +112,9 @@ class Endpoint:
         return self.room(message, round)[message.starts[first] : end]
 
     def _region(self, item: int) -> Region:
-        found = self.regions[item]
-        assert found is not None  # only relayed items have none
-        return found
+        region = self.regions[item]
+        assert region is not None  # only relayed items have none
+        return region
 
     def _view(self, tensor: torch.Tensor, item: int) -> torch.Tensor:
         return tensor.as_strided(self.shapes[item], self.strides[item], tensor.storage_offset() + self._offsets[item])
@@ -151,12 +151,12 @@ class SendEndpoint(Endpoint):
 
     def places(self) -> dict[int, list[int]]:
         """Return, by receiver, the byte offset of its message of each round in the whole staging memory; -1 if it has none."""
-        found = {peer: [-1] * len(self.messages) for peer in self.peers}
+        offsets = {peer: [-1] * len(self.messages) for peer in self.peers}
         for round, messages in enumerate(self.messages):
             start = round % len(self._staging) * len(self._staging[0])
             for message in messages:
-                found[message.peer][round] = start + message.at
-        return found
+                offsets[message.peer][round] = start + message.at
+        return offsets
 
     def view(self, item: int) -> torch.Tensor:
         """Return an item in this rank's tensors, in its shape on disk. Not for items that the rank relays."""
@@ -213,12 +213,12 @@ class ReceiveEndpoint(Endpoint):
 
         Raises RefitError if its dtype cannot hold the transfer dtype.
         """
-        held = self._region(item)
-        target = self._update.target(self._unit_of[item], held.tensor)
+        region = self._region(item)
+        target = self._update.target(self._unit_of[item], region.tensor)
         if torch.promote_types(target.dtype, self.dtypes[item]) != target.dtype:
             raise RefitError(
-                f"{held.name} is sent as {self.dtypes[item]} (policy.precision),"
-                f" which the engine's {held.tensor} in {target.dtype} cannot hold"
+                f"{region.name} is sent as {self.dtypes[item]} (policy.precision),"
+                f" which the engine's {region.tensor} in {target.dtype} cannot hold"
             )
         return self._view(target, item)
 
@@ -227,7 +227,7 @@ class ReceiveEndpoint(Endpoint):
         return self._update.in_place(self._unit_of[item])
 
     def finish(self, round: int) -> None:
-        """Finish the units of which the whole engine has everything after this round."""
+        """Finish the units that are complete on every rank of the engine after this round."""
         for unit in self._finished[round]:
             self._update.finish(unit)
 
@@ -236,9 +236,9 @@ def _places(items: TransferItems, regions: Sequence[Region], dims: Sequence[int]
     """Return the strides and the offset, in entries, of each item in its region's tensor. Undefined for relayed items."""
     corner = np.zeros((len(regions) + 1, items.offset.shape[1]), np.int64)
     strides, start = np.zeros_like(corner), np.zeros(len(regions) + 1, np.int64)
-    for i, held in enumerate(regions):  # the last row is for relays, whose `row` is -1
-        corner[i, : len(held.strides)], strides[i, : len(held.strides)] = held.box.offset, held.strides
-        start[i] = held.offset
+    for i, region in enumerate(regions):  # the last row is for relays, whose `row` is -1
+        corner[i, : len(region.strides)], strides[i, : len(region.strides)] = region.box.offset, region.strides
+        start[i] = region.offset
     along = strides[items.row]
     offsets = start[items.row] + ((items.offset - corner[items.row]) * along).sum(axis=1)
     return [tuple(steps[:d]) for steps, d in zip(along.tolist(), dims, strict=True)], offsets.tolist()
@@ -246,27 +246,27 @@ def _places(items: TransferItems, regions: Sequence[Region], dims: Sequence[int]
 
 def _messages(items: TransferItems, sizes: Sequence[int], rounds: int) -> list[list[Message]]:
     """Return the messages of each round. sizes: bytes of the items."""
-    found: list[list[Message]] = [[] for _ in range(rounds)]
+    messages: list[list[Message]] = [[] for _ in range(rounds)]
     order = np.lexsort((items.peer, items.round))  # stable, to keep the order within a message
     ends = np.stack([items.round[order], items.peer[order]], axis=1)
     cuts = np.flatnonzero((ends[1:] != ends[:-1]).any(axis=1)) + 1
     for members in np.split(order, cuts) if len(order) else ():
         round, peer = int(items.round[members[0]]), int(items.peer[members[0]])
-        before = found[round][-1] if found[round] else None
+        before = messages[round][-1] if messages[round] else None
         message = Message(peer, members.tolist(), [0], [], before.at + before.starts[-1] if before else 0)
         apart = True  # the next item begins a part
-        for place, item in enumerate(message.items):
-            message.starts.append(message.starts[-1] + padded(sizes[item]))
+        for position, item in enumerate(message.items):
+            message.starts.append(message.starts[-1] + padded_size(sizes[item]))
             alone = sizes[item] >= DIRECT
             if alone or apart:
-                message.parts.append((place, place + 1))
+                message.parts.append((position, position + 1))
             else:
-                message.parts[-1] = (message.parts[-1][0], place + 1)
+                message.parts[-1] = (message.parts[-1][0], position + 1)
             apart = alone
-        found[round].append(message)
-    return found
+        messages[round].append(message)
+    return messages
 
 
-def padded(size: int) -> int:
+def padded_size(size: int) -> int:
     """Return `size` rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -48,7 +48,7 @@ class FullEncoding(Encoding):
             part = values[0].view(-1).view(torch.uint8)
         else:
             for i, value in enumerate(values):
-                values[i] = sends.staged(message, first + i, round).view(value.shape).copy_(value)
+                values[i] = sends.staging_view(message, first + i, round).view(value.shape).copy_(value)
             part = sends.part(message, first, last, round)
         self._timer.lap("pack")
         for item, value in zip(message.items[first:last], values, strict=True):
@@ -72,15 +72,15 @@ class FullEncoding(Encoding):
                     self._written.add(message.items[first])
                     mail.append((message.peer, target.view(-1).view(torch.uint8)))
                     continue
-                for place in range(first, last):
-                    item = message.items[place]
-                    self._landed[item] = receives.staged(message, place, round).view(receives.shapes[item])
+                for position in range(first, last):
+                    item = message.items[position]
+                    self._landed[item] = receives.staging_view(message, position, round).view(receives.shapes[item])
                 mail.append((message.peer, receives.part(message, first, last, round)))
         return mail
 
-    def _target(self, message: Message, place: int) -> torch.Tensor | None:
+    def _target(self, message: Message, position: int) -> torch.Tensor | None:
         """Return the engine's own memory for an item, or None if it cannot be received there."""
-        item = message.items[place]
+        item = message.items[position]
         if not self._receives.in_place(item):
             return None
         view = self._receives.view(item)

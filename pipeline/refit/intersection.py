@@ -1,4 +1,4 @@
-"""Intersect the boxes that train ranks hold with those that one engine needs, and cut the intersections into pieces.
+"""Intersect the boxes that train ranks hold with the boxes that one engine needs, and cut the intersections into pieces.
 
 All data are columns. Equal rows of several ranks are handled once: the train ranks' tables become distinct boxes with the set
 of ranks that hold each (a holder set), and an engine's tables become distinct boxes that one or more of its ranks need.
@@ -56,7 +56,7 @@ class HeldBoxes:
 
 @dataclass(frozen=True, slots=True)
 class NeededBoxes:
-    """The boxes that one engine needs, a row for each box that one of its ranks needs. All engines need the same."""
+    """The boxes that an engine needs, a row for each box that a rank of the engine needs. All engines need the same boxes."""
 
     boxes: Boxes
     receiver: np.ndarray  # [n] int32: rank in the engine
@@ -64,12 +64,12 @@ class NeededBoxes:
     unit: np.ndarray  # [n] int32: of `units`
     box: np.ndarray  # [n] int32
     units: list[str]  # of all the engine's ranks, in the model's order
-    own: list[np.ndarray]  # for each rank, its table's units, as indices into `units`
+    rank_units: list[np.ndarray]  # for each rank of the engine, the units of its table, as indices into `units`
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Boxes of bounded size, ordered by needed box: those of needed box w are `start[w]` to `start[w + 1]`."""
+    """Boxes of bounded size, ordered by needed box: needed box w has the pieces `start[w]` to `start[w + 1]`."""
 
     start: np.ndarray  # [wanted boxes + 1] int64
     needed: np.ndarray  # [n] int32: wanted box
@@ -110,28 +110,28 @@ def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence
     for number, engine in enumerate(engines):
         if len(engine) != len(first):
             raise ValueError(f"refit: engine {number} has {len(engine)} ranks, engine 0 has {len(first)}")
-        for place, rank in enumerate(engine):
-            if not _equal(generate[rank], generate[first[place]]):
+        for member, rank in enumerate(engine):
+            if not _equal(generate[rank], generate[first[member]]):
                 raise ValueError(
-                    f"refit: generate rank {rank}, rank {place} of engine {number}, needs other boxes than rank"
-                    f" {first[place]} of engine 0; all engines must have the same layout"
+                    f"refit: generate rank {rank}, rank {member} of engine {number}, needs other boxes than rank"
+                    f" {first[member]} of engine 0; all engines must have the same layout"
                 )
-    tables = {place: generate[rank] for place, rank in enumerate(first)}
+    tables = {member: generate[rank] for member, rank in enumerate(first)}
     boxes, rows = _distinct_boxes(tables)
     if not len(boxes):
         raise ValueError("refit: no generate rank needs any box")
     units = list(dict.fromkeys(name for table in tables.values() for name in table.units))
     number = {name: i for i, name in enumerate(units)}
-    own = [np.array([number[name] for name in table.units], np.int32) for table in tables.values()]
-    unit = [names[tables[place].unit[rows[place].row]] for place, names in enumerate(own)]
+    rank_units = [np.array([number[name] for name in table.units], np.int32) for table in tables.values()]
+    unit = [numbers[tables[member].unit[rows[member].row]] for member, numbers in enumerate(rank_units)]
     return NeededBoxes(
         boxes,
-        receiver=np.repeat(np.arange(len(first), dtype=np.int32), [len(rows[place].row) for place in tables]),
-        row=np.concatenate([rows[place].row for place in tables]),
+        receiver=np.repeat(np.arange(len(first), dtype=np.int32), [len(rows[member].row) for member in tables]),
+        row=np.concatenate([rows[member].row for member in tables]),
         unit=np.concatenate(unit),
-        box=np.concatenate([rows[place].box for place in tables]),
+        box=np.concatenate([rows[member].box for member in tables]),
         units=units,
-        own=own,
+        rank_units=rank_units,
     )
 
 
@@ -140,21 +140,24 @@ def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine
 
     Raises ValueError, naming tensor and ranks, if the train ranks do not hold all that is needed.
     """
-    one, other = _pairs(held.boxes, needed.boxes)
-    offset = np.maximum(held.boxes.offset[one], needed.boxes.offset[other])
+    held_box, needed_box = _pairs(held.boxes, needed.boxes)
+    offset = np.maximum(held.boxes.offset[held_box], needed.boxes.offset[needed_box])
     size = (
-        np.minimum(held.boxes.offset[one] + held.boxes.size[one], needed.boxes.offset[other] + needed.boxes.size[other])
+        np.minimum(
+            held.boxes.offset[held_box] + held.boxes.size[held_box],
+            needed.boxes.offset[needed_box] + needed.boxes.size[needed_box],
+        )
         - offset
     )
-    found = np.bincount(other, size.prod(1), len(needed.boxes)).astype(np.int64)
-    if (found != needed.boxes.numel).any():
-        odd = int((found != needed.boxes.numel).argmax())
-        ranks = [engine[place] for place in np.unique(needed.receiver[needed.box == odd])]
+    covered = np.bincount(needed_box, size.prod(1), len(needed.boxes)).astype(np.int64)
+    if (covered != needed.boxes.numel).any():
+        odd = int((covered != needed.boxes.numel).argmax())
+        ranks = [engine[member] for member in np.unique(needed.receiver[needed.box == odd])]
         raise ValueError(
-            f"refit: the train ranks hold {found[odd]} of the {needed.boxes.numel[odd]} entries of '"
+            f"refit: the train ranks hold {covered[odd]} of the {needed.boxes.numel[odd]} entries of '"
             f"{names[needed.boxes.tensor[odd]]}' {_show(needed.boxes, odd)}, which generate ranks {ranks} need"
         )
-    return _pieces(other, one, offset, size, len(needed.boxes))
+    return _pieces(needed_box, held_box, offset, size, len(needed.boxes))
 
 
 def split(whole: Pieces, limit: np.ndarray) -> Pieces:
@@ -181,11 +184,11 @@ def lexicographic(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 def changes(*columns: np.ndarray) -> np.ndarray:
     """Return whether each row differs from the one before, [n] bool; True for the first."""
-    found = np.zeros(len(columns[0]), bool)
-    found[:1] = True
+    changed = np.zeros(len(columns[0]), bool)
+    changed[:1] = True
     for column in columns:
-        found[1:] |= column[1:] != column[:-1]
-    return found
+        changed[1:] |= column[1:] != column[:-1]
+    return changed
 
 
 def expand(start: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -251,43 +254,43 @@ def _holder_sets(rows: Mapping[int, Rows], count: int) -> tuple[np.ndarray, list
     for key, members_boxes in boxes.items():
         for number in np.unique(label[members_boxes]):
             members[number] += ranks[key]
-    return label.astype(np.int32), [np.array(sorted(found), np.int64) for found in members]
+    return label.astype(np.int32), [np.array(sorted(ranks_of_set), np.int64) for ranks_of_set in members]
 
 
-def _equal(one: LayoutTable, other: LayoutTable) -> bool:
-    if one is other:
+def _equal(a: LayoutTable, b: LayoutTable) -> bool:
+    if a is b:
         return True
-    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("tensor", "offset", "size", "unit"))
-    return same and one.units == other.units
+    same = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("tensor", "offset", "size", "unit"))
+    return same and a.units == b.units
 
 
 # ---- intersections ------------------------------------------------------------------------------------------------------
 
 
-def _pairs(one: Boxes, other: Boxes) -> tuple[np.ndarray, np.ndarray]:
-    """Return all (i of `one`, j of `other`) that overlap, in the order of j, then i."""
-    span = int(max((boxes.offset[:, 0] + boxes.size[:, 0]).max(initial=0) for boxes in (one, other))) + 1
-    start = one.tensor * np.int64(span) + one.offset[:, 0]
-    reach = np.maximum.accumulate(start + one.size[:, 0])  # running maximum of the ends, which ascends as starts do
-    begin = other.tensor * np.int64(span) + other.offset[:, 0]
+def _pairs(left: Boxes, right: Boxes) -> tuple[np.ndarray, np.ndarray]:
+    """Return all (i of `left`, j of `right`) whose boxes overlap, in the order of j, then i."""
+    span = int(max((boxes.offset[:, 0] + boxes.size[:, 0]).max(initial=0) for boxes in (left, right))) + 1
+    start = left.tensor * np.int64(span) + left.offset[:, 0]
+    reach = np.maximum.accumulate(start + left.size[:, 0])  # running maximum of the ends, which ascends as starts do
+    begin = right.tensor * np.int64(span) + right.offset[:, 0]
     low = np.searchsorted(reach, begin, "right")
-    count = np.maximum(np.searchsorted(start, begin + other.size[:, 0], "left") - low, 0)
+    count = np.maximum(np.searchsorted(start, begin + right.size[:, 0], "left") - low, 0)
     total = np.cumsum(count)
-    found = []
+    pairs = []
     at = 0
-    while at < len(other):
+    while at < len(right):
         stop = max(at + 1, int(np.searchsorted(total, (total[at - 1] if at else 0) + _PAIRS, "right")))
         j, i = expand(low[at:stop], count[at:stop])
         j += at
-        overlap = np.minimum(one.offset[i] + one.size[i], other.offset[j] + other.size[j]) > np.maximum(
-            one.offset[i], other.offset[j]
+        overlap = np.minimum(left.offset[i] + left.size[i], right.offset[j] + right.size[j]) > np.maximum(
+            left.offset[i], right.offset[j]
         )
         keep = overlap.all(1)
-        found.append((i[keep], j[keep]))
+        pairs.append((i[keep], j[keep]))
         at = stop
-    if not found:
+    if not pairs:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.concatenate([i for i, _ in found]), np.concatenate([j for _, j in found])
+    return np.concatenate([i for i, _ in pairs]), np.concatenate([j for _, j in pairs])
 
 
 def _split(offset: np.ndarray, size: np.ndarray, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -319,6 +322,6 @@ def _ranks(rows: Mapping[int, Rows], box: int) -> list[int]:
 
 
 def _overlapping(boxes: Boxes, odd: int) -> tuple[int, int]:
-    one, other = _pairs(boxes, boxes)
-    found = one[(other == odd) & (one != odd)]
-    return odd, int(found[0])
+    first, second = _pairs(boxes, boxes)
+    overlapping = first[(second == odd) & (first != odd)]
+    return odd, int(overlapping[0])

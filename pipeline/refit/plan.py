@@ -71,7 +71,7 @@ def schedule(
     # Every member of a group is head for an equal part of each receiver's chunks, at all times.
     turn = _turns(chunks.receiver)
     head = np.stack([turn * count for count in members], 1).astype(np.int16)
-    made = RefitSchedule(
+    refit = RefitSchedule(
         held=held,
         needed=needed,
         pieces=pieces,
@@ -85,17 +85,17 @@ def schedule(
         head=head,
         round=_rounds(chunks, source, head, members, bucket),
     )
-    _check(made)
-    return made
+    _check(refit)
+    return refit
 
 
 def _demand(
     held: intersection.HeldBoxes, needed: intersection.NeededBoxes, whole: intersection.Pieces, width: np.ndarray
 ) -> np.ndarray:
     """Return the bytes that one engine receives from each holder set, [sets] float64."""
-    asked = np.bincount(needed.box, minlength=len(needed.boxes))  # number of an engine's rows that need each box
+    receivers = np.bincount(needed.box, minlength=len(needed.boxes))  # number of an engine's rows that need each box
     size = whole.numel * width[needed.boxes.tensor[whole.needed]]
-    return np.bincount(held.holders[whole.held], size * asked[whole.needed], len(held.sets))
+    return np.bincount(held.holders[whole.held], size * receivers[whole.needed], len(held.sets))
 
 
 def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, members: int) -> tuple[int, int]:
@@ -151,27 +151,34 @@ def _chunks(
 
 
 def _sources(chunks: Chunks, sets: Sequence[np.ndarray], shares: Sequence[np.ndarray], groups: int) -> np.ndarray:
-    """Return the train rank, by its number, that sends each chunk to each group, [chunks, groups].
+    """Return the index of the train rank that sends each chunk to each group, [chunks, groups].
 
-    The chunks of a holder set are laid out on a line, group by group and receiver by receiver, and each of its ranks sends one
-    interval of the line: so a receiver has few sources. Within a receiver's interval the order is such that every part has
-    chunks of all times: so its sources are busy all the time.
+    A holder set divides its bytes among its ranks like a queue that is cut into intervals:
+    - The set's queue has all its chunks once for each group: group after group, in a group receiver after receiver.
+    - Each rank of the set sends one interval of the queue, as long as its share. So a receiver has few sources.
+    - A receiver's chunks are in an order in which every interval has chunks of all times. So its sources never pause.
+
+    The queues of all sets lie one after the other on one line of bytes. A chunk belongs to the rank whose interval has the
+    chunk's middle.
     """
     order = np.lexsort((_turns(chunks.stream), chunks.receiver, chunks.holders))
     holders, size = chunks.holders[order], chunks.bytes[order]
-    length = np.bincount(holders, size, len(sets))  # of each set's line, for one group
-    base = np.cumsum(length) - length
-    place = np.empty(len(order))
-    place[order] = np.cumsum(size) - size / 2 - base[holders]
-    end = [
-        (b + np.cumsum(share) / share.sum() * n) * groups if n else np.full(len(share), b * groups)
-        for b, n, share in zip(base, length, shares, strict=True)
+    set_bytes = np.bincount(holders, size, len(sets))  # [sets] for one group
+    set_start = np.cumsum(set_bytes) - set_bytes  # [sets] for one group
+    middle = np.empty(len(order))  # [chunks] from the start of the set, in the first group
+    middle[order] = np.cumsum(size) - size / 2 - set_start[holders]
+    rank_ends = [  # on the line, of the ranks of each set
+        (start + np.cumsum(share) / share.sum() * total) * groups if total else np.full(len(share), start * groups)
+        for start, total, share in zip(set_start, set_bytes, shares, strict=True)
     ]
-    members = np.concatenate(sets)
-    start = np.cumsum([0, *map(len, sets)])
-    position = (base * groups + 0.0)[chunks.holders, None] + length[chunks.holders, None] * np.arange(groups) + place[:, None]
-    chosen = np.searchsorted(np.concatenate(end), position, "right")
-    return members[np.clip(chosen, start[chunks.holders, None], start[chunks.holders + 1, None] - 1)]
+    queue_start = (set_start * groups + 0.0)[chunks.holders, None]
+    group_start = set_bytes[chunks.holders, None] * np.arange(groups)  # from the start of the queue
+    position = queue_start + group_start + middle[:, None]  # on the line, [chunks, groups]
+    member = np.searchsorted(np.concatenate(rank_ends), position, "right")  # index into all sets' ranks
+    first_member = np.cumsum([0, *map(len, sets)])
+    # Rounding may put a position at a queue's end into the next set.
+    member = np.clip(member, first_member[chunks.holders, None], first_member[chunks.holders + 1, None] - 1)
+    return np.concatenate(sets)[member]
 
 
 def _turns(key: np.ndarray) -> np.ndarray:
@@ -194,7 +201,7 @@ def _short(ranks: np.ndarray) -> np.ndarray:
     return ranks.astype(np.uint16 if ranks.max(initial=0) < 1 << 16 else np.int32)
 
 
-def _check(made: RefitSchedule) -> None:
-    for sums in made.traffic():
-        if sums.max(initial=0) > made.bucket_bytes:
-            raise AssertionError(f"a rank moves {sums.max()} bytes in a round, more than its bucket of {made.bucket_bytes}")
+def _check(refit: RefitSchedule) -> None:
+    for sums in refit.traffic():
+        if sums.max(initial=0) > refit.bucket_bytes:
+            raise AssertionError(f"a rank moves {sums.max()} bytes in a round, more than its bucket of {refit.bucket_bytes}")

@@ -31,7 +31,7 @@ def timeline(unit: np.ndarray, stream: np.ndarray, size: np.ndarray) -> tuple[np
 
 
 def running_within(key: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the sum of `size` over the rows up to and including this one that have the same key, [n] int64."""
+    """Return for each row the sum of `size` over the rows with its key up to and including the row, [n] int64."""
     order = np.argsort(key, kind="stable")
     total = np.cumsum(size[order])
     total -= np.maximum.accumulate(np.where(changes(key[order]), total - size[order], 0))

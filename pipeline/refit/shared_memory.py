@@ -65,12 +65,12 @@ def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) 
     memory, handle, descriptor = _shareable(BUFFERS * sends.round_bytes, world.device, world.info.node)
     sends.allocate(BUFFERS, memory)
     offers = {peer: msgspec.msgpack.encode(StagingOffer(handle, places)) for peer, places in sends.places().items()}
-    with world.phase(f"share memory with ranks {_listed(sends.peers + receives.peers)}"):
+    with world.phase(f"share memory with ranks {_rank_list(sends.peers + receives.peers)}"):
         memories, answers = {}, {}
         for peer, body in _exchange(world, offers, receives.peers).items():
             offer = msgspec.msgpack.decode(body, type=StagingOffer)
             try:
-                memories[peer] = (_mapped(offer.handle, world.device, world.info.node), offer.places)
+                memories[peer] = (_map_memory(offer.handle, world.device, world.info.node), offer.places)
                 answers[peer] = b""
             except (OSError, RuntimeError) as error:  # the pair uses messages instead
                 answers[peer] = str(error).encode()
@@ -88,7 +88,7 @@ def _log_unmapped(world: World, problems: Mapping[int, str]) -> None:
     near = {peer: problem for peer, problem in problems.items() if problem and problem != _ELSEWHERE}
     if near:
         logger.info(
-            f"refit: rank {world.rank} sends to ranks {_listed(near)} of its node through host memory"
+            f"refit: rank {world.rank} sends to ranks {_rank_list(near)} of its node through host memory"
             f" (policy.generation.colocated.refit=host), as they cannot map its memory: {next(iter(near.values()))}"
         )
 
@@ -118,7 +118,7 @@ def _shareable(size: int, device: torch.device, node: str) -> tuple[torch.Tensor
         return torch.empty(size, dtype=torch.uint8, device=device), MemoryHandle(node, size, problem=str(error)), None
 
 
-def _mapped(handle: MemoryHandle, device: torch.device, node: str) -> torch.Tensor:
+def _map_memory(handle: MemoryHandle, device: torch.device, node: str) -> torch.Tensor:
     """Map another rank's memory, [size] uint8. Raises OSError or RuntimeError if that is not possible."""
     if handle.node != node:
         raise OSError(_ELSEWHERE)
@@ -178,5 +178,5 @@ def _pass(world: World, out: Mapping[int, torch.Tensor], into: Mapping[int, torc
         work.wait()
 
 
-def _listed(ranks: Collection[int]) -> str:
+def _rank_list(ranks: Collection[int]) -> str:
     return ", ".join(map(str, sorted(set(ranks))))

@@ -36,23 +36,23 @@ def layout_table(
     """
     number = {name: i for i, name in enumerate(shapes)}
     dims = max((len(shape) for shape in shapes.values()), default=1) or 1
-    tensor, offset, size = columns([(held.name, held.box) for held in regions], number, dims)
+    tensor, offset, size = columns([(region.name, region.box) for region in regions], number, dims)
     if units is None:
         return LayoutTable(tensor, offset, size, np.full(len(regions), -1, np.int32))
     names = list(dict.fromkeys(units))
-    place = {name: i for i, name in enumerate(names)}
-    return LayoutTable(tensor, offset, size, np.array([place[name] for name in units], np.int32), names)
+    unit_number = {name: i for i, name in enumerate(names)}
+    return LayoutTable(tensor, offset, size, np.array([unit_number[name] for name in units], np.int32), names)
 
 
-def columns(held: Sequence[tuple[str, Box]], number: Mapping[str, int], dims: int) -> list[np.ndarray]:
+def columns(boxes: Sequence[tuple[str, Box]], number: Mapping[str, int], dims: int) -> list[np.ndarray]:
     """Return tensor, offset and size of a `LayoutTable` from pairs (tensor on disk, box of it).
 
     number: index of each tensor. dims: D.
     """
-    offset, size = np.zeros((len(held), dims), np.int64), np.ones((len(held), dims), np.int64)
-    for i, (_, box) in enumerate(held):
+    offset, size = np.zeros((len(boxes), dims), np.int64), np.ones((len(boxes), dims), np.int64)
+    for i, (_, box) in enumerate(boxes):
         offset[i, : len(box.offset)], size[i, : len(box.size)] = box.offset, box.size
-    return [np.array([number[name] for name, _ in held], np.int32), offset, size]
+    return [np.array([number[name] for name, _ in boxes], np.int32), offset, size]
 
 
 class TransferItems(msgspec.Struct):

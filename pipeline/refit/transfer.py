@@ -38,7 +38,7 @@ PeerTensors = list[tuple[int, torch.Tensor]]
 
 
 class StageTimer:
-    """Sums seconds by stage; on a GPU, those of the current stream."""
+    """Sums seconds by stage; on a GPU, the seconds of the current stream."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -138,7 +138,7 @@ class PeerChannel:
         receipts = self._notices(readers)
         posted.held.extend(receipts)
         posted.sources.extend(sources)
-        posted.receipts.extend(post(self._world, [], _tagged(receipts, self._receipts_from, RECEIPT)))
+        posted.receipts.extend(post(self._world, [], _add_tags(receipts, self._receipts_from, RECEIPT)))
         return posted
 
     def acknowledge(self, posted: PendingMessages) -> None:
@@ -147,7 +147,7 @@ class PeerChannel:
             self._settle()
             receipts = self._notices(posted.sources)
             self._acknowledged.held.extend(receipts)
-            self._acknowledged.works.extend(post(self._world, _tagged(receipts, self._receipts_to, RECEIPT), []))
+            self._acknowledged.works.extend(post(self._world, _add_tags(receipts, self._receipts_to, RECEIPT), []))
 
     def close(self) -> None:
         """Wait until the last receipts are sent."""
@@ -161,18 +161,18 @@ class PeerChannel:
         self.received += sum(tensor.numel() for _, tensor in into)
 
     def _post(self, out: PeerTensors, into: PeerTensors) -> PendingMessages:
-        carried = [(peer, self._carried(tensor)) for peer, tensor in out]
-        landing = [(peer, self._carried(tensor)) for peer, tensor in into]
+        carried = [(peer, self._carrier_memory(tensor)) for peer, tensor in out]
+        landing = [(peer, self._carrier_memory(tensor)) for peer, tensor in into]
         for (_, at), (_, tensor) in zip(carried, out, strict=True):
             if at is not tensor:
                 at.copy_(tensor, non_blocking=True)
         if any(at is not tensor for (_, at), (_, tensor) in zip(carried, out, strict=True)):
             self._settle()  # the copies must be complete before gloo reads them
-        works = post(self._world, _tagged(carried, self._to), _tagged(landing, self._from))
+        works = post(self._world, _add_tags(carried, self._to), _add_tags(landing, self._from))
         pairs = ((tensor, at) for (_, tensor), (_, at) in zip(into, landing, strict=True))
         return PendingMessages(works, carried + landing, [(tensor, at) for tensor, at in pairs if at is not tensor])
 
-    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _carrier_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory of the tensor's size from which the group can send: the tensor's own if possible."""
         if tensor.device == self._world.carrier:
             return tensor
@@ -192,7 +192,7 @@ class PeerChannel:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _tagged(mail: PeerTensors, so_far: Counter[int], first: int = TAG) -> TaggedTensors:
+def _add_tags(mail: PeerTensors, so_far: Counter[int], first: int = TAG) -> TaggedTensors:
     """Return the messages with tags: both ends number the messages between them in the same order."""
     tagged = []
     for peer, tensor in mail:

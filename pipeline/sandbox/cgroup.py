@@ -84,7 +84,7 @@ def join(pid: int, limits: ResourceLimits) -> None:
     """
     if (folder := delegated_folder()) is None:
         return
-    own = _program(folder)
+    own = _program_cgroup(folder)
     try:
         _sweep(folder)
         own.mkdir()
@@ -101,13 +101,13 @@ def ran_out_of_memory() -> bool:
     """Return whether the kernel has ended a process of this guard's program for its memory."""
     if (folder := delegated_folder()) is None:
         return False
-    (counts,) = (path for name in EVENT_FILES if (path := _program(folder) / name).exists())
+    (counts,) = (path for name in EVENT_FILES if (path := _program_cgroup(folder) / name).exists())
     return any(line.startswith("oom_kill ") and int(line.split()[1]) for line in counts.read_text().splitlines())
 
 
 def cpu_s() -> float:
     """Return the CPU seconds of all processes of this guard's program, in whole ticks; 0 without a cgroup of version 2."""
-    if (folder := delegated_folder()) is None or not (counts := _program(folder) / "cpu.stat").exists():
+    if (folder := delegated_folder()) is None or not (counts := _program_cgroup(folder) / "cpu.stat").exists():
         return 0.0
     used = (int(line.split()[1]) for line in counts.read_text().splitlines() if line.startswith("usage_usec "))
     return next(used, 0) * TICKS_PER_S // 1_000_000 / TICKS_PER_S
@@ -118,7 +118,7 @@ def remove() -> None:
     if (folder := delegated_folder()) is None:
         return
     until = time.monotonic() + RETRY_S
-    while (own := _program(folder)).exists():
+    while (own := _program_cgroup(folder)).exists():
         try:
             own.rmdir()
         except OSError:  # the last process is not quite gone
@@ -127,8 +127,8 @@ def remove() -> None:
             time.sleep(0.001)
 
 
-def _program(folder: Path) -> Path:
-    """Return the cgroup of this guard's program in a delegated folder."""
+def _program_cgroup(folder: Path) -> Path:
+    """Return the path of the program's cgroup below a delegated one."""
     return folder / f"{PROGRAM_PREFIX}{os.getpid()}"
 
 

@@ -115,14 +115,17 @@ def numbers(run_dir: Path) -> list[int]:
 
 
 def read_request(run_dir: Path, number: int) -> ChangeRequest:
-    """Return a request. Raises ValueError if the file is no request of this user, FileNotFoundError if it was withdrawn."""
+    """Return a request.
+
+    Raises ValueError if the file is not a steering request of this user, FileNotFoundError if the request was withdrawn.
+    """
     path = path_of(run_dir, number)
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
-            found = small_files.parsed(file.read(small_files.LONGEST), _Request, path)
+            request = small_files.parsed(file.read(small_files.LONGEST), _Request, path)
     except (NotOwn, RecipeError) as error:
-        raise ValueError(f"{path} is no request: {error}") from error
-    return ChangeRequest(number, found.values, found.user, found.host, found.time)
+        raise ValueError(f"{path} is not a steering request of this user: {error}") from error
+    return ChangeRequest(number, request.values, request.user, request.host, request.time)
 
 
 def unanswered(run_dir: Path, given: Iterable[ChangeAnswer]) -> list[int]:

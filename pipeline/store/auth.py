@@ -167,9 +167,9 @@ def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[sock
             connection = socket.create_connection(address, timeout=AUTH_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             first = receive(connection, CHALLENGE, until)
-            own = answer(key, first)
-            connection.sendall(own)
-            return connection, open_channel(key, first, own, receive(connection, MAC, until))
+            reply = answer(key, first)
+            connection.sendall(reply)
+            return connection, open_channel(key, first, reply, receive(connection, MAC, until))
         except (OSError, AuthenticationError) as error:
             if connection:
                 connection.close()

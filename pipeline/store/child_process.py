@@ -62,7 +62,7 @@ def launch(module: str, host: str, parameters: dict[str, Any], timeout_s: float)
 
 
 def read_parameters() -> dict[str, Any]:
-    """Return the parameters from stdin, and tie this process to the one that started it."""
+    """Return the parameters from stdin, and end this process when its parent ends."""
     parameters = json.loads(sys.stdin.readline())
     _end_with(parameters["parent"])
     return parameters

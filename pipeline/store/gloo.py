@@ -94,14 +94,14 @@ class GlooAuthenticator:
         is wrong or missing.
         """
         timeout = min(timedelta(seconds=WAIT_S), timedelta(seconds=self.store.timeout_s / 2))  # less than cluster.timeouts.join
-        own, size = group.rank(), group.size()
+        rank, size = group.rank(), group.size()
         with self.phase(f"prove the {size} ranks of a gloo group"):
             nonce = store.get("proof")
             receives: list[tuple[int, int, torch.Tensor, dist.Work]] = []
             sends: list[tuple[int, torch.Tensor, dist.Work]] = []  # keeps each tensor until it is sent
             for peer in peers:
                 for tag in range(TAG, TAG + len(group.options._devices)):  # one connection for each interface
-                    code = torch.frombuffer(bytearray(self._code(nonce, own, peer, tag)), dtype=torch.uint8)
+                    code = torch.frombuffer(bytearray(self._code(nonce, rank, peer, tag)), dtype=torch.uint8)
                     received = torch.zeros(MAC, dtype=torch.uint8)
                     with self._naming(store, peer, size):
                         receives.append((peer, tag, received, group.recv([received], peer, tag)))
@@ -109,8 +109,8 @@ class GlooAuthenticator:
             for peer, tag, received, work in receives:
                 with self._naming(store, peer, size):
                     work.wait(timeout)
-                if not hmac.compare_digest(received.numpy().tobytes(), self._code(nonce, peer, own, tag)):
-                    raise self._failed(store, peer, size, "the peer does not know the attempt's secret")
+                if not hmac.compare_digest(received.numpy().tobytes(), self._code(nonce, peer, rank, tag)):
+                    raise self._failure(store, peer, size, "the peer does not know the attempt's secret")
             for peer, _, work in sends:
                 with self._naming(store, peer, size):
                     work.wait(timeout)
@@ -124,9 +124,9 @@ class GlooAuthenticator:
         try:
             yield
         except RuntimeError as error:
-            raise self._failed(store, peer, size, str(error).partition("\n")[0]) from error
+            raise self._failure(store, peer, size, str(error).partition("\n")[0]) from error
 
-    def _failed(self, store: Store, peer: int, size: int, why: str) -> AuthenticationError:
+    def _failure(self, store: Store, peer: int, size: int, why: str) -> AuthenticationError:
         peer_name = self.describe(int(store.get(f"proof/{peer}")))
         return AuthenticationError(
             f"{peer_name} did not authenticate to {self.describe(self.rank)} in a gloo group of {size} ranks: {why}."

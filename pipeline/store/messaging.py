@@ -32,13 +32,13 @@ Item = TypeVar("Item")
 def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Split items into lists of about BATCH bytes: each but the last ends with the item that reaches that size."""
     batch: list[Item] = []
-    held = 0
+    size_of_batch = 0
     for item in items:
         batch.append(item)
-        held += size(item)
-        if held >= BATCH:
+        size_of_batch += size(item)
+        if size_of_batch >= BATCH:
             yield batch
-            batch, held = [], 0
+            batch, size_of_batch = [], 0
     if batch:
         yield batch
 
@@ -118,7 +118,7 @@ class Subscriber(Protocol):
 
 
 class Router:
-    """Push messages to the connection that has subscribed for a rank; keep those of ranks that have not subscribed yet."""
+    """Push messages to the connection that has subscribed for their rank; keep them until a connection subscribes."""
 
     def __init__(self) -> None:
         self._subscribers: dict[int, Subscriber] = {}

@@ -144,7 +144,7 @@ class StoreServer(Server):
             connection.reply(Reply(error=str(error)))
             return
         connection.reply(Reply(value))
-        for slot in self.table.filled(request):
+        for slot in self.table.filled_slots(request):
             self.resume(slot)
 
     def resume(self, slot: tuple[str, ...]) -> None:
@@ -200,17 +200,17 @@ class Connection(asyncio.Protocol):
         """Close the connection. A client that knows the key tries again."""
         self._store.log_refusal(self._host, why)
         self._transport.close()
-        self._closed()
+        self._handle_close()
 
     def _authenticate(self) -> None:
         if len(self._buffer) < auth.ANSWER:
             return
-        own, self._channel = auth.accept(self._store.key, self._challenge, bytes(self._buffer[: auth.ANSWER]))
+        reply, self._channel = auth.accept(self._store.key, self._challenge, bytes(self._buffer[: auth.ANSWER]))
         del self._buffer[: auth.ANSWER]
         self._cancel_timer()
         self._store.unauthenticated.pop(self, None)
         self._store.authenticated.add(self)
-        self._transport.write(own)
+        self._transport.write(reply)
 
     # ---- requests -----------------------------------------------------------------------------------------------------------
 
@@ -277,9 +277,9 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_lost(self, error: Exception | None) -> None:
-        self._closed()
+        self._handle_close()
 
-    def _closed(self) -> None:
+    def _handle_close(self) -> None:
         self._cancel_timer()
         self._store.unauthenticated.pop(self, None)
         self._store.authenticated.discard(self)

@@ -183,7 +183,7 @@ class Table:
         """
         return self._METHODS[type(request)](self, request)
 
-    def filled(self, request: StoreRequest) -> Iterator[tuple[str, str]]:
+    def filled_slots(self, request: StoreRequest) -> Iterator[tuple[str, str]]:
         """Yield the slots that a request has filled."""
         match request:
             case Set(key) | Add(key) | Append(key) | CompareSet(key):

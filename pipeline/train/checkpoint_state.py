@@ -36,9 +36,9 @@ def entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], shapes: Mapp
 
     shapes: of the tensors on disk.
     """
-    held = local(tensor)
+    local_part = local(tensor)
     for piece in restrict(pieces, local_box(tensor)):
-        part = held[piece.target.within(whole(tuple(held.shape)))].reshape(piece.source.size)
+        part = local_part[piece.target.within(whole(tuple(local_part.shape)))].reshape(piece.source.size)
         yield f"{prefix}.{piece.name}", shapes[piece.name], piece.source, part
 
 
@@ -104,7 +104,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 
 
 def other_model(folder: Path, stored: Mapping[str, Shape], expected: Mapping[str, Shape]) -> RecipeError:
-    """Return the error for a checkpoint in `folder` whose tensors `stored` are not those of policy.model_name."""
+    """Return the error for a checkpoint in `folder` whose tensors `stored` differ from the tensors of policy.model_name."""
     wrong = sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
     message = f"{folder} is a checkpoint of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
     return RecipeError(Problem("policy.model_name", "contradiction", message))
@@ -116,10 +116,10 @@ def seed_generators(seed: int, data_rank: int) -> None:
     Random numbers of a model then differ between data-parallel ranks and are the same on ranks that share their data, as tensor
     parallelism requires. Checkpoints keep the generators' states.
     """
-    own = int(np.random.SeedSequence([seed % (1 << 64), data_rank]).generate_state(1, np.uint64)[0])
-    torch.manual_seed(own)
-    random.seed(own)
-    np.random.seed(own % (1 << 32))
+    rank_seed = int(np.random.SeedSequence([seed % (1 << 64), data_rank]).generate_state(1, np.uint64)[0])
+    torch.manual_seed(rank_seed)
+    random.seed(rank_seed)
+    np.random.seed(rank_seed % (1 << 32))
 
 
 def random_tensors(device: torch.device, rank: int) -> dict[str, torch.Tensor]:

@@ -93,13 +93,13 @@ def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     """Return the layer with gradients enabled and required of its input at every call, so that it is compiled only once."""
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kept = torch.is_grad_enabled()
+        wants_grad = torch.is_grad_enabled()
         with torch.enable_grad():
-            if not (kept and hidden.requires_grad):
+            if not (wants_grad and hidden.requires_grad):
                 hidden = hidden.detach().requires_grad_()
             # Always a view: Dynamo compiles views separately, and `fully_shard` passes a view.
             output = layer(hidden.view_as(hidden), *args, **kwargs)
-        return output if kept else output.detach()
+        return output if wants_grad else output.detach()
 
     return forward
 

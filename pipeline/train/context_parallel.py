@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pipeline.train.sequence_bounds import Packing, rows_of_rank, sent, sequence_order
+from pipeline.train.sequence_bounds import Packing, rows_of_rank, sequence_order, to_device
 from pipeline.types import PackedBatch
 
 
@@ -45,7 +45,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     lengths = padded_lengths(batch.lengths, ranks, multiple)
     device = batch.tokens.device
     starts = list(itertools.accumulate(lengths, initial=0))
-    real = sent(torch.cat([torch.arange(n) + start for n, start in zip(batch.lengths, starts, strict=False)]), device)
+    real = to_device(torch.cat([torch.arange(n) + start for n, start in zip(batch.lengths, starts, strict=False)]), device)
     tokens, positions = batch.tokens.new_zeros(starts[-1]), batch.tokens.new_zeros(starts[-1])
     targets = batch.tokens.new_zeros(starts[-1])
     tokens[real], positions[real] = batch.tokens, batch.positions
@@ -54,18 +54,18 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     if batch.teacher is not None:
         candidates = targets.new_zeros(len(targets), batch.teacher.tokens.size(1))
         candidates[real] = batch.teacher.tokens.roll(-1, 0)
-    place = sent(sequence_order(lengths, ranks), device)
+    row_of = to_device(sequence_order(lengths, ranks), device)
     begins = batch.positions == 0
-    cu_seqlens = sent(torch.tensor(starts, dtype=torch.int32), device)
-    rows = sent(rows_of_rank(lengths, ranks, rank), device)
+    cu_seqlens = to_device(torch.tensor(starts, dtype=torch.int32), device)
+    rows = to_device(rows_of_rank(lengths, ranks, rank), device)
     return LocalBatch(
         tokens=tokens[rows][None],
         positions=positions[rows][None],
         targets=targets[rows],
         candidates=None if candidates is None else candidates[rows],
         packing=Packing.of_lengths(lengths, cu_seqlens, group),
-        token_rows=place[real],
-        predicting_rows=place[(real - 1).clamp(min=0)],
+        token_rows=row_of[real],
+        predicting_rows=row_of[(real - 1).clamp(min=0)],
         begins=begins,
     )
 
@@ -79,7 +79,7 @@ def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple
     return tuple(padded)
 
 
-def _gathered(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather_rows(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return [ranks * t, ...] from [t, ...] of each rank, without a graph."""
     whole = local.new_empty(group.size() * len(local), *local.shape[1:])
     dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
@@ -97,7 +97,7 @@ class GatherContextParallel(torch.autograd.Function):
     @override
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _gathered(local, group)
+        return _gather_rows(local, group)
 
     @staticmethod
     @override
@@ -112,7 +112,7 @@ class GatherRows(torch.autograd.Function):
     @override
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _gathered(local, group)
+        return _gather_rows(local, group)
 
     @staticmethod
     @override
@@ -136,7 +136,7 @@ class ScatterRows(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx, grad: torch.Tensor):
-        return _gathered(grad, ctx.group), None
+        return _gather_rows(grad, ctx.group), None
 
 
 class ExchangeRows(torch.autograd.Function):

@@ -118,7 +118,7 @@ def _dispatch(
     first = size * to[:, None]
     local = torch.where(ranks[token] == to[:, None], index[token] - first, -1)  # [P, K]: -1 for other ranks' experts
     sends, receives = _exchange_counts(visits.sum(0), group)
-    arrived, received = _exchange(local, receives, sends, group), _sent(hidden, weights, token, sends, receives, group)
+    arrived, received = _exchange(local, receives, sends, group), _send_tokens(hidden, weights, token, sends, receives, group)
 
     row, choice = (arrived >= 0).nonzero(as_tuple=True)  # [P'] each: pairs of a received token and one of this rank's experts
     inputs, shares = _TakeRows.apply(received[0], row), received[1][row, choice]
@@ -128,7 +128,7 @@ def _dispatch(
     return _SumRows.apply(returned, token, len(hidden))
 
 
-def _sent(
+def _send_tokens(
     hidden: torch.Tensor,
     weights: torch.Tensor,
     token: torch.Tensor,
@@ -174,7 +174,7 @@ def _exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[li
 
 
 def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the rows from all ranks, in the order of ranks. rows: those for each rank, in the same order."""
+    """Return the rows from all ranks, in the order of ranks. rows: the rows for each rank, in the same order."""
     if group.size() == 1:
         return rows
     received = rows.new_empty(sum(receives), *rows.shape[1:])

@@ -40,7 +40,7 @@ def _missing(device_type: str) -> str | None:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiled_kernel() -> Callable[..., Any]:
     """Return the kernel for any number of tokens. No choice is made by timing, so all starts of a run have the same kernels."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, options={"deterministic": True})
 
@@ -62,23 +62,23 @@ def flex(
     arguments = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, H, T, D]
     # A scale or a cap is a constant of the graph, also where models or layers differ in it: torch 2.13 fails on dynamic ones.
     with torch._dynamo.config.patch(specialize_float=True):
-        found = _compiled()(
+        result = _compiled_kernel()(
             *arguments,
-            score_mod=None if kind.softcap is None else _capped(kind.softcap),
+            score_mod=None if kind.softcap is None else _softcap(kind.softcap),
             block_mask=block_mask(low, high, key.size(0)),
             scale=kind.scale,
             enable_gqa=query.size(1) != key.size(1),
             return_aux=None if sinks is None else AuxRequest(lse=True),
         )
     if sinks is None:
-        return found[0].transpose(0, 1)
-    out, aux = found
+        return result[0].transpose(0, 1)
+    out, aux = result
     share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])  # [1, Hq, T]
     return (out * share[..., None]).to(query.dtype)[0].transpose(0, 1)
 
 
 @functools.cache
-def _capped(limit: float) -> Callable[..., torch.Tensor]:
+def _softcap(limit: float) -> Callable[..., torch.Tensor]:
     def cap(score, batch, head, query, key):
         return limit * torch.tanh(score / limit)
 
@@ -118,11 +118,11 @@ def block_mask(low: torch.Tensor, high: torch.Tensor, keys: int) -> BlockMask:
         return (key >= low[query]) & (key <= high[query])
 
     return BlockMask.from_kv_blocks(
-        *_ordered(seen & ~full), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(count, keys)
+        *_block_order(seen & ~full), *_block_order(full), BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(count, keys)
     )
 
 
-def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_order(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (how many blocks of keys each block of queries has, their numbers first), from [blocks, blocks of keys] bool."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

@@ -147,7 +147,7 @@ class FSDPBackend(TrainBackend):
             raise
         # Context- and tensor-parallel peers have the same batches, so only one of them counts.
         metrics = reduce_outputs(shares, counts=self._layout.leads_batch, group=self._group, device=self.device)
-        self._scale.stepped()
+        self._scale.count_step()
         self._gradients.clip(norm, self._policy.max_grad_norm)
         metrics |= {"grad_norm": norm, "lr": self._schedule.lr}
         self._optimizer.step()
@@ -334,11 +334,11 @@ class FSDPBackend(TrainBackend):
     def _entries(self) -> Iterator[Entry]:
         """Yield this rank's part of a checkpoint, without what an earlier rank holds too."""
         shapes, rank = self._saved_shapes(), self._group.rank()
-        own = [saved for saved in self._saved() if is_first_holder(saved[1], rank)]
-        for prefix, parameter, pieces in own:
+        saved_here = [saved for saved in self._saved() if is_first_holder(saved[1], rank)]
+        for prefix, parameter, pieces in saved_here:
             yield from checkpoint_state.entries(prefix, parameter, pieces, shapes)
-        held: dict[torch.Tensor, list[Piece]] = {parameter: pieces for _, parameter, pieces in own}
-        yield from checkpoint_state.optimizer_entries(self._optimizer, held, shapes)
+        pieces_of: dict[torch.Tensor, list[Piece]] = {parameter: pieces for _, parameter, pieces in saved_here}
+        yield from checkpoint_state.optimizer_entries(self._optimizer, pieces_of, shapes)
         for name, tensor in checkpoint_state.random_tensors(self.device, self._group.rank()).items():
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 

@@ -45,8 +45,8 @@ class Layout:
             "tensor_parallel_size": config.tensor_parallel_size,
         }
         if ranks % math.prod(sizes.values()):
-            given = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            message = f"got {given}; expected a divisor of the number of train ranks, {ranks}"
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            message = f"got {product}; expected a divisor of the number of train ranks, {ranks}"
             name = next(name for name in reversed(sizes) if sizes[name] > 1)
             raise RecipeError(Problem(f"{KEY}.{name}", "not-divisible", message))
         replicas, context, tensor = sizes.values()
@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def leads_batch(self) -> bool:
-        """Return whether this rank is the first of those that compute its batch."""
+        """Return whether this rank is the first of the ranks that compute its batch."""
         return not self.context_rank and not self.tensor_rank
 
 

@@ -152,7 +152,9 @@ def _freeze(hf: PreTrainedModel, pieces: Mapping[str, list[Piece]], policy: Poli
     trained = {name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad}
     sources = {name: [piece.name for piece in pieces[name]] for name in trained}
     names = {id(parameter): name for name, parameter in trained.items()}
-    for parameter in freeze(policy.freeze_parameters, [(trained[name], found) for name, found in sources.items()], sources):
+    for parameter in freeze(
+        policy.freeze_parameters, [(trained[name], names_on_disk) for name, names_on_disk in sources.items()], sources
+    ):
         parameter.data = parameter.data.to(served_dtype(names[id(parameter)], getattr(torch, policy.precision)))
 
 
@@ -233,7 +235,7 @@ def allocate(model: nn.Module, storage: torch.device, device: torch.device, unsh
     """
     model.to_empty(device=storage)
     for name in unsharded if storage != device else ():
-        module, _, own = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")
         parameter = model.get_parameter(name)
         moved = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        model.get_submodule(module).register_parameter(own, moved)
+        model.get_submodule(module).register_parameter(leaf, moved)

@@ -34,15 +34,17 @@ def packed_outputs(
     """
     # The last row of a sequence predicts nothing. Computing these few rows is cheaper than gathering the others.
     tokens = None if top_k else batch.candidates
-    found = target_outputs(hidden, weight, batch.targets, temperature, chunk, shard, entropy, tokens, truncation, function)
-    chosen = found.candidates
+    outputs = target_outputs(hidden, weight, batch.targets, temperature, chunk, shard, entropy, tokens, truncation, function)
+    chosen = outputs.candidates
     if top_k:
         tokens, chosen = most_likely(hidden, weight, top_k, temperature, chunk, shard, function)
     return Outputs(
-        logprobs=_predicted(found.logprobs, batch),
-        entropy=None if found.entropy is None else _predicted(found.entropy, batch),
-        full_logprobs=None if found.full is None else _predicted(found.full, batch),
-        top_k=None if tokens is None or chosen is None else TopK(_predicted(tokens, batch), _predicted(chosen, batch)),
+        logprobs=_to_predicted_tokens(outputs.logprobs, batch),
+        entropy=None if outputs.entropy is None else _to_predicted_tokens(outputs.entropy, batch),
+        full_logprobs=None if outputs.full is None else _to_predicted_tokens(outputs.full, batch),
+        top_k=None
+        if tokens is None or chosen is None
+        else TopK(_to_predicted_tokens(tokens, batch), _to_predicted_tokens(chosen, batch)),
     )
 
 
@@ -55,7 +57,7 @@ def packed_values(hidden: torch.Tensor, weight: torch.Tensor, batch: LocalBatch)
     return Outputs(values=_gather_context(hidden.float() @ weight[0].float(), batch)[batch.token_rows])
 
 
-def _predicted(rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+def _to_predicted_tokens(rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
     """Map predictions [t, ...] of this rank's rows to the predicted tokens [T, ...]; 0 where a sequence begins."""
     begins = batch.begins.view(-1, *[1] * (rows.dim() - 1))
     return _gather_context(rows, batch)[batch.predicting_rows].masked_fill(begins, 0)

@@ -99,11 +99,11 @@ def _mismatch(message: str) -> RecipeError:
 def checkpoint_files(model_name: str) -> WeightFiles:
     """Return the weights of a folder or of a cached Hugging Face model. Raises RecipeError if there are none, or not all."""
     config = cached_file(model_name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    found = WeightFiles() if config is None else read_weight_files(Path(config).parent)
-    if not found.files and not found.faults:
+    files = WeightFiles() if config is None else read_weight_files(Path(config).parent)
+    if not files.files and not files.faults:
         raise _mismatch(f"{model_name} has neither {SINGLE} nor {INDEX}; is it downloaded?")
-    if found.faults:
-        raise _mismatch("; ".join(f"{model_name}: {name} {fault}" for name, fault in list(found.faults.items())[:_SHOWN]))
-    for note in found.notes:
+    if files.faults:
+        raise _mismatch("; ".join(f"{model_name}: {name} {fault}" for name, fault in list(files.faults.items())[:_SHOWN]))
+    for note in files.notes:
         logger.warning("%s: %s", model_name, note)
-    return found
+    return files

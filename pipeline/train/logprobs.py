@@ -155,7 +155,7 @@ class _Head(torch.autograd.Function):
             if keeps:
                 softmax = probabilities
             if entropy is not None:
-                entropy[rows] = _summed(torch.special.entr(probabilities).sum(1), shard)  # of p: -p log p, 0 at 0
+                entropy[rows] = _sum_over_shards(torch.special.entr(probabilities).sum(1), shard)  # of p: -p log p, 0 at 0
         inside = None if drawn is None else drawn.isfinite()
         ctx.save_for_backward(hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside)
         candidate_logprobs = None if candidates is None else logprobs[:, 1:]
@@ -168,8 +168,8 @@ class _Head(torch.autograd.Function):
         hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside = ctx.saved_tensors
         if inside is not None and grad_targets is not None:
             grad_targets = grad_targets.where(inside, 0.0)
-        grad_untruncated = _joined(grad_full, grad_candidates, wanted)
-        grad_wanted = _joined(grad_targets, None, wanted) + grad_untruncated
+        grad_untruncated = _join_gradients(grad_full, grad_candidates, wanted)
+        grad_wanted = _join_gradients(grad_targets, None, wanted) + grad_untruncated
         # The factor of the probability itself, which d log p / d z and d H / d z have in common.
         grad_softmax = -grad_wanted.sum(1) if floor is None else -(grad_wanted - grad_untruncated).sum(1)
         if grad_entropy is not None:
@@ -206,12 +206,14 @@ class _Head(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden[rows]
             else:
                 grad_weight = grad_logits.T @ hidden
-        _summed(grad_hidden, ctx.shard)  # each rank computed its part of the vocabulary
+        _sum_over_shards(grad_hidden, ctx.shard)  # each rank computed its part of the vocabulary
         assert grad_weight is not None  # there is at least one chunk
         return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 8
 
 
-def _joined(grad_targets: torch.Tensor | None, grad_candidates: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+def _join_gradients(
+    grad_targets: torch.Tensor | None, grad_candidates: torch.Tensor | None, wanted: torch.Tensor
+) -> torch.Tensor:
     """Return gradients of the log-probs of target and candidates, [T, 1 + K] float32; 0 for outputs that the loss ignores."""
     joined = torch.zeros(wanted.shape, dtype=torch.float32, device=wanted.device)
     if grad_targets is not None:
@@ -231,7 +233,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, func
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
-def _summed(partial: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
+def _sum_over_shards(partial: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
     """Sum over the ranks that share the vocabulary, in place."""
     if shard is not None:
         dist.all_reduce(partial, group=shard.group)
@@ -245,7 +247,7 @@ def _normalize(logits: torch.Tensor, picked: torch.Tensor, shard: VocabularyShar
         return normalizer, picked
     highest = normalizer.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
-    both = _summed(torch.cat([picked, (normalizer - highest).exp()[:, None]], 1), shard)
+    both = _sum_over_shards(torch.cat([picked, (normalizer - highest).exp()[:, None]], 1), shard)
     return highest + both[:, -1].log(), both[:, :-1]
 
 

@@ -132,10 +132,10 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, Expe
     layers = [*linear, *experts]
     for key, allowed in (("target_modules", set(layers)), ("exclude_modules", heads.union(layers))):
         for wanted in getattr(config, key):
-            found = [name for name in (*modules, *experts) if _matches(name, wanted)]
-            if not found or not set(found) <= allowed:
+            matches = [name for name in (*modules, *experts) if _matches(name, wanted)]
+            if not matches or not set(matches) <= allowed:
                 available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-                what = ", ".join(found[:2]) or "no layer"
+                what = ", ".join(matches[:2]) or "no layer"
                 message = f"got '{wanted}', which is {what} of {type(hf).__name__}; expected names of {available}"
                 raise _problem(key, "not-a-choice", message)
     if config.match_all_linear == bool(config.target_modules):

@@ -60,7 +60,7 @@ class LossScale:
         self._steps = 0 if factor < first else self._steps
         return norm
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """Count a step without overflow."""
         self._steps += 1
         if self._dynamic and self._steps >= GROWTH_STEPS:

@@ -110,27 +110,27 @@ def freeze_buffers(hf: PreTrainedModel) -> None:
     They are then read, cut, saved and sent like weights. They stay in float32 where they are served so.
     """
     for name in sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
-        module, _, own = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")
         owner = hf.get_submodule(module)
-        buffer = owner._buffers.pop(own)
+        buffer = owner._buffers.pop(leaf)
         assert buffer is not None  # it is in the state dict
         if not buffer.is_floating_point():
             raise unsupported_model(f"{type(hf).__name__} has the buffer {name} of {buffer.dtype} in its checkpoint")
         constant = torch.empty_like(buffer, dtype=served_dtype(name, buffer.dtype))
-        owner.register_parameter(own, nn.Parameter(constant, requires_grad=False))
+        owner.register_parameter(leaf, nn.Parameter(constant, requires_grad=False))
 
 
 def derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that are in no checkpoint (rotary frequencies), with the model's own initialisation."""
     for module_name, module in hf.named_modules():
-        own = dict(module.named_buffers(recurse=False))
-        if not own:
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers:
             continue
-        for name, buffer in own.items():
+        for name, buffer in buffers.items():
             if not buffer.is_floating_point():
                 raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")
             setattr(module, name, torch.full_like(buffer, torch.nan, device=device))
         hf._init_weights(module)
-        for name in own:
+        for name in buffers:
             if getattr(module, name).isnan().any():
                 raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")

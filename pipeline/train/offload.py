@@ -35,8 +35,8 @@ class Offload:
         earlier copy is reused.
         """
         self._copies = {key: copy for key, copy in self._copies.items() if not key.expired()}
-        kept = {_key(tensor) for tensor in keep}
-        leaving = [(key, storage) for key, storage in self._here(tensors) if key not in kept]
+        excluded = {_key(tensor) for tensor in keep}
+        leaving = [(key, storage) for key, storage in self._here(tensors) if key not in excluded]
         for key, storage in leaving:
             flat = _flat(storage)
             if key in self._copies and len(self._copies[key]) != len(flat):
@@ -47,28 +47,28 @@ class Offload:
                 continue
             self._copies[key].copy_(flat, non_blocking=True)
         self._settle()
-        self._free(leaving, kept=True)
+        self._free(leaving, copied=True)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
         """Free the tensors' memory without a copy. After `reload` their content is undefined."""
-        self._free(list(self._here(tensors)), kept=False)
+        self._free(list(self._here(tensors)), copied=False)
 
     def reload(self) -> None:
         """Move everything back to the device."""
-        for key, (storage, size, kept) in self._offloaded.items():
+        for key, (storage, size, copied) in self._offloaded.items():
             storage.resize_(size)
-            if kept:
+            if copied:
                 _flat(storage).copy_(self._copies[key], non_blocking=True)
         self._settle()
         self._offloaded = {}
 
     def _here(self, tensors: Iterable[torch.Tensor]) -> Iterable[tuple[StorageWeakRef, torch.UntypedStorage]]:
-        found = {_key(t): t.untyped_storage() for t in tensors if t.device.type == self._device.type}
-        return [(key, storage) for key, storage in found.items() if key not in self._offloaded and storage.nbytes()]
+        storages = {_key(t): t.untyped_storage() for t in tensors if t.device.type == self._device.type}
+        return [(key, storage) for key, storage in storages.items() if key not in self._offloaded and storage.nbytes()]
 
-    def _free(self, leaving: list[tuple[StorageWeakRef, torch.UntypedStorage]], kept: bool) -> None:
+    def _free(self, leaving: list[tuple[StorageWeakRef, torch.UntypedStorage]], copied: bool) -> None:
         for key, storage in leaving:
-            self._offloaded[key] = (storage, storage.nbytes(), kept)
+            self._offloaded[key] = (storage, storage.nbytes(), copied)
             storage.resize_(0)
         if self._shared and self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Reduce the loss and metrics of microbatches to those of a step."""
+"""Reduce the loss and metrics of microbatches to the loss and metrics of a step."""
 
 from __future__ import annotations
 

@@ -84,7 +84,9 @@ def packed_attention(
         raise ValueError(
             f"{type(module).__name__} did not pass `packing` to attention; its model cannot run on packed sequences"
         )
-    unknown = sorted(n for n, given in kwargs.items() if given is not None and given is not False and n not in _WITHOUT_EFFECT)
+    unknown = sorted(
+        n for n, argument in kwargs.items() if argument is not None and argument is not False and n not in _WITHOUT_EFFECT
+    )
     masked = attention_mask is not None and not isinstance(attention_mask, Local)
     if masked or use_cache or unknown or not getattr(module, "is_causal", True):
         raise ValueError(

@@ -36,7 +36,7 @@ class ContextPart:
                 spans.append((chunk, (number + 1) * chunk))
                 keys.append(places[: (number + 1) * chunk])
         starts = [torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32) for part in zip(*spans, strict=True)]
-        on_device = (sent(tensor, device) for tensor in (*starts, torch.cat(keys)))
+        on_device = (to_device(tensor, device) for tensor in (*starts, torch.cat(keys)))
         return ContextPart(group, lengths, tuple(spans), *on_device)
 
 
@@ -76,7 +76,7 @@ class Packing:
         return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a host tensor on the device. From pageable memory, a copy would wait until a GPU has done its earlier work."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -96,9 +96,9 @@ def rows_of_rank(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tenso
 def sequence_order(lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
     """Return for each token of the padded batch its row among the rows of all ranks, [T] int64."""
     rows = torch.cat([rows_of_rank(lengths, ranks, r) for r in range(ranks)])
-    place = torch.empty_like(rows)
-    place[rows] = torch.arange(len(rows))
-    return place
+    order = torch.empty_like(rows)
+    order[rows] = torch.arange(len(rows))
+    return order
 
 
 def check_batch(batch: PackedBatch, vocabulary: int) -> None:

@@ -44,18 +44,18 @@ def mixers(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules that mix tokens in other ways than attention."""
     if type(module).__name__ in _REFUSED or any(isinstance(child, nn.Conv1d) for child in module.children()):
         return [module]
-    return [found for child in module.children() for found in mixers(child)]
+    return [mixer for child in module.children() for mixer in mixers(child)]
 
 
 def check_mixers(hf: PreTrainedModel) -> None:
     """Raise RecipeError if the model mixes tokens where they cannot be reset."""
     name = type(hf).__name__
-    found = mixers(hf)
-    if refused := next((type(m).__name__ for m in found if type(m).__name__ in _REFUSED), None):
+    all_mixers = mixers(hf)
+    if refused := next((type(m).__name__ for m in all_mixers if type(m).__name__ in _REFUSED), None):
         raise unsupported_model(f"{name} mixes tokens in {refused}, whose state cannot start anew in each packed sequence")
     inside = {id(mixer) for layer in decoder_layers(hf) for mixer in mixers(layer)}
-    if any(id(mixer) not in inside for mixer in found) or (hf._is_stateful and not found):
-        what = next((type(mixer).__name__ for mixer in found if id(mixer) not in inside), "a state without a known module")
+    if any(id(mixer) not in inside for mixer in all_mixers) or (hf._is_stateful and not all_mixers):
+        what = next((type(mixer).__name__ for mixer in all_mixers if id(mixer) not in inside), "a state without a known module")
         raise unsupported_model(
             f"{name} mixes tokens in {what}, outside of its layers or in an unknown way, so packed sequences would not be"
             " independent"
@@ -86,17 +86,17 @@ def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], tensor: Tensor
     body: the module that is called with `packing`. tensor: the tensor-parallel ranks; None: one.
     """
     called = _Current()
-    found = [(layer, mixer) for layer in layers for mixer in mixers(layer)]
-    for layer, mixer in found:
+    layer_mixers = [(layer, mixer) for layer in layers for mixer in mixers(layer)]
+    for layer, mixer in layer_mixers:
         current = _Current()
         ranks = tensor if tensor is not None and (tensor.sequence or is_whole(mixer)) else None
         mixer.forward = functools.partial(_by_sequence, mixer.forward, current, mixer, type(mixer).__name__, ranks)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(layer.forward).parameters.values())
         layer.forward = functools.partial(_with_packing, layer.forward, current, takes_any)
         layer.register_forward_pre_hook(functools.partial(_hand_on, called), with_kwargs=True)
-    if found:
+    if layer_mixers:
         body.register_forward_pre_hook(functools.partial(_remember, called), with_kwargs=True)
-    return bool(found)
+    return bool(layer_mixers)
 
 
 def _remember(called: _Current, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -127,8 +127,10 @@ def _by_sequence(
     packing = current.packing
     if packing is None:
         raise ValueError(f"the layer of {name} did not get `packing`; its model cannot run on packed sequences")
-    unknown = [key for key, given in kwargs.items() if key not in _WITHOUT_EFFECT and given is not None and given is not False]
-    if unknown or any(given is not None for given in args):
+    unknown = [
+        key for key, argument in kwargs.items() if key not in _WITHOUT_EFFECT and argument is not None and argument is not False
+    ]
+    if unknown or any(argument is not None for argument in args):
         raise ValueError(
             f"{name} gets arguments that sequence resets do not support: {sorted(unknown)}, {len(args)} by position"
         )

@@ -30,7 +30,7 @@ class TensorRanks:
 
 
 def groups_of_parts(tensor: TensorRanks | None, context: ContextPart | None) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks that hold other tokens, those with the finest parts first."""
+    """Return the groups of ranks that hold other tokens, first the groups with the finest parts."""
     sequence = [tensor.group] if tensor is not None and tensor.sequence else []
     return [*sequence, *([context.group] if context is not None else [])]
 
@@ -61,14 +61,14 @@ def compute_shared(
     ranks, rank = math.prod(group.size() for group in groups), 0
     for group in groups:
         rank = rank * group.size() + group.rank()
-    mine = balanced(lengths, ranks)[rank]
+    mine = balance_sequences(lengths, ranks)[rank]
     with _own_draws(rank, hidden.device) if draws else contextlib.nullcontext():
         if mine:
-            found = dict(zip(mine, compute(sequences, mine), strict=True))
+            computed = dict(zip(mine, compute(sequences, mine), strict=True))
         else:  # every rank needs gradients of all parameters
-            found = {0: compute([sequences[0][:1]], [0])[0].expand(lengths[0], -1) * 0}
-    width = next(iter(found.values())).size(-1)
-    outputs = [found[i] if i in found else sequences[i].new_zeros(lengths[i], width) for i in range(len(lengths))]
+            computed = {0: compute([sequences[0][:1]], [0])[0].expand(lengths[0], -1) * 0}
+    width = next(iter(computed.values())).size(-1)
+    outputs = [computed[i] if i in computed else sequences[i].new_zeros(lengths[i], width) for i in range(len(lengths))]
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
     total = torch.cat(outputs)[rows]
@@ -77,7 +77,7 @@ def compute_shared(
     return total if copies is None else _SumCopies.apply(total, copies)
 
 
-def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+def balance_sequences(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Return the sequences of each rank: the longest first, each to the rank with the fewest tokens so far.
 
     Example: [5, 9, 3, 2], 2 ranks -> [[1], [0, 2, 3]].
@@ -115,7 +115,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _SumCopies(torch.autograd.Function):
-    """The sum of the rows of a group's ranks; all have the same gradient of it, which is that of each rank's rows."""
+    """The sum of the rows of a group's ranks. Its gradient, equal on all ranks, is the gradient of each rank's rows."""
 
     @staticmethod
     @override

@@ -84,7 +84,7 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
         elif isinstance(module, AdaptedLinear):
             base = f"{name}.base_layer"
             if style == "colwise_gather_output" and module.lora_magnitude_vector is not None:
-                raise _unsupported(f"style '{style}' of {name} does not support DoRA; expected 1")
+                raise _unsupported_plan(f"style '{style}' of {name} does not support DoRA; expected 1")
             styles[base] = _style(base, style, module.base_layer, mesh.size(), sequence)
             adapted[name] = module
         else:
@@ -125,9 +125,9 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     return partial
 
 
-def _parts(found: Iterable[nn.Module]) -> set[int]:
+def _parts(modules: Iterable[nn.Module]) -> set[int]:
     """Return the ids of modules and of all modules in them."""
-    return {id(part) for module in found for part in module.modules()}
+    return {id(part) for module in modules for part in module.modules()}
 
 
 def _between_blocks(sequence: bool) -> Placement:
@@ -143,13 +143,13 @@ def _block(name: str) -> str:
 def _gather_input(group: dist.ProcessGroup) -> Callable[..., tuple[tuple, dict]]:
     """Return a forward hook that gathers a block's hidden states [1, t / ranks, H] or [t / ranks, H] over the tokens."""
 
-    def gathered(hidden: torch.Tensor) -> torch.Tensor:
+    def gather_rows(hidden: torch.Tensor) -> torch.Tensor:
         return GatherRows.apply(hidden.flatten(0, -2), group).view(*hidden.shape[:-2], -1, hidden.size(-1))
 
     def gather(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (gathered(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": gathered(kwargs["hidden_states"])}
+            return (gather_rows(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"])}
 
     return gather
 
@@ -170,7 +170,7 @@ def expand(hf: PreTrainedModel) -> dict[str, str]:
     """Return {module name: style} from the model's plan, in which `*` stands for layer numbers; nothing for experts."""
     plan, hybrid = dict(hf.tp_plan or {}), mixers(hf)
     if not plan and not hybrid:
-        raise _unsupported(f"{type(hf).__name__} has no tensor-parallel plan; expected 1")
+        raise _unsupported_plan(f"{type(hf).__name__} has no tensor-parallel plan; expected 1")
     experts = tuple(f"{name}." for name in expert_modules(hf))
     modules = [name for name, _ in hf.named_modules() if not f"{name}.".startswith(experts)]
     expanded = {name: plan[generic] for name in modules if (generic := _generic(name)) in plan}
@@ -179,13 +179,15 @@ def expand(hf: PreTrainedModel) -> dict[str, str]:
         blocks = {name: hf.get_submodule(name) for name in modules if name not in planned}
         expanded |= block_styles({name: block for name, block in blocks.items() if id(block) not in states})
     for name in modules:  # norms of heads that are cut, which some plans (GLM-4.5's) leave out
-        block, _, own = name.rpartition(".")
-        if own in ("q_norm", "k_norm") and expanded.get(f"{block}.{own[0]}_proj") == "colwise":
+        block, _, leaf = name.rpartition(".")
+        if leaf in ("q_norm", "k_norm") and expanded.get(f"{block}.{leaf[0]}_proj") == "colwise":
             expanded.setdefault(name, "replicated_with_grad_allreduce")
     used = {_generic(name) for name in expanded}
     for name, _ in hf.named_parameters():
         if (generic := _generic(name)) in plan and generic not in used and not name.startswith(experts):
-            raise _unsupported(f"the plan of {type(hf).__name__} cuts the bare parameter {name} ({plan[generic]}); expected 1")
+            raise _unsupported_plan(
+                f"the plan of {type(hf).__name__} cuts the bare parameter {name} ({plan[generic]}); expected 1"
+            )
     return expanded
 
 
@@ -193,7 +195,7 @@ def _generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _unsupported(message: str) -> RecipeError:
+def _unsupported_plan(message: str) -> RecipeError:
     return RecipeError(Problem(KEY, "unsupported", message))
 
 
@@ -207,9 +209,11 @@ def _style(name: str, style: str, module: nn.Module, size: int, sequence: bool) 
         "colwise_gather_output": 0,
     }.get(style)
     if cut is None or (style == "embedding_rowwise" and not vocabulary):
-        raise _unsupported(f"style '{style}' of {name} is not supported; expected 1 for this model")
+        raise _unsupported_plan(f"style '{style}' of {name} is not supported; expected 1 for this model")
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise _unsupported(f"{name} is a {type(module).__name__}, which cannot be cut '{style}'; expected 1 for this model")
+        raise _unsupported_plan(
+            f"{name} is a {type(module).__name__}, which cannot be cut '{style}'; expected 1 for this model"
+        )
     if not vocabulary and module.weight.shape[cut] % size:
         message = f"got {size}; expected a divisor of dimension {cut} of {name}, which has {module.weight.shape[cut]} entries"
         raise RecipeError(Problem(KEY, "not-divisible", message))

@@ -78,14 +78,14 @@ def _largest(holds: Callable[[torch.Tensor], torch.Tensor], smallest: torch.Tens
 
 def float_order(values: torch.Tensor) -> torch.Tensor:
     """Map float32 `values` to int32 that sort in the same order; -0.0 comes right before 0.0."""
-    return _flipped(values.view(torch.int32))
+    return _flip(values.view(torch.int32))
 
 
 def from_float_order(keys: torch.Tensor) -> torch.Tensor:
     """Map int32 keys of `float_order` back to their float32 values."""
-    return _flipped(keys).view(torch.float32)
+    return _flip(keys).view(torch.float32)
 
 
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
+def _flip(bits: torch.Tensor) -> torch.Tensor:
     """Flip all bits except the sign of negative numbers. This is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

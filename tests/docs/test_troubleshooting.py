@@ -13,7 +13,7 @@ from launch.terminal import troubleshooting
 from pipeline.recipe.problem_codes import CODES, GROUPS
 from pipeline.recipe.problems import Problem
 
-POSITION = {"Problem": 1, "problem": 1, "_problem": 1, "Check": 1, "_refused": 0}
+POSITION = {"Problem": 1, "problem": 1, "_problem": 1, "Check": 1, "_refusal": 0}
 """The functions that make problems, and the position of their code argument."""
 SOURCES = sorted(path for part in ("pipeline", "launch", "containers") for path in (ROOT / part).rglob("*.py"))
 

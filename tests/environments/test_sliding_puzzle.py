@@ -21,10 +21,10 @@ def act(environment: SlidingPuzzle, episode: Game, action: str) -> Outcome:
 
 def test_moves_slide_the_named_tile():
     board = puzzle.read("1 2 3/4 0 5/6 7 8")
-    assert puzzle.written(puzzle.slid(board, "up")) == "1 2 3/4 7 5/6 0 8"
-    assert puzzle.written(puzzle.slid(board, "down")) == "1 0 3/4 2 5/6 7 8"
-    assert puzzle.written(puzzle.slid(board, "left")) == "1 2 3/4 5 0/6 7 8"
-    assert puzzle.written(puzzle.slid(board, "right")) == "1 2 3/0 4 5/6 7 8"
+    assert puzzle.board_line(puzzle.slid(board, "up")) == "1 2 3/4 7 5/6 0 8"
+    assert puzzle.board_line(puzzle.slid(board, "down")) == "1 0 3/4 2 5/6 7 8"
+    assert puzzle.board_line(puzzle.slid(board, "left")) == "1 2 3/4 5 0/6 7 8"
+    assert puzzle.board_line(puzzle.slid(board, "right")) == "1 2 3/0 4 5/6 7 8"
     corner = puzzle.read("0 2/1 3")
     assert puzzle.slid(corner, "down") is None and puzzle.slid(corner, "right") is None
     assert puzzle.slid_from(corner, 1, 1) is None and puzzle.slid_from(corner, -1, 0) is None
@@ -50,7 +50,7 @@ def test_an_invalid_move_is_answered_and_too_many_lose_the_game():
     assert nothing.metrics == {"accuracy": 0.0, "moves": 0.0, "invalid": 1.0}
     assert "_ 1\n3 2\n\nNo action found" in nothing.observation["content"]
     assert "Cannot slide down." in act(environment, episode, "down").observation["content"]
-    assert puzzle.written(episode.board) == "0 1/3 2"
+    assert puzzle.board_line(episode.board) == "0 1/3 2"
     lost = act(environment, episode, "jump")
     assert (lost.reward, lost.observation, lost.metrics["moves"]) == (0.0, None, 2.0)
 

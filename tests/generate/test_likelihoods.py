@@ -150,7 +150,7 @@ def test_a_plan_holds_each_prefix_once():
             assert seen.setdefault(prompt[:length].tobytes(), int(number)) == number
     assert seen.keys() == prefixes and sorted(seen.values()) == list(range(len(prefixes)))
     assert not any(len(a) <= len(b) and (a == b[: len(a)]).all() for a, b in pairwise(plan.prompts))
-    places, indices = plan.scored(np.arange(len(prefixes)))
+    places, indices = plan.score_indices(np.arange(len(prefixes)))
     assert sorted(places) == list(range(len(plan.tokens))) and (plan.ends[places] == indices).all()
     scored = split(asked, plan.tokens.astype(np.float32), np.zeros(len(plan.tokens), np.bool_))
     for request, likelihood in zip(asked, scored, strict=True):

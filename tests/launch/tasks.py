@@ -138,7 +138,7 @@ def save_on_request(run_dir: str) -> None:
     report(run_dir)
     folder = Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"])
     if os.environ["HETSTEP_RANK"] == "0":
-        while not (came := signals.received()):
+        while not (came := signals.received_names()):
             time.sleep(0.05)
         time.sleep(2)
         attempt = Attempt(folder)

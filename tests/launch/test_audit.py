@@ -10,7 +10,7 @@ import pytest
 from launch import audit
 from launch.governance import audit_log
 from launch.governance.audit_check import verify
-from launch.governance.audit_log import HEAD, LOG, as_line, as_record, record, sealed
+from launch.governance.audit_log import HEAD, LOG, as_line, as_record, record, seal
 from launch.runs.run_setup import append_manifest
 from launch.terminal.safe_text import on_one_line
 from tests.problems import refused
@@ -61,13 +61,13 @@ class Log:
     def resealed(self, at, **values):
         """Change a line, and compute its own hash anew."""
         entry = json.loads(self.lines[at - 1]) | values
-        self.lines[at - 1] = as_line(sealed(entry, entry["number"], entry["previous"]))
+        self.lines[at - 1] = as_line(seal(entry, entry["number"], entry["previous"]))
 
     def rechained(self, first):
         """Compute numbers, hashes and the chain anew from a line on."""
         previous = json.loads(self.lines[first - 2])["hash"] if first > 1 else audit_log.FIRST
         for at in range(first - 1, len(self.lines)):
-            entry = sealed(json.loads(self.lines[at]), at + 1, previous)
+            entry = seal(json.loads(self.lines[at]), at + 1, previous)
             self.lines[at], previous = as_line(entry), entry["hash"]
 
     def new_head(self):
@@ -136,7 +136,7 @@ def in_the_head(old, new):
 
 def forged_line_inserted(log):
     entry = json.loads(log.lines[2]) | {"user": "mallory"}
-    log.lines.insert(3, as_line(sealed(entry, 4, entry["hash"])))
+    log.lines.insert(3, as_line(seal(entry, 4, entry["hash"])))
     log.write()
 
 
@@ -148,7 +148,7 @@ def forged_line_with_a_new_chain(log):
 
 def forged_line_appended(log):
     entry = json.loads(log.lines[-1])
-    log.lines.append(as_line(sealed(entry | {"user": "mallory"}, 8, entry["hash"])))
+    log.lines.append(as_line(seal(entry | {"user": "mallory"}, 8, entry["hash"])))
     log.write()
 
 

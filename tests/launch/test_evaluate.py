@@ -338,7 +338,7 @@ def test_submission_starts_one_follower(run, monkeypatch, capsys):
     line = follower_process.start(FollowRequest(run, None), "tiny")
     assert started[0][-2:] == [f"run={run}", "step=follow"] and "process 7 evaluates checkpoints by tiny" in line
     (run / "evaluations/tiny").mkdir(parents=True)
-    with follower.folder_lock.held(run / "evaluations/tiny", "run"):
+    with follower.folder_lock.hold_lock(run / "evaluations/tiny", "run"):
         assert "already" in follower_process.start(FollowRequest(run, None), "tiny")
     assert len(started) == 1
 

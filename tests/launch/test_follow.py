@@ -9,7 +9,7 @@ from rich.console import Console
 
 from launch.executors.executor import JobStatus
 from launch.runs.failure_logs import failed_step
-from launch.runs.follow import Follower, MetricsTail, _shown, failure
+from launch.runs.follow import Follower, MetricsTail, _metrics_to_show, failure
 
 RUNNING, FAILED = JobStatus("RUNNING"), JobStatus("FAILED", ended=True)
 RAISED = {
@@ -236,7 +236,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, consol
     ],
 )
 def test_a_reward_with_an_accuracy_and_zero_failures_are_not_shown(step, shown):
-    assert list(_shown(step)) == shown
+    assert list(_metrics_to_show(step)) == shown
 
 
 def test_an_evaluation_ends_with_all_answers(tmp_path, console):

@@ -80,8 +80,12 @@ def test_a_run_that_stopped_early_continues_with_another_rule(load, tmp_path):
     before = load(*STOPS)
     run_setup.prepare(before, tmp_path / "run", "")
     (tmp_path / "run/done.json").write_text('{"step": 1, "early_stop": "val/accuracy reached 0.6"}')
-    assert "step 1: val/accuracy reached 0.6; change grpo.stop_" in (run_control.completed(before, tmp_path / "run") or "")
-    assert "val/accuracy reached 0.6" in (run_control.completed(load(*STOPS, "grpo.max_num_steps=9"), tmp_path / "run") or "")
+    assert "step 1: val/accuracy reached 0.6; change grpo.stop_" in (
+        run_control.completion_message(before, tmp_path / "run") or ""
+    )
+    assert "val/accuracy reached 0.6" in (
+        run_control.completion_message(load(*STOPS, "grpo.max_num_steps=9"), tmp_path / "run") or ""
+    )
     for rule in (
         "grpo.stop_at_validation_metric=val/reward",
         "grpo.stop_at_validation_threshold=0.9",
@@ -90,7 +94,7 @@ def test_a_run_that_stopped_early_continues_with_another_rule(load, tmp_path):
         "grpo.stop_higher_is_better=false",
     ):
         now = load(*STOPS, rule)
-        assert not run_setup.differences(before, now) and run_control.completed(now, tmp_path / "run") is None
+        assert not run_setup.differences(before, now) and run_control.completion_message(now, tmp_path / "run") is None
 
 
 def test_a_run_may_be_moved(tmp_path):

@@ -177,7 +177,7 @@ def test_a_run_that_a_change_has_ended_is_complete_for_its_own_recipe(run):
     answer(run, 1, 5)
     made_runs.ended(run, 6)
     recipe = config.read(run / "recipe.yaml")
-    assert "launch/steer.py set grpo.max_num_steps to 6" in (run_control.completed(recipe, run) or "")
+    assert "launch/steer.py set grpo.max_num_steps to 6" in (run_control.completion_message(recipe, run) or "")
     recipe.grpo.max_num_steps = 20
     assert RunFolder.at(run).changed_values == {STEPS: 6}
-    assert "launch/steer.py" not in (run_control.completed(recipe, run) or "")
+    assert "launch/steer.py" not in (run_control.completion_message(recipe, run) or "")

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.refit.delta import BITMAP, FULL, GAPS8, GAPS16, DeltaBases, decode, encode, encoded_bytes, scatter
 from pipeline.refit.digest import RefitError
-from pipeline.refit.endpoints import padded
+from pipeline.refit.endpoints import padded_size
 from pipeline.refit.transfer import StageTimer
 from tests.refit import ranks
 from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
@@ -38,10 +38,10 @@ def pair(count: int, places: torch.Tensor, precision: torch.dtype) -> tuple[torc
 
 def through(base: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """Return (the receiver's tensor, the mode, the bytes)."""
-    out = torch.full((padded(new.nbytes) + 64,), 0xA5, dtype=torch.uint8, device=new.device)
+    out = torch.full((padded_size(new.nbytes) + 64,), 0xA5, dtype=torch.uint8, device=new.device)
     code = encode(new, base, out)
     size = encoded_bytes(code, new.numel(), new.itemsize)
-    assert size <= padded(new.nbytes)
+    assert size <= padded_size(new.nbytes)
     assert (out[size:] == 0xA5).all(), "wrote behind its end"
     places, values = decode(out[:size].clone(), code, new.numel(), new.dtype)
     if places is None:

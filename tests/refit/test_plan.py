@@ -138,7 +138,7 @@ def test_the_priced_messages_are_those_of_the_rank_plans():
         for rank, part in made.plan().ranks.items():
             sizes = size_of(part.receives)
             for (number, source, _), rows in messages(part.receives, rank, False).items():
-                expected[number, source, rank] = (sizes[rows].sum(), source in made.place)
+                expected[number, source, rank] = (sizes[rows].sum(), source in made.member)
         found = refit_time.messages(made)
         ends = zip(*(getattr(found, name).tolist() for name in ("round", "source", "target")), strict=True)
         assert dict(zip(ends, zip(found.size, found.relay, strict=True), strict=True)) == expected
@@ -395,8 +395,8 @@ def test_all_sources_are_always_busy(train, engines, size, groups):
     assert made.lower_bound_bytes == max(64 * 32768 / size, 64 * 32768 * groups / train)
     assert (out[: made.round.max() + 1, :train] > 0).mean() > 0.9
     assert sum(max(a.max(), b.max()) for a, b in zip(out, into, strict=True)) < 1.35 * busiest  # no rank waits long
-    sources = {rank: set() for rank in made.place}
-    sent = made.sent()
+    sources = {rank: set() for rank in made.member}
+    sent = made.train_messages()
     for source, target in zip(sent.source.tolist(), sent.target.tolist(), strict=True):
         sources[target].add(source)
     assert max(map(len, sources.values())) <= -(-train // (engines * size)) + 2

@@ -196,7 +196,7 @@ def unable(world: World, folder: Path, whose: str) -> None:
     if whose == "sender" and world.rank == 1:
         os.memfd_create = refused
     if whose == "receiver" and world.rank == 3:
-        shared_memory._mapped = refused
+        shared_memory._map_memory = refused
     made = ranks.backends(AWKWARD, ONE, BF16, BF16, world.device)
     plan = ranks.planned(AWKWARD, made, ONE, BF16, 1000)
     own = made[world.rank]
@@ -228,11 +228,11 @@ def another_process(world: World, folder: Path, argument: None) -> None:
     memory, handle, descriptor = shared_memory._shareable(64, world.device, "one")
     assert os.fstat(descriptor).st_nlink == 0  # the file has no name, so a killed process leaves none
     memory.fill_(3)
-    assert shared_memory._mapped(handle, world.device, "one").tolist() == [3] * 64
+    assert shared_memory._map_memory(handle, world.device, "one").tolist() == [3] * 64
     process, number, device, inode = handle.file
     with pytest.raises(OSError, match="have different PID namespaces"):
         handle.file = (process, number, device, inode + 1)
-        shared_memory._mapped(handle, world.device, "one")
+        shared_memory._map_memory(handle, world.device, "one")
     os.close(descriptor)
 
 

@@ -65,8 +65,8 @@ def test_received_tensors_equal_the_sent_ones(transport, cases, tmp_path):
 def carried(world: World, folder: Path, transport: str) -> None:
     world.carrier = torch.device("cpu", 0)  # staging is forced for all tensors, so each message has a copy at either end
     copies = []
-    copied = transfer.PeerChannel._carried
-    transfer.PeerChannel._carried = lambda wire, tensor: copies.append(tensor) or copied(wire, tensor)
+    copied = transfer.PeerChannel._carrier_memory
+    transfer.PeerChannel._carrier_memory = lambda wire, tensor: copies.append(tensor) or copied(wire, tensor)
     transfers(world, folder, transport, CASES[3:4])  # with forwarding
     assert copies and all(copied(transfer.PeerChannel(world), tensor).data_ptr() != tensor.data_ptr() for tensor in copies)
 

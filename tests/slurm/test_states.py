@@ -3,7 +3,7 @@
 from launch.executors import slurm_client
 from launch.executors.executor import JobStatus
 from launch.executors.slurm import HetSlurmJob
-from launch.executors.slurm_client import TERMINAL, JobComponent, merged, read_jobs, read_sacct
+from launch.executors.slurm_client import TERMINAL, JobComponent, merge_components, read_jobs, read_sacct
 
 LEADER = (
     "JobId=17 HetJobId=17 HetJobOffset=0 HetJobIdSet=17-18 JobName=a UserId=root(0) JobState=FAILED Reason=NonZeroExitCode"
@@ -19,13 +19,13 @@ def test_free_text_at_the_end_of_a_line_does_not_count():
 
 def test_a_job_has_ended_when_every_component_has():
     ended = CHILD.replace("RUNNING", "CANCELLED")
-    assert merged(read_jobs(f"{CHILD}\n{LEADER}")).state == "COMPLETING"
-    assert merged(read_jobs(f"{ended}\n{LEADER}")) == JobComponent("17", "FAILED", "n[1-2],n[3-4]", "NonZeroExitCode")
+    assert merge_components(read_jobs(f"{CHILD}\n{LEADER}")).state == "COMPLETING"
+    assert merge_components(read_jobs(f"{ended}\n{LEADER}")) == JobComponent("17", "FAILED", "n[1-2],n[3-4]", "NonZeroExitCode")
 
 
 def test_sacct_rows_of_a_het_job():
     parts = [read_sacct("17+0", "CANCELLED by 1000", "n1"), read_sacct("17+1", "COMPLETED", "n3")]
-    assert merged(parts) == JobComponent("17", "CANCELLED", "n1,n3")
+    assert merge_components(parts) == JobComponent("17", "CANCELLED", "n1,n3")
 
 
 def test_an_unknown_state_is_not_an_end():

@@ -73,7 +73,7 @@ def computed(names, lengths, dtype, width):
 def test_outputs_and_gradients_by_torchs_definition(monkeypatch):
     """Uncompiled, torch computes all scores, also gradients, which its check of devices refuses on the CPU."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex_attention, "_compiled", lambda: torchs.flex_attention)
+    monkeypatch.setattr(flex_attention, "_compiled_kernel", lambda: torchs.flex_attention)
     names = ("chunk", "soft cap", "all")
     found = {name: differences(*made) for name, *made in computed(names, LENGTHS, torch.float64, 8)}
     assert found.keys() == {*names} and max(found.values()) < 1e-12, found

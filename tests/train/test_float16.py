@@ -117,12 +117,12 @@ def test_the_scale_doubles_after_many_steps_and_is_1_in_other_precisions():
     assert scale.finite_norm(lambda: norm(INITIAL / 2), torch.device("cpu")) == 2.0
     assert passes == [INITIAL * 4, INITIAL * 2, 1.0, INITIAL, INITIAL / 2] and scale.factor == INITIAL / 2
     for _ in range(loss_scale.GROWTH_STEPS):
-        scale.stepped()
+        scale.count_step()
     assert scale.record() == [INITIAL, 0]
     plain = LossScale("bfloat16")
     plain.restore([2.0**7, 3])
     for _ in range(loss_scale.GROWTH_STEPS):
-        plain.stepped()
+        plain.count_step()
     with pytest.raises(FloatingPointError):
         plain.finite_norm(lambda: math.nan, torch.device("cpu"))
     assert plain.factor == 1

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.train import sequence_resets
 from pipeline.train.sequence_bounds import Packing
-from pipeline.train.sequence_sharing import balanced
+from pipeline.train.sequence_sharing import balance_sequences
 from tests.train import attention_models, cases, ranks
 from tests.train.ranks import Layout
 
@@ -90,8 +90,8 @@ def test_recomputed_layers_have_the_packing_of_their_own_batch(name, tmp_path):
 
 
 def test_sequences_are_shared_by_tokens():
-    assert balanced([5, 9, 3, 2], 2) == [[1], [0, 2, 3]]
-    assert balanced([4], 3) == [[0], [], []]
+    assert balance_sequences([5, 9, 3, 2], 2) == [[1], [0, 2, 3]]
+    assert balance_sequences([4], 3) == [[0], [], []]
 
 
 def over_ranks(names, layout: Layout, folder) -> None:

@@ -180,7 +180,7 @@ def _reward_model(t: Translator, algorithm: str) -> None:
 def _dtensor(t: Translator) -> None:
     name = t.get("policy.optimizer.name")
     if t.get("policy.optimizer") is None:
-        message = "is not given, and FSDP2 trains. Try {name: torch.optim.AdamW, kwargs: {lr: ...}}"
+        message = "got null; FSDP2 needs an optimizer. Try {name: torch.optim.AdamW, kwargs: {lr: ...}}"
         t.problem("policy.optimizer", "missing-value", message)
     elif str(name).startswith("torch.optim."):
         t.copy("policy.optimizer")

@@ -209,15 +209,15 @@ class LiveCodeBench(Format):
     )
 
     @override
-    def places(self, records: Sequence[Record]) -> Sequence[int]:
-        """Return the places of the records in the window."""
+    def indices(self, records: Sequence[Record]) -> Sequence[int]:
+        """Return the indices of the problems that are dated from `since` to `until`."""
         since, until = self.arguments.since or "", self.arguments.until or "9999"
         if (since, until) == ("", "9999"):
             return range(len(records))
         days = [str(record.get("contest_date") or "")[:10] for record in records]
         if undated := days.count(""):
             raise ValueError(f"{undated} records have no contest_date; expected one in each, since there is a window")
-        return [place for place, day in enumerate(days) if since <= day <= until]
+        return [index for index, day in enumerate(days) if since <= day <= until]
 
     @override
     def question(self, record: Record, index: int) -> Question:

@@ -38,26 +38,26 @@ def adapt(
     config = policy.megatron_cfg.peft
     if not config.enabled:
         return None
-    found = StageAdapters(AdapterSpec.of(options(config)), targets(config, parameters, shapes), shapes)
+    adapters = StageAdapters(AdapterSpec.of(options(config)), targets(config, parameters, shapes), shapes)
     stage.requires_grad_(False)
     if stage.post_process and hasattr(stage, "value_head"):
         stage.value_head.requires_grad_(True)
-    found.attach(stage)
-    return found
+    adapters.attach(stage)
+    return adapters
 
 
 class StageAdapters:
-    """The adapters of a model, and those of this rank's stage."""
+    """The adapters of a model, and the adapters of this rank's stage."""
 
-    def __init__(self, spec: AdapterSpec, found: list[Target], shapes: Mapping[str, Shape]):
+    def __init__(self, spec: AdapterSpec, adapted: list[Target], shapes: Mapping[str, Shape]):
         self.spec = spec
-        self._targets = found
+        self._targets = adapted
         self._switch = AdapterSwitch()
         self._held: dict[str, tuple[nn.Module, ModuleAdapter]] = {}  # of this rank, by global name of the module
         self.parameters: dict[str, Parameter] = {}  # of all ranks, by global name
         self.shapes: dict[str, Shape] = {}  # of the tensors on disk
         self.copies: dict[str, list[str]] = {}  # tensors on disk that are one parameter, by the first one's name
-        for target in found:
+        for target in adapted:
             self.parameters |= target.parameters(spec)
             self.shapes |= target.tensors(spec, shapes)
             self.copies |= target.duplicates()
@@ -135,14 +135,14 @@ class StageAdapters:
                 into[piece.source.within(whole(tuple(into.shape)))] = rows[piece.target.within(whole(tuple(rows.shape)))]
 
         @functools.lru_cache(maxsize=8)
-        def drawn(name: str) -> torch.Tensor:
+        def draw(name: str) -> torch.Tensor:
             return initial_a(self.spec, name.removesuffix(SUFFIX_A), self.shapes[name][1], seed)
 
         def read(name: str, box: Box) -> torch.Tensor:
             assert layer_of(name) is not None
             if name.endswith(SUFFIX_B):
                 return torch.zeros(box.size)
-            full = drawn(name) if name.endswith(SUFFIX_A) else magnitudes[name]
+            full = draw(name) if name.endswith(SUFFIX_A) else magnitudes[name]
             return full[box.within(whole(tuple(full.shape)))]
 
         return read

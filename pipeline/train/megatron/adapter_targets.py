@@ -41,13 +41,13 @@ class Target(AdaptedModule):
         cut = "none" if split == "columns" else split
         columns = "columns" if split == "columns" else "none"
         name = f"{self.module}.{SUBMODULE}"
-        found = {
+        parameters = {
             f"{name}.lora_A": Parameter(tuple(layer + A for layer in of_a), _stack, columns, expert),
             f"{name}.lora_B": Parameter(tuple(layer + B for layer in self.names), rows, cut, expert),
         }
         if spec.dora:
-            found[f"{name}.magnitude"] = Parameter(tuple(layer + MAGNITUDE for layer in self.names), rows, cut, expert)
-        return found
+            parameters[f"{name}.magnitude"] = Parameter(tuple(layer + MAGNITUDE for layer in self.names), rows, cut, expert)
+        return parameters
 
     def owners(self) -> list[int]:
         """Return the number of the A matrix of each row of W [out], or -1 where the row has no adapter."""
@@ -79,8 +79,8 @@ def _stack(*matrices: torch.Tensor) -> torch.Tensor:
 
 def _rows(function, zeros: tuple[int | None, ...], *sources: torch.Tensor) -> torch.Tensor:
     """Apply the function of W to tensors with the rows of its sources. zeros: the number of rows of each that is 0."""
-    given = iter(sources)
-    return function(*(next(given) if rows is None else sources[0].new_zeros(rows, *sources[0].shape[1:]) for rows in zeros))
+    remaining = iter(sources)
+    return function(*(next(remaining) if rows is None else sources[0].new_zeros(rows, *sources[0].shape[1:]) for rows in zeros))
 
 
 def targets(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]) -> list[Target]:

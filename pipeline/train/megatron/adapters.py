@@ -51,10 +51,10 @@ class ModuleAdapter(nn.Module):
         splits = self._exchanges or self._cut == "none"
         self._sequence = bool(config.sequence_parallel) and splits and self._group.size() > 1 and not expert
         self._expert = expert
-        own = {"dtype": weight.dtype, "device": weight.device}
-        self.lora_A = nn.Parameter(torch.empty(target.stacked * spec.dim, weight.shape[1], **own))
-        self.lora_B = nn.Parameter(torch.empty(weight.shape[0], spec.dim, **own))
-        self.magnitude = nn.Parameter(torch.empty(weight.shape[0], **own)) if spec.dora else None
+        options = {"dtype": weight.dtype, "device": weight.device}
+        self.lora_A = nn.Parameter(torch.empty(target.stacked * spec.dim, weight.shape[1], **options))
+        self.lora_B = nn.Parameter(torch.empty(weight.shape[0], spec.dim, **options))
+        self.magnitude = nn.Parameter(torch.empty(weight.shape[0], **options)) if spec.dora else None
         owners = torch.tensor(target.owners(), device=weight.device)
         if self._cut == "rows":
             owners = cut(owners, target.weight.split, self._group.rank(), self._group.size())
@@ -107,18 +107,18 @@ class ModuleAdapter(nn.Module):
         if self._spec.dropout_input:
             inputs = self._dropout(inputs, same=self._cut != "columns" and not self._sequence)
         product = self._exchange(F.linear(inputs, self.lora_A))
-        found = F.linear(product, self._b())
+        delta = F.linear(product, self._b())
         if not self._spec.dropout_input:
-            found = self._dropout(found, same=self._cut != "rows" and not self._sequence)
-        found = found * self._spec.scale
+            delta = self._dropout(delta, same=self._cut != "rows" and not self._sequence)
+        delta = delta * self._spec.scale
         if self.magnitude is None:
-            return output + found
+            return output + delta
         norms = self._row_norms(layer).to(self.magnitude.dtype)
         factors = self._magnitudes(norms) / norms
         bias: torch.Tensor | None = getattr(layer, "bias", None)
         if bias is None or not biased or not bias.numel():  # TransformerEngine has an empty tensor for none
-            return factors * (output + found)
-        return factors * (output - bias + found) + bias
+            return factors * (output + delta)
+        return factors * (output - bias + delta) + bias
 
     def initial_magnitude(self, layer: nn.Module) -> torch.Tensor:
         """Return DoRA's initial magnitudes of these rows [out] float32. Collective over the ranks that cut W."""

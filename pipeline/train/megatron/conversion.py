@@ -46,7 +46,7 @@ def shared_folder() -> Path:
     return Path(constants.HF_HOME) / "hetstep"  # ~/.cache/huggingface without HF_HOME and XDG_CACHE_HOME
 
 
-def converted(
+def open_conversion(
     policy: PolicyConfig,
     config: PreTrainedConfig,
     group: dist.ProcessGroup,
@@ -81,19 +81,19 @@ def converted(
         return None if policy.megatron_cfg.force_reconvert_from_hf else cache.find()
 
     with contextlib.ExitStack() as stack:
-        found = on_first_rank(group, find)
-        if not found:
+        path = on_first_rank(group, find)
+        if not path:
             with phase("wait for another job's conversion"):
                 on_first_rank(group, lambda: stack.enter_context(cache.lock(timeout_s)))
-            found = on_first_rank(group, find)  # another job may have converted it meanwhile
-        if not found:
+            path = on_first_rank(group, find)  # another job may have converted it meanwhile
+        if not path:
             with phase("convert the checkpoint"):
                 on_first_rank(group, lambda: _check(policy, config, head))
                 partial = Path(on_first_rank(group, cache.begin))
                 on_all_ranks(group, lambda: _write_part(partial, files, parameters, group.rank(), group.size()))
-                found = on_first_rank(group, lambda: cache.commit(partial, parameters.keys()))
+                path = on_first_rank(group, lambda: cache.commit(partial, parameters.keys()))
         opened: list[Conversion] = []
-        on_all_ranks(group, lambda: opened.append(_open(Path(found))))
+        on_all_ranks(group, lambda: opened.append(_open(Path(path))))
     return opened[0]
 
 

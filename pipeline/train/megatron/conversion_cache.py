@@ -83,7 +83,7 @@ class ConversionCache:
 
     def find(self) -> str | None:
         """Return the folder of the newest complete conversion; None if there is none."""
-        for folder in reversed(self._numbered()):
+        for folder in reversed(self._complete_folders()):
             try:
                 self._found = Conversion(folder)
             except (FileNotFoundError, ValueError) as error:
@@ -101,7 +101,7 @@ class ConversionCache:
         deadline, logged = time.monotonic() + timeout_s, False
         lock = self._root / f"{self._fingerprint[:16]}.lock"
         with open(lock, "a+") as file:
-            while not _taken(file):
+            while not _try_lock(file):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{lock}: still held after {timeout_s:g} s by {_holder(file)}")
                 if not logged:
@@ -118,7 +118,7 @@ class ConversionCache:
         self._folder.mkdir(exist_ok=True)
         for folder in self._folder.glob(".*"):
             _remove(folder)
-        number = max((int(folder.name) for folder in self._numbered()), default=0) + 1
+        number = max((int(folder.name) for folder in self._complete_folders()), default=0) + 1
         partial = self._folder / f".{number:06d}.{socket.gethostname()}-{os.getpid()}-{time.time_ns()}.partial"
         partial.mkdir()
         sync(self._folder)
@@ -145,12 +145,12 @@ class ConversionCache:
         partial.rename(folder)
         sync(self._folder)
         self._found = Conversion(folder)
-        for other in self._numbered():
+        for other in self._complete_folders():
             if other != folder:
                 _remove_unless_read(other)
         return str(folder)
 
-    def _numbered(self) -> list[Path]:
+    def _complete_folders(self) -> list[Path]:
         """Return complete conversions in order. The folder is listed because NFS clients cache that a name does not exist."""
         return sorted(folder for folder in self._folder.glob("*") if re.fullmatch(r"\d{6}", folder.name))
 
@@ -166,7 +166,7 @@ def _slug(model_name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "--", name)[:80]
 
 
-def _taken(file: TextIOWrapper) -> bool:
+def _try_lock(file: TextIOWrapper) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

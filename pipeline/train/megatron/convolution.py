@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.train.sequence_bounds import Packing, sent
+from pipeline.train.sequence_bounds import Packing, to_device
 
 
 def token_positions(packing: Packing) -> torch.Tensor:
     """Return the position of each token in its sequence, [T] int64 on the device."""
     lengths = torch.tensor([length for count, length in packing.runs for _ in range(count)])
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    return sent(torch.arange(len(starts)) - starts, packing.cu_seqlens.device)
+    return to_device(torch.arange(len(starts)) - starts, packing.cu_seqlens.device)
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:

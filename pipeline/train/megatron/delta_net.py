@@ -53,10 +53,10 @@ def delta_rule(
     query, key, value, strength, decay = (tensor.float() for tensor in (query, key, value, strength, decay))
     query, key = (tensor * (tensor.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt() for tensor in (query, key))
     query = query * query.size(-1) ** -0.5
-    return by_runs(partial(_chunked, chunk), packing, query, key, value, strength, decay)
+    return by_runs(partial(_chunked_scan, chunk), packing, query, key, value, strength, decay)
 
 
-def _chunked(
+def _chunked_scan(
     chunk: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, strength: torch.Tensor, decay: torch.Tensor
 ) -> torch.Tensor:
     """Return h^T q of sequences of one length: query and key [S, L, G, N], value [S, L, R, P], others [S, L, R]."""
@@ -78,12 +78,12 @@ def _chunked(
     scores = between * (query @ key.mT)
     query = total * query
     ending = between[..., -1, :, None] * key  # each key as it has decayed at the chunk's end
-    state, found = value.new_zeros(len(value), value.size(2), states, value.size(-1)), []
+    state, outputs = value.new_zeros(len(value), value.size(2), states, value.size(-1)), []
     for k in range(value.size(1)):
         changes = of_values[:, k] - of_state[:, k] @ state  # [S, R, Q, P]
-        found.append(query[:, k] @ state + scores[:, k] @ changes)
+        outputs.append(query[:, k] @ state + scores[:, k] @ changes)
         state = total[:, k, :, -1:] * state + ending[:, k].mT @ changes
-    return torch.stack(found, 1).transpose(2, 3).flatten(1, 2)[:, :length]
+    return torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)[:, :length]
 
 
 @cache

@@ -46,9 +46,9 @@ class ScheduledOptimizer:
 
     def __init__(self, policy: PolicyConfig, model: DistributedDataParallel, norm: GradientNorm):
         """Raises RecipeError for settings that Megatron-Core's optimizer does not support."""
-        own = policy.megatron_cfg.optimizer
-        config = _core_config(policy, own)
-        overrides = None if own else {}  # None: Megatron-Core's default
+        optimizer = policy.megatron_cfg.optimizer
+        config = _core_config(policy, optimizer)
+        overrides = None if optimizer else {}  # None: Megatron-Core's default
         core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
         assert isinstance(core, ChainedOptimizer)
         self._core = core
@@ -88,9 +88,9 @@ class ScheduledOptimizer:
             schedule.advance(self._schedule.steps)
             after = [{name: group[name] for name in ("lr", "weight_decay", "max_lr", "min_lr")} for group in groups]
         finally:
-            for group, own in zip(groups, before, strict=True):
+            for group, saved in zip(groups, before, strict=True):
                 group.clear()
-                group |= own
+                group |= saved
 
         def take() -> None:
             self._policy, self._config, self._schedule = policy, config, schedule
@@ -141,17 +141,17 @@ class ScheduledOptimizer:
     def _gradients(self) -> Iterator[Gradient]:
         """Yield the gradients of the ranges that this rank updates."""
         for part in self._parts():
-            for parameter, (group, place) in part.model_param_group_index_map.items():
-                main = part.optimizer.param_groups[group]["params"][place]
+            for parameter, (group, index) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][index]
                 if main.grad is not None:
                     yield parameter, main, main.grad
 
     def ranges(self) -> Iterator[ParameterRange]:
         """Yield the ranges that this rank updates."""
         for part in self._parts():
-            for parameter, (group, place) in part.model_param_group_index_map.items():
+            for parameter, (group, index) in part.model_param_group_index_map.items():
                 where = part._get_model_param_range_map(parameter)["param"]
-                main = part.optimizer.param_groups[group]["params"][place]
+                main = part.optimizer.param_groups[group]["params"][index]
                 state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if torch.is_tensor(v) and v.dim()}
                 yield ParameterRange(parameter, where.start, where.end, main.detach(), state)
 
@@ -168,12 +168,12 @@ class ScheduledOptimizer:
         for part in self._parts():
             # torch's Adam counts steps per parameter, TransformerEngine's and apex's per group.
             per_parameter = isinstance(part.optimizer, torch.optim.Adam)
-            for parameter, (group, place) in part.model_param_group_index_map.items():
-                main = part.optimizer.param_groups[group]["params"][place]
-                found = dict(state.get(parameter, {}))
-                if found and per_parameter:
-                    found["step"] = torch.tensor(float(updates))
-                part.optimizer.state[main] = found
+            for parameter, (group, index) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][index]
+                restored = dict(state.get(parameter, {}))
+                if restored and per_parameter:
+                    restored["step"] = torch.tensor(float(updates))
+                part.optimizer.state[main] = restored
             if updates and not per_parameter:
                 for group in part.optimizer.param_groups:
                     group["step"] = updates
@@ -258,25 +258,25 @@ class MegatronLRSchedule:
         self._scheduler.step(increment=steps)
 
 
-def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> CoreConfig:
+def _core_config(policy: PolicyConfig, optimizer: MegatronOptimizerConfig | None) -> CoreConfig:
     shared = {
         "bf16": policy.precision == "bfloat16",
         "params_dtype": getattr(torch, policy.precision),
         "use_distributed_optimizer": True,
     }
-    if own is not None:
-        if own.optimizer != "adam":
-            message = f"got {own.optimizer}; expected adam, the only choice for Megatron-Core's distributed optimizer"
+    if optimizer is not None:
+        if optimizer.optimizer != "adam":
+            message = f"got {optimizer.optimizer}; expected adam, the only choice for Megatron-Core's distributed optimizer"
             raise RecipeError(Problem("policy.megatron_cfg.optimizer.optimizer", "not-a-choice", message))
         return CoreConfig(
-            optimizer=own.optimizer,
-            lr=own.lr,
-            min_lr=own.min_lr,
-            weight_decay=own.weight_decay,
-            adam_beta1=own.adam_beta1,
-            adam_beta2=own.adam_beta2,
-            adam_eps=own.adam_eps,
-            clip_grad=own.clip_grad or 0.0,
+            optimizer=optimizer.optimizer,
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.adam_beta1,
+            adam_beta2=optimizer.adam_beta2,
+            adam_eps=optimizer.adam_eps,
+            clip_grad=optimizer.clip_grad or 0.0,
             **shared,
         )
     torch_config = policy.optimizer

@@ -44,12 +44,12 @@ class FeaturedLayer(TransformerLayer):
 def _add_normed(add: Callable, norm: torch.nn.Module, training: bool, fused: bool) -> Callable:
     """Return Megatron-Core's function that adds an output to the residual, with a norm of the output before."""
 
-    def added(output_with_bias: tuple, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+    def add_and_norm(output_with_bias: tuple, residual: torch.Tensor, dropout: float) -> torch.Tensor:
         output, bias = output_with_bias
         output = norm(output if bias is None else output + bias)
         return add(training, fused)((output, None), residual, dropout)
 
-    return added
+    return add_and_norm
 
 
 def with_features(
@@ -74,7 +74,7 @@ def with_features(
 
 
 def set_rotary(stage: GPTModel, hf: PreTrainedConfig, features: Features) -> None:
-    """Set the rotary frequencies of a stage to those of transformers."""
+    """Set the rotary frequencies of a stage to transformers' frequencies."""
     if kinds := rotary_kinds(features):
         several: Any = LayerRotary(stage.rotary_pos_emb, hf, kinds)
         stage.rotary_pos_emb = several
@@ -85,7 +85,7 @@ def set_rotary(stage: GPTModel, hf: PreTrainedConfig, features: Features) -> Non
 def scale_embeddings(stage: GPTModel, scale: float) -> None:
     """Multiply the embeddings of a first stage by a factor, which is rounded to their precision as in transformers."""
 
-    def scaled(_module, _arguments, output: torch.Tensor) -> torch.Tensor:
+    def scale_output(_module, _arguments, output: torch.Tensor) -> torch.Tensor:
         return output * torch.tensor(scale, dtype=output.dtype).item()
 
-    stage.embedding.register_forward_hook(scaled)
+    stage.embedding.register_forward_hook(scale_output)

@@ -19,9 +19,11 @@ def freeze_stage(
     stage: PipelineStage, policy: PolicyConfig, local: Mapping[str, LocalTensor], parameters: Mapping[str, Parameter]
 ) -> None:
     """Freeze the parameters of `freeze_parameters`. parameters: of the whole model. Raises RecipeError, on all ranks alike."""
-    trained = {name: one.sources for name, one in parameters.items() if not name.endswith("expert_bias")}
-    held = [(one.tensor, trained[name]) for name, one in local.items() if isinstance(one.tensor, torch.nn.Parameter)]
-    freeze(policy.freeze_parameters, held, grouped(trained))
+    trained = {name: parameter.sources for name, parameter in parameters.items() if not name.endswith("expert_bias")}
+    tensors = [
+        (tensor.tensor, trained[name]) for name, tensor in local.items() if isinstance(tensor.tensor, torch.nn.Parameter)
+    ]
+    freeze(policy.freeze_parameters, tensors, grouped(trained))
     megatron = policy.megatron_cfg
     needs = megatron.pipeline_model_parallel_size > 1 or megatron.activation_checkpointing
     if needs and stage.pre_process and not stage.embedding.word_embeddings.weight.requires_grad:

@@ -32,9 +32,9 @@ Gradient = tuple[torch.nn.Parameter, torch.nn.Parameter, torch.Tensor]
 
 def set_flags(local: Mapping[str, LocalTensor]) -> None:
     """Set the flags by which Megatron-Core counts, before its optimizer copies them."""
-    for one in local.values():
-        setattr(one.tensor, "tensor_model_parallel", one.first)  # noqa: B010 - no attribute of a tensor
-        setattr(one.tensor, "shared", not one.first)  # noqa: B010
+    for local_tensor in local.values():
+        setattr(local_tensor.tensor, "tensor_model_parallel", local_tensor.first)  # noqa: B010 - no attribute of a tensor
+        setattr(local_tensor.tensor, "shared", not local_tensor.first)  # noqa: B010
 
 
 class GradientNorm:
@@ -42,7 +42,7 @@ class GradientNorm:
 
     def __init__(self, local: Mapping[str, LocalTensor], group: dist.ProcessGroup, device: torch.device):
         """local: the tensors of this rank's stage. group: the train component."""
-        self._local = {id(one.tensor): (name, one) for name, one in local.items()}
+        self._local = {id(local_tensor.tensor): (name, local_tensor) for name, local_tensor in local.items()}
         self._group, self._device = group, device
 
     def norm(self, gradients: Iterable[Gradient]) -> float:
@@ -63,20 +63,21 @@ class GradientNorm:
         miscounted = [
             name
             for parameter, main, _ in gradients
-            for name, one in (self._local[id(parameter)],)
-            if one.first != (param_is_not_shared(main) and tensor_parallel.param_is_not_tensor_parallel_duplicate(main))
+            for name, local_tensor in (self._local[id(parameter)],)
+            if local_tensor.first
+            != (param_is_not_shared(main) and tensor_parallel.param_is_not_tensor_parallel_duplicate(main))
         ]
-        found = [
-            json.loads(mine)
-            for mine in all_gather_bytes(self._group, json.dumps([miscounted, self._unequal(gradients)]).encode())
+        reports = [
+            json.loads(report)
+            for report in all_gather_bytes(self._group, json.dumps([miscounted, self._unequal(gradients)]).encode())
         ]
-        miscounted, unequal = (sorted({name for mine in found for name in mine[i]}) for i in (0, 1))
+        miscounted, unequal = (sorted({name for report in reports for name in report[i]}) for i in (0, 1))
         if unequal:
             raise RuntimeError(
-                f"tensor-parallel ranks have different gradients of {_listed(unequal)}, which each of them holds"
+                f"tensor-parallel ranks have different gradients of {_name_list(unequal)}, which each of them holds"
             )
         if miscounted:
-            raise RuntimeError(f"Megatron-Core's gradient norm counts {_listed(miscounted)} twice or never")
+            raise RuntimeError(f"Megatron-Core's gradient norm counts {_name_list(miscounted)} twice or never")
         if self._device.type == "cpu":
             norm = self._with_float32_sums(gradients)
         if not math.isclose(norm, other, rel_tol=SAME):
@@ -96,13 +97,13 @@ class GradientNorm:
 
     def _unequal(self, gradients: Iterable[Gradient]) -> list[str]:
         """Return the names of whole parameters whose gradients differ between tensor-parallel ranks."""
-        found: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
+        squares_of: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
         for parameter, _, gradient in gradients:
-            name, one = self._local[id(parameter)]
-            if not one.cut:
-                found[one.expert][name] = squared_norm([gradient], self._device)
+            name, local_tensor = self._local[id(parameter)]
+            if not local_tensor.cut:
+                squares_of[local_tensor.expert][name] = squared_norm([gradient], self._device)
         unequal = []
-        for expert, squares in found.items():
+        for expert, squares in squares_of.items():
             group = expert_tensor_group() if expert else tensor_group()
             if group.size() == 1 or not squares:
                 continue
@@ -114,6 +115,6 @@ class GradientNorm:
         return unequal
 
 
-def _listed(names: list[str], most: int = 8) -> str:
+def _name_list(names: list[str], most: int = 8) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

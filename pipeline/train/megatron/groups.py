@@ -35,18 +35,18 @@ def initialize(policy: PolicyConfig, seed: int) -> None:
 
 def _check(policy: PolicyConfig) -> None:
     megatron = policy.megatron_cfg
-    wanted = {
+    configured = {
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "context_parallel_size": megatron.context_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": expert_tensor_parallel_size(megatron),
     }
-    for key, size in wanted.items():
-        found = getattr(parallel_state, f"get_{key.removesuffix('_size')}_world_size")()
-        if size != found:
+    for key, size in configured.items():
+        current = getattr(parallel_state, f"get_{key.removesuffix('_size')}_world_size")()
+        if size != current:
             message = (
-                f"got {size} for {policy.model_name}; expected {found}, as for the other model of this process: all models of"
+                f"got {size} for {policy.model_name}; expected {current}, as for the other model of this process: all models of"
                 " the train component share one layout"
             )
             raise RecipeError(Problem(f"policy.megatron_cfg.{key}", "contradiction", message))

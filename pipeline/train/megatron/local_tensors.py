@@ -48,14 +48,14 @@ def local_tensors(
     parameters: of the family; shapes: of the Hugging Face tensors on disk. Raises RecipeError if the stage has a tensor that
     the family does not describe, or describes with another shape.
     """
-    found = {}
+    tensors = {}
     for name, tensor in _tensors(stage):
         parameter = parameters.get(name)
         if parameter is None:
             raise unsupported_model(f"Megatron-Core's model has {name}, which the model's family does not describe")
         sources = [(source, tuple(shapes[source])) for source in parameter.sources]
-        found[name] = _local(name, tensor, parameter, sources, stage.pre_process)
-    return found
+        tensors[name] = _local(name, tensor, parameter, sources, stage.pre_process)
+    return tensors
 
 
 def _local(
@@ -67,8 +67,8 @@ def _local(
     rows = -(-shape[0] // size) * size if vocabulary else shape[0]
     # Some modules (MLA's down-projections) are whole on every rank in one spec of Megatron-Core and cut in another.
     split = "none" if tuple(tensor.shape) == shape else parameter.split
-    locals_, pieces = record(cut_after(partial(_padded, parameter.function, rows), split, rank, size), sources)
-    _, whole = record(cut_after(partial(_padded, _same, rows), split, rank, size), [(name, shape)])
+    locals_, pieces = record(cut_after(partial(_pad_rows, parameter.function, rows), split, rank, size), sources)
+    _, whole = record(cut_after(partial(_pad_rows, _same, rows), split, rank, size), [(name, shape)])
     if locals_ != tuple(tensor.shape):
         shape = tuple(tensor.shape)
         raise unsupported_model(f"{name} has shape {shape} in Megatron-Core's model; its family describes {locals_}")
@@ -81,7 +81,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _padded(function, rows: int, *sources: torch.Tensor) -> torch.Tensor:
+def _pad_rows(function, rows: int, *sources: torch.Tensor) -> torch.Tensor:
     whole = function(*sources)
     missing = rows - whole.shape[0]
     return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole

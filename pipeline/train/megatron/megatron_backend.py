@@ -36,7 +36,7 @@ from pipeline.train.adapters.module_layers import options
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron import adapted_stage
-from pipeline.train.megatron.conversion import converted
+from pipeline.train.megatron.conversion import open_conversion
 from pipeline.train.megatron.distributed_optimizer import ScheduledOptimizer
 from pipeline.train.megatron.frozen_stage import freeze_stage
 from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
@@ -45,7 +45,7 @@ from pipeline.train.megatron.host_weights import HostWeights
 from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
-from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of, stored
+from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of, stored_name
 from pipeline.train.megatron.served_weights import ServedWeights
 from pipeline.train.megatron.stage_heads import ValueHead, VocabularyHead, broadcast_outputs
 from pipeline.train.offload import Offload
@@ -107,17 +107,17 @@ class MegatronBackend(TrainBackend):
         if model not in ("policy", "reference"):
             raise ValueError(f"model '{model}' is not one of: policy, reference")
         self._check(batches)
-        found: list[Outputs] = []
+        collected: list[Outputs] = []
 
         def keep(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
-            found.append(outputs)
+            collected.append(outputs)
             return torch.zeros((), device=self.device)  # Megatron-Core's schedule expects a loss
 
         head = self._head if model == "policy" else self._head.untruncated()
         with torch.no_grad(), self._weights_of(model):
             self._run(self._stage, batches, keep, head, top_k)
         self._empty_cache(2)
-        return self._on_all_stages(found, batches, head, top_k)
+        return self._on_all_stages(collected, batches, head, top_k)
 
     @override
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
@@ -127,16 +127,16 @@ class MegatronBackend(TrainBackend):
             raise ValueError("a step needs at least one batch")
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        found: list[LossOutput] = []
+        losses: list[LossOutput] = []
 
         def finish(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
             output = loss(outputs, batch)
-            found.append(LossOutput(output.loss.detach(), output.metrics))
+            losses.append(LossOutput(output.loss.detach(), output.metrics))
             return output.loss
 
         with self._adapters.training() if self._adapters else contextlib.nullcontext():
             self._run(self._model, batches, finish, self._head)
-        metrics = self._metrics(found)
+        metrics = self._metrics(losses)
         lr = self._optimizer.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
         self._served.refresh()
@@ -192,9 +192,9 @@ class MegatronBackend(TrainBackend):
             if not parallel_state.is_pipeline_last_stage():
                 return hidden, None
             # The schedule expects a number of tokens to divide by. It is ignored: losses are already divided.
-            one = torch.ones((), dtype=torch.int, device=self.device)
+            divisor = torch.ones((), dtype=torch.int, device=self.device)
             outputs = head.outputs(self._stage, hidden, local, top_k)
-            return outputs, lambda outputs: (finish(batch, outputs), one, None)
+            return outputs, lambda outputs: (finish(batch, outputs), divisor, None)
 
         config = self._stage.config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -211,27 +211,27 @@ class MegatronBackend(TrainBackend):
         )
 
     def _on_all_stages(
-        self, found: list[Outputs], batches: Sequence[PackedBatch], head: VocabularyHead | ValueHead, top_k: int
+        self, outputs: list[Outputs], batches: Sequence[PackedBatch], head: VocabularyHead | ValueHead, top_k: int
     ) -> list[Outputs]:
         """Return the last pipeline stage's outputs on all stages."""
         stages = pipeline_group()
         if stages.size() == 1 or not batches:
-            return found
+            return outputs
         if stages.rank() != stages.size() - 1:
-            found = [head.empty(batch, top_k) for batch in batches]
-        broadcast_outputs(found, stages)
-        return found
+            outputs = [head.empty(batch, top_k) for batch in batches]
+        broadcast_outputs(outputs, stages)
+        return outputs
 
     def _metrics(self, outputs: list[LossOutput]) -> dict[str, float]:
         """Return the step's metrics, equal on all ranks."""
         stages = pipeline_group()
-        found = {}
+        metrics = {}
         if parallel_state.is_pipeline_last_stage():
             # Tensor- and context-parallel peers computed the same loss of the same batches.
-            found = reduce_outputs(outputs, True, data_group(), self.device)
+            metrics = reduce_outputs(outputs, True, data_group(), self.device)
         if stages.size() == 1:
-            return found
-        return broadcast_record(found, stages.size() - 1, stages, self.device)
+            return metrics
+        return broadcast_record(metrics, stages.size() - 1, stages, self.device)
 
     def _empty_cache(self, level: int) -> None:
         if self.device.type == "cuda" and self._policy.megatron_cfg.empty_unused_memory_level >= level:
@@ -306,7 +306,7 @@ class MegatronBackend(TrainBackend):
         if self._policy.random_init:
             self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face, self._base)
             return
-        conversion = converted(self._policy, hf, self._group, head, phase=self._role.phase)
+        conversion = open_conversion(self._policy, hf, self._group, head, phase=self._role.phase)
         read = conversion.read
         if head == "values":  # a conversion does not contain the head, because it may be random
             files = initial_weights(self._policy, hf, seed, head)
@@ -362,7 +362,7 @@ class MegatronBackend(TrainBackend):
                 f" {record.get('optimizer')} -> {self._optimizer.options}"
             )
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
-        self._fill(lambda name, box: reader.read(stored(name), box), lambda local: local.hugging_face, self._saved.local)
+        self._fill(lambda name, box: reader.read(stored_name(name), box), lambda local: local.hugging_face, self._saved.local)
         updates = record["updates"] if "updates" in record else record["steps"]
         states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
         self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)

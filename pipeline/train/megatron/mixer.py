@@ -75,9 +75,9 @@ class HeadShare:
         first, last = (int(head) * groups // count for head in (heads[0], heads[-1]))
         spans, start = [], 0
         for part, by_head in zip(sizes.convolved, sizes.by_head, strict=True):
-            own = part // (sizes.heads if by_head else sizes.groups)
+            size = part // (sizes.heads if by_head else sizes.groups)
             low, high = (int(heads[0]), int(heads[-1])) if by_head else (first, last)
-            spans.append((start + low * own, start + (high + 1) * own))
+            spans.append((start + low * size, start + (high + 1) * size))
             start += part // tensor_ranks
         channels = torch.cat([torch.arange(*span, device=device) for span in spans])
         return HeadShare(channels, heads, last + 1 - first)

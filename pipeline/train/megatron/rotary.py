@@ -33,14 +33,14 @@ def softmax_factor(hf: PreTrainedConfig, features: Features) -> float:
     Raises RecipeError where there is none: a factor on a part of each head, or on some layers only.
     """
     kinds = set(features.layer_rotary or [None])
-    found = {rotary(hf, kind)[1] for kind in kinds}
+    factors = {rotary(hf, kind)[1] for kind in kinds}
     parameters: Any = hf.rope_parameters
-    if found != {1.0} and (len(found) > 1 or parameters.get("partial_rotary_factor", 1.0) != 1.0):
+    if factors != {1.0} and (len(factors) > 1 or parameters.get("partial_rotary_factor", 1.0) != 1.0):
         raise unsupported_model(
             f"{hf.model_type} with YaRN's factor on some layers or on a part of each head is not described; expected a factor"
             " of 1, or one for all layers and whole heads"
         )
-    return found.pop() ** 2
+    return factors.pop() ** 2
 
 
 class LayerRotary(torch.nn.Module):
@@ -50,9 +50,9 @@ class LayerRotary(torch.nn.Module):
         super().__init__()
         self._kinds = []
         for kind in kinds:
-            one: Any = copy.copy(like)
-            one.inv_freq, _ = rotary(hf, kind)
-            self._kinds.append(one)
+            embedding: Any = copy.copy(like)
+            embedding.inv_freq, _ = rotary(hf, kind)
+            self._kinds.append(embedding)
 
     def get_rotary_seq_len(self, *arguments, **named) -> int:
         """Return the number of positions, for Megatron-Core."""
@@ -60,7 +60,7 @@ class LayerRotary(torch.nn.Module):
 
     @override
     def forward(self, *arguments, **named) -> torch.Tensor:
-        return torch.stack([one(*arguments, **named) for one in self._kinds])
+        return torch.stack([embedding(*arguments, **named) for embedding in self._kinds])
 
 
 def rotary_kinds(features: Features) -> list[str]:

@@ -52,12 +52,12 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def readable_tensors(tensors: Iterable[tuple[str, weight_files.TensorEntry]]) -> dict[str, StoredTensor]:
     """Return tensors to load, by name. Raises ValueError if a dtype is not floating-point."""
-    found = {}
+    readable = {}
     for name, stored in tensors:
         if stored.dtype not in weight_files.FLOATS:
             raise ValueError(f"{name} has dtype {stored.dtype}; expected {', '.join(weight_files.FLOATS)}. Is it quantised?")
-        found[name] = StoredTensor(stored.path, DTYPES[stored.dtype], stored.shape, stored.start, stored.nbytes)
-    return found
+        readable[name] = StoredTensor(stored.path, DTYPES[stored.dtype], stored.shape, stored.start, stored.nbytes)
+    return readable
 
 
 def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:

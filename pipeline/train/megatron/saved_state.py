@@ -43,7 +43,7 @@ class SavedState:
         """Return the saved state of a backend. local: all tensors of this rank; shapes: of the base's tensors on disk."""
         if adapters is None:
             return cls(local, shapes, {})
-        trained = {name: one for name, one in local.items() if one.tensor.requires_grad}
+        trained = {name: local_tensor for name, local_tensor in local.items() if local_tensor.tensor.requires_grad}
         return cls(trained, ({SCORE: shapes[SCORE]} if head == "values" else {}) | adapters.shapes, adapters.copies)
 
     def entries(self, ranges: Iterable[ParameterRange], random: Mapping[str, torch.Tensor]) -> Iterator[Entry]:
@@ -64,10 +64,15 @@ class SavedState:
     def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor) -> Iterator[Entry]:
         for piece in pieces:
             part = tensor[piece.target.within(whole(tuple(tensor.shape)))].reshape(piece.source.size)
-            name = prefix + piece.name if prefix else stored(piece.name)
+            name = prefix + piece.name if prefix else stored_name(piece.name)
             yield name, self.shapes[piece.name], piece.source, part
             for other in () if prefix else self.copies.get(piece.name, ()):
-                yield stored(other), self.shapes[other], piece.source, part.clone()  # files have no tensors that share memory
+                yield (
+                    stored_name(other),
+                    self.shapes[other],
+                    piece.source,
+                    part.clone(),
+                )  # files have no tensors that share memory
 
     def optimizer_states(
         self, ranges: Iterable[ParameterRange], reader: BoxReader
@@ -80,15 +85,15 @@ class SavedState:
     def check_tensors(self, folder: Path, reader: BoxReader) -> None:
         """Raise RecipeError unless the checkpoint in `folder` has the tensors that this backend saves."""
         prefixes = ("model.", PREFIX)
-        held = {n.partition(".")[2]: tuple(s) for n, s in reader.shapes.items() if n.startswith(prefixes)}
+        on_disk = {n.partition(".")[2]: tuple(s) for n, s in reader.shapes.items() if n.startswith(prefixes)}
         expected = {name: tuple(shape) for name, shape in self.shapes.items()}
-        if held != expected:
-            raise checkpoint_state.other_model(folder, held, expected)
+        if on_disk != expected:
+            raise checkpoint_state.other_model(folder, on_disk, expected)
         for name, others in self.copies.items():
             box = whole(expected[name])
-            own = reader.read(stored(name), box)
+            first = reader.read(stored_name(name), box)
             for other in others:
-                if not torch.equal(own, reader.read(stored(other), box)):
+                if not torch.equal(first, reader.read(stored_name(other), box)):
                     message = (
                         f"{folder} has other values in {name} than in {other}, so these were trained with an A each; linear_qkv"
                         " and linear_fc1 share one. Try linear_q, linear_k, linear_v, linear_fc1_gate and linear_fc1_up"
@@ -99,7 +104,7 @@ class SavedState:
         return {id(local.tensor): local for local in self.local.values()}
 
 
-def stored(name: str) -> str:
+def stored_name(name: str) -> str:
     """Return the name of a tensor on disk in a checkpoint."""
     return (PREFIX if layer_of(name) else "model.") + name
 

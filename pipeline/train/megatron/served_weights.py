@@ -66,7 +66,11 @@ class ServedWeights:
     def layout(self) -> list[Region]:
         """Return every entry that this rank serves. Collective with DoRA."""
         self.merge()
-        return [region(piece, name, one.tensor.stride()) for name, one in self._served.items() for piece in self._pieces(one)]
+        return [
+            region(piece, name, local_tensor.tensor.stride())
+            for name, local_tensor in self._served.items()
+            for piece in self._pieces(local_tensor)
+        ]
 
     def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every whole tensor that is served, as `WeightGatherer.tensors` does. Collective."""
@@ -103,12 +107,12 @@ class ServedWeights:
         """The tensors of this rank that are served, by name."""
         if not self._serves_adapters:
             return self._base
-        return {name: one for name, one in self._local.items() if name not in self._base}
+        return {name: local_tensor for name, local_tensor in self._local.items() if name not in self._base}
 
-    def _pieces(self, one: LocalTensor) -> list[Piece]:
+    def _pieces(self, local_tensor: LocalTensor) -> list[Piece]:
         """Return a tensor's pieces of tensors on disk, under all names of each."""
         copies = self._adapters.copies if self._adapters else {}
-        names = ((piece, name) for piece in one.hugging_face for name in (piece.name, *copies.get(piece.name, ())))
+        names = ((piece, name) for piece in local_tensor.hugging_face for name in (piece.name, *copies.get(piece.name, ())))
         return [Piece(name, piece.source, piece.target) for piece, name in names]
 
     @functools.cached_property
@@ -121,7 +125,9 @@ class ServedWeights:
         return self._gatherer(self._served, self.shapes)
 
     def _gatherer(self, of: Mapping[str, LocalTensor], shapes: Mapping[str, Shape]) -> WeightGatherer:
-        leaders = {name: one for name, one in of.items() if is_data_parallel_leader(name)}
+        leaders = {name: local_tensor for name, local_tensor in of.items() if is_data_parallel_leader(name)}
         # The parameters themselves: `HostWeights` changes the memory that they refer to, and what is left has to be freed.
-        pieces = [(self._merged.get(name, one.tensor), self._pieces(one)) for name, one in leaders.items()]
+        pieces = [
+            (self._merged.get(name, local_tensor.tensor), self._pieces(local_tensor)) for name, local_tensor in leaders.items()
+        ]
         return WeightGatherer(pieces, shapes, self._group, self._device)

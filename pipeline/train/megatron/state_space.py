@@ -48,11 +48,11 @@ def scan(
     Neighbouring sequences of equal length are computed together. chunk: tokens that are computed by matrix products.
     """
     x, step, a, b, c = (tensor.float() for tensor in (x, step, a, b, c))
-    whole = by_runs(lambda x, step, b, c: _chunked(x, step, a, b, c, chunk), packing, x, step, b, c)
+    whole = by_runs(lambda x, step, b, c: _chunked_scan(x, step, a, b, c, chunk), packing, x, step, b, c)
     return whole + d.float()[:, None] * x
 
 
-def _chunked(
+def _chunked_scan(
     x: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, chunk: int
 ) -> torch.Tensor:
     """Return h C of sequences of one length: x [S, L, H, P], step [S, L, H], a [H], b and c [S, L, G, N] -> [S, L, H, P]."""

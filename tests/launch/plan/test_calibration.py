@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.plan import backend_choice, plan_table
-from launch.plan.calibration import measured
+from launch.plan.calibration import read_run
 from launch.plan.estimate import plan
 from pipeline import config
 from pipeline.config import LoggerConfig, RecipeError
@@ -72,7 +72,7 @@ def test_sequences_of_an_offline_run_are_its_tokens_in_however_unequal_steps(tmp
     for step, seconds in enumerate((9.0, 0.1, 4.0, 0.2), 1):
         metrics.log(step, {"time/step": seconds, "throughput/tokens_per_s": 20 * 64 / seconds})
     metrics.close()
-    found = measured(folder)
+    found = read_run(folder)
     assert found and found.answer == pytest.approx(20)
 
 
@@ -83,11 +83,11 @@ def test_prompt_lengths_come_from_the_last_rollouts(tmp_path):
         answered = {"prompt": "", "completion": "", "reward": 0.0, "completion_tokens": [], "finish": "stop"}
         lines = [json.dumps({**answered, "prompt_tokens": list(range(length))}) + "\n" for length in lengths]
         (folder / f"rollouts/step_{step:06d}.jsonl").write_text("".join(lines))
-    assert measured(folder).prompt == 7
+    assert read_run(folder).prompt == 7
     assert plan(*choose("tiny_grpo", folder, *GPUS)).lengths.prompt == 7
     (folder / "rollouts/step_000004.jsonl").write_text("{}\n")
     with pytest.raises(RecipeError) as caught:
-        measured(folder)
+        read_run(folder)
     assert named(caught.value.problems) == {("run", "unreadable")}
 
 
@@ -114,4 +114,4 @@ def test_a_run_without_measurements_is_refused(tmp_path):
     with refused(("plan_from", "no-records")):
         plan(recipe, choice, before=tmp_path / "nothing")
     first = run(tmp_path / "first", *GPUS, steps=1)
-    assert measured(first).steps == 1 and dataclasses.asdict(measured(first))["step"] == 55
+    assert read_run(first).steps == 1 and dataclasses.asdict(read_run(first))["step"] == 55

@@ -227,6 +227,6 @@ def test_the_program_writes_what_is_read(tmp_path):
     results = {one["part"]: one for one in record["results"]}
     assert results["offload"]["numbers"].keys() >= {*gpu_check.NUMBERS["offload"]}
     assert results["decode: transformers"]["details"].keys() == {"model", "requests", "prompt", "answer"}
-    assert gpu_check._decoded(str(out), results["decode: transformers"]["details"]).requests == 4
+    assert gpu_check._read_decode(str(out), results["decode: transformers"]["details"]).requests == 4
     with refused(("plan.hardware", "bad-format")):
         gpu_check.read(str(out))

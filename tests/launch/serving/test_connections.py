@@ -81,7 +81,7 @@ HOLD = """\
 import sys
 from pathlib import Path
 from launch.runs import audit_log, shared_files
-with shared_files.locked(Path(sys.argv[1]) / audit_log.LOG, 10):
+with shared_files.lock_file(Path(sys.argv[1]) / audit_log.LOG, 10):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -30,7 +30,7 @@ from pipeline.models.weight_files import read_weight_files
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.megatron import conversion, conversion_cache, safetensors_files
 from pipeline.train.megatron.collectives import on_all_ranks
-from pipeline.train.megatron.conversion import converted
+from pipeline.train.megatron.conversion import open_conversion
 from tests.fork_server import context
 from tests.models.cases import FAMILIES, write_models
 from tests.problems import named, refused
@@ -62,7 +62,7 @@ def shared(tmp_path) -> Path:
 def convert(checkpoint: Path, shared: Path, anew: bool = False, timeout_s: float = 60.0, **overrides) -> conversion.Conversion:
     policy = PolicyConfig(model_name=str(checkpoint), megatron_cfg=MegatronConfig(force_reconvert_from_hf=anew))
     config = AutoConfig.from_pretrained(checkpoint, **overrides)
-    return converted(policy, config, dist.group.WORLD, folder=shared, timeout_s=timeout_s)
+    return open_conversion(policy, config, dist.group.WORLD, folder=shared, timeout_s=timeout_s)
 
 
 def read(checkpoint: Path, made: conversion.Conversion) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def test_a_new_conversion_is_logged_and_an_existing_one_is_not(checkpoint, share
 
     policy, config = PolicyConfig(model_name=str(checkpoint)), AutoConfig.from_pretrained(checkpoint)
     for _ in range(2):
-        converted(policy, config, dist.group.WORLD, folder=shared, phase=phase)
+        open_conversion(policy, config, dist.group.WORLD, folder=shared, phase=phase)
     assert said == ["wait for another job's conversion", "convert the checkpoint"]
 
 
