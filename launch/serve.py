@@ -10,7 +10,6 @@ have an error.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,9 +26,6 @@ from launch.terminal.command_line import Key
 from pipeline.config import Problem, RecipeError
 
 PACKAGES = ("fastapi", "uvicorn")
-IDLE_S = 10
-END_S = 10
-"""Seconds that current requests have after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +58,9 @@ def execute(request: ServeRequest) -> int:
         raise RecipeError(Problem("settings", "not-installed", message))
     config = settings.load(request.settings)
     settings.refuse_unusable_address(config)
-    import uvicorn  # it and FastAPI take half a second to import
+    from launch.serving import server  # uvicorn and FastAPI take half a second to import
 
-    from launch.serving.app import application
-    from launch.serving.connections import MAX_CONNECTIONS, bounded
-    from launch.serving.refusals import RefusalLog
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    uvicorn.run(
-        application(config, RefusalLog(Path(config.root)).record),
-        host=config.host,
-        port=config.port,
-        ssl_certfile=config.tls_certificate,
-        ssl_keyfile=config.tls_key,
-        http=bounded(),
-        ws="none",
-        limit_concurrency=MAX_CONNECTIONS + 1,  # `bounded` keeps to it by closing silent connections
-        timeout_keep_alive=IDLE_S,
-        timeout_graceful_shutdown=END_S,
-        server_header=False,
-        log_config=None,
-    )
+    server.serve(config)
     return 0
 
 

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+from rich.console import Console
+
 from launch.api.errors import NotEnded, RunFailed
 from launch.executors.executor import RunJob
 from launch.executors.record import read_record
 from launch.executors.slurm_client import SlurmError
+from launch.export import ExportRequest, export
 from launch.pages import report_page
 from launch.runs import run_keys, run_state, run_summary, status_text
+from launch.runs.follow import Follower, MetricsTail, failure
 from launch.runs.run_folder import RunFolder
 from launch.runs.run_state import StateName
 from launch.submission import run_control
@@ -103,10 +107,6 @@ class BaseRun:
         """
         if self.status().state == "done" and not self._is_here():
             return self.status()
-        from rich.console import Console
-
-        from launch.runs.follow import Follower, MetricsTail, failure  # they import rich
-
         job, metrics = self._attached(), MetricsTail(self.folder)
         metrics.new_lines()
         console = None if progress else Console(quiet=True)
@@ -185,8 +185,6 @@ class BaseRun:
             out: a new folder; None: `hf_step_N` or `adapter_step_N` in the run's.
             adapter: Write the adapters alone, in peft's format.
         """
-        from launch.export import ExportRequest, export
-
         return export(ExportRequest(self.folder, step, None if out is None else Path(out).absolute(), adapter))
 
     def report(self, out: str | Path | None = None) -> Path:
@@ -234,8 +232,6 @@ class BaseRun:
             raise NotEnded(self.folder, str(late)) from None
         found = self.status()
         if found.state == "failed":
-            from launch.runs.follow import failure
-
             raise RunFailed(self.folder, failure(self.folder, job, ended))
         return found
 

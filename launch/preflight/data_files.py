@@ -185,8 +185,7 @@ def _is_hidden(path: Path) -> bool:
 
 def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None) -> FirstRecords:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow.parquet  # the job has it; a login node may not
     except ImportError:
         raise _LeftToTheJob("pyarrow is not installed here. Try pip install pyarrow") from None
     rows: list[Record] = []

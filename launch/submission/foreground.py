@@ -104,10 +104,14 @@ def attach(run_dir: Path) -> int:
     )
 
 
-def _metrics_so_far(run_dir: Path) -> MetricsTail:
-    from launch.runs.follow import MetricsTail  # imported late, because it imports rich
+def _follow():
+    from launch.runs import follow  # rich takes 50 ms, which `detach=true` need not pay
 
-    metrics = MetricsTail(run_dir)
+    return follow
+
+
+def _metrics_so_far(run_dir: Path) -> MetricsTail:
+    metrics = _follow().MetricsTail(run_dir)
     metrics.new_lines()
     return metrics
 
@@ -131,9 +135,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def follow_to_end(run_dir: Path, job: RunJob, steps: int | None, metrics: MetricsTail) -> int:
     """Follow a job to its end, and return the exit status. Ctrl-C cancels it; on a terminal, after a question."""
-    from launch.runs.follow import Follower
-
-    follower = Follower(run_dir, job, steps, metrics)
+    follower = _follow().Follower(run_dir, job, steps, metrics)
     while True:
         try:
             return 0 if follower.follow() else 1

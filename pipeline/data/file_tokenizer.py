@@ -60,18 +60,17 @@ class FileTokenizer:
         self.chat_template = chosen.template
 
     def _add_missing(self, settings: Mapping[str, Any], named: Sequence[str] | Any) -> None:
-        from tokenizers import AddedToken, Tokenizer  # slow; only recipes with a tokenizer.json need it
-
+        library = _load_library()
         listed = settings.get("added_tokens_decoder") or {}
         try:
-            tokens: list[AddedToken] = [AddedToken(**listed[id]) for id in sorted(listed, key=int)]
+            tokens: list[AddedToken] = [library.AddedToken(**listed[id]) for id in sorted(listed, key=int)]
         except (TypeError, ValueError) as error:
             path = f"{self.name_or_path}/{SETTINGS}"
             raise RecipeError(Problem(path, "bad-format", f"added_tokens_decoder: {error}")) from None
-        tokens += [AddedToken(text, special=True) for text in named]
+        tokens += [library.AddedToken(text, special=True) for text in named]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         if missing := [token for token in tokens if token.content not in known]:
-            self._tokenizer = Tokenizer.from_str(self._tokenizer.to_str())  # others share the one that was read
+            self._tokenizer = library.Tokenizer.from_str(self._tokenizer.to_str())  # others share the one that was read
             self._tokenizer.add_tokens(missing)
 
     # ---- transformers' interface --------------------------------------------------------------------------------------------
@@ -175,12 +174,16 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return _read_tokenizer(str(path), status.st_mtime_ns, status.st_size)
 
 
+def _load_library():
+    import tokenizers  # slow; only recipes with a tokenizer.json need it
+
+    return tokenizers
+
+
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(path: str, _changed: int, _size: int) -> Tokenizer:
-    from tokenizers import Tokenizer  # slow; only recipes with a tokenizer.json need it
-
     try:
-        return Tokenizer.from_file(path)
+        return _load_library().Tokenizer.from_file(path)
     except Exception as error:  # tokenizers raises plain Exception
         message = f"not a tokenizer: {error}. Try to fetch the model again"
         raise RecipeError(Problem(path, "bad-format", message)) from None

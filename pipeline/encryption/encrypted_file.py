@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.encryption.key import FINGERPRINT_BYTES, EncryptionKey
+from pipeline.encryption.key import FINGERPRINT_BYTES, EncryptionKey, ciphers
 from pipeline.files.stored_files import MAGIC, fitting, is_encrypted
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError
@@ -132,9 +132,7 @@ def decrypt(content: bytes, key: EncryptionKey | None, path: Path) -> bytes:
 
 def _cipher(key: EncryptionKey, salt: bytes, name: str) -> AESGCM:
     derived = key.derived(salt, b"hetstep: file " + name.encode())
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    return AESGCM(derived)
+    return ciphers().AESGCM(derived)
 
 
 def _nonce(number: int, last: bool) -> bytes:
@@ -142,11 +140,9 @@ def _nonce(number: int, last: bool) -> bytes:
 
 
 def _opened(cipher: AESGCM, sealed: bytes, number: int, last: bool, header: bytes, path: Path) -> bytes:
-    from cryptography.exceptions import InvalidTag
-
     try:
         return cipher.decrypt(_nonce(number, last), sealed, header)
-    except (InvalidTag, ValueError):
+    except (ciphers().InvalidTag, ValueError):
         raise _damaged(path, f"chunk {number}{', the last,' if last else ''} is not as it was written") from None
 
 

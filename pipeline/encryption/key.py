@@ -29,6 +29,16 @@ MAKE = "(umask 077; openssl rand -hex 32 > KEY_FILE)"
 STDERR_CHARACTERS = 300
 
 
+def ciphers():
+    """Return the module of the ciphers. Raises RecipeError if the package `cryptography` is not installed."""
+    try:
+        from pipeline.encryption import ciphers as module  # an optional package
+    except ModuleNotFoundError:
+        message = "needs the package cryptography, which is not installed. Try `pip install hetstep[encryption]`"
+        raise RecipeError(Problem(SECTION, "not-installed", message)) from None
+    return module
+
+
 class EncryptionKey:
     """A key. Its text shows the fingerprint alone, and it cannot be pickled."""
 
@@ -48,13 +58,7 @@ class EncryptionKey:
 
     def derived(self, salt: bytes, purpose: bytes) -> bytes:
         """Return 32 bytes that are a key of their own. Raises RecipeError if `cryptography` is not installed."""
-        try:
-            from cryptography.hazmat.primitives.hashes import SHA256
-            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-        except ModuleNotFoundError:
-            message = "needs the package cryptography, which is not installed. Try `pip install hetstep[encryption]`"
-            raise RecipeError(Problem(SECTION, "not-installed", message)) from None
-        return HKDF(SHA256(), BYTES, salt, purpose).derive(self._secret)
+        return ciphers().derive(self._secret, salt, purpose)
 
     def __repr__(self) -> str:
         return f"EncryptionKey({self.fingerprint})"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.encryption.key import EncryptionKey
+from pipeline.encryption.key import EncryptionKey, ciphers
 from pipeline.files.stored_files import fitting
 from pipeline.recipe.problems import Problem, RecipeError
 
@@ -37,8 +37,6 @@ def decrypt_line(line: bytes, key: Callable[[], EncryptionKey | None], path: Pat
     key: is asked for the key of an encrypted line. Raises RecipeError if the key is missing or another one, or the line is not
     as it was written.
     """
-    from cryptography.exceptions import InvalidTag
-
     try:
         record = json.loads(line)
         sealed, fingerprint = base64.b64decode(record["line"], validate=True), record["encrypted"]
@@ -46,13 +44,11 @@ def decrypt_line(line: bytes, key: Callable[[], EncryptionKey | None], path: Pat
         return cipher.decrypt(sealed[:NONCE], sealed[NONCE:], str(at).encode())
     except RecipeError:
         raise
-    except (InvalidTag, ValueError, KeyError, TypeError):
+    except (ciphers().InvalidTag, ValueError, KeyError, TypeError):
         message = f"{path}: the line at byte {at} is not as it was written; expected the encrypted line of this file there"
         raise RecipeError(Problem("run", "damaged", message)) from None
 
 
 def _cipher(key: EncryptionKey, name: str) -> AESGCM:
     derived = key.derived(b"", b"hetstep: lines of " + name.encode())
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    return AESGCM(derived)
+    return ciphers().AESGCM(derived)

@@ -43,10 +43,9 @@ def tasks(
     set takes other numbers or another config. Raises ValueError if the package is not installed.
     """
     _check_installed()
-    from pipeline.environments.verifiers_bridge import Tasks, initial_messages  # an optional package
-
-    found = itertools.islice(Tasks(taskset, config or {}).taskset, first, first + size)
-    return [{"messages": initial_messages(task.data), "answer": str(task.data.idx)} for task in found]
+    bridge = _load_bridge()
+    found = itertools.islice(bridge.Tasks(taskset, config or {}).taskset, first, first + size)
+    return [{"messages": bridge.initial_messages(task.data), "answer": str(task.data.idx)} for task in found]
 
 
 @dataclass
@@ -69,13 +68,12 @@ class Verifiers(BuiltinEnvironment):
 
     def __init__(self, arguments: VerifiersArguments, context: EnvironmentContext) -> None:
         _check_installed()
-        from pipeline.environments.verifiers_bridge import Bridge, Tasks  # an optional package
-
+        bridge = _load_bridge()
         try:
-            found = Tasks(arguments.taskset, arguments.config)
+            found = bridge.Tasks(arguments.taskset, arguments.config)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"taskset: {error}") from error
-        self._bridge, self._timeout_s, self._calls = Bridge(found), context.timeout_s, HermesCalls()
+        self._bridge, self._timeout_s, self._calls = bridge.Bridge(found), context.timeout_s, HermesCalls()
 
     @override
     def reset(self, prompt: Prompt) -> TaskEpisode:
@@ -95,12 +93,11 @@ class Verifiers(BuiltinEnvironment):
     @override
     def step(self, episode: TaskEpisode, text: str) -> Outcome:
         """Answer the open request and run the task to its next one or its end. Raises RuntimeError if it ended with errors."""
-        from pipeline.environments.verifiers_bridge import CompletionRequest  # an optional package
-
+        bridge = _load_bridge()
         assert episode.request is not None
         before = len(episode.request.messages)
         event = self._bridge.answer(episode, self._message(text), self._timeout_s)
-        if isinstance(event, CompletionRequest):
+        if isinstance(event, bridge.CompletionRequest):
             return Outcome(0.0, {}, _observation(event.messages[before + 1 :]))
         if not event.ok:
             raise RuntimeError(
@@ -138,6 +135,12 @@ def _observation(messages: list[dict[str, Any]]) -> dict[str, str]:
 
 def _plain(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in messages]
+
+
+def _load_bridge():
+    from pipeline.environments import verifiers_bridge  # imports an optional package
+
+    return verifiers_bridge
 
 
 def _check_installed() -> None:

@@ -79,13 +79,17 @@ def report(folder: SweepFolder) -> int:
     return 0 if found.best else 1
 
 
+def _study():
+    from launch.sweeps.search import study  # imports Optuna, an optional package
+
+    return study
+
+
 def trials_of(folder: SweepFolder) -> list[Trial]:
     """Return the trials of a search that has begun, as they stand. Raises RecipeError without Optuna."""
     search = _search(folder.suite)
     refuse(search_checks.installed(search))
-    from launch.sweeps.search.study import snapshot  # imports Optuna, an optional package
-
-    return snapshot(folder.path, search)
+    return _study().snapshot(folder.path, search)
 
 
 def _search(suite: Suite) -> SearchConfig:
@@ -141,12 +145,10 @@ class OpenedSearch:
 
 def _open(folder: SweepFolder) -> OpenedSearch:
     """Open the study of a search that has begun. Raises RecipeError."""
-    from launch.sweeps.search.study import TrialStudy  # imports Optuna, an optional package
-
     suite = folder.suite
     recipe = reading.load(_search(suite).recipe, _overrides(suite, folder.plan.overrides))
     max_steps = bound(section(recipe).max_num_steps)
-    return OpenedSearch(folder, suite, TrialStudy(folder.path, _search(suite), max_steps), max_steps)
+    return OpenedSearch(folder, suite, _study().TrialStudy(folder.path, _search(suite), max_steps), max_steps)
 
 
 def _conclude(opened: OpenedSearch) -> int:
