@@ -58,9 +58,9 @@ def execute(request: ServeRequest) -> int:
         raise RecipeError(Problem("settings", "not-installed", message))
     config = settings.load(request.settings)
     settings.refuse_unusable_address(config)
-    from launch.serving import server  # uvicorn and FastAPI take half a second to import
+    from launch.serving import http_server  # uvicorn and FastAPI take half a second to import
 
-    server.serve(config)
+    http_server.serve(config)
     return 0
 
 

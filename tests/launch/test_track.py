@@ -18,10 +18,17 @@ from pipeline.tracking.tracking_process import alone
 from tests.launch import made_runs
 from tests.problems import named, refused
 
+FIND_SPEC = importlib.util.find_spec
+
+
+def find(monkeypatch, installed):
+    """Let Python find the project's modules, and each package of others as `installed`."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: FIND_SPEC(name) if "." in name else installed)
+
 
 @pytest.fixture
 def without_packages(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find(monkeypatch, None)
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -40,7 +47,7 @@ def test_a_package_of_another_python_is_not_checked(elsewhere, without_packages)
 
 
 def test_an_installed_package_passes(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    find(monkeypatch, "installed")
     assert list(trackers.problems(config.load("tiny_grpo", [f"logger.{name}_enabled=true" for name in TRACKERS]))) == []
 
 

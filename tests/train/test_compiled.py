@@ -120,7 +120,7 @@ def test_in_a_folder_with_spaces(monkeypatch):
 
 
 def test_without_python_h(monkeypatch, tmp_path):
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr("pipeline.train.inductor.has_triton", lambda: True)
     for device in ("cuda", "cpu"):
         assert inductor.missing_dependency(torch.device(device)) is None
         with monkeypatch.context() as patch:

@@ -80,7 +80,8 @@ def test_a_connection_is_used_again_within_the_deadline(tmp_path):
 HOLD = """\
 import sys
 from pathlib import Path
-from launch.runs import audit_log, shared_files
+from launch.governance import audit_log
+from launch.runs import shared_files
 with shared_files.lock_file(Path(sys.argv[1]) / audit_log.LOG, 10):
     print("held", flush=True)
     sys.stdin.read()

@@ -61,7 +61,7 @@ def test_a_process_that_a_request_starts_names_the_user_too(tmp_path):
         environment = audit_log.environment()
     finally:
         audit_log.requested_by.reset(token)
-    program = "import sys; from pathlib import Path; from launch.runs import audit_log; "
+    program = "import sys; from pathlib import Path; from launch.governance import audit_log; "
     program += "audit_log.record('export', 'x', {}, Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, cwd=ROOT)
     assert [line["details"] for line in lines(tmp_path)] == [{"requested_by": "sam"}]
