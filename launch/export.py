@@ -79,9 +79,11 @@ def _export(request: ExportRequest, recipe: Recipe) -> Path:
         )
     # Imported late, because they import torch, and a wrong command line fails fast.
     from pipeline.models.hugging_face import model_config
-    from pipeline.train.adapters.peft_files import export_adapters
-    from pipeline.train.hf_export import export_checkpoint
 
+    if request.adapter:
+        from pipeline.train.adapters.peft_files import export_adapters as write
+    else:
+        from pipeline.train.hf_export import export_checkpoint as write
     head = build(recipe).needs.head
     try:
         model_config(recipe.policy, head)
@@ -95,7 +97,7 @@ def _export(request: ExportRequest, recipe: Recipe) -> Path:
     receipts: dict[str, Any] = {}
     for values in run_events.emit(lambda observer: observer.exporting(request.run, checkpoint.step, form, folder)):
         receipts |= values
-    (export_adapters if request.adapter else export_checkpoint)(checkpoint.folder, recipe.policy, folder, head, key)
+    write(checkpoint.folder, recipe.policy, folder, head, key)
     step, source = checkpoint.step, checkpoint.folder
     run_events.emit(lambda observer: observer.exported(request.run, source, step, form, folder, receipts))
     return folder
