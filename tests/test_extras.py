@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -69,11 +71,16 @@ def _copy_without(folder: Path, removed: list[tuple[str, ...]]) -> Path:
     shutil.copy(ROOT / "pyproject.toml", folder)
     for path in (folder / each for paths in removed for each in paths):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    # A Python with the packages of this one, but without the finder of an editable install, which would find what is removed.
+    environment = folder / ".venv"
+    venv.create(environment, symlinks=True)
+    packages = sysconfig.get_path("purelib", vars={"base": str(environment)})
+    Path(packages, "packages.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     return folder
 
 
 def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, *arguments]
+    command = [str(folder / ".venv/bin/python"), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, env=_environment())
 
 
