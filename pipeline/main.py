@@ -25,7 +25,8 @@ from pipeline.coordination.training_run import TrainingRun
 from pipeline.coordinator import run_offline, run_online
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
-from pipeline.data.mixture import build_streams
+from pipeline.data.mixture import Mixture, build_streams
+from pipeline.data.stream import Stream
 from pipeline.evaluation.evaluation_loop import evaluate
 from pipeline.files import small_files
 from pipeline.files.storage import RetryPolicy, retrying, wait_for
@@ -150,12 +151,10 @@ def _coordinate(
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         stream, validation = build_streams(recipe, tokenizer)
-        if not config.only_evaluates(recipe) and checkpoints.latest() is None:  # a resumed run may have used all records
-            refuse(filter(None, [epochs.of_records(recipe, stream.usable).problem()]))
+        _refuse_too_few(recipe, stream, checkpoints)
     places = train.call(TrainRole.setup).result()
     engines_up.result()
-    judges = judges_up.result()
-    refits = None
+    judges, refits = judges_up.result(), None
     if config.generates(recipe):
         refits = RefitCoordinator(recipe, workers, train, generate, role.shapes, world.nodes())
     run = _training_run(
@@ -184,6 +183,12 @@ def _coordinate(
     if not run.progress.left:
         _end(recipe, run_dir, checkpoints, step, run.progress.stopped)
     job_events.emit(lambda observer: observer.left(bool(run.progress.left)))
+
+
+def _refuse_too_few(recipe: Recipe, stream: Stream | Mixture, checkpoints: Checkpoints) -> None:
+    """Raise RecipeError if the records fill no step. A resumed run may have used all of them."""
+    if not config.only_evaluates(recipe) and checkpoints.latest() is None:
+        refuse(filter(None, [epochs.of_records(recipe, stream.usable).problem()]))
 
 
 def _training_run(

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class RunObserver:
-    """What an extra does at each event; here nothing. A method that raises RecipeError keeps the command from going on."""
+    """Observe the events of commands. Methods do nothing; an extra overrides what it needs. RecipeError ends the command."""
 
     def submitting(self, recipe: Recipe, run_dir: Path, executor: str, origin: Mapping[str, Any]) -> dict[str, Any]:
         """A recipe is about to be submitted. Return what its entry of manifest.json gets. origin: of `origin.py`."""

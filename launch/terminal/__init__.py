@@ -1,1 +1,1 @@
-"""What people read on a terminal: tables, live boards, command lines, units."""
+"""Parse command lines, and print for people: fields, tables, live boards, numbers with units."""

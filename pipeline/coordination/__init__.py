@@ -1,1 +1,1 @@
-"""What rank 0 does around and within a step by calls of the roles: rollouts, rewards, refits, progress, saving, logging."""
+"""Coordinate a run from rank 0 by calls of the roles: rollouts, rewards, refits, progress, saving and logging."""

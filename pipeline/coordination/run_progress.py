@@ -30,7 +30,7 @@ class NothingSaved(RuntimeError):
 
 
 class RunProgress:
-    """What ends a run: its last step, an early stop, its data, or the end of its time."""
+    """Decides when a run ends: at its last step, by an early stop, with its data, or before its time is up."""
 
     def __init__(self, recipe: Recipe, deadline: Deadline, attempt: Attempt, saver: RunSaver):
         self._recipe, self._deadline, self._attempt, self._saver = recipe, deadline, attempt, saver

@@ -1,4 +1,4 @@
-"""What both training loops share: the parts of a run, and the acts at its start, after each step, and at its end."""
+"""Hold the parts of a run, and do what both training loops do at its start, after each step, and at its end."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class OpenFile(Protocol):
 
 
 class Codec(Protocol):
-    """What the extra `encryption` offers."""
+    """The functions of the extra `encryption` that the core calls."""
 
     def obtain(self, key_file: str | None, key_command: str | None, timeout_s: float) -> FileKey | None:
         """Return the key in a file, or that a command prints; None without either. Raises RecipeError."""

@@ -1,1 +1,1 @@
-"""What a rank asks of its machine: compilers, builds, caches, memory, network interface."""
+"""Check and set up a rank's machine: compilers, builds of PyTorch, caches, memory, network interface."""

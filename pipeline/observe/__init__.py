@@ -1,1 +1,1 @@
-"""What a run tells people: metrics, TensorBoard events, timelines and warnings."""
+"""Record a run for people: metrics, TensorBoard events, timelines and warnings."""

@@ -1,1 +1,1 @@
-"""What every part of a recipe uses: problems with their codes, types of values, secrets, and code of the user."""
+"""Define what all sections of a recipe use: problems with their codes, types of values, secrets, and code of the user."""

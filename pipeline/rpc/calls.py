@@ -358,9 +358,9 @@ class RpcGroup(Generic[Role]):
         name = verb.__name__
         if not any(vars(base).get(name) is verb for base in self._kind.__mro__):
             raise TypeError(f"got verb {verb.__qualname__}; expected one of {self._kind.__name__}")
-        told = signature(verb)
-        timeout_s = getattr(self._timeouts, told.timeout)
-        future = self._client.open(Call(name, self._component, timeout_s, told.reply, told.in_parts), self.ranks)
+        types = signature(verb)
+        timeout_s = getattr(self._timeouts, types.timeout)
+        future = self._client.open(Call(name, self._component, timeout_s, types.reply, types.in_parts), self.ranks)
         self._client.send(future, messages)
         if self._role is not None:
             self._client.run_own(self._role, future, own)

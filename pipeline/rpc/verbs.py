@@ -60,7 +60,7 @@ class StreamingReply(Generic[Item]):
 
 
 class Signature(NamedTuple):
-    """What both ends know of a verb."""
+    """A verb's timeout, and the types of its argument and reply."""
 
     timeout: str
     argument: Any  # its type; NoneType if there is none

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class JobObserver:
-    """What an extra does at each event; here nothing."""
+    """Observe the events of a job. Each method does nothing; an extra overrides what it needs."""
 
     def started(self, run_dir: Path) -> None:
         """Rank 0 begins to coordinate."""
