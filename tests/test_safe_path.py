@@ -10,8 +10,8 @@ from launch.executors import local, slurm
 from launch.preflight import user_imports
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.environments.math import _MathWorker
-from pipeline.rollout import environment_process
+from pipeline.environments.math import _Reader
+from pipeline.rollout.judges import pool
 from pipeline.store.child_process import start
 from tests.launch.model import write_recipe
 
@@ -25,16 +25,16 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_the_math_worker():
-    worker = _MathWorker()
-    worker.wait_until_ready()
-    worker.kill()
+def test_the_reader_of_expected_answers():
+    reader = _Reader()
+    assert reader.is_expression("x^2")
+    reader.kill()
 
 
 def test_the_environments_process():
-    started = environment_process.spawn()
+    started = pool.spawn()
     started.connection.close()  # it then ends by itself
-    assert started.handle.wait(60) == 0
+    assert started.wait(60) == 0
 
 
 def test_the_store():

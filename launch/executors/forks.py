@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 PRELOADED = "pipeline.main"
-ENVIRONMENTS = "pipeline.rollout.environment_process"
+ENVIRONMENTS = "pipeline.rollout.judges.pool"
 
 
 def common(environments: list[dict[str, str]]) -> dict[str, str]:

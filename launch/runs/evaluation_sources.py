@@ -22,7 +22,7 @@ from pipeline.config import Problem, Recipe, RecipeError, generates
 FOLDER = "evaluations"
 """Read the evaluations of a run folder: evaluations/SUITE/step_000050 is an evaluation's own run folder."""
 POLICY = ("model_name", "random_init", "tokenizer", "hf_config_overrides", "precision", "max_total_sequence_length")
-GENERATION = ("backend", "stop_token_ids", "max_num_seqs", "environment_process", "vllm_cfg", "vllm_kwargs")
+GENERATION = ("backend", "stop_token_ids", "max_num_seqs", "vllm_cfg", "vllm_kwargs")
 CLUSTER = ("executor", "audit", "time_min", "requeue", "node_checks", "sbatch_options", "network", "timeouts")
 
 

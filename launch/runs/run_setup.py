@@ -74,7 +74,6 @@ MAY_DIFFER = (
     "env.*.served_by",
     "env.*.cpu_offload",
     "policy.generation.colocated.*",
-    "policy.generation.environment_process",
     "policy.dtensor_cfg.tensor_parallel_size",
     "policy.dtensor_cfg.sequence_parallel",
     "policy.dtensor_cfg.context_parallel_size",

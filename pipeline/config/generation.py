@@ -122,12 +122,6 @@ class GenerationConfig:
             f" H100; {MOST_SEQUENCES} for models with state-space layers and with the transformers backend."
         ),
     ] = None
-    environment_process: Annotated[
-        Bool,
-        Field(
-            description="Run environments in a separate process next to each engine. false: in threads of the engine's process."
-        ),
-    ] = True
     refit_transport: Annotated[
         Literal["planned", "delta", "broadcast"],
         Field(

@@ -4,7 +4,7 @@
     registry        build the environments of a recipe
     custom          the user's own classes and reward functions
     exact_match, multiple_choice, math, dapo_math    compare the answer with the expected one
-    math_worker     the process that runs math-verify
+    math_comparison     compare two expressions by math-verify
     code, code_tests    run the answer on the tests of a programming task
     llm_judge, reward_model    score the answer with a model
     sliding_puzzle  a game of several turns

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
@@ -20,14 +21,14 @@ JUDGE_WORKERS = 16
 """Workers of a built-in environment that judges for another one, if neither sets a number."""
 
 
-def build(configs: Configs) -> dict[str, Environment]:
-    """Return the environments by their key under `env`. A user's class is called with `kwargs`.
+def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, Environment]:
+    """Return the environments by their key under `env`, or those of `names`. A user's class is called with `kwargs`.
 
     Raises RecipeError for an unknown kind, a class that is not an environment, kwargs that do not fit, and a node on which no
     sandbox works.
     """
     environments: dict[str, Environment] = {}
-    for name in configs:
+    for name in configs if names is None else names:
         try:
             environments[name] = _build(name, configs[name], configs)
         except RecipeError:

@@ -4,7 +4,7 @@ An episode begins with `reset` and a prompt. The policy answers, and `step` judg
 with an outcome without an observation, or when it has no more turns or tokens. Its reward is the sum over its turns.
 
 A policy learns to break its judge if that pays. So a failure that an answer can cause makes the answer wrong and the episode's
-reward 0: an exception of `step`, a step that exceeds its time, a process that ends while it judges. Only a failure that no
+reward 0: an exception of `step`, a step that exceeds its time, a judge that ends meanwhile. Only a failure that no
 answer can cause drops the episode: an exception of `reset`, which has not seen the answer, and `Unjudged`.
 """
 
@@ -28,7 +28,7 @@ class Unjudged(RuntimeError):
 
 
 class ProcessStuck(RuntimeError):
-    """Calls hang and nothing can end them, so another process must replace this one. caused_by_answer: an answer hangs it."""
+    """Calls hang in a judge and it cannot end them, so another judge must replace it. caused_by_answer: an answer hangs it."""
 
     def __init__(self, why: str, caused_by_answer: bool = False) -> None:
         super().__init__(why)
@@ -45,16 +45,30 @@ class Outcome:
     extracted: str = ""  # the answer that was found in the text, in a form in which equal answers are equal; "": none
 
 
-class Environment(Protocol):
-    """One object serves all episodes of its environment on an engine. Derive from it to inherit what is not abstract.
+@dataclass(frozen=True, slots=True)
+class JudgeLimits:
+    """Limits of the processes in which an environment judges, besides `env.<name>.timeout_s`."""
 
-    It runs in threads of a process beside the engine, or of the engine with policy.generation.environment_process=false. A
-    `step` that raises, takes longer than `env.<name>.timeout_s` or ends the process makes its answer wrong. A step should end
-    by itself within its time, since nothing else can end a thread.
+    call_s: float | None = None  # of one call; None: `timeout_s`, and a little more to end what it started
+    memory_bytes: int | None = None  # of address space, beyond what the environment has loaded
+    suspect_s: float | None = None
+    """A judge is replaced after a call that fails or takes more CPU time: its answer may leave something behind."""
+    variables: tuple[str, ...] | None = None  # variables of the process environment that a judge keeps; None: all
+
+
+class Environment(Protocol):
+    """Scores answers. Derive from it to inherit what is not abstract.
+
+    It is built once beside each engine. Each episode runs in a fork of that process, its judge, from `reset` to its last
+    `step`; then the judge takes the next episode. So an episode has a copy of the object, and no two of them share what they
+    change. A `step` that raises, ends its judge, or takes longer than `env.<name>.timeout_s`, makes its answer wrong, and the
+    judge is then killed. If the constructor starts a thread, each judge calls it for itself.
     """
 
     workers: int = 1
-    """Episodes that may be in `reset` or `step` at the same time."""
+    """Judges that may be in `reset` or `step` at the same time."""
+    limits: JudgeLimits = JudgeLimits()
+    """Further limits of a judge."""
 
     def reset(self, prompt: Prompt) -> Any:
         """Begin an episode and return its state, which `step` gets and may change. By default the prompt is the state."""
@@ -62,15 +76,19 @@ class Environment(Protocol):
 
     @abstractmethod
     def step(self, episode: Any, text: str) -> Outcome:
-        """Judge the policy's text and reply. May take seconds; called from any thread.
+        """Judge the policy's text and reply. May take seconds.
 
         Raises Unjudged for failures that no answer can cause; the episode is then dropped. Other exceptions make the answer
         wrong.
         """
         ...
 
+    def broken(self, how: str) -> Outcome | None:
+        """Return the outcome of an answer that broke its judge, `how` is "timeout" or "crash"; None if it is a failure."""
+        return None
+
     def close(self) -> None:
-        """End what the environment started. No call follows."""
+        """End what the environment started. No call follows. Called in each judge, and last where they were forked."""
 
 
 # ---- built-in environments and tools -----------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class MinervaMath(Math):
         super().check_answer(answer, MathArguments())
 
     def __init__(self, arguments: NoArguments, context: EnvironmentContext) -> None:
-        super().__init__(MathArguments(), replace(context, timeout_s=context.timeout_s / 2))  # a step may ask math-verify twice
+        super().__init__(MathArguments(), context)
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:

@@ -25,6 +25,7 @@ from pipeline.environments.calculator import Calculator
 from pipeline.environments.environment import (
     BuiltinEnvironment,
     EnvironmentContext,
+    JudgeLimits,
     Outcome,
     ProcessStuck,
     requires_placeholder,
@@ -116,6 +117,8 @@ class Tools(BuiltinEnvironment):
             raise ValueError(f"workers: got {context.workers}; expected at most {judge.workers}, the judge's")
         self.workers = context.workers or min(WORKERS, judge.workers)
         self._tools, self._format, self._judge = tools, calls, judge
+        limits: JudgeLimits = getattr(judge, "limits", JudgeLimits())
+        self.limits = replace(limits, call_s=None, variables=None)  # tools may need more time, and variables
         self._timeout_s, self._limit, self._max_calls = context.timeout_s, arguments.limit, max_calls
         self._abandoned: list[threading.Thread] = []
         self._abandoned_lock = threading.Lock()

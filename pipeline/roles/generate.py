@@ -17,10 +17,9 @@ from pipeline.job.world import World
 from pipeline.refit.protocol import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.reward import Scorer
-from pipeline.rollout import environment_threads
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.environment_process import LOAD_SHARE, EnvironmentProcess
-from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
+from pipeline.rollout.judges.environment_steps import EnvironmentSettings, Judges
+from pipeline.rollout.judges.pool import LOAD_SHARE, JudgePool
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
@@ -45,7 +44,7 @@ class GenerateRole:
         self._leads = world.rank == self._engine[0]
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._driver: EpisodeDriver | None = None  # on the leader
-        self._environments: EnvironmentExecutor | None = None  # on the leader
+        self._environments: Judges | None = None  # on the leader
         self._built: GenerateBackend | None = None  # by `setup`
         self.wakeup = threading.Event()
 
@@ -58,16 +57,16 @@ class GenerateRole:
                 self._scorer = Scorer(model, self._world.own, self._seed, offload=False)
             return
         policy = self._policy
-        process = self._start_process() if self._leads else None  # loads alongside the engine
+        judges = self._start_judges() if self._leads else None  # load alongside the engine
         with self._world.phase("load engine"):
             adapters = served_adapters(policy) if refits_adapters(self._recipe) else None
             place = len(self._engine), self._engine.index(self._world.rank)
             self._built = generate.build(policy, *place, self._seed, adapters)
             if self._world.workers.colocated and policy.generation.refit_transport != "broadcast":
                 self._backend.layout()  # vLLM computes it by running loaders, which need the weights' memory
-        if self._leads:
+        if judges:
             with self._world.phase("load environments"):
-                self._lead(self._backend, process)
+                self._lead(self._backend, judges)
 
     @property
     def _serves(self) -> str:
@@ -85,25 +84,18 @@ class GenerateRole:
         assert self._built, "verb 'setup' comes first"
         return self._built
 
-    def _start_process(self) -> EnvironmentProcess | None:
-        """Return the environments' process, or None if there are none, or they run in threads here or on other ranks."""
-        elsewhere = all(environment.kind == "reward_model" for environment in self._recipe.env.values())
-        if elsewhere or self._serves == "judge" or not self._recipe.policy.generation.environment_process:
-            return None
-        return EnvironmentProcess(EnvironmentSettings.of(self._recipe), self.wakeup)
-
-    def _lead(self, backend: GenerateBackend, process: EnvironmentProcess | None) -> None:
-        if process:
-            process.wait_until_loaded(LOAD_SHARE * self._recipe.cluster.timeouts.setup)
+    def _start_judges(self) -> JudgePool:
         settings = EnvironmentSettings.of(self._recipe)
         if self._serves == "judge":  # rank 0 reads its verdicts
             settings = dataclasses.replace(settings, env={})
-        self._environments = process or environment_threads.load(settings, self.wakeup)
+        return JudgePool(settings, self.wakeup)
+
+    def _lead(self, backend: GenerateBackend, judges: JudgePool) -> None:
+        judges.wait_until_loaded(LOAD_SHARE * self._recipe.cluster.timeouts.setup)
+        self._environments = judges
         most, longest = backend.max_num_seqs, self._policy.generation.vllm_cfg.max_model_len
         broken = {name: environment.broken_reward for name, environment in self._recipe.env.items()}
-        self._driver = EpisodeDriver(
-            backend, self._environments, self._lockstep, self._world, self.wakeup, most, longest, broken
-        )
+        self._driver = EpisodeDriver(backend, judges, self._lockstep, self._world, self.wakeup, most, longest, broken)
 
     # ---- weights ------------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,5 @@ On the ranks of an engine:
     driver.py               run episodes on the engine: what to draw next, which environments to call
     episode.py              the state of one episode
     lockstep.py             keep the engine's ranks in lockstep
-    environment_threads.py  environments in threads: tokens to text, a step, its observation to tokens
-    environment_pool.py     the threads, with a time limit for each call
-    environment_process.py  environments in a process of their own, as the engine's rank sees it
-    environment_server.py   the main program of that process
+    judges/                 judge the turns in processes of their own
 """

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.job.world import World
-from pipeline.rollout.environment_pool import CallFailure
-from pipeline.rollout.environment_threads import EnvironmentExecutor, StepOutcome
 from pipeline.rollout.episode import Episode
+from pipeline.rollout.judges.environment_steps import CallFailure, Judges, StepOutcome
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, apply_move, waiting, working
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply
@@ -46,7 +45,7 @@ class EpisodeDriver:
     def __init__(
         self,
         engine: GenerateBackend,
-        environments: EnvironmentExecutor,
+        environments: Judges,
         lockstep: Lockstep,
         world: World,
         wakeup: threading.Event,

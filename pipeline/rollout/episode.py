@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipeline.rollout.environment_threads import StepRequest
+from pipeline.rollout.judges.environment_steps import StepRequest
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Turn, VersionSpan
 

@@ -8,7 +8,7 @@
     python -m tests.benchmarks sft              SFT against TRL's: losses over 3 seeds, in one picture, and CPU seconds
     python -m tests.benchmarks dpo              DPO, so too
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
-    python -m tests.benchmarks environments     what busy environments take from the engine, in threads and in a process
+    python -m tests.benchmarks environments     what busy environments take from the engine, in threads and in judges
     python -m tests.benchmarks verbs            what a verb and a step's verbs cost rank 0 and its store, to 64 to 8,192 ranks
     python -m tests.benchmarks proofs           what the proofs of gloo's groups add to a join of 8 and of 32 ranks
     python -m tests.benchmarks evaluation       CPU seconds per 1,000 answers, against models of lm-evaluation-harness

@@ -1,4 +1,4 @@
-"""Measure what busy environments take from the engine beside them, in threads of its process and in a process of their own.
+"""Measure what busy environments take from the engine beside them, in threads of its process and in judges.
 
     python -m tests.benchmarks.environments [vllm|transformers]
 
@@ -25,18 +25,20 @@ import torch
 
 from pipeline import generate
 from pipeline.config import EnvironmentConfig, TokenizerConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.observations import Observations
 from pipeline.environments.calculator import evaluate
 from pipeline.environments.environment import Environment, Outcome
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.environment_process import EnvironmentProcess
-from pipeline.rollout.environment_threads import EnvironmentSettings, load
+from pipeline.rollout.judges.environment_steps import EnvironmentSettings
+from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.lockstep import Lockstep
 from tests.generate import tiny
-from tests.rollout.engine import NoWorld, prompts, work
+from tests.rollout.engine import NoWorld, ThreadJudges, prompts, work
 
 ROUNDS, PROMPTS, SAMPLES = 7, 32, 4
 BUSY_MS = (0.0, 0.5, 2.0, 8.0)  # of a turn
-PLACES = {"threads": load, "process": EnvironmentProcess}
+PLACES = ("threads", "judges")
 
 
 class Busy(Environment):
@@ -66,8 +68,12 @@ class Contender:
         environment = EnvironmentConfig(kind=kind, kwargs={"busy_ms": busy_ms}, timeout_s=60.0, precision="float32")
         settings = EnvironmentSettings({"busy": environment}, TokenizerConfig(name=str(folder)), False, 2, sys.path)
         self.engine, wakeup = engine, threading.Event()
-        self.environments = PLACES[place](settings, wakeup)
-        if place == "process":
+        if place == "threads":
+            tokenizer = load_tokenizer(settings.tokenizer)
+            observations = Observations(tokenizer, settings.tokenizer, chat=False)
+            self.environments = ThreadJudges({"busy": Busy(busy_ms)}, tokenizer, observations, wakeup)
+        else:
+            self.environments = JudgePool(settings, wakeup)
             self.environments.wait_until_loaded()
         self.driver = EpisodeDriver(engine, self.environments, Lockstep(None), NoWorld(), wakeup, 32, tiny.MAX_MODEL_LEN)
         self.wall_ms, self.cpu_ms, self.turns_s = [], [], []
@@ -106,7 +112,7 @@ def main(backend: str) -> None:
         engine = Counted(generate.build(policy, engine_ranks=1, rank_in_engine=0, seed=0))
         tiny.load(engine, checkpoint.weights().items(), version=1)
         print(f"{backend}: medians of {ROUNDS} rounds; ms on the clock, CPU ms of the engine's process, turns a second")
-        print(f"{'busy':>8} {'threads':>24} {'process':>24} {'threads / process':>24}")
+        print(f"{'busy':>8} {'threads':>24} {'judges':>24} {'threads / judges':>24}")
         for busy_ms in BUSY_MS:
             contenders = [Contender(engine, Path(folder), place, busy_ms) for place in PLACES]
             for number in range(ROUNDS + 1):

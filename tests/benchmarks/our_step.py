@@ -30,8 +30,6 @@ from pipeline.data.packing import pack
 from pipeline.environments.environment import Environment, Outcome
 from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.environment_pool import EnvironmentPool
-from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.train.fsdp import FSDPBackend
@@ -40,6 +38,7 @@ from pipeline.types import Completion, DataParallelRank, Prompt, Request, Rollou
 from tests.algorithms.made import made
 from tests.benchmarks.cases import CASES, LEARNING_RATE, Case, score
 from tests.benchmarks.contender import Clock, Turns
+from tests.rollout.engine import ThreadJudges
 
 
 class EvenWords(Environment):
@@ -123,8 +122,7 @@ class OurStep:
 def _driver(engine: Dealt, policy: PolicyConfig, clock: Clock) -> EpisodeDriver:
     """The driver needs a world only to record its phases, which a clock does here."""
     environments, wakeup, generation = {"even": EvenWords()}, threading.Event(), policy.generation
-    stepper = EnvStepper(environments, load_tokenizer(policy.tokenizer), None)
-    threads = EnvironmentThreads(stepper, EnvironmentPool(environments, {"even": 60.0}, wakeup))
+    threads = ThreadJudges(environments, load_tokenizer(policy.tokenizer), None, wakeup)
     most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
     return EpisodeDriver(engine, threads, Lockstep(None), clock, wakeup, most, longest)
 

@@ -1,4 +1,4 @@
-"""Environments: one that rewards even an untrained model, and one that ends its process."""
+"""Environments: one that rewards even an untrained model, and one that ends its judge."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ class LeaksAndWaits(Digits):
 
 
 class DiesOnce(Digits):
-    """Ends the process at the first answer, on whatever rank."""
+    """Ends the judge of the first answer, on whatever rank."""
 
     def __init__(self, mark: str) -> None:
         self._mark = Path(mark)

@@ -1,28 +1,23 @@
-"""Math verification with real workers: real math-verify, real processes, an expression that sympy does not finish."""
+"""Math verification with real judges: real math-verify, real processes, an expression that sympy does not finish."""
 
 import contextlib
-import fcntl
 import json
 import os
-import resource
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig, answer_check
-from pipeline.environments.environment import Outcome, Unjudged
-from pipeline.environments.math import Math, _MathWorker
-from pipeline.sandbox import processes
+from pipeline.environments import math as math_environment
+from pipeline.environments.environment import Unjudged
+from pipeline.environments.math import Math
 from pipeline.types import Prompt
-from tests.environments.pooled import made, outcomes
+from tests.environments.pooled import Pool, made
 
 NEVER_ENDS = "\\boxed{\\sum_{k=1}^{10^9} \\sin(k)^k}"
 
@@ -33,10 +28,15 @@ def math() -> Iterator[Math]:
         yield environment
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Math]]:
-    with contextlib.ExitStack() as stack:
-        yield lambda timeout_s, workers=1: stack.enter_context(contextlib.closing(made("math", timeout_s, workers)))
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One judge, which has two seconds for an answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_TOKEN", "WANDB_API_KEY", "SOME_VARIABLE"):
+            patch.setenv(name, "canary")
+        pool = Pool(tmp_path_factory.mktemp("tokenizer"), "math", 4.0, 1)
+    yield pool
+    pool.judges.close()
 
 
 def step(environment: Math, expected: str, text: str) -> tuple[float, dict[str, float]]:
@@ -156,7 +156,15 @@ def test_expected_answers_without_an_expression_are_refused():
 
 
 def test_a_busy_machine_refuses_no_expected_answer(monkeypatch):
-    monkeypatch.setattr(_MathWorker, "judge", lambda *_: {"timeout": True})
+    class Busy:
+        def is_expression(self, answer: str) -> bool:
+            raise TimeoutError
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr(math_environment, "_Reader", Busy)
+    monkeypatch.setattr(math_environment, "_reader", None)
     answer_check({"x": EnvironmentConfig(kind="math")}, "x").check("x^2 + 1 \\text{ on a busy machine}")
 
 
@@ -184,50 +192,71 @@ def test_other_kinds_refuse_what_they_cannot_judge_by(kind: str, kwargs: dict, g
             check(answer)
 
 
-TIMEOUT, CRASH = (
-    {"accuracy": 0.0, "timeout": float(late), "crash": float(not late), "unparsed": 0.0} for late in (True, False)
-)
+def wrong(**how: float) -> tuple[float, dict[str, float]]:
+    return 0.0, {"accuracy": 0.0, "timeout": 0.0, "crash": 0.0, "unparsed": 0.0, **how}
 
 
-def test_answers_that_never_end_do_not_affect_others(start):
-    """Each of them blocks the only worker; the next answer does not wait for another worker to load."""
-    environment = start(2.0)
-    (worker,) = environment._processes
-    prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "7"})
-    wrong, right = (
-        Outcome(0.0, TIMEOUT),
-        Outcome(1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0, "unparsed": 0.0}, extracted="7"),
-    )
-    assert outcomes(environment, 2.0, prompt, [NEVER_ENDS, "7"] * 2) == [wrong, right] * 2
-    assert environment._processes == [worker] and len(processes.children(worker.process.pid)) <= 1
-    environment.close()
-    assert worker.process.returncode == -signal.SIGKILL
+RIGHT = 1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0, "unparsed": 0.0}
+
+
+def judged(pool: Pool, *texts: str) -> list[tuple[float, dict[str, float]]]:
+    """Return what each answer to a question gets whose answer is 7."""
+    return [(answer.reward, answer.metrics) for answer in pool.judge("7", *texts)]
+
+
+def test_answers_that_never_end_do_not_affect_others(pool: Pool):
+    assert judged(pool, NEVER_ENDS, "7", NEVER_ENDS, "7") == [wrong(timeout=1.0), RIGHT] * 2
+    assert len(pool.pids) <= 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_an_answer_whose_judge_dies_is_wrong(math: Math, number: int):
-    (worker,) = math._processes
-    judged = threading.Event()
-    killer = threading.Thread(target=_end_forks, args=(worker.process.pid, number, judged))
+def test_an_answer_whose_judge_dies_is_wrong(pool: Pool, number: int):
+    """Though another judge gets it too, since an earlier answer may be the cause."""
+    judged(pool, "7")
+    ended = threading.Event()
+    killer = threading.Thread(target=_end_judges, args=(pool, number, ended))
     killer.start()
-    assert step(math, "1", NEVER_ENDS) == (0.0, CRASH)
-    judged.set()
-    killer.join()
-    assert math._processes == [worker] and step(math, "7", "7")[0] == 1.0
+    try:
+        assert judged(pool, NEVER_ENDS) == [wrong(crash=1.0)]
+    finally:
+        ended.set()
+        killer.join()
+    assert judged(pool, "7") == [RIGHT]
 
 
-def _end_forks(worker: int, number: int, judged: threading.Event) -> None:
-    while not judged.wait(0.3):
-        for fork in processes.children(worker):
-            os.kill(fork, number)
+def _end_judges(pool: Pool, number: int, ended: threading.Event) -> None:
+    """Kill judges that have computed for a while; others have not seen the answer."""
+    while not ended.wait(0.05):
+        for pid in pool.pids:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]) > 15:  # hundredths of a second
+                    os.kill(pid, number)
 
 
-def test_an_answer_that_breaks_its_fork_does_not_affect_later_ones(math: Math):
-    (worker,) = math._processes
-    assert step(math, "7", "7")[0] == 1.0
-    for fork in processes.children(worker.process.pid):
-        os.kill(fork, signal.SIGKILL)
-    assert step(math, "7", "7") == (1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0, "unparsed": 0.0})
+def test_a_judge_that_is_killed_between_two_answers_costs_none(pool: Pool):
+    assert judged(pool, "7") == [RIGHT]
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert judged(pool, "7") == [RIGHT]
+
+
+def test_a_judge_serves_many_answers_and_none_after_one_that_fails(pool: Pool):
+    judged(pool, "7")
+    (first,) = pool.pids
+    assert judged(pool, "7", "6", "no number") == [RIGHT, wrong(), wrong(unparsed=1.0)] and pool.pids == [first]
+    (failure,) = pool.judge(" ", "7")
+    assert failure.why.startswith("step raised Unjudged: prompt 3: math-verify cannot parse") and not failure.of_answer
+    assert judged(pool, "7") == [RIGHT] and first not in pool.pids
+
+
+def test_a_judge_has_no_secrets_and_bounded_memory(pool: Pool):
+    judged(pool, "7")
+    (pid,) = pool.pids
+    variables = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"canary" not in variables and b"PATH" not in variables
+    assert b"canary" in Path(f"/proc/{pool.judges._process.started.pid}/environ").read_bytes()
+    (limit,) = [line for line in Path(f"/proc/{pid}/limits").read_text().splitlines() if "address space" in line]
+    assert math_environment.MEMORY_BYTES < int(limit.split()[3]) < 4 * math_environment.MEMORY_BYTES
 
 
 HOSTILE = {
@@ -245,139 +274,13 @@ HOSTILE = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_expression_breaks_its_judge_or_the_next_one(name: str, start):
-    environment = start(3.0)
-    (worker,) = environment._processes
-    reward, metrics = step(environment, "7", HOSTILE[name])
+def test_no_expression_breaks_the_next_answer(name: str, pool: Pool):
+    ((reward, metrics),) = judged(pool, HOSTILE[name])
     assert reward == metrics["accuracy"] == 0.0
-    assert step(environment, "7", "7")[0] == 1.0 and environment._processes == [worker]
+    assert judged(pool, "7") == [RIGHT]
 
 
-def test_a_worker_has_no_secrets(monkeypatch: pytest.MonkeyPatch, start):
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "SOME_VARIABLE"):
-        monkeypatch.setenv(name, "canary")
-    environment = start(30.0)
-    assert b"canary" not in Path(f"/proc/{environment._processes[0].process.pid}/environ").read_bytes()
-
-
-def test_a_lost_worker_is_replaced(start):
-    """An answer cannot end a worker, since it is judged in a fork."""
-    environment = start(60.0)
-    worker = environment._processes[0].process
-    killer = threading.Timer(0.5, worker.kill)
-    killer.start()
-    with pytest.raises(Unjudged, match="prompt 3: the math worker died"):
-        step(environment, "1", NEVER_ENDS)
-    assert step(environment, "7", "7")[0] == 1.0
-    (second,) = environment._processes
-    environment.close()
-    assert second.process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.full
-def test_threads_share_workers_of_which_one_hangs(start):
-    environment = start(6.0, 2)
-    hung = threading.Thread(target=lambda: hung_outcomes.append(step(environment, "1", NEVER_ENDS)))
-    hung_outcomes: list[tuple[float, dict[str, float]]] = []
-    hung.start()
-    while environment._idle.qsize() > 1:
-        time.sleep(0.01)
-    with ThreadPoolExecutor(4) as threads:
-        rewards = list(threads.map(lambda n: step(environment, str(n), "7")[0], range(20)))
-    assert rewards == [float(n == 7) for n in range(20)]  # each thread has its own question's answer
-    assert not hung_outcomes  # while the other worker is still busy
-    hung.join()
-    assert hung_outcomes == [(0.0, TIMEOUT)]
-    environment.close()
-    assert all(worker.process.poll() is not None for worker in environment._processes)
-
-
-def test_any_other_error_of_a_step_affects_only_its_answer(monkeypatch: pytest.MonkeyPatch, start):
-    """Twice: neither step waits for a lost worker."""
-    environment = start(30.0)
-    with monkeypatch.context() as patch:
-        patch.setattr("pipeline.environments.math._MathWorker.judge", lambda *_: 1 / 0)
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                step(environment, "7", "7")
-    assert step(environment, "7", "7")[0] == 1.0
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/bin/false")
-        environment._processes[0].process.kill()
-        with pytest.raises(Unjudged, match="the math worker"):
-            step(environment, "7", "7")
-        with pytest.raises(Unjudged, match=r"did not start.*exit status 1"):
-            step(environment, "7", "7")
-    with contextlib.suppress(Unjudged):  # by a worker that was started before
-        step(environment, "7", "7")
-    assert step(environment, "7", "7")[0] == 1.0
-
-
-def test_a_worker_gets_questions_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, start):
-    """Otherwise its imports would count as the answer's time. A step that cannot wait longer leaves it to the next one."""
-    environment = start(30.0)
-    ready, wait = threading.Event(), _MathWorker.wait_until_ready
-    monkeypatch.setattr(_MathWorker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
-    environment._processes[0].process.kill()
-    with pytest.raises(Unjudged, match="the math worker"):
-        step(environment, "7", "7")
-    environment._timeout_s = 0.1
-    with pytest.raises(Unjudged, match=r"no math worker was ready within 0\.025 s"):
-        step(environment, "7", "7")
-    environment._timeout_s = 30.0
-    ready.set()
-    assert step(environment, "7", "7")[0] == 1.0
-
-
-def test_descriptors_beyond_the_limit_of_select(math: Math):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    (worker,) = math._processes
-    pipe = worker.process.stdout
-    try:
-        worker.process.stdout = os.fdopen(fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 1500), "rb")
-        assert step(math, "7", "7")[0] == 1.0
-        worker.process.stdout.close()
-    finally:
-        worker.process.stdout = pipe
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_the_worker_imports_no_torch(math: Math):
-    mapped = Path(f"/proc/{math._processes[0].process.pid}/maps").read_text()
-    assert "libpython" in mapped or "python" in mapped
-    assert "torch" not in mapped and "vllm" not in mapped
-
-
-@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_worker_dies_with_its_parent(busy: bool):
-    """Either while it waits for a question (its pipe ends) or during an answer (the kernel's signal)."""
-    ask = f"worker.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"
-    program = (
-        "import json, os, time; from tests.environments.pooled import made; worker = made('math')._processes[0].process;"
-        f"{ask + 'worker.stdin.flush(); time.sleep(1);' if busy else ''}"
-        "print(worker.pid, flush=True); time.sleep(600)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
-    worker = int(parent.stdout.readline())
-    assert Path(f"/proc/{worker}").exists()
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    for _ in range(200):
-        if not _runs(worker):
-            return
-        time.sleep(0.05)
-    pytest.fail("the worker outlived its parent")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_a_worker_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch):
+def test_a_reader_that_cannot_start_refuses_no_expected_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match=r"did not start.*exit status 1"):
-        made("math", 10.0, 1)
+    monkeypatch.setattr(math_environment, "_reader", None)
+    assert math_environment.is_readable("x^2 + 1 \\text{ without a process}")

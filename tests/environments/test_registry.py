@@ -222,7 +222,6 @@ def environments() -> Iterator[dict[str, Environment]]:
 def test_the_kinds_and_a_users_class(environments):
     workers = {name: environment.workers for name, environment in environments.items()}
     assert workers == {"own": 1, "said": 3, "alien": 1, "length": 1, "math": 2}
-    assert len(environments["math"]._processes) == 2
     assert isinstance(environments["own"], ExactMatch) and isinstance(environments["math"], Math)
     assert environments["own"].step(PROMPT, "2+2=4").reward == environments["math"].step(PROMPT, "$4$").reward == 1.0
     assert environments["length"].step(PROMPT, "abc").reward == 1.5

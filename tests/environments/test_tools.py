@@ -195,7 +195,7 @@ def judged_by(judge: EnvironmentConfig, **asking: Any) -> Tools:
 def test_waiting_for_the_judge_does_not_count_as_time():
     tools = judged_by(EnvironmentConfig(kind=f"{__name__}.OneAtATime"), timeout_s=0.3)
     metrics = {"calls": 0.0, "call_errors": 0.0}
-    assert outcomes(tools, 0.3, PROMPT, ["3995"] * 6) == [Outcome(1.0, metrics)] * 6
+    assert outcomes(tools, PROMPT, ["3995"] * 6) == [Outcome(1.0, metrics)] * 6
     assert tools._judge.worst == 1
 
 

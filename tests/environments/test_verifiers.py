@@ -17,11 +17,10 @@ from pipeline.config import EnvironmentConfig, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.environments.build_environments import build
 from pipeline.environments.verifiers import Verifiers, tasks
-from pipeline.rollout.environment_process import EnvironmentProcess
-from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest
+from pipeline.rollout.judges.environment_steps import EnvironmentSettings, StepRequest
+from pipeline.rollout.judges.pool import JudgePool
 from pipeline.types import Prompt
-from tests.environments.pooled import made
-from tests.rollout.hostile_policy import write_tokenizer
+from tests.environments.pooled import made, write_tokenizer
 
 TASKSETS = Path(__file__).parent / "tasksets"
 installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="the package verifiers is not installed")
@@ -103,13 +102,13 @@ def test_an_unknown_taskset():
 @installed
 @pytest.mark.full
 def test_a_reward_that_raises_or_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It blocks the event loop of all episodes; the others are judged again in another process."""
+    """It blocks the event loop of its judge alone."""
     monkeypatch.syspath_prepend(TASKSETS)
     careless = EnvironmentConfig(
         kind="verifiers", timeout_s=5.0, kwargs={"taskset": "hetstep_sums", "config": {"careless": True}}, precision="float32"
     )
     write_tokenizer(tmp_path)
-    process = EnvironmentProcess(
+    process = JudgePool(
         EnvironmentSettings({"hub": careless}, TokenizerConfig(name=str(tmp_path)), False, 1, sys.path), threading.Event()
     )
     process.wait_until_loaded()
@@ -126,4 +125,4 @@ def test_a_reward_that_raises_or_never_ends(tmp_path: Path, monkeypatch: pytest.
     process.close()
     assert [found[number].reward for number in "03"] == [1.0, 0.0]
     assert found["1"].of_answer and "ValueError" in found["1"].why
-    assert found["2"].of_answer and "ended with status 1" in found["2"].why
+    assert found["2"].of_answer and "a task blocks the others" in found["2"].why

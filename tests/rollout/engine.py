@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,7 @@ from pipeline.data.observations import Observations
 from pipeline.environments.environment import Environment, Outcome
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.environment_pool import EnvironmentPool
-from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentThreads, EnvStepper
+from pipeline.rollout.judges.environment_steps import CallFailure, EnvStepper, Judges, StepOutcome, StepRequest, failure_of
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Prompt, Rollout, Sampling
@@ -56,6 +57,57 @@ class Noted:
         return [ids for name, ids in self.calls if name == "add"]
 
 
+class ThreadJudges(Judges):
+    """Environments in threads of this process, without limits, so that a test sees what they do and decides when."""
+
+    def __init__(self, environments: dict[str, Environment], tokenizer, observations, wakeup: threading.Event):
+        self._lock = threading.Lock()  # released in the environments' methods: a tokenizer is not thread-safe
+        unlocked = {name: _Unlocked(environment, self._lock) for name, environment in environments.items()}
+        self._stepper, self._wakeup = EnvStepper(unlocked, tokenizer, observations), wakeup
+        self._threads = {name: ThreadPoolExecutor(environment.workers) for name, environment in environments.items()}
+        self._answers: queue.SimpleQueue[tuple[str, StepOutcome | CallFailure]] = queue.SimpleQueue()
+
+    def submit(self, request: StepRequest) -> None:
+        self._threads[request.environment].submit(self._judge, request)
+
+    def _judge(self, request: StepRequest) -> None:
+        parts = []
+        try:
+            with self._lock:
+                answer = self._stepper.step(request, parts.append)
+        except BaseException as error:
+            answer = failure_of(error, parts[-1])
+        self._answers.put((request.episode, answer))
+        self._wakeup.set()
+
+    def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
+        return [self._answers.get() for _ in range(self._answers.qsize())]
+
+    def seconds_left(self) -> None:
+        return None
+
+    def forget(self, episode: str) -> None:
+        self._stepper.forget(episode)
+
+
+class _Unlocked(Environment):
+    def __init__(self, environment: Environment, lock: threading.Lock):
+        self._environment, self._lock = environment, lock
+
+    def reset(self, prompt):
+        return self._run(self._environment.reset, prompt)
+
+    def step(self, episode, text):
+        return self._run(self._environment.step, episode, text)
+
+    def _run(self, method, *arguments):
+        self._lock.release()
+        try:
+            return method(*arguments)
+        finally:
+            self._lock.acquire()
+
+
 class NoWorld:
     """The driver needs a world only to record its phases."""
 
@@ -79,12 +131,11 @@ class Bench:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        environments: dict[str, Environment] | Callable[[threading.Event], EnvironmentExecutor],
+        environments: dict[str, Environment] | Callable[[threading.Event], Judges],
         max_num_seqs: int = 32,
-        limit_s: float = 60.0,
         broken_rewards: dict[str, float] | None = None,
     ):
-        """environments: run in threads; or a function from its wakeup to their executor."""
+        """environments: run in threads of this process; or a function from its wakeup to their judges."""
         engine = _engine(checkpoint.folder)
         load(engine, checkpoint.weights().items(), version=7)
         engine.cut(list(engine.progress()))  # left over by a test
@@ -96,8 +147,7 @@ class Bench:
         else:
             tokenizer = load_tokenizer(TokenizerConfig(name=str(checkpoint.folder)))
             observations = Observations(tokenizer, TokenizerConfig(name=str(checkpoint.folder)), chat=False)
-            pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.wakeup, grace_s=0.0)
-            executor = EnvironmentThreads(EnvStepper(environments, tokenizer, observations), pool)
+            executor = ThreadJudges(environments, tokenizer, observations, self.wakeup)
         lockstep = Lockstep(None)
         parts = self.engine, executor, lockstep, self.world, self.wakeup
         self.driver = EpisodeDriver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards)

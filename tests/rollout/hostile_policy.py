@@ -3,7 +3,7 @@
 python -m tests.rollout.hostile_policy [whole|function]     # some tricks; all of them; those against a user's function
 
 Each group has two answers to one prompt: a trick, and the right one. Groups go through the real sampling of a step, the driver
-and the environments' process, and no group may fail: a trick must score 0 and the right answer 1, though they share judges.
+and the judges, and no group may fail: a trick must score 0 and the right answer 1, though they share judges.
 """
 
 from __future__ import annotations
@@ -26,27 +26,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import AsyncConfig, EnvironmentConfig, GRPOConfig, TokenizerConfig
 from pipeline.coordination.collectors import SyncCollector
 from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
-from pipeline.rollout import environment_process
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.environment_process import EnvironmentProcess, fork_early
-from pipeline.rollout.environment_threads import EnvironmentSettings
 from pipeline.rollout.failures import FailureMonitor
+from pipeline.rollout.judges.environment_steps import EnvironmentSettings
+from pipeline.rollout.judges.pool import JudgePool, fork_early
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, VersionSpan
+from tests.environments.pooled import write_tokenizer
 from tests.environments.test_math_verify import HOSTILE, NEVER_ENDS
 from tests.fake_group import FakeGroup
 from tests.rollout.engine import NoWorld
 from tests.sandbox import hosts, test_hostile_reach, test_hostile_resources
 
 ROOM = 1 << 20
-DEATHS = 24  # environments' processes ready to replace a dead one
 EXPECTED = "42"
 RIGHT = {
     "code": ["def f(x): return 42"],
@@ -241,15 +239,6 @@ class NoMore:
         return []
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(folder)
-
-
 def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str, dict[str, list[str]]]) -> list[tuple]:
     """Return (environment, trick, its group)."""
     write_tokenizer(folder)
@@ -263,7 +252,7 @@ def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str
     environments = {name: replace(one, precision="float32") for name, one in environments.items()}  # as in a recipe
     settings = EnvironmentSettings(environments, TokenizerConfig(name=str(folder)), False, 3, sys.path, grace_s=0.0)
     wakeup = threading.Event()
-    process = EnvironmentProcess(settings, wakeup)
+    process = JudgePool(settings, wakeup)
     process.wait_until_loaded()
     engine = Scripted([[turns, RIGHT[name]] for name, _, turns in tried], tokenizer)
     driver = EpisodeDriver(engine, process, Lockstep(None), NoWorld(), wakeup, 8, ROOM)
@@ -300,15 +289,12 @@ def check(ran: list[tuple[str, str, RolloutGroup]]) -> None:
 
 
 def in_sandboxes(folder: Path, whole: bool) -> None:
-    for _ in range(3):
-        fork_early()
+    fork_early()
     check(run(folder, ENVIRONMENTS, tricks(folder, whole)))
 
 
 def in_a_function(folder: Path) -> None:
-    environment_process.SILENCE_LIMIT_S = 2.0
-    for _ in range(DEATHS):
-        fork_early()
+    fork_early()
     check(run(folder, MINE, {"mine": {name: [name] for name in BREAKS}}))
 
 

@@ -22,11 +22,9 @@ from pipeline.job.world import RankInfo, WorkerGroups, World, join, leave, open_
 from pipeline.refit.protocol import Commit, RefitReport
 from pipeline.roles.generate import GenerateRole
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.environment_pool import EnvironmentPool
-from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
 from tests.generate.tiny import MAX_MODEL_LEN, policy
-from tests.rollout.engine import FixedTurns, Noted, by_place, prompts, work
+from tests.rollout.engine import FixedTurns, Noted, ThreadJudges, by_place, prompts, work
 
 WORKERS = WorkerGroups(train=(0,), generate=(1, 2), engines=((1, 2),))
 TIMEOUTS = TimeoutsConfig(join=100, silence=20, rollout=3)
@@ -71,8 +69,7 @@ class Role(GenerateRole):
             config = TokenizerConfig(name=str(self._folder))
             tokenizer = load_tokenizer(config)
             told = {"told": Gated(self._world.info.folder / "gate")}
-            stepper = EnvStepper(told, tokenizer, Observations(tokenizer, config, chat=False))
-            self._environments = EnvironmentThreads(stepper, EnvironmentPool(told, {"told": 60.0}, self.wakeup))
+            self._environments = ThreadJudges(told, tokenizer, Observations(tokenizer, config, chat=False), self.wakeup)
             parts = self._backend, self._environments, self._lockstep, self._world, self.wakeup
             self._driver = EpisodeDriver(*parts, 3, MAX_MODEL_LEN)
             self._backend.before_step = self._before_step

@@ -15,7 +15,7 @@ def test_tricks_against_sandboxes_and_math(play_in, tmp_path, whole):
     assert status == 0, printed[-8000:]
 
 
-@pytest.mark.full  # by default: test_environment_process.py
+@pytest.mark.full  # by default: test_judges.py
 def test_tricks_against_a_users_function(play_in, tmp_path):
     status, printed = play_in(hostile_policy.in_a_function, tmp_path)
     assert status == 0, printed[-8000:]

@@ -7,8 +7,8 @@ from pipeline.config import RECIPES, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments.environment import Environment, Outcome
-from pipeline.rollout.environment_threads import EnvStepper
 from pipeline.rollout.episode import Episode
+from pipeline.rollout.judges.environment_steps import EnvStepper
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Sampling, VersionSpan
 from tests.data.test_chat import CHATML
@@ -31,7 +31,7 @@ def test_the_turn_ends_once(last, finish):
     work = RolloutWork(0, [prompt], 1, "train", 42, Sampling(max_new_tokens=20), max_turns=2)
     episode = Episode(work, 0, 0)
     episode.completion = Completion("0", said, np.zeros(len(said), np.float32), (VersionSpan(0, len(said)),), finish)
-    outcome = stepper.call(episode.step_request(1000))(lambda part: None)
+    outcome = stepper.step(episode.step_request(1000), lambda part: None)
     between = tokenizer.decode(np.concatenate([said, outcome.observation])).partition("[17+4")[2]
     other = last if last != "<|im_end|>" else ""
     assert between == other + "<|im_end|>\n<|im_start|>user\n21<|im_end|>\n<|im_start|>assistant\n"
@@ -53,5 +53,5 @@ def test_the_environment_gets_the_text_before_the_stop_string(ends):
     spans = (VersionSpan(0, len(said)),)
     stop = "; end" if "end" in ends else ""
     episode.completion = Completion("0", said, np.zeros(len(said), np.float32), spans, "stop", stop)
-    EnvStepper({"told": Listens()}, tokenizer, None).call(episode.step_request(1000))(lambda part: None)
+    EnvStepper({"told": Listens()}, tokenizer, None).step(episode.step_request(1000), lambda part: None)
     assert seen == ["17 + 4"]

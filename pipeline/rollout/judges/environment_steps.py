@@ -1,0 +1,195 @@
+"""Let environments judge the policy's turns and answer them: tokens become text, and an observation becomes tokens again."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from pipeline import config
+from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
+from pipeline.data.stop_strings import text_before_stop
+from pipeline.environments.environment import Environment, Outcome, ProcessStuck, Unjudged
+from pipeline.sandbox.limits import SandboxError
+from pipeline.types import REWARDS, Prompt, is_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from pipeline.data.observations import Observations
+
+GRACE_S = 2.0  # extra time for an environment with a time limit of its own to end what it started
+EXTRACTED_CHARACTERS = 500  # kept of an answer that an environment found in a text
+PARTS_BEFORE_ANSWER = ("", "build", "reset")
+"""Parts of a call that have not seen the answer, so that it cannot cause a failure in them."""
+
+Begin = Callable[[str], None]
+"""A call reports which of its parts begins, such as "reset" or "step". The time limit holds for each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSettings:
+    """Settings from which environments and their tokenizer are built."""
+
+    env: dict[str, EnvironmentConfig]
+    tokenizer: TokenizerConfig
+    chat: bool  # prompts are rendered with the chat template
+    turns: int  # most turns of an episode
+    folders: list[str]  # search path of modules
+    grace_s: float = GRACE_S
+    apart: dict[str, int] = field(default_factory=dict)  # environments that each judge builds for itself -> their workers
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> EnvironmentSettings:
+        """Return the settings of a recipe of an online algorithm."""
+        turns = getattr(config.section(recipe), "max_rollout_turns")  # noqa: B009 - offline algorithms have no environments
+        return cls(recipe.env, recipe.policy.tokenizer, recipe.data.apply_chat_template, turns, sys.path)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepRequest:
+    """One turn of the policy, for its environment."""
+
+    episode: str  # unique among open episodes
+    title: str  # its name in the log
+    environment: str  # key under `env` in the recipe
+    prompt: Prompt | None  # None after the first turn
+    tokens: np.ndarray  # [C] int32
+    last: bool  # it is the policy's last turn
+    room: int  # most tokens of an observation
+    stop: str = ""  # the stop string that ends the tokens, see `Completion.stop`
+
+    def __str__(self) -> str:
+        return self.title
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """An environment's answer to one turn."""
+
+    reward: float
+    metrics: dict[str, float]
+    over: bool  # the environment has ended the episode
+    observation: np.ndarray | None  # [O] int32; None if the episode is over, or there is no room for it and one more token
+    extracted: str = ""  # see Outcome; at most EXTRACTED_CHARACTERS
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """The end of a call without a result."""
+
+    why: str
+    of_answer: bool = False  # an answer can cause it, and is then wrong
+
+
+def is_final(last: bool, answer: StepOutcome | CallFailure) -> bool:
+    """Return whether the episode ends with this answer. last: it is to the policy's last turn."""
+    return isinstance(answer, CallFailure) or last or answer.over or answer.observation is None
+
+
+class Judges(Protocol):
+    """Judges the turns of one engine, for one thread, which an event wakes when there is something to take."""
+
+    def submit(self, request: StepRequest) -> None:
+        """Let the environment judge a turn."""
+
+    def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
+        """Return (episode, answer) of the turns that have been judged since. Does not wait.
+
+        Raises RuntimeError if the environments cannot continue.
+        """
+        ...
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until `take` must be called even without a wakeup; None: never."""
+        ...
+
+    def forget(self, episode: str) -> None:
+        """Drop the state of an episode that has ended. Unknown episodes are ignored."""
+
+    def close(self) -> None:
+        """Close the environments."""
+
+
+@dataclass(eq=False, slots=True)
+class _OpenEpisode:
+    """An episode that has not ended."""
+
+    prompt: Prompt
+    begun: bool = False
+    state: Any = None  # the environment's state, from `reset` on
+
+
+class EnvStepper:
+    """Steps environments with the policy's turns.
+
+    observations: None if episodes have one turn.
+    """
+
+    def __init__(
+        self, environments: dict[str, Environment], tokenizer: PreTrainedTokenizerBase, observations: Observations | None
+    ):
+        self._environments, self._tokenizer, self._observations = environments, tokenizer, observations
+        self._open: dict[str, _OpenEpisode] = {}
+
+    def step(self, request: StepRequest, begin: Begin) -> StepOutcome:
+        """Return the environment's answer to a turn. Raises its errors, and those of an outcome that is not valid."""
+        if request.prompt is not None:
+            self._open[request.episode] = _OpenEpisode(request.prompt)
+        episode, environment = self._open[request.episode], self._environments[request.environment]
+        if not episode.begun:
+            begin("reset")
+            episode.state = environment.reset(episode.prompt)
+            episode.begun = True
+        begin("decoding the answer")
+        text = text_before_stop(self._tokenizer, request.tokens.tolist(), request.stop)
+        begin("step")
+        outcome = environment.step(episode.state, text)
+        begin("its answer")
+        checked = checked_outcome(outcome)
+        if checked.over or request.last:
+            return checked
+        assert self._observations is not None and outcome.observation is not None  # it is neither over nor the last turn
+        ended = self._observations.ends_turn(int(request.tokens[-1]))
+        observation = self._observations.within(outcome.observation, ended, request.room)
+        return StepOutcome(checked.reward, checked.metrics, False, observation, checked.extracted)
+
+    def forget(self, episode: str) -> None:
+        """Drop the environment's state of an episode that has ended."""
+        self._open.pop(episode, None)
+
+
+def checked_outcome(outcome: Outcome) -> StepOutcome:
+    """Return the outcome of a last turn. Raises TypeError or ValueError if the environment returned no valid outcome."""
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"step returned a {type(outcome).__name__}, not an Outcome")
+    reward = float(outcome.reward)
+    if not is_reward(reward):
+        raise ValueError(f"step returned the reward {reward}; expected {REWARDS}")
+    metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
+    extracted = encodable(str(outcome.extracted))[:EXTRACTED_CHARACTERS]
+    return StepOutcome(reward, metrics, outcome.observation is None, None, extracted)
+
+
+def failure_of(error: BaseException, part: str) -> CallFailure:
+    """Return the failure of a call that raised in a part of it."""
+    of_answer = part not in PARTS_BEFORE_ANSWER and not isinstance(error, Unjudged | SandboxError)
+    if isinstance(error, ProcessStuck):
+        of_answer = error.caused_by_answer
+    return CallFailure(f"{part or 'it'} raised {brief(error)}", of_answer)
+
+
+def brief(error: BaseException) -> str:
+    """Return one line with an error and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}")
+
+
+def encodable(text: str) -> str:
+    """Return the text with escapes for what UTF-8 cannot encode (half a surrogate pair, which a model can write as JSON)."""
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,164 @@
+"""A judge: a fork of the environments' process that steps one environment, within its limits.
+
+A message between processes is four bytes of length and msgpack. A judge also shares a few bytes of memory with its parent, in
+which it writes the part of its call that it is in. So the parent knows, of a judge that died, whether it had seen the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from pipeline.environments.environment import JudgeLimits, ProcessStuck
+from pipeline.files.encoding import decode, encode
+from pipeline.rollout.judges.environment_steps import (
+    PARTS_BEFORE_ANSWER,
+    EnvStepper,
+    StepOutcome,
+    StepRequest,
+    encodable,
+    failure_of,
+    is_final,
+)
+from pipeline.sandbox import linux
+
+NAME = b"hetstep-judge"
+"""The process name that ps and top show; at most 15 bytes."""
+OOM_SCORE = 750
+"""See linux.raise_oom_score. Its parent has 500, the guard of a sandboxed program 999."""
+TRACEBACK_CHARS = 4000  # the last characters of a traceback
+PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer")
+
+
+class EnvCommand(msgspec.Struct, array_like=True):
+    """A command of the rank: judge a turn, forget an episode, or, with neither, close the environments and end."""
+
+    call: int = 0
+    episode: str = ""
+    request: bytes = b""  # an encoded StepRequest, which only a judge reads
+    environment: str = ""
+    title: str = ""
+    begins: bool = False  # it is the episode's first turn
+
+
+class EnvReply(msgspec.Struct, array_like=True):
+    """The answer to one call."""
+
+    call: int
+    outcome: StepOutcome | None
+    failure: str = ""  # why there is no outcome
+    of_answer: bool = False  # see `CallFailure`
+    open: bool = False  # the episode goes on
+    stuck: bool = False  # calls hang in the judge, so that another one must replace it
+    cpu_s: float = 0.0  # of the call
+    traceback: str = ""
+
+
+def frame(message: Any) -> bytes:
+    """Return the message as bytes, with its length in front."""
+    body = encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+def messages(stream: BinaryIO, kind: Any) -> Iterator[Any]:
+    """Yield messages of one kind until the other end closes the connection."""
+    while len(length := stream.read(4)) == 4:
+        (size,) = struct.unpack("<I", length)
+        body = stream.read(size)
+        if len(body) < size:
+            return
+        yield decode(body, kind)
+
+
+class Progress:
+    """The part of its call that a judge is in, and since when: shared with its forks."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 16)
+
+    def begin(self, part: str) -> None:
+        """Note that a part begins."""
+        self._memory[:] = struct.pack("dq", time.monotonic(), PARTS.index(part))  # at once; pack_into would write zeros first
+
+    def read(self) -> tuple[str, float]:
+        """Return (part, time.monotonic of its begin)."""
+        begun, part = struct.unpack_from("dq", self._memory)
+        return PARTS[part], begun
+
+
+def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load: Callable[[], tuple[EnvStepper, Any]]) -> None:
+    """Judge turns until the parent says that all is over.
+
+    load: returns the stepper and its environment.
+    """
+    parent = os.getppid()
+    linux.die_with_parent()
+    if os.getppid() != parent:
+        return
+    linux.prctl(linux.PR_SET_NAME, NAME)
+    with contextlib.suppress(OSError):
+        linux.raise_oom_score(OOM_SCORE)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # as Python's own `random` does by itself; else all judges draw the same numbers
+    stepper, environment = load()
+    if limits.memory_bytes is not None:
+        _bound_memory(limits.memory_bytes)
+    if limits.variables is not None:
+        _keep_variables(limits.variables)
+    progress.begin("")
+    for command in messages(connection.makefile("rb"), EnvCommand):
+        if command.request:
+            begun = time.process_time()
+            reply = _judge(stepper, command, progress)
+            reply.cpu_s = time.process_time() - begun
+            connection.sendall(frame(reply))
+        elif command.episode:
+            stepper.forget(command.episode)
+        else:
+            environment.close()
+            return
+
+
+def _judge(stepper: EnvStepper, command: EnvCommand, progress: Progress) -> EnvReply:
+    try:
+        request = decode(command.request, StepRequest)
+        outcome = stepper.step(request, progress.begin)
+    except BaseException as error:  # SystemExit too, which would end the judge
+        stepper.forget(command.episode)
+        found, stuck = failure_of(error, progress.read()[0]), isinstance(error, ProcessStuck)
+        told = encodable(traceback.format_exc()[-TRACEBACK_CHARS:])
+        return EnvReply(command.call, None, found.why, found.of_answer, stuck=stuck, traceback=told)
+    if is_final(request.last, outcome):
+        stepper.forget(command.episode)
+        return EnvReply(command.call, outcome)
+    return EnvReply(command.call, outcome, open=True)
+
+
+def _bound_memory(extra: int) -> None:
+    """Let this process's address space grow by so many bytes."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _keep_variables(names: tuple[str, ...]) -> None:
+    """Remove other variables from this process's environment, and all of them from the memory that /proc shows."""
+    kept = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.clear()
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])  # see proc(5)
+    ctypes.memset(begin, 0, end - begin)
+    os.environ.update(kept)
