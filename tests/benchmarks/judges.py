@@ -31,19 +31,10 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import EnvironmentConfig, TokenizerConfig
 from pipeline.environments.environment import Environment, Outcome
+from pipeline.rollout.judges.environment_steps import CallFailure, EnvironmentSettings, StepRequest
+from pipeline.rollout.judges.pool import JudgePool
 from pipeline.sandbox import processes
 from pipeline.types import Prompt
-
-try:
-    from pipeline.rollout.judges.environment_steps import CallFailure, EnvironmentSettings, StepRequest
-    from pipeline.rollout.judges.pool import JudgePool as Executor
-except ModuleNotFoundError:  # a checkout with one process of threads
-    from pipeline.rollout.environment_pool import CallFailure  # pyright: ignore[reportMissingImports]
-    from pipeline.rollout.environment_process import EnvironmentProcess as Executor  # pyright: ignore[reportMissingImports]
-    from pipeline.rollout.environment_threads import (  # pyright: ignore[reportMissingImports]
-        EnvironmentSettings,
-        StepRequest,
-    )
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.benchmarks.judges"  # __name__ is "__main__"
@@ -116,7 +107,7 @@ class Judged:
         environment = EnvironmentConfig(kind=kind, timeout_s=limit_s, workers=workers, precision="float32")
         settings = EnvironmentSettings({"it": environment}, TokenizerConfig(name=str(folder)), False, 1, sys.path, grace_s=0.5)
         self.wakeup = threading.Event()
-        self.executor: Any = Executor(settings, self.wakeup)
+        self.executor = JudgePool(settings, self.wakeup)
         self.executor.wait_until_loaded()
 
     def judge(self, asked: list[tuple[str, str]], first: int = 0) -> list[Any]:
@@ -204,7 +195,7 @@ def rewards(folder: Path) -> None:
             counts["failed"] += 1
             continue
         digest.update(struct.pack("<d", answer.reward) + json.dumps([answer.metrics, answer.extracted]).encode())
-        counts[f"reward {answer.reward:g}"] += 1
+        counts.update([f"reward {answer.reward:g}", *(name for name, value in answer.metrics.items() if value)])
     print(f"1,000 answers: {dict(counts)}, digest {digest.hexdigest()[:16]}", flush=True)
 
 
