@@ -80,7 +80,11 @@ class TaskDataConfig:
     """Data of a task."""
 
     dataset_name: Annotated[
-        Line | None, Field(description="A name or folder for `datasets`, read from the local cache, or your own callable.")
+        Line | None,
+        Field(
+            description="A name or folder for `datasets`, read from the local cache, or the dotted path of your own callable"
+            " (split, seed=, **kwargs)."
+        ),
     ] = None
     data_path: Annotated[
         Line | None,
@@ -95,7 +99,10 @@ class TaskDataConfig:
         Text | None,
         Field(description="Split of the few-shot examples. null: the format's own, else `split` without the question itself."),
     ] = None
-    max_samples: Annotated[Positive | None, Field(description="Number of questions, drawn with `seed`. null: all.")] = None
+    max_samples: Annotated[
+        Positive | None,
+        Field(description="Number of questions, drawn with `seed`. A larger number keeps those of a smaller one. null: all."),
+    ] = None
     bad_records: Annotated[
         Literal["error", "drop"],
         Field(
@@ -156,7 +163,9 @@ class TaskConfig:
     thinking_tokens: Annotated[
         Positive | None,
         Field(
-            description="Maximum tokens before thinking_end; then the end is inserted and the answer begins. null: no bound."
+            description="Maximum tokens before thinking_end; then the end is inserted, and the answer begins, with"
+            " max_new_tokens of its own. Only the answer is scored. If the model ends its turn without thinking_end, its text"
+            " is the answer; if it is cut while it thinks, it has none. null: no bound."
         ),
     ] = None
     thinking_end: Annotated[Text, Field(min_length=1, description="Text that ends the model's thinking.")] = "</think>"
@@ -168,7 +177,13 @@ class TaskConfig:
         Line | None,
         Field(description="kind=comparison, multi_turn_rating, refusal: file of the judge's prompt. null: one of the kind."),
     ] = None
-    majority: Annotated[Bool, Field(description="Report the accuracy of the most frequent answer, maj@num_samples.")] = False
+    majority: Annotated[
+        Bool,
+        Field(
+            description="Report the accuracy of the most frequent answer, maj@num_samples. Equally frequent answers share the"
+            " point; unparsed ones do not vote."
+        ),
+    ] = False
     metric: Annotated[Text | None, Field(description="The metric that stands for the task. null: the kind's.")] = None
     seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the few-shot examples.")] = (
         interpolation("${evaluate.seed}")

@@ -3,6 +3,8 @@
 Each answer is compared twice, once as answer A and once as answer B, since judges favour a place. A win is 1, a tie 0.5 and a
 loss 0, and the score is the mean of both orders: a judge that always prefers A gives exactly 0.5. An answer that keeps the
 judge from giving a verdict loses that comparison.
+
+Not supported: verdicts weighted by their log-probs, Arena-Hard's five grades, its Bradley-Terry model of many opponents.
 """
 
 from __future__ import annotations

@@ -5,7 +5,11 @@
                         the highest score and the chosen one is among them, 1/k
     several chosen      right if each chosen answer's score is higher than each rejected one's
 
+RewardBench's score is the mean of its sections. In a section subsets weigh by their questions; in `reasoning` math weighs as
+much as all code. Subsets of other data, such as RewardBench 2, weigh equally.
+
 A text is scored at the end of its answer's turn, as in training. One that is too long loses its first tokens.
+Not supported: the margins of RewardBench 2's subset Ties.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
     processes     CPU time and memory of a tree of processes
     interpreter   the Python interpreter that a tool session runs inside the sandbox
 
-Start with `sandbox.py`. README.md states what is promised, what is not, and which attacks were tried.
+Start with `sandbox.py`. README.md states what is promised and what is not, ATTACKS.md which attacks were tried.
 
 Each program gets its own guard process, so guards import little, and only from the standard library.
 

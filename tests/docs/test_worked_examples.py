@@ -220,6 +220,37 @@ def test_the_format_is_evaluated(example):
     assert json.loads((folder / "svamp/scores.json").read_text())["tasks"]["svamp"]["questions"] == 6
 
 
+# ---- a tracker --------------------------------------------------------------------------------------------------------------
+
+TRACKERS = ROOT / "pipeline/trackers/README.md"
+
+
+def test_the_tracker_has_its_keys(example):
+    folder = example(TRACKERS)
+    write, explain, train = page_commands(TRACKERS, folder)
+    assert run(folder, *write).returncode == 0
+    assert "## logger.loss_file" in (folder / "recipes/KEYS.md").read_text()
+    assert "logger.loss_file.file: text; default loss.csv" in run(folder, *explain).stdout
+    refused = run(folder, *train, "logger.loss_file.file=[a, b]", "dry_run=true")
+    assert refused.returncode == 2 and "logger.loss_file.file: got" in refused.stderr
+
+
+@pytest.mark.full
+def test_the_tracker_gets_each_step_once(example):
+    folder = example(TRACKERS)
+    train = page_commands(TRACKERS, folder)[-1]
+    quick = (*ONE_STEP, "sft.val_at_end=false", "sft.max_num_steps=3", "policy.train_global_batch_size=8")
+    done = run(folder, *train, *quick, "policy.scheduler=null")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = folder / "runs/tiny_sft"
+    lines = [f"{step['step']},{step['train/loss']}" for step in steps(run_dir)]
+    sent = run_dir / "tracking/loss_file/loss.csv"
+    assert sent.read_text().splitlines() == lines and len(lines) == 3
+    (run_dir / "tracking/loss_file.json").unlink()  # the tracker then says what it has
+    assert run(folder, "launch/track.py", f"run={run_dir}").returncode == 0
+    assert sent.read_text().splitlines() == lines
+
+
 # ---- a preflight check ------------------------------------------------------------------------------------------------------
 
 CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"

@@ -1,4 +1,4 @@
-"""Run attacks against each sandbox backend and write the table in pipeline/sandbox/README.md.
+"""Run attacks against each sandbox backend and write the table in pipeline/sandbox/ATTACKS.md.
 
     python -m tests.sandbox.attacks          writes the table anew (as root, with bubblewrap installed)
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.sandbox.limits import ProgramResult
 from tests.sandbox.hosts import LIMITS, Host
 
-PAGE = Path(__file__).parents[2] / "pipeline/sandbox/README.md"
+PAGE = Path(__file__).parents[2] / "pipeline/sandbox/ATTACKS.md"
 BEGIN, END = "<!-- python -m tests.sandbox.attacks writes from here -->\n", "<!-- to here -->\n"
 COLUMNS = ("bubblewrap", "namespaces", "namespaces, from root", "none")
 HELD, THROUGH = "held", "**gets through**"

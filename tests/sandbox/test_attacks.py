@@ -1,4 +1,4 @@
-"""The README's table matches the attacks' results, and the attacks succeed without a sandbox."""
+"""The page's table matches the attacks' results, and the attacks succeed without a sandbox."""
 
 import os
 
