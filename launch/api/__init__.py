@@ -5,7 +5,7 @@
     run           what all runs have: status, metrics, rollouts, checkpoints, export, end
     training      a run that trains
     planning      plan, with its figures
-    evaluations   evaluate, and an evaluation's scores
+    evaluating    evaluate, and an evaluation's scores
     sweeps        sweep, and its verdict
     provenance    lineage, made_from, and the registry of models
     errors        the errors above `pipeline.recipe.problems`

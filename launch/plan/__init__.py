@@ -2,11 +2,11 @@
 
     estimate, modes                        the plan of a recipe; the same GPUs in other modes. Start at `estimate.plan`
     evaluation                             the plan of an evaluation
-    report, alternatives                   the table for the terminal, and its lines about alternatives
+    plan_table, alternatives               the table for the terminal, and its lines about alternatives
     lengths, data_lengths                  sequence lengths, and those of the data that are here
-    parallelism, phase                     parallel groups, phases of a step
-    engine_sizes, deterministic            sequences that an engine runs; the price of policy.deterministic
-    train_time, generate_time, colocation  seconds of phases on train ranks, generate ranks and shared GPUs
+    phase                                  a phase of a step
+    engine_sizes, deterministic_cost       sequences that an engine runs; the price of policy.deterministic
+    train_time, generate_time, shared_gpus seconds of phases on train ranks, generate ranks and shared GPUs
     step_phases, step_time                 the phases of a step, and its duration when they overlap
     memory, memory_*, activations          bytes of the fullest rank
     advice                                 changes for a recipe that does not fit
@@ -21,5 +21,5 @@ shares of peak rates that programs reach. Other assumptions are next to the code
 
 The time model covers keys that make a run faster: matrix products in `train_time.Job.rate`, passes over a model in
 `train_time.forward_pass` and `update`, copies of weights from host memory in `train_time._swapped` and `_host_copies`, refits
-between ranks that share GPUs in `colocation.refit`. Measurements of an earlier run correct all durations (`calibration`).
+between ranks that share GPUs in `shared_gpus.refit`. Measurements of an earlier run correct all durations (`calibration`).
 """

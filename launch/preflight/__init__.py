@@ -9,9 +9,9 @@ imports torch.
     evaluation_checkpoint        the checkpoint of an evaluation is complete, and of the model that the recipe names
     trackers                     the libraries of experiment trackers are installed
     libraries, signatures        options that are handed on to vLLM, Megatron-Core, torch and transformers
-    storage                      writable folders; calls the next four
+    file_systems                 writable folders; calls the next four
       encryption_key             the file with the key of encrypted checkpoints, or the program that prints it
-      weight_files               weights are complete and readable
+      model_weights              weights are complete and readable
       disk_space                 free space for conversions and checkpoints
       container_images           images and mounts
     user_imports                  the user's own code can be imported and has the right shape

@@ -1,7 +1,7 @@
 """Environments judge the policy's answers and reply to them until an episode ends.
 
-    base            the Environment protocol, Outcome, and the base class of built-in environments; start here
-    registry        build the environments of a recipe
+    environment     the Environment protocol, Outcome, and the base class of built-in environments; start here
+    build_environments  build the environments of a recipe
     custom          the user's own classes and reward functions
     exact_match, multiple_choice, math, dapo_math    compare the answer with the expected one
     math_comparison     compare two expressions by math-verify
@@ -12,5 +12,5 @@
     calculator, python_tool    built-in tools
     verifiers, verifiers_bridge    tasksets of the `verifiers` package
 
-To add one, derive from `base.BuiltinEnvironment` and add a line to KINDS in `pipeline/config/environments.py`.
+To add one, derive from `environment.BuiltinEnvironment` and add a line to KINDS in `pipeline/config/environments.py`.
 """

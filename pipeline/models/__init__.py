@@ -1,6 +1,6 @@
 """The model families that the Megatron-Core backend trains.
 
-Start with `base`, which defines what a family's module contains, and with `llama`, the simplest one. A new family is one
+Start with `family`, which defines what a family's module contains, and with `llama`, the simplest one. A new family is one
 module and one line of `FAMILIES`. Other families train with the FSDP2 backend, which uses transformers' own models.
 """
 

@@ -7,7 +7,7 @@
     sampler      a thread on each rank: takes samples, writes them to a bounded file, keeps the latest for rank 0
     operations   operations of a step, from the tokens that it read and drew
     steps        rank 0: the metrics `resources/...` of a step, from the samples of all ranks
-    checks       warnings, one small function each; history has what they read
+    resource_warnings, learning    warnings, a function for each kind; history has what they read
 
 A sampler never waits for the main thread and the main thread never waits for a sampler. Samples travel with heartbeats. A
 reading that fails is left out, and that is logged once; a file that cannot be written costs only its samples.

@@ -1,6 +1,6 @@
 """Training backends: Megatron-Core, and FSDP2 on Hugging Face models.
 
-Start with `base`, the protocol that both implement, and with `build`, which makes the backend of a recipe.
+Start with `train_backend`, the protocol that both implement, and with `build`, which makes the backend of a recipe.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Check that what the pages name exists: files, headings, recipes, keys, commands and their arguments, modules, targets."""
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -44,12 +45,23 @@ OF_KEYS = {
     "pipeline/algorithms/README.md",
     "pipeline/environments/README.md",
 }
+PACKAGES = [path.parent for room in ("launch", "pipeline") for path in sorted((ROOT / room).rglob("__init__.py"))]
 ids = {"ids": lambda page: str(page.relative_to(ROOT))}
 
 
 def is_theirs(key: str) -> bool:
     """Return whether NeMo-RL has this key, or keys below it."""
     return key in THEIRS or any(other.startswith(f"{key}.") for other in THEIRS)
+
+
+@pytest.mark.parametrize("package", PACKAGES, **ids)
+def test_a_package_lists_modules_that_it_has(package):
+    """The table in a package's docstring names its modules: `    name, other    what they do`."""
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text()), clean=False) or ""
+    listed = re.findall(r"^ {4,6}([\w/*]+(?:\.py)?(?:, [\w/*]+(?:\.py)?)*) {2,}\S", docstring, re.MULTILINE)
+    names = [name.removesuffix(".py") for names in listed for name in names.split(", ")]
+    absent = [name for name in names if not [*package.glob(name), *package.glob(f"{name}.py")]]
+    assert not absent or len(absent) == len(names), absent  # or it is a table of something else
 
 
 def anchors(page: Path) -> set[str]:
