@@ -1,10 +1,18 @@
-"""The commands: submit, follow and compare runs. Start at launch/submit.py.
+"""The commands, one file each: `python launch/submit.py`. Each package imports only from those below it in this list.
 
-submit, sweep, status, report, timeline, export, plan_refit, bundle   the commands; command_line parses their `key=value`
-recipes, prepare    read a recipe, and find what it needs and all its problems; preflight/ has the checks
-executors/          run the ranks under Slurm, in an allocation, or on this machine
-run_setup           creates and locks a run's folder; run_folder and attempts read it
-plan/               predicts memory, bytes and seconds; nemo_rl/ translates NeMo-RL recipes
+    serving/                 the REST service
+    api/                     the Python API, whose package is launch/api/hetstep
+    sweeps/, sweeps/search/  suites and gates; hyperparameter search
+    evaluations/             evaluation of checkpoints and models, comparisons, contamination
+    governance/              lineage, the registry, the verification of the audit log
+    submission/              a recipe becomes a job: its checks, the needed recipes, the run folder, the start
+    pages/, plan/            HTML reports; memory, times and refit of a run, and the choice of the training backend
+    drawing/                 traces, and pictures of a step
+    runs/                    a run as files: its folder, state, metrics, evaluations
+    preflight/               checks of files, libraries, containers and the cluster before submission
+    executors/               Slurm, an allocation, local processes; batch.sh and verdict.sh are what a job runs
+    recipes/                 recipes and models' folders as files; recipes/nemo_rl/ translates NeMo-RL recipes
+    terminal/                command lines, tables and boards
 
-Nothing here imports torch before a rank starts.
+Submission's own checks import no torch.
 """

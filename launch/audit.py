@@ -3,6 +3,12 @@
 `verify` computes every hash again, and compares the log with its head and with the receipts of runs, exports and registries. It
 names each line that was changed, dropped, inserted, moved or replaced. `show` prints the log, or a part of it.
 
+`verify` does not find lines after the last submission, export or promotion that somebody drops or rewrites together with
+audit.head, nor a history that somebody rewrites together with all receipts. Only root can compare the receipts of all users,
+because run folders are private; other users compare the log, its head and their own receipts. A log may be moved with its runs.
+A note names a run folder with a receipt of a log that is not here; a log that was moved and then rewritten from its first line
+is reported in the same way.
+
 Exit status: 0; 1 if `verify` found something; 2 if the command line has an error, or if there is no log.
 """
 

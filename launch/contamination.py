@@ -2,7 +2,8 @@
 
 A question is flagged if it shares an n-gram with the training data (launch/evaluations/overlap.py). The result is in
 contamination.json of the evaluation's folder: the flagged questions, each with where it occurs, and the scores of all
-questions, of the flagged ones and of the others. The report shows these scores.
+questions, of the flagged ones and of the others. The report shows these scores. All training data are read; those of the
+Hugging Face Hub need the package `datasets`.
 
 Exit status: 0 if the data were searched; 2 if the command line, the evaluation or the data have an error.
 """

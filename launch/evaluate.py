@@ -1,7 +1,8 @@
 """Evaluate with `python launch/evaluate.py suite=NAME (run=RUN_DIR [step=N|all|follow] | model=PATH_OR_NAME) [key=value ...]`.
 
 The scores are printed with 95% intervals, and are in scores.json of the evaluation's folder, RUN_DIR/evaluations/SUITE/step_N,
-or runs/evaluations/SUITE/MODEL. The same command continues an interrupted evaluation.
+or runs/evaluations/SUITE/MODEL. The same command continues an interrupted evaluation. Of a run, TensorBoard has the scores by
+step in tensorboard/evaluations/SUITE, with _low and _high.
 
 Exit status: 0 if every evaluation succeeded, 1 if one failed, 2 if the command or a recipe has problems, 130 if cancelled.
 

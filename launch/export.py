@@ -4,7 +4,7 @@ Writes sharded safetensors in policy.precision, config, tokenizer and chat templ
 card, README.md, with the run's evaluations of that step, and lineage.json, which records what the model was made from. A reward
 model (algorithm rm) becomes a sequence classifier with one label. Adapters are merged; adapter=true writes them alone instead,
 as peft and vLLM load them. The checkpoint is read on this machine, without a GPU or a job; any backend and any number of ranks
-may have written it.
+may have written it. An export is not encrypted, so one of an encrypted run needs out=DIR.
 
 Exit status: 0 if the checkpoint was written; 2 if the command line, the run, its checkpoint or the disk has an error.
 """

@@ -3,7 +3,7 @@
 The page shows curves, evaluations, phase times, a timeline, refits, lengths, samples and recipes. Curves of several runs share
 a chart, and their evaluations are compared question by question. The page loads only plotly.min.js, which is written beside it.
 The command also prints first and last values, scores and three samples of each run. It reads only files, so a run may be
-active, or from an older version.
+active, or from an older version. A page in the folder of an encrypted run has no samples; out=FILE writes one elsewhere.
 """
 
 from __future__ import annotations

@@ -2,9 +2,16 @@
 
 Learning rates, weights of a loss, periods, bounds of steps and epochs, weights of data sets and the early stop may change
 between two steps; recipes/KEYS.md marks these keys with "Live". Values are checked as those of a recipe, before anything is
-written. The run applies the change at the end of the current step, keeps it in its checkpoints and repeats it exactly if it is
-restarted. Its recipe.yaml stays as submitted, and steer.jsonl in its folder records the changes. Several keys of one command
-change together. Concurrent changes take effect in the order of their numbers.
+written. A weight of the KL divergence or the entropy that was 0 at the start must stay 0: the ranks do not compute what it
+needs.
+
+The run applies the change at the end of the current step, before that step's validation and checkpoint. A new schedule
+continues at the current step, as if it had been in force from the start. The run keeps the change in its checkpoints and
+repeats it exactly if it is restarted. Its recipe.yaml stays as submitted, and steer.jsonl in its folder records each change
+with its user. If a later submission gives a changed key another value than before, that value replaces the change.
+
+Several keys of one command change together. Concurrent changes take effect in the order of their numbers; one that contradicts
+an earlier one is refused. To withdraw a request, delete its file in steer/ of the run folder.
 
 Exit status: 0 if the change took effect, or with wait=false if it was requested; 1 if the run has not answered within the
 timeout; 2 if a key or a value is refused, or the run is not live.

@@ -4,6 +4,11 @@ On Slurm the command submits all jobs, and a check that depends on them, and ret
 sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml. A suite with a section `search`
 searches hyperparameters instead: the command runs to its end.
 
+A search resolves the recipe at all corners of the space; with more than 64, at both ends of each parameter. Its price is the
+plan of the costliest corner; with more than four corners it plans the lowest and the highest. Of a search that has begun,
+dry_run=true prints the overrides of each trial, and `python launch/status.py DIR` shows the runs. Its report has the best value
+over trials, parallel coordinates, the importance of each parameter (PED-ANOVA), the curves, and all trials with their recipes.
+
 Exit status: 0 if the sweep passed or was submitted; 1 if a gate failed; 2 if the suite has problems (nothing is submitted).
 
 Imports neither torch nor transformers, so it starts fast on a login node.

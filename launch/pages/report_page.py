@@ -83,7 +83,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     yield Section("Time", grid([*phases, *speed]), "rest: time/step without its phases.")
     drawn = step_pictures([each.run for each in labelled], names)
     yield Section("Timeline", [*drawn, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
-    shares = "Means, and bands from min to max, over the ranks of a component. launch/OPERATIONS.md has the formulas."
+    shares = "Means, and bands from min to max, over the ranks of a component. pipeline/monitor/steps.py has the formulas."
     yield Section("Resources", [*resource_warnings(labelled), *grid(used)], shares)
     yield Section(
         "Staleness", grid(ages), "Age: steps between the weights that generated a token and the step that trains on it."

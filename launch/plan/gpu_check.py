@@ -14,7 +14,9 @@ Two train and two generate processes share the GPU of that refit; in a run there
 moves the bytes, for one process at a time, so one process is taken to receive as fast as both together. If launches set the
 pace and not the GPU, that is up to twice too fast. Over gloo each process has processor threads of its own, and keeps its pace.
 
-All other values stay assumed. tests/gpu_check writes the file; a change of it that this module has to know changes FORMAT.
+All other values stay assumed. Parts that failed or were cut are skipped, and the plan prints the command that runs them
+again. A file of a CPU, of another format, or without any of these measurements is refused. tests/gpu_check writes the file; a
+change of it that this module has to know changes FORMAT.
 """
 
 from __future__ import annotations

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from pipeline.recipe.problem_codes import CODES, GROUPS
 
+WIDTH = 128
 PAGE = Path(__file__).parents[1] / "TROUBLESHOOTING.md"
 HEAD = """\
 # Error codes
 
 `python -m launch.terminal.troubleshooting` writes this page from `pipeline/recipe/problem_codes.py`; do not edit it.
 
-An error of a command has the form `KEY: got X; expected Y. Try Z. [CODE]`. An error of a single value begins with
-`FILE:LINE: `, the place that sets the key; for other keys, `show=true` prints that place. All problems of a recipe are
-printed at once, before anything is submitted, and the exit status is 2.
-`python launch/submit.py help=CODE` prints an entry of this page.
+An error of a command has the form `KEY: got X; expected Y. Try Z. [CODE]`, after `FILE:LINE: ` where one place sets the value;
+`show=true` prints the place of each key. All problems are printed at once, before anything is submitted, with exit status 2.
+`python launch/submit.py help=CODE` prints an entry of this page. An entry has the cause, then the cure.
 
 For a run that started and then failed, see [When a run fails](OPERATIONS.md#when-a-run-fails).
 """
@@ -30,8 +31,11 @@ def markdown() -> str:
     """Return launch/TROUBLESHOOTING.md."""
     lines = [HEAD]
     for title, codes in GROUPS.items():
-        lines += [f"## {title}", "", "| code | cause | cure |", "| --- | --- | --- |"]
-        lines += [f"| `{name}` | {code.cause} | {code.cure} |" for name, code in sorted(codes.items())] + [""]
+        lines += [f"## {title}", ""]
+        for name, code in sorted(codes.items()):
+            entry = f"- `{name}`: {code.cause} {code.cure}"
+            lines += textwrap.wrap(entry, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -22,7 +22,8 @@ class EarlyStopConfig:
         LIVE,
         Field(
             description="Metric of validations that may end the run early, as metrics.jsonl names it, such as `val/accuracy`;"
-            " `val:accuracy` is the same. The run is then complete: its last step is saved. null: never."
+            " `val:accuracy` is the same. The run is then complete: its last step is saved; with another rule the same command"
+            " continues it. If the first validation lacks the metric, the run ends with an error. null: never."
         ),
     ] = None
     stop_at_validation_threshold: Annotated[

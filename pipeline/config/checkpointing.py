@@ -23,11 +23,21 @@ _KEY_FORM = re.compile(r"\b[0-9a-fA-F]{64}\b|(?<![\w+/])[A-Za-z0-9+/]{43}=")
 class EncryptionConfig:
     """Encryption at rest (AES-256-GCM) of checkpoints, rollouts and the answers of evaluations.
 
-    The key is 32 random bytes, as 64 hex digits or in base64. It is in no file of the run.
+    The key is 32 random bytes, as 64 hex digits or in base64. It is in no file of the run. A lost key cannot be replaced; to
+    change it, start a new run from an export.
+
+    Not encrypted: metrics, TensorBoard events, scores, logs (with what your own code prints), the recipe, lineage.json, names
+    and sizes of files, the position in the data. Not detected: a checkpoint replaced as a whole, by a plain one or by an older
+    one with the same key; in rollouts and answers, plain files or lines, a file of the same name and key from elsewhere, and
+    missing lines at the end.
     """
 
     enabled: Annotated[
-        Bool, Field(description="Encrypt what the run writes. false with a key: read what is encrypted, write plain files.")
+        Bool,
+        Field(
+            description="Encrypt what the run writes. false with a key: read what is encrypted, write plain files; older"
+            " plain ones stay plain."
+        ),
     ] = False
     key_file: Annotated[
         Line | None, Field(description="File of the key, which every node can read and only you, outside of the run folder.")

@@ -80,7 +80,7 @@ class ComponentConfig:
         Positive | None,
         Field(
             description="CPUs of one rank. null: ranks with GPUs share all of the job's CPUs on a node; other ranks get"
-            " one CPU each."
+            " one CPU each. OMP_NUM_THREADS is a rank's share, unless the submitting shell exports it."
         ),
     ] = None
     partition: Annotated[Word | None, Field(description="sbatch --partition.")] = None
@@ -106,8 +106,17 @@ class ComponentConfig:
         Options,
         Field(description="Other sbatch options for these nodes. They override cluster.sbatch_options."),
     ] = field(default_factory=dict)
-    container_image: Annotated[Line | None, Field(description="Container image for pyxis. null: no container.")] = None
-    container_mounts: Annotated[list[Line] | None, Field(description="Mounts, as SOURCE:TARGET[:FLAGS].")] = None
+    container_image: Annotated[
+        Line | None,
+        Field(
+            description="Container image for pyxis: the path of a .sqsh file, or [USER@][REGISTRY#]IMAGE[:TAG]."
+            " null: no container."
+        ),
+    ] = None
+    container_mounts: Annotated[
+        list[Line] | None,
+        Field(description="Mounts, as SOURCE:TARGET[:FLAGS]. Submission checks that they cover all that the component opens."),
+    ] = None
     container_workdir: Annotated[Line | None, Field(description="Working directory in the container.")] = None
     container_env: Annotated[
         list[Line], Field(description="Environment variables whose value on the node overrides the image's value.")
@@ -118,7 +127,9 @@ class ComponentConfig:
     python: Annotated[
         Line | None, Field(description="Python interpreter in the container. null: the one that runs submit.py.")
     ] = None
-    srun_args: Annotated[list[Line], Field(description="Other arguments of srun.")] = field(default_factory=list)
+    srun_args: Annotated[
+        list[Line], Field(description="Other arguments of srun. They come after --mpi=none, and override it.")
+    ] = field(default_factory=list)
     env_vars: Annotated[Variables, Field(description="Environment variables of the ranks.")] = field(default_factory=dict)
 
 

@@ -141,7 +141,8 @@ class MegatronLoRAConfig:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only A and B are trained.
 
     Modules have Megatron's names. linear_qkv and linear_fc1 share one A between the projections that they fuse. linear_q,
-    linear_k, linear_v, linear_fc1_gate and linear_fc1_up are their parts with an A each, as FSDP2's adapters have it.
+    linear_k, linear_v, linear_fc1_gate and linear_fc1_up are their parts with an A each, as FSDP2's adapters have it. Routers,
+    convolutions, gpt-oss's experts, and projections of Mamba and gated delta layers get none.
     """
 
     enabled: Annotated[Bool, Field(description="Train adapters in place of all weights.")] = False
@@ -189,7 +190,12 @@ class MegatronConfig:
         Bool | None, Field(description="Train with Megatron-Core. null: submit.py chooses the backend by the model's size.")
     ] = None
     force_reconvert_from_hf: Annotated[
-        Bool, Field(description="Convert the Hugging Face weights again, even if the conversion is cached.")
+        Bool,
+        Field(
+            description="Convert the Hugging Face weights again, even if the conversion is cached. The first job that needs a"
+            " model converts it, for all jobs, in HETSTEP_MEGATRON_CHECKPOINT_DIR, else NRL_MEGATRON_CHECKPOINT_DIR, else"
+            " $HF_HOME/hetstep."
+        ),
     ] = False
     tensor_model_parallel_size: Annotated[Positive, Field(description="Tensor-parallel ranks.")] = 1
     pipeline_model_parallel_size: Annotated[Positive, Field(description="Pipeline stages.")] = 1

@@ -39,7 +39,12 @@ class TokenizerConfig:
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only they are trained."""
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only they are trained.
+
+    Their definitions are peft's. They are split like their layers. Routers, convolutions and experts that transformers does not
+    dispatch by token (Llama 4, JetMoE) get none. Each routed expert has its own. peft's all-linear also adapts routers, and
+    gives gate_up_proj, which has one A here, twice the rank. peft has no DoRA of experts, so an export merges these.
+    """
 
     enabled: Annotated[Bool, Field(description="Train adapters in place of all weights.")] = False
     target_modules: Annotated[
@@ -60,7 +65,12 @@ class LoRAConfig:
     alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
     dropout: Annotated[
         Float,
-        Field(ge=0, lt=1, description="Dropout probability of adapters in optimizer steps. Log-probs are computed without."),
+        Field(
+            ge=0,
+            lt=1,
+            description="Dropout probability of adapters in optimizer steps; other layouts drop other entries. Log-probs are"
+            " computed without.",
+        ),
     ] = 0.0
     dropout_position: Annotated[
         Literal["pre", "post"], Field(description="pre: dropout of the input of A. post: of the output of B.")
@@ -87,7 +97,15 @@ class DTensorConfig:
         Positive,
         Field(description="Replicas of the weights (HSDP), each sharded over the other ranks. 1: shard over all ranks."),
     ] = 1
-    tensor_parallel_size: Annotated[Positive, Field(description="Tensor-parallel ranks.")] = 1
+    tensor_parallel_size: Annotated[
+        Positive,
+        Field(
+            description="Tensor-parallel ranks. They do not split mixers with a recurrent state (Nemotron-H, Qwen3.5,"
+            " Qwen3-Next, LFM2, Bamba, Granite 4, Jamba, Zamba2, OLMo Hybrid, Mamba), but"
+            " divide a microbatch's sequences among themselves, so one long sequence keeps one rank busy. Without"
+            " sequence_parallel the projections of Qwen3.5's and Qwen3-Next's delta nets are split."
+        ),
+    ] = 1
     sequence_parallel: Annotated[
         Bool,
         Field(description="Shard activations between tensor-parallel regions by tokens. Needs tensor parallelism."),
@@ -110,6 +128,8 @@ class DTensorConfig:
         Bool,
         Field(
             description="Keep the reference policy's weights, in policy.precision, in page-locked host memory while it is idle."
+            " While its log-probs are computed they take GPU memory, 2 bytes for each parameter of a rank in bfloat16. With"
+            " adapters the reference is the model without them, and takes none."
         ),
     ] = True
     use_liger_kernel: Annotated[
@@ -191,7 +211,8 @@ FREEZE = (
     "Patterns of the names of tensors on disk that are not trained, such as model.embed_tokens.* or model.layers.[0-7].*; *"
     " matches any text. They get no gradient, no optimizer state and no weight decay, and grad_norm leaves them out. Tensors"
     " that are one parameter in memory are frozen together: all experts of a layer and, with Megatron-Core, queries with keys"
-    " and values, and gates with up projections. Not with adapters, which freeze all other weights."
+    " and values, and gates with up projections. Their values stay the same to the bit, in policy.precision. The plan counts no"
+    " gradients and no optimizer state for them; its times do not change. Not with adapters, which freeze all other weights."
 )
 
 

@@ -40,7 +40,8 @@ from pipeline.seams import extras
 class DatasetConfig:
     """A data set and its columns.
 
-    If a record lacks the columns that the recipe names, the columns of TRL's formats and other common ones are recognized.
+    If a record lacks the columns that the recipe names, the columns of TRL's formats and other common ones are recognized. A
+    key of a column may name a field of a nested column, such as reward_model.ground_truth, unless a column has that name.
     """
 
     dataset_name: Annotated[
@@ -50,7 +51,9 @@ class DatasetConfig:
             " callable (split, seed=, **kwargs) that returns a sequence of records."
         ),
     ] = None
-    data_path: Annotated[Line | None, Field(description="A JSONL file, in place of dataset_name.")] = None
+    data_path: Annotated[
+        Line | None, Field(description="A JSONL file. It and dataset_name replace each other in recipes that inherit.")
+    ] = None
     subset: Annotated[Text | None, Field(description="Configuration of the repository. null: the data set's default.")] = None
     split: Annotated[Text | None, Field(description="Split of the data set. null: its default, mostly `train`.")] = None
     max_samples: Annotated[
@@ -142,7 +145,11 @@ class DataConfig:
     ] = "error"
     bad_records: Annotated[
         Literal["error", "drop"],
-        Field(description="What to do with an unusable record, such as one without an answer or a pair of identical answers."),
+        Field(
+            description="What to do with an unusable record, such as one without an answer or a pair of identical answers."
+            " error: end with its file and line (of Parquet: row). drop: skip it; the metric data/records_dropped counts these."
+            " The first records are checked before submission, the first 20,000 when the job begins."
+        ),
     ] = "error"
     learn_prefilled: Annotated[
         Bool,

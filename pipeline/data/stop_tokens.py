@@ -8,7 +8,8 @@ They are the union of
     the chat template's end of a turn       what supervised training teaches, `pipeline/data/turn_ends.py`
 
 so that a policy which was trained to end its turn with any of them is not sampled beyond it. The union also applies to prompts
-without a chat template: one engine serves both kinds, and special tokens are no part of an answer's text.
+without a chat template: one engine serves both kinds, and special tokens are no part of an answer's text. Engines add
+policy.generation.stop_token_ids. An export has the union in its generation_config.json.
 
 An id in config.json that is an ordinary word of the tokenizer does not count: transformers writes its model classes' default
 there, such as 2, whatever the tokenizer's token 2 is.

@@ -3,7 +3,14 @@
     MFU = model FLOPs / (seconds of the phase x ranks x peak FLOP/s)      without recomputation
     HFU = (model + recomputed FLOPs) / (the same)                         arXiv 2205.05198, section 6.3
 
-Operations are those of `pipeline.models.flops`, of the tokens that the step read and drew; the plan predicts the same ones.
+Operations are those of `pipeline.models.flops`, of the tokens that the step read and drew; the plan predicts the same ones. The
+peak is that of the precision in recipes/hardware.
+
+    train       over time/train: forward passes of each model; an update counts three times (twice with adapters)
+    generate    over time/rollout, or time/step if engines run ahead: each drawn token, and prompts once (once for each answer
+                without a prefix cache)
+
+`tflops_per_rank` is the same without a peak. MFU and HFU are known only on GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""Rank 0's part: the metrics `resources/...` of each step from the samples of all ranks, and the warnings."""
+"""Rank 0's part: the metrics `resources/...` of each step from the samples of all ranks, and the warnings.
+
+Each reading of `readings.py` becomes COMPONENT_NAME_mean and, with several ranks, _min, _max and _max_rank: levels are means
+over the step, counters are rates. A step shorter than the period of the samples repeats the last values. Derived from them:
+
+    tokens_per_s_per_gpu          throughput/tokens_per_s / GPUs of the job
+    COMPONENT_straggling          (max - mean) / max over ranks of own time, which is 1 - waiting - collective
+    generate_prefix_hits          prompt tokens found in prefix caches / looked up
+    generate_preemptions          requests that a full KV cache preempted in the step; those for new weights do not count
+    energy_wh_per_million_tokens  power of all GPUs, each counted once / tokens per second x 10^6 / 3600
+    COMPONENT_mfu, _hfu, _tflops_per_rank    see operations.py
+
+A warning is repeated after AGAIN_STEPS steps if it still holds. A leak's warning does not name the object that leaks.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ rank 0 works: each rank has a connection to its store. If a user has set GLOO_SO
 ranks are on one node, the interface is loopback, to which no other node can connect.
 
 NCCL by itself starts over the first interface that is neither loopback nor Docker's. On nodes with a management or a storage
-network that may be one that leads to no other node, and then the first collective hangs.
+network that may be one that leads to no other node, and then the first collective hangs. So NCCL gets gloo's interface, unless
+that is loopback, NCCL_SOCKET_IFNAME is set, or NCCL's data would then leave another network that is as fast.
 """
 
 from __future__ import annotations

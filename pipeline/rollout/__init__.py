@@ -6,4 +6,6 @@
     lockstep.py             keep the engine's ranks in lockstep
     judges                  judge the turns in processes of their own
     failures.py             count episodes that could not be judged, and end the run if there are too many
+
+To read the code, start with `driver.py`.
 """

@@ -1,5 +1,7 @@
 """The cache of converted checkpoints in a folder that jobs share: one job writes at a time, any number read.
 
+The folder is HETSTEP_MEGATRON_CHECKPOINT_DIR, else NRL_MEGATRON_CHECKPOINT_DIR, else $HF_HOME/hetstep.
+
     <shared folder>/
       <16 hex digits>.lock              locked while this checkpoint is converted; contains the process
       <model's name>-<16 hex digits>/   digits: of the checkpoint's fingerprint; name: of the first job's model

@@ -1,4 +1,20 @@
-"""Golden values of this folder: outputs of peers' own code for given inputs. README.md describes how they are made."""
+"""Golden values of this folder: outputs of peers' own code for given inputs. README.md describes how they are made.
+
+The head of a file has `repository`, `commit`, `file`, and the `torch` version and `dtype` that the peer's code ran with.
+`inputs` has batches by name, and each of `cases` the `function`, the `batch` and the `arguments`, which are ours; `theirs` has
+the peer's where their names differ. `loss`, `gradient`, `values`, `advantages`, `returns`, `sample_mask` and `metrics` are what
+came back.
+
+Inputs were drawn once with a fixed seed and rounded to a few decimals. Rows are sequences, padded to the longest with zeros;
+column t is of token t. `token_mask` is 1 where a token counts, `sample_mask` 0 for a sequence that the loss leaves out. The
+batches are
+
+    varied    sequences of 3 to 14 tokens, with a tool's tokens in the middle of one, one that is left out, advantages of both
+              signs, and ratios beyond both bounds
+    extreme   log-probs down to -60, ratios up to e^25, and log-ratios to the reference beyond the clamp of 20
+    one       a single sequence with a single counted token
+    groups    rewards of one prompt each: all equal, one and two right of 16, one wrong of 4, two answers, one answer, a model's
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Run our code on the golden inputs: `{name: tensor}` with the names of a case's expected values."""
+"""Run our code on the golden inputs: `{name: tensor}` with the names of a case's expected values.
+
+The docstring of each function of OURS says how the peers' values were made.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,16 @@ def _of_tokens(found: Found) -> Found:
 
 
 def of_policy(golden: Golden) -> Found:
+    """Compute the policy's loss.
+
+    NeMo-RL: `ClippedPGLossFn(ClippedPGLossConfig(**arguments))` with `logprobs[:, 1:]`, which the gradient is of. `data` has
+    `token_mask`, `sample_mask`, `advantages`, `prev_logprobs` (our `old_logprobs`), `generation_logprobs` and
+    `reference_policy_logprobs`. `global_valid_seqs` is the sum of `sample_mask`, `global_valid_toks` that of
+    `token_mask[:, 1:] * sample_mask`.
+
+    verl: `compute_policy_loss_vanilla`, `_gspo` and `_cispo` with `theirs` as the configuration and `loss_agg_mode`, and
+    columns from 1 on. A GSPO case has one advantage for each sequence. The entropy bonus is `agg_loss` of minus the log-probs.
+    """
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
     names = ("old_logprobs", "generate_logprobs", "reference_logprobs", "advantages")
@@ -64,12 +77,21 @@ def of_policy(golden: Golden) -> Found:
 
 
 def sft(golden: Golden) -> Found:
+    """Compute the SFT loss. NeMo-RL: `NLLLossFn`, as in `of_policy`."""
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
     return _of_tokens(_outputs(sft_loss(Outputs(logprobs=rows.packed(leaf)), rows.batch(), rows.counts), leaf))
 
 
 def dpo(golden: Golden) -> Found:
+    """Compute DPO's loss.
+
+    NeMo-RL: `DPOLossFn`, as in `of_policy`. `reference_policy_logprobs` are rolled by -1, as its trainer does. Rows are chosen,
+    rejected, chosen, rejected and so on.
+
+    TRL: `DPOTrainer._compute_loss` with a model that returns the given logits, and all chosen rows first, as its collator
+    orders them. Conservative DPO is `aot_unpaired` on a single pair, where there is nothing to sort.
+    """
     rows = Rows(golden.inputs)
     config = DPOConfig(**({"sft_average_log_probs": False} | golden.arguments))
     if "logits" in rows.inputs:
@@ -90,6 +112,11 @@ def _of_drawn(rows: Rows, logits: torch.Tensor) -> torch.Tensor:
 
 
 def reward_model(golden: Golden) -> Found:
+    """Compute the reward model's loss.
+
+    NeMo-RL: `PreferenceLossFn` with `scores[:, None]` as logits. TRL: `RewardTrainer.compute_loss` with all chosen scores
+    first, and `margin`.
+    """
     scores = tensor(golden.inputs["scores"]).requires_grad_()
     # Sequences of two tokens, of which the second is the last.
     rows = Rows({"lengths": [2] * len(scores), "token_mask": [[0, 1]] * len(scores)})
@@ -101,7 +128,11 @@ def reward_model(golden: Golden) -> Found:
 
 
 def of_critic(golden: Golden) -> Found:
-    """Compare the critic; peers' values of a token are of the state before it."""
+    """Compute the critic's loss; peers' values of a token are of the state before it.
+
+    NeMo-RL: `MseValueLossFn(MseValueLossConfig(**arguments))` with `values`; `data["values"]` are `old_values`. verl:
+    `compute_value_loss`.
+    """
     rows = Rows(golden.inputs)
     leaf = rows.leaf("values")
     batch = rows.batch(old_values=after(rows.tensor("old_values")), returns=rows.tensor("returns"))
@@ -110,7 +141,12 @@ def of_critic(golden: Golden) -> Found:
 
 
 def distillation(golden: Golden) -> Found:
-    """Compute the loss from whole distributions, as backends return them."""
+    """Compute the loss from whole distributions, as backends return them.
+
+    NeMo-RL: the `top_k` largest `teacher_logits` and their indices go with `student_logits` into
+    `get_distillation_topk_logprobs_from_logits`, and what it returns into `DistillationLossFn`. The first of them casts logits
+    to float32; that cast is a cast to float64 here.
+    """
     rows, top_k = Rows(golden.inputs), golden.more["top_k"]
     leaf = rows.leaf("student_logits")
     student, teacher = (rows.packed(before(x)).log_softmax(-1) for x in (leaf, rows.tensor("teacher_logits")))
@@ -123,6 +159,10 @@ def distillation(golden: Golden) -> Found:
 
 
 def kl(golden: Golden) -> Found:
+    """Estimate the KL; the gradient is of the sum.
+
+    NeMo-RL: `calculate_kl(logprobs, reference_logprobs, **arguments)`. verl: `kl_penalty`.
+    """
     arguments = {"input_clamp_value": 20.0, "output_clamp_value": 10.0} | golden.arguments  # defaults, ours and theirs
     leaf = tensor(golden.inputs["logprobs"]).requires_grad_()
     bounds = arguments["input_clamp_value"], arguments["output_clamp_value"]
@@ -132,6 +172,11 @@ def kl(golden: Golden) -> Found:
 
 
 def advantages(golden: Golden) -> Found:
+    """Compute advantages of groups.
+
+    NeMo-RL: `GRPOAdvantageEstimator.compute_advantage` for each group alone. verl: `compute_grpo_outcome_advantage` and
+    `compute_rloo_outcome_advantage`.
+    """
     leave_one_out, normalize = (golden.arguments[name] for name in ("use_leave_one_out_baseline", "normalize_rewards"))
     return {
         f"values of {name}": torch.from_numpy(group_advantages(np.array(rewards, np.float64), leave_one_out, normalize))
@@ -140,6 +185,11 @@ def advantages(golden: Golden) -> Found:
 
 
 def reinforce_plus_plus(golden: Golden) -> Found:
+    """Compute REINFORCE++'s advantages.
+
+    NeMo-RL: `compute_advantage` of the estimator, with `token_mask` as the mask and, for KL in the reward, `old_logprobs` and
+    `reference_logprobs`. `advantages` are kept where the mask is 1. verl: see `estimates`.
+    """
     rows, loss = Rows(golden.inputs), _loss(golden.arguments)
     minus_baseline = golden.arguments["minus_baseline"]
     estimator = AdvantageConfig("reinforce_plus_plus", minus_baseline=minus_baseline)
@@ -159,7 +209,12 @@ def reinforce_plus_plus(golden: Golden) -> Found:
 
 
 def opd(golden: Golden) -> Found:
-    """Return the advantages from a teacher's log-probs as "values", and the loss with them."""
+    """Return the advantages from a teacher's log-probs as "values", and the loss with them.
+
+    NeMo-RL: `OPDAdvantageEstimator.compute_advantage` with `teacher_logprobs`, `old_logprobs` as `prev_logprobs` and
+    `token_mask * sample_mask` as the mask gives `values`, which are the advantages of `policy_loss`. `teacher_kl` is minus its
+    `teacher_student_logprob_gap_mean`.
+    """
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
     algorithm = made(GRPOConfig(adv_estimator=AdvantageConfig("opd")), LossConfig(**golden.arguments))
@@ -170,6 +225,7 @@ def opd(golden: Golden) -> Found:
 
 
 def gae(golden: Golden) -> Found:
+    """Compute GAE's advantages and returns. NeMo-RL: as in `reinforce_plus_plus`."""
     rows, loss = Rows(golden.inputs), _loss(golden.arguments)
     names = {field.name for field in dataclasses.fields(GAEConfig)}
     config = GAEConfig(**{name: value for name, value in golden.arguments.items() if name in names})
@@ -185,6 +241,10 @@ def gae(golden: Golden) -> Found:
 
 
 def estimates(golden: Golden) -> Found:
+    """Compute verl's estimates: token-level rewards go into the named function.
+
+    They are 0 but for `rewards` at each row's last counted token, less the penalty times k1 with KL in the reward.
+    """
     return (gae if golden.formula.startswith("GAE") else reinforce_plus_plus)(golden)
 
 
@@ -198,6 +258,11 @@ def _standardized(batch: PackedBatch, variance: Variance | None) -> PackedBatch:
 
 
 def rewards(golden: Golden) -> Found:
+    """Shape rewards.
+
+    NeMo-RL: `scale_rewards` and `apply_reward_shaping` on `rewards`, with `lengths` as `response_token_lengths` and
+    `truncated`.
+    """
     inputs, arguments = golden.inputs, golden.arguments
     group = group_of(inputs["rewards"], inputs["lengths"], inputs["truncated"])
     if golden.formula.startswith("reward scaling"):
@@ -208,7 +273,12 @@ def rewards(golden: Golden) -> Found:
 
 
 def mismatch(golden: Golden) -> Found:
-    """Return the sequences that are still included, and the metrics for them."""
+    """Return the sequences that are still included, and the metrics for them.
+
+    NeMo-RL: `compute_and_apply_seq_logprob_error_masking` with `seq_logprob_error_threshold`. Not compared: its
+    `sampling_importance_ratio`, which is the mean of the weights after they are truncated and ours of those before; and its
+    mean of the weights of sequences (GSPO), which sums over all pairs of sequences.
+    """
     rows = Rows(golden.inputs)
     batch = rows.batch(old_logprobs=rows.tensor("old_logprobs"), generate_logprobs=rows.tensor("generate_logprobs"))
     left = rows.padded(mask_mismatched_sequences(batch, golden.arguments["seq_logprob_error_threshold"]).to(torch.float64))
