@@ -12,6 +12,7 @@ The file is copied into the sandbox, so it imports nothing of the pipeline.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import importlib
 import itertools
@@ -207,7 +208,6 @@ class AnswerServer:
 
 def run_program(bare: bool) -> NoReturn:
     """Run the answer as the process's program to its end, with its threads and atexit functions."""
-    import atexit  # only a program needs it
     import threading  # only a program needs it
 
     status = 1

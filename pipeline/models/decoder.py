@@ -110,11 +110,11 @@ def identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Concatenate gate and up projections: two [I, H] -> [2 I, H]."""
+def concatenate(*projections: torch.Tensor) -> torch.Tensor:
+    """Concatenate projections along their outputs: gate and up, two [I, H] -> [2 I, H]."""
     import torch  # needs torch, which submission may lack
 
-    return torch.cat([gate, up])
+    return torch.cat(projections)
 
 
 def query_groups(groups: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def mlp(
     """Return a gated MLP; with `expert`, that expert of a mixture."""
     gate, up, down = (f"{source}.{name}.weight" for name in names)
     return {
-        f"{target}.linear_fc1.weight": Parameter((gate, up), gate_and_up, "halves", expert),
+        f"{target}.linear_fc1.weight": Parameter((gate, up), concatenate, "halves", expert),
         **unchanged(f"{target}.linear_fc2.weight", down, "columns", expert),
     }
 

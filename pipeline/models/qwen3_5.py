@@ -96,13 +96,6 @@ def gated_groups(groups: int, size: int, query: torch.Tensor, key: torch.Tensor,
     return torch.cat(parts, 1).flatten(0, 1)
 
 
-def stacked(*tensors: torch.Tensor) -> torch.Tensor:
-    """Concatenate projections along their outputs."""
-    import torch  # needs torch, which submission may lack
-
-    return torch.cat(tensors)
-
-
 # ---- parameters
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     """Return all parameters, by Megatron name."""
@@ -132,7 +125,7 @@ def _delta_net(config: PreTrainedConfig, target: str, source: str) -> dict[str, 
     sizes = delta_net(config)
     joint = tuple(f"{source}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
     return {
-        f"{target}.in_proj.weight": Parameter(joint, stacked, sizes.projected),
+        f"{target}.in_proj.weight": Parameter(joint, decoder.concatenate, sizes.projected),
         **decoder.unchanged(f"{target}.conv_weight", f"{source}.conv1d.weight", sizes.convolved),
         **decoder.unchanged(f"{target}.dt_bias", f"{source}.dt_bias", "rows"),
         **decoder.unchanged(f"{target}.A_log", f"{source}.A_log", "rows"),
