@@ -45,7 +45,7 @@ def run_online(
             groups = collector.validate(validation)
         run.attempt.check()
         run.logger.write_rollouts(step, groups, "val")
-        return progress.validated(validation_metrics(groups))
+        return progress.note_validation(validation_metrics(groups))
 
     run.startup.enter("first refit")
     refit()
@@ -90,10 +90,10 @@ def run_offline(run: TrainingRun, algorithm: Algorithm, examples: Stream | Mixtu
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
             policy, together = run.recipe.policy, algorithm.sequences_per_item
-            updates = split_batch(_flat(validation), policy, run.places, len(validation), together)
+            updates = split_batch(_flat(validation), policy, run.data_ranks, len(validation), together)
             parts = [update for (update,) in updates]
-            shares = _of_data_ranks(run.places, run.train.scatter(TrainRole.evaluate, parts).result())
-        return progress.validated({f"val/{name}": sum(share[name] for share in shares) for name in shares[0]})
+            shares = _of_data_ranks(run.data_ranks, run.train.scatter(TrainRole.evaluate, parts).result())
+        return progress.note_validation({f"val/{name}": sum(share[name] for share in shares) for name in shares[0]})
 
     if only_evaluates(run.recipe):
         return run.evaluate_alone(step, validate)
@@ -118,22 +118,22 @@ def run_offline(run: TrainingRun, algorithm: Algorithm, examples: Stream | Mixtu
 def learn(run: TrainingRun, algorithm: Algorithm, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
     """Train `models` on the samples of a step and return the metrics, named `train/...` for the policy."""
     train, needs, policy = run.train, algorithm.needs, run.recipe.policy
-    run.logger.learned(samples, models, needs.estimates)
-    parts = split_batch(samples, policy, run.places, policy.train_global_batch_size, algorithm.sequences_per_item)
+    run.logger.note_learning(samples, models, needs.estimates)
+    parts = split_batch(samples, policy, run.data_ranks, policy.train_global_batch_size, algorithm.sequences_per_item)
     train.scatter(TrainRole.load, parts).result()
-    if needs.old or needs.reference or needs.critic or needs.taught:
+    if needs.old or needs.reference or needs.critic or needs.has_teachers:
         train.call(TrainRole.forward).result()
     if needs.estimates:
-        moments = _of_data_ranks(run.places, train.call(TrainRole.estimate).result())
+        moments = _of_data_ranks(run.data_ranks, train.call(TrainRole.estimate).result())
         train.call(TrainRole.standardize, normalization(moments, needs.standardized)).result()
     results = train.call(TrainRole.step, list(models)).result()[0]
     named = (("train" if model == "policy" else model, of_updates) for model, of_updates in results.items())
     return {key: value for name, of_updates in named for key, value in mean_metrics(name, of_updates).items()}
 
 
-def _of_data_ranks(places: Sequence[DataParallelRank], replies: Sequence[Reply]) -> list[Reply]:
+def _of_data_ranks(data_ranks: Sequence[DataParallelRank], replies: Sequence[Reply]) -> list[Reply]:
     """Return one reply for each data rank; train ranks that share a data rank reply the same."""
-    first = {place.rank: i for i, place in reversed(list(enumerate(places)))}
+    first = {data_rank.rank: i for i, data_rank in reversed(list(enumerate(data_ranks)))}
     return [replies[i] for _, i in sorted(first.items())]
 
 

@@ -91,7 +91,7 @@ def main(run_dir: Path) -> None:
                     monitor = running.of_steps(world, recipe, sampler, watchdog.samples)
                     _coordinate(recipe, run_dir, world, client, role, startup, monitor)
                 startup.end()
-                rpc.stop(world, client.own)
+                rpc.stop(world, client.leading_role)
                 job_events.emit(lambda observer: observer.ended(run_dir))
             else:
                 rpc.serve(world, role)
@@ -152,7 +152,7 @@ def _coordinate(
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         stream, validation = build_streams(recipe, tokenizer)
         _refuse_too_few(recipe, stream, checkpoints)
-    places = train.call(TrainRole.setup).result()
+    data_ranks = train.call(TrainRole.setup).result()
     engines_up.result()
     judges, refits = judges_up.result(), None
     if config.generates(recipe):
@@ -162,7 +162,7 @@ def _coordinate(
         run_dir=run_dir,
         world=world,
         train=train,
-        places=places,
+        data_ranks=data_ranks,
         colocation=Colocation(shared, train, generate, refits),
         checkpoints=checkpoints,
         attempt=attempt,
@@ -172,7 +172,7 @@ def _coordinate(
     )
     if config.generates(recipe):
         engines = [RpcGroup(client, world, engine, GenerateRole, timeouts) for engine in workers.engines]
-        judge = _judge(recipe, train, places, reward, judges, tokenizer)
+        judge = _judge(recipe, train, data_ranks, reward, judges, tokenizer)
         section = config.section(recipe)
         assert isinstance(section, config.OnlineConfig) and isinstance(algorithm, OnlineAlgorithm)
         rollouts = collectors.build(recipe.algorithm, section, recipe.policy.generation, engines, judge)
@@ -196,7 +196,7 @@ def _training_run(
     run_dir: Path,
     world: World,
     train: RpcGroup[TrainRole],
-    places: list[DataParallelRank],
+    data_ranks: list[DataParallelRank],
     colocation: Colocation,
     checkpoints: Checkpoints,
     attempt: Attempt,
@@ -219,7 +219,7 @@ def _training_run(
     return TrainingRun(
         recipe=recipe,
         train=train,
-        places=places,
+        data_ranks=data_ranks,
         colocation=colocation,
         checkpoints=checkpoints,
         attempt=attempt,
@@ -235,7 +235,7 @@ def _training_run(
 def _judge(
     recipe: Recipe,
     train: RpcGroup[TrainRole],
-    places: list[DataParallelRank],
+    data_ranks: list[DataParallelRank],
     reward: RpcGroup[RewardRole],
     judges: list[DataParallelRank],
     tokenizer: PreTrainedTokenizerBase,
@@ -245,7 +245,7 @@ def _judge(
         return None
     if reward.ranks:
         return Scoring(recipe, functools.partial(reward.scatter, RewardRole.score), judges, tokenizer)
-    return Scoring(recipe, functools.partial(train.scatter, TrainRole.score), places, tokenizer)
+    return Scoring(recipe, functools.partial(train.scatter, TrainRole.score), data_ranks, tokenizer)
 
 
 def _end(recipe: Recipe, run_dir: Path, checkpoints: Checkpoints, step: int, stopped: str | None) -> None:

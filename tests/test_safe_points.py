@@ -69,7 +69,7 @@ class Steps:
         self.run = TrainingRun(
             recipe=recipe,
             train=self.ranks,
-            places=[],
+            data_ranks=[],
             colocation=colocation,
             checkpoints=self.checkpoints,
             attempt=self.attempt,

@@ -1,4 +1,4 @@
-"""The errors of runs, beside RecipeError for what cannot be submitted or read."""
+"""The errors of runs, beside RecipeError, which stands for faulty input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunFailed(HetstepError):
 class NotEnded(HetstepError, TimeoutError):
     """Raised for a run that has not ended within the time that its caller gave. The run goes on."""
 
-    def __init__(self, folder: Path, why: str):
-        """Take the run's folder, and what it does."""
-        super().__init__(Problem("timeout", "not-ended", why, str(folder)))
+    def __init__(self, folder: Path, activity: str):
+        """Take the run's folder, and what the run does."""
+        super().__init__(Problem("timeout", "not-ended", activity, str(folder)))
         self.folder = folder

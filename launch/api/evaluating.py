@@ -41,11 +41,11 @@ class EvaluationRun(BaseRun):
 
     @override
     def wait(self, timeout: float | None = None, *, progress: bool = False) -> RunStatus:
-        """Wait as that of a run does. A checkpoint that was kept for the evaluation is released."""
-        found = super().wait(timeout, progress=progress)
+        """Wait as `Run.wait` does, and release the checkpoint if it was kept for the evaluation."""
+        status = super().wait(timeout, progress=progress)
         if evaluation_job.is_complete(self.folder):
             waiting_checkpoints.release(self.folder)
-        return found
+        return status
 
     def scores(self) -> dict[str, TaskScore]:
         """Return the score of each task. Raises RecipeError before the evaluation is complete."""
@@ -60,24 +60,24 @@ class EvaluationRun(BaseRun):
         return "\n".join(map(plain, score_tables.lines(self._read())))
 
     def compare(self, before: BaseRun | str | os.PathLike[str]) -> list[TaskComparison]:
-        """Return for each task whether this evaluation is better than another complete one, worse, or neither.
+        """Return for each task whether this evaluation is better than another complete evaluation, worse, or neither.
 
         The questions are compared in pairs. `summary` of each says it in a line.
         """
-        other = before.folder if isinstance(before, BaseRun) else Path(before).absolute()
-        return compare(evaluation_job.read_complete(other), evaluation_job.read_complete(self.folder))
+        folder = before.folder if isinstance(before, BaseRun) else Path(before).absolute()
+        return compare(evaluation_job.read_complete(folder), evaluation_job.read_complete(self.folder))
 
     def _read(self) -> dict[str, Any]:
-        found = score_tables.read(self.folder)
-        if found is None:
+        scores = score_tables.read(self.folder)
+        if scores is None:
             message = f"{self.folder} has no {score_tables.SCORES} yet: the evaluation is not complete. Try wait()"
             raise RecipeError(Problem("run", "file-not-found", message))
-        return found
+        return scores
 
 
 def _score(task: dict[str, Any]) -> TaskScore:
-    own = task["metrics"][task["metric"]]
-    return TaskScore(task["metric"], own["value"], own.get("low"), own.get("high"), task["questions"], task["samples"])
+    metric = task["metrics"][task["metric"]]
+    return TaskScore(task["metric"], metric["value"], metric.get("low"), metric.get("high"), task["questions"], task["samples"])
 
 
 def evaluate(
@@ -92,7 +92,7 @@ def evaluate(
 ) -> EvaluationRun:
     """Submit the evaluation of a run's checkpoint, or of a model, and return it while it goes on.
 
-    One that is complete, or under way, is returned as it is; one that was interrupted goes on.
+    A complete or running evaluation is returned as it is; an interrupted evaluation goes on.
 
     Args:
         suite: a name in recipes/suites/, a path, or `lm_eval:TASK,...`; None: the suite of the run's section `evaluation`.
@@ -126,7 +126,7 @@ def evaluate(
 
 
 def _command(request: EvaluateRequest) -> list[str]:
-    """Return the command that asks for the same evaluation."""
-    given = {"suite": request.suite, "run": request.run, "model": request.model, "step": request.step}
-    keys = [f"{key}={value}" for key, value in given.items() if value is not None]
+    """Return the command for the same evaluation."""
+    values = {"suite": request.suite, "run": request.run, "model": request.model, "step": request.step}
+    keys = [f"{key}={value}" for key, value in values.items() if value is not None]
     return [sys.executable, str(ROOT / "launch/evaluate.py"), *keys, *request.overrides]

@@ -19,9 +19,9 @@ def arguments(overrides: Overrides | None, keywords: Mapping[str, Any]) -> list[
 
     Raises RecipeError for keys that are not texts, and for values that a recipe cannot hold.
     """
-    given = flat(overrides or {})
-    given |= dict(_flat("", {name.replace("__", "."): value for name, value in keywords.items()}))
-    return [f"{key}={formatting.on_one_line(value)}" for key, value in given.items()]
+    values = flat(overrides or {})
+    values |= dict(_flat("", {name.replace("__", "."): value for name, value in keywords.items()}))
+    return [f"{key}={formatting.on_one_line(value)}" for key, value in values.items()]
 
 
 def flat(overrides: Overrides) -> dict[str, Any]:
@@ -35,18 +35,18 @@ def naming_arguments(keywords: Mapping[str, Any] = {}) -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        error.problems = tuple(at_argument(each, keywords) for each in error.problems)
+        error.problems = tuple(at_argument(problem, keywords) for problem in error.problems)
         error.args = ("\n".join(map(str, error.problems)),)
         raise
 
 
 def at_argument(problem: Problem, keywords: Mapping[str, Any] = {}) -> Problem:
-    """Return a problem of the command line at the argument of the call that gave its key; any other one unchanged."""
+    """Return a problem of the command line at the argument of the call that gave its key; any other problem unchanged."""
     if not problem.origin.endswith(config_tree.COMMAND_LINE):
         return problem
     dotted = {name: f"{name.replace('__', '.')}." for name in keywords}
     key = f"{problem.key}."
-    of_keyword = (name for name, own in dotted.items() if key.startswith(own) or own.startswith(key))
+    of_keyword = (name for name, prefix in dotted.items() if key.startswith(prefix) or prefix.startswith(key))
     argument = f"the argument {next(of_keyword, 'overrides')}"
     return replace(problem, origin=problem.origin.removesuffix(config_tree.COMMAND_LINE) + argument)
 

@@ -19,7 +19,7 @@ from pipeline.config import Problem, Recipe, RecipeError, uses_megatron
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a recipe. All figures are estimates; None where one is not known. `str()` is the plan's text."""
+    """The plan of a recipe. All figures are estimates; None for an unknown figure. `str()` is the plan's text."""
 
     recipe: Recipe  # resolved, with the chosen train backend
     fits: bool  # whether there are neither problems nor warnings
@@ -69,14 +69,14 @@ def plan(
     """
     calibrated = None if plan_from is None else Path(plan_from).absolute()
     with naming_arguments(keywords), trusting(Trust.EVERYTHING if trust else None):
-        found = examine(os.fspath(recipe), arguments(overrides, keywords), dry=True, plan_from=calibrated)
-        requested = found.prepared[-1] if found.prepared else None
+        examined = examine(os.fspath(recipe), arguments(overrides, keywords), dry=True, plan_from=calibrated)
+        requested = examined.prepared[-1] if examined.prepared else None
         if requested is None or requested.plan is None:
-            raise RecipeError(*dict.fromkeys(found.problems), *(requested.no_plan if requested else ()))
+            raise RecipeError(*dict.fromkeys(examined.problems), *(requested.no_plan if requested else ()))
     shared = {
         "recipe": requested.recipe,
-        "problems": tuple(at_argument(each, keywords) for each in dict.fromkeys(found.problems)),
-        "site_problems": tuple(at_argument(each, keywords) for each in dict.fromkeys(found.site_problems)),
+        "problems": tuple(at_argument(problem, keywords) for problem in dict.fromkeys(examined.problems)),
+        "site_problems": tuple(at_argument(problem, keywords) for problem in dict.fromkeys(examined.site_problems)),
         "warnings": tuple(requested.plan.warnings()),
         "notes": tuple(requested.notes),
         "gpus": requested.plan.gpus,
@@ -87,39 +87,39 @@ def plan(
     return RunPlan(**shared, **_figures(requested, requested.plan))
 
 
-def _figures(requested: Prepared, made: Plan) -> dict[str, Any]:
-    timed = bool(made.phases)
+def _figures(requested: Prepared, plan: Plan) -> dict[str, Any]:
+    timed = bool(plan.phases)
     return {
         "backend": "megatron" if uses_megatron(requested.recipe.policy) else "fsdp2",
-        "train_bytes": dict(made.train.parts),
-        "generate_bytes": dict(made.generate.parts) if made.generate else None,
-        "kv_cache_tokens": made.generate.tokens if made.generate else None,
-        "refit_seconds": made.seconds.get("refit"),
-        "phase_seconds": {phase.name: phase.seconds for phase in made.phases},
-        "step_seconds": made.step if timed else None,
-        "steps": made.steps,
-        "total_seconds": made.total if timed else None,
-        "gpu_hours": made.gpu_hours if timed else None,
-        "submissions": made.submissions if timed else None,
-        "checkpoint_bytes": made.checkpoint_bytes,
-        "text": plan_table.text(made, modes.compare(made)),
+        "train_bytes": dict(plan.train.parts),
+        "generate_bytes": dict(plan.generate.parts) if plan.generate else None,
+        "kv_cache_tokens": plan.generate.tokens if plan.generate else None,
+        "refit_seconds": plan.seconds.get("refit"),
+        "phase_seconds": {phase.name: phase.seconds for phase in plan.phases},
+        "step_seconds": plan.step if timed else None,
+        "steps": plan.steps,
+        "total_seconds": plan.total if timed else None,
+        "gpu_hours": plan.gpu_hours if timed else None,
+        "submissions": plan.submissions if timed else None,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "text": plan_table.text(plan, modes.compare(plan)),
     }
 
 
-def _evaluation_figures(made: EvaluationPlan) -> dict[str, Any]:
-    seconds = made.seconds
+def _evaluation_figures(plan: EvaluationPlan) -> dict[str, Any]:
+    seconds = plan.seconds
     return {
         "backend": None,
         "train_bytes": None,
-        "generate_bytes": dict(made.memory.parts),
-        "kv_cache_tokens": made.memory.tokens,
+        "generate_bytes": dict(plan.memory.parts),
+        "kv_cache_tokens": plan.memory.tokens,
         "refit_seconds": None,
-        "phase_seconds": {task.name: took for task in made.tasks if (took := made.task_seconds(task)) is not None},
+        "phase_seconds": {task.name: took for task in plan.tasks if (took := plan.task_seconds(task)) is not None},
         "step_seconds": None,
         "steps": None,
         "total_seconds": seconds,
-        "gpu_hours": None if seconds is None else made.gpus * seconds / 3600,
+        "gpu_hours": None if seconds is None else plan.gpus * seconds / 3600,
         "submissions": None,
         "checkpoint_bytes": None,
-        "text": evaluation.text(made),
+        "text": evaluation.text(plan),
     }

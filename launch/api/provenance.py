@@ -64,10 +64,10 @@ class MadeFrom:
 
     def __str__(self) -> str:
         lines = []
-        for each in self.descendants:
-            through = f", through {' > '.join(node.label for node in each.through)}" if each.through else ", directly"
-            lines.append(f"{each.node.kind:10s}  {each.node.label}  {each.node.path or 'not here'}{through}")
-        kinds = {kind: sum(each.node.kind == kind for each in self.descendants) for kind in COUNTED}
+        for path in self.descendants:
+            through = f", through {' > '.join(node.label for node in path.through)}" if path.through else ", directly"
+            lines.append(f"{path.node.kind:10s}  {path.node.label}  {path.node.path or 'not here'}{through}")
+        kinds = {kind: sum(path.node.kind == kind for path in self.descendants) for kind in COUNTED}
         counts = ", ".join(plural(count, kind) for kind, count in kinds.items() if count)
         lines.append(f"made from {self.path}: {counts or 'nothing'}")
         if self.unhashed:
@@ -85,8 +85,8 @@ def lineage(path: str | os.PathLike[str], *, root: str | os.PathLike[str] = RUNS
     Raises:
         RecipeError: if the path is not there, or no run below `root` has to do with it.
     """
-    found, cache = _read(root)
-    return LineageView(tuple(search.nodes_at(found, Path(path).absolute(), cache)), found)
+    lineage_graph, cache = _read(root)
+    return LineageView(tuple(search.nodes_at(lineage_graph, Path(path).absolute(), cache)), lineage_graph)
 
 
 def made_from(path: str | os.PathLike[str], *, root: str | os.PathLike[str] = RUNS) -> MadeFrom:
@@ -99,9 +99,9 @@ def made_from(path: str | os.PathLike[str], *, root: str | os.PathLike[str] = RU
     Raises:
         RecipeError: if the path is not there, or no run below `root` has to do with it.
     """
-    found, cache = _read(root)
-    begin = search.nodes_at(found, Path(path).absolute(), cache, "made_from")
-    return MadeFrom(Path(path), tuple(search.descendants(found, begin)), len(found.unhashed))
+    lineage_graph, cache = _read(root)
+    begin = search.nodes_at(lineage_graph, Path(path).absolute(), cache, "made_from")
+    return MadeFrom(Path(path), tuple(search.descendants(lineage_graph, begin)), len(lineage_graph.unhashed))
 
 
 def _read(root: str | os.PathLike[str]) -> tuple[Lineage, HashCache]:
@@ -167,10 +167,10 @@ class ModelRegistry:
     def versions(self, name: str | None = None) -> list[ModelVersion]:
         """Return the versions of a name, oldest first; None: of all names. Raises RecipeError for a damaged file."""
         names = self.names() if name is None else [name]
-        return [_version(each, values) for each in names for values in self._registry.versions(each)]
+        return [_version(version_name, values) for version_name in names for values in self._registry.versions(version_name)]
 
     def show(self, name: str, version: int | None = None) -> ModelVersion:
-        """Return a version; None: the one in production, else the latest. Raises RecipeError if there is none."""
+        """Return a version; None: the version in production, else the latest. Raises RecipeError if there is none."""
         return _version(name, self._registry.version(name, version))
 
 
@@ -185,5 +185,5 @@ def registry(folder: str | os.PathLike[str] = "runs/registry", *, audit: str = A
 
 
 def _version(name: str, values: Mapping[str, Any]) -> ModelVersion:
-    known = {each.name for each in fields(ModelVersion)} - {"name"}
-    return ModelVersion(name=name, **{key: values[key] for key in known})
+    names = {column.name for column in fields(ModelVersion)} - {"name"}
+    return ModelVersion(name=name, **{key: values[key] for key in names})

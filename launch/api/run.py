@@ -1,4 +1,4 @@
-"""A run: its status, metrics, rollouts and checkpoints, what can be made of them, and its end."""
+"""A run: its status, metrics, rollouts and checkpoints, exports and reports, and its end."""
 
 from __future__ import annotations
 
@@ -80,16 +80,16 @@ class BaseRun:
     def status(self) -> RunStatus:
         """Return the state of the run. Queries its job, within seconds."""
         run = RunFolder.at(self.folder)
-        found = run_summary.whole(run, run_state.state(run))
-        latest = {key: values[-1] for key, values in found["metrics"].items()}
+        summary = run_summary.whole(run, run_state.state(run))
+        latest = {key: values[-1] for key, values in summary["metrics"].items()}
         names = ("state", "why", "job", "step", "max_steps", "seconds_per_step", "seconds_left", "restarts")
-        checkpoint = found["checkpoint"].get("step")
+        checkpoint = summary["checkpoint"].get("step")
         return RunStatus(
-            **{name: found[name] for name in names},
+            **{name: summary[name] for name in names},
             checkpoint=checkpoint,
             metrics=latest,
-            failure=found["failure"],
-            values=found,
+            failure=summary["failure"],
+            values=summary,
         )
 
     def wait(self, timeout: float | None = None, *, progress: bool = False) -> RunStatus:
@@ -107,7 +107,7 @@ class BaseRun:
         """
         if self.status().state == "done" and not self._is_here():
             return self.status()
-        job, metrics = self._attached(), MetricsTail(self.folder)
+        job, metrics = self._attach(), MetricsTail(self.folder)
         metrics.new_lines()
         console = None if progress else Console(quiet=True)
         follower = Follower(self.folder, job, run_control.max_steps(self.recipe), metrics, console)
@@ -115,10 +115,10 @@ class BaseRun:
             succeeded = follower.follow(timeout)
         except TimeoutError as late:
             raise NotEnded(self.folder, str(late)) from None
-        found = self.status()
-        if not succeeded and found.state != "stopped":
+        status = self.status()
+        if not succeeded and status.state != "stopped":
             raise RunFailed(self.folder, failure(self.folder, job, job.status()))
-        return found
+        return status
 
     # ---- what it wrote --------------------------------------------------------------------------------------------------
 
@@ -143,23 +143,23 @@ class BaseRun:
         records = [by_step[step] for step in sorted(by_step)]
         if key is None:
             return records
-        return {each["step"]: math.nan if each[key] is None else each[key] for each in records if key in each}
+        return {record["step"]: math.nan if record[key] is None else record[key] for record in records if key in record}
 
     def rollouts(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
         """Return the rollouts of a step as records: prompt, completion, reward and more.
 
-        `logger.num_rollouts_to_log` bounds how many a run writes. Raises RecipeError if they are encrypted with a key that is
-        not here (HETSTEP_KEY_FILE).
+        `logger.num_rollouts_to_log` bounds how many a run writes. Raises RecipeError if they are encrypted and the key
+        is not here (HETSTEP_KEY_FILE).
 
         Args:
-            step: None: the latest that has some.
-            validation: those of the validation after the step, in place of those it trained on.
+            step: None: the latest step with rollouts.
+            validation: the rollouts of the validation after the step, in place of the rollouts that it trained on.
         """
         kind = "val" if validation else "step"
         paths = {int(path.stem.rpartition("_")[2]): path for path in (self.folder / "rollouts").glob(f"{kind}_*.jsonl")}
         if not paths or (step is not None and step not in paths):
-            known = f"expected one of {', '.join(map(str, sorted(paths)))}" if paths else "there are none yet"
-            raise RecipeError(Problem("step", "file-not-found", f"got {step}; {known}, in {self.folder / 'rollouts'}"))
+            hint = f"expected one of {', '.join(map(str, sorted(paths)))}" if paths else "there are none yet"
+            raise RecipeError(Problem("step", "file-not-found", f"got {step}; {hint}, in {self.folder / 'rollouts'}"))
         path = paths[max(paths) if step is None else step]
         return read_rollouts(path, run_keys.source(self.folder))  # without the last line, if it is incomplete
 
@@ -169,11 +169,13 @@ class BaseRun:
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Return the complete checkpoint of a step; None: the latest. Raises RecipeError if there is none."""
-        found = {each.step: each for each in self.checkpoints()}
-        if not found or (step is not None and step not in found):
-            known = f"expected one of {', '.join(map(str, found))}" if found else "the run has no complete checkpoint"
-            raise RecipeError(Problem("step", "no-checkpoint", f"got {step}; {known}"))
-        return found[max(found) if step is None else step]
+        checkpoints = {checkpoint.step: checkpoint for checkpoint in self.checkpoints()}
+        if not checkpoints or (step is not None and step not in checkpoints):
+            hint = (
+                f"expected one of {', '.join(map(str, checkpoints))}" if checkpoints else "the run has no complete checkpoint"
+            )
+            raise RecipeError(Problem("step", "no-checkpoint", f"got {step}; {hint}"))
+        return checkpoints[max(checkpoints) if step is None else step]
 
     # ---- what can be made of it -----------------------------------------------------------------------------------------
 
@@ -204,10 +206,10 @@ class BaseRun:
 
         Does nothing to a run that has ended. Raises NotEnded if the job goes on after a minute.
         """
-        job = self._attached()
-        found = self._asked(run_control.cancel, self.folder, job)
-        if not found.ended:
-            raise NotEnded(self.folder, f"{job.name()} is still {found}")
+        job = self._attach()
+        status = self._ask_slurm(run_control.cancel, self.folder, job)
+        if not status.ended:
+            raise NotEnded(self.folder, f"{job.name()} is still {status}")
         return self.status()
 
     def stop_and_save(self, timeout: float | None = None) -> RunStatus:
@@ -223,26 +225,26 @@ class BaseRun:
             NotEnded: after `timeout`; the request stays, and the run stops later.
             RunFailed: if the run failed before it had saved.
         """
-        job = self._attached()
-        if self._asked(job.status, True).ended:
+        job = self._attach()
+        if self._ask_slurm(job.status, True).ended:
             return self.status()
         try:
-            ended = self._asked(run_control.stop_and_save, self.folder, job, timeout)
+            job_status = self._ask_slurm(run_control.stop_and_save, self.folder, job, timeout)
         except TimeoutError as late:
             raise NotEnded(self.folder, str(late)) from None
-        found = self.status()
-        if found.state == "failed":
-            raise RunFailed(self.folder, failure(self.folder, job, ended))
-        return found
+        status = self.status()
+        if status.state == "failed":
+            raise RunFailed(self.folder, failure(self.folder, job, job_status))
+        return status
 
     # ---- the job --------------------------------------------------------------------------------------------------------
 
     @property
     def job_id(self) -> str:
         """Slurm's id of the job, of its first component if it has several; or the process id of a local job's controller."""
-        return self._attached().job_id
+        return self._attach().job_id
 
-    def _attached(self) -> RunJob:
+    def _attach(self) -> RunJob:
         record = read_record(RunFolder.at(self.folder).folder)
         if record is None:
             raise RecipeError(Problem("run", "not-a-run", f"{self.folder} has no job: there is no job.json"))
@@ -253,12 +255,12 @@ class BaseRun:
     def _is_here(self) -> bool:
         """Return whether the run's job can be queried from here."""
         try:
-            self._attached().status(now=True)
+            self._attach().status(now=True)
         except (RecipeError, SlurmError):
             return False
         return True
 
-    def _asked(self, request: Any, *arguments: Any) -> Any:
+    def _ask_slurm(self, request: Any, *arguments: Any) -> Any:
         try:
             return request(*arguments)
         except SlurmError as error:

@@ -48,32 +48,32 @@ def submit(
     """
     name = os.fspath(recipe)
     with naming_arguments(keywords):
-        given = arguments(overrides, keywords)
-        found = prepared(name, given, None if plan_from is None else Path(plan_from).absolute())
-    return start(found, name, given, progress)
+        values = arguments(overrides, keywords)
+        recipes = prepare_submission(name, values, None if plan_from is None else Path(plan_from).absolute())
+    return start(recipes, name, values, progress)
 
 
-def prepared(recipe: str, given: list[str], plan_from: Path | None = None) -> list[Prepared]:
-    """Return the recipes that a submission would run, the requested one last. given: `key=value`. Raises RecipeError."""
+def prepare_submission(recipe: str, values: list[str], plan_from: Path | None = None) -> list[Prepared]:
+    """Return the recipes that a submission would run, the requested one last. values: `key=value`. Raises RecipeError."""
     _refuse_batch_job()
-    return prepare(recipe, given, plan_from)
+    return prepare(recipe, values, plan_from)
 
 
-def start(prepared: list[Prepared], recipe: str, given: list[str], progress: bool = False) -> Run:
-    """Submit what `prepared` has returned, as `submit` does. recipe, given: of the requested one, for the manifest."""
+def start(prepared: list[Prepared], recipe: str, values: list[str], progress: bool = False) -> Run:
+    """Submit prepared recipes, as `submit` does. recipe, values: of the requested recipe, for the manifest."""
     requested = prepared[-1].recipe
     run_dir = Path(requested.run_dir).absolute()
     if message := run_control.completion_message(requested, run_dir):
         return Run(run_dir, [message])
     run_setup.refuse_live(run_dir)
-    command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={recipe}", *given]
+    command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={recipe}", *values]
     job_ids: dict[str, str] = {}
-    for each in prepared[:-1]:
-        folder = Path(each.recipe.run_dir).absolute()
+    for item in prepared[:-1]:
+        folder = Path(item.recipe.run_dir).absolute()
         job = run_setup.live_job(folder)
-        needed = Run(folder, job=job) if job else _start(each, command, _after(each, job_ids), progress)
-        if each.executor.name == "slurm":
-            job_ids[folder_name(each.recipe)] = needed.job_id
+        needed = Run(folder, job=job) if job else _start(item, command, _after(item, job_ids), progress)
+        if item.executor.name == "slurm":
+            job_ids[folder_name(item.recipe)] = needed.job_id
         else:
             needed.wait(progress=progress)
     return _start(prepared[-1], command, _after(prepared[-1], job_ids), progress)

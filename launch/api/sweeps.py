@@ -74,14 +74,14 @@ class SweepRun:
         folder = SweepFolder(self.folder)
         if not folder.begun:
             return {}
-        found: dict[str, str] = {each.job.name: each.state for each in folder.job_states(Queue(folder.plan.executor))}
+        states: dict[str, str] = {job.job.name: job.state for job in folder.job_states(Queue(folder.plan.executor))}
         searched = folder.suite.search
-        if searched is None or any(search_checks.installed(searched)):
-            return found
-        return found | {each.name: "pruned" for each in self.trials() if each.state == "pruned"}
+        if searched is None or any(search_checks.package_problems(searched)):
+            return states
+        return states | {job.name: "pruned" for job in self.trials() if job.state == "pruned"}
 
     def trials(self) -> list[Trial]:
-        """Return the trials of a search as they stand, in order; empty for a sweep of another kind.
+        """Return the trials of a search as they stand, in order; empty for a sweep without a search.
 
         Raises RecipeError without Optuna.
         """
@@ -95,20 +95,20 @@ class SweepRun:
 
     def verdict(self) -> SweepVerdict | None:
         """Return the verdict; None before the gates are checked."""
-        if self._submits() or (found := read_verdict(self.folder)) is None:  # a process that continues a sweep judges it anew
+        if self._submits() or (verdict := read_verdict(self.folder)) is None:  # a process that continues a sweep judges it anew
             return None
-        return SweepVerdict(found["passed"], found["summary"], found["verdicts"])
+        return SweepVerdict(verdict["passed"], verdict["summary"], verdict["verdicts"])
 
     def log(self) -> list[str]:
-        """Return the last lines that the process which submits its jobs has written, and those of the check."""
+        """Return the last lines that its submitting process has written, and the last lines of the check."""
         logs = [path for name in (LOG, "check.log") if (path := self.folder / name).exists()]
         return [line for path in logs for line in tail(path).splitlines()[-LOG_LINES:]]
 
     def state(self) -> SweepState:
         """Return the state of the sweep as a whole. Raises RecipeError if its jobs cannot be queried from here."""
         goes_on = self.verdict() is None and self._goes_on()
-        if (found := self.verdict()) is not None:  # which its process may have written meanwhile
-            return "passed" if found.passed else "failed"
+        if (verdict := self.verdict()) is not None:  # which its process may have written meanwhile
+            return "passed" if verdict.passed else "failed"
         if goes_on:
             return "running"
         return "cancelled" if SweepFolder(self.folder).cancelled else "stopped"
@@ -159,7 +159,7 @@ class SweepRun:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         last_alive = time.monotonic()
-        while (found := self.verdict()) is None:
+        while (verdict := self.verdict()) is None:
             now = time.monotonic()
             if self._goes_on():
                 last_alive = now
@@ -168,7 +168,7 @@ class SweepRun:
             if deadline is not None and now >= deadline:
                 raise NotEnded(self.folder, "the sweep has no verdict yet")
             time.sleep(SLURM_POLL_S if self._is_on_slurm() and not self._submits() else POLL_S)
-        return found
+        return verdict
 
     def _submits(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -193,12 +193,12 @@ def _cancel_check(folder: SweepFolder) -> None:
 def _cancel_jobs(folder: SweepFolder) -> None:
     """Cancel the live jobs of a sweep, whose lock this process holds. Raises SlurmError or RecipeError."""
     _cancel_check(folder)  # which a process may have submitted meanwhile
-    for each in folder.job_states(Queue(folder.plan.executor)) if folder.begun else []:
-        if each.state != "live" or each.record is None:
+    for state in folder.job_states(Queue(folder.plan.executor)) if folder.begun else []:
+        if state.state != "live" or state.record is None:
             continue
-        if each.job.run is not None or each.record.job_id in {one.job_id for one in folder.submissions(each.job.name)}:
-            run_dir = Path(each.job.run_dir)
-            run_control.cancel(run_dir, each.record.attach(run_dir))
+        if state.job.run is not None or state.record.job_id in {s.job_id for s in folder.submissions(state.job.name)}:
+            run_dir = Path(state.job.run_dir)
+            run_control.cancel(run_dir, state.record.attach(run_dir))
 
 
 def _is_locked(path: Path) -> bool:
@@ -224,7 +224,7 @@ def sweep(
 
     `python launch/sweep.py` submits the jobs, as a process of its own that outlives this program; its output is in sweep.log of
     the sweep's folder. On Slurm it ends when all jobs and the check are submitted; elsewhere it runs all jobs, then the check.
-    That of a search stays until its trials have ended.
+    The process of a search stays until its trials have ended.
 
     Args:
         name: a name in recipes/sweeps/, or a path.
@@ -239,14 +239,14 @@ def sweep(
     if id is not None and not suites.NAME.fullmatch(id):
         raise RecipeError(suites.bad_name("id", id))
     with naming_arguments(keywords):
-        given = arguments(overrides, keywords)
-        return begin(suites.load(os.fspath(name), given), os.fspath(name), given, id, update_baseline)
+        values = arguments(overrides, keywords)
+        return begin(suites.load(os.fspath(name), values), os.fspath(name), values, id, update_baseline)
 
 
-def begin(loaded: LoadedSuite, name: str, given: list[str], id: str | None = None, update_baseline: bool = False) -> SweepRun:
-    """Begin or continue a sweep that has been loaded, as `sweep` does. name, given: for its command. Raises RecipeError."""
-    own = id or date.today().isoformat()
-    folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / own)
+def begin(loaded: LoadedSuite, name: str, values: list[str], id: str | None = None, update_baseline: bool = False) -> SweepRun:
+    """Begin or continue a sweep that has been loaded, as `sweep` does. name, values: for its command. Raises RecipeError."""
+    sweep_id = id or date.today().isoformat()
+    folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / sweep_id)
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
     elif loaded.suite.search is not None:
@@ -256,12 +256,12 @@ def begin(loaded: LoadedSuite, name: str, given: list[str], id: str | None = Non
     with folder.locked(PROBE_S):  # raises RecipeError while another process works on the sweep
         if not update_baseline and (folder.path / "verdict.json").exists():
             return SweepRun(folder.path)
-    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"sweep={name}", f"id={own}", *given]
+    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"sweep={name}", f"id={sweep_id}", *values]
     command += ["update_baseline=true"] if update_baseline else []
-    return SweepRun(folder.path, _started(command, folder.path / LOG))
+    return SweepRun(folder.path, _start(command, folder.path / LOG))
 
 
-def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     try:
         with open(log, "ab") as output:
             return start_detached(command, output, audit_log.environment())

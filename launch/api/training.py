@@ -43,11 +43,11 @@ class Run(BaseRun):
             NotEnded: after `timeout`; the request stays, and takes effect later.
         """
         with naming_arguments(keywords):
-            asked = steer_request.ask(self.folder, arguments(overrides, keywords))
+            request = steer_request.ask(self.folder, arguments(overrides, keywords))
         if not wait:
             return None
         try:
-            return steer_request.wait(self.folder, asked, timeout).step
+            return steer_request.wait(self.folder, request, timeout).step
         except steer_request.NotAnswered as late:
             raise NotEnded(self.folder, str(late)) from None
 

@@ -292,8 +292,8 @@ def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
 def _bytes_by_set(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (needed box, holder set, bytes of the box that the set holds), each [pairs]."""
     pieces, sets = schedule.pieces, len(schedule.held.sets)
-    size = pieces.numel * schedule.width[schedule.needed.boxes.tensor[pieces.needed]]
-    pair = pieces.needed.astype(np.int64) * sets + schedule.held.holders[pieces.held]
+    size = pieces.numel * schedule.width[schedule.needed.boxes.tensor[pieces.needed_box]]
+    pair = pieces.needed_box.astype(np.int64) * sets + schedule.held.holders[pieces.held_box]
     pairs, which = np.unique(pair, return_inverse=True)
     return pairs // sets, pairs % sets, np.bincount(which, size, len(pairs)).astype(np.int64)
 

@@ -31,7 +31,7 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
         yield problem
     elif supply.steps is not None and supply.steps < section(recipe).max_num_steps:
         left = f"; the last {plural(supply.left_over, 'record')} fill no step and are not used" if supply.left_over else ""
-        notes.append(f"data: {supply.told} make {plural(supply.steps, 'step')} of {supply.per_step}{left}")
+        notes.append(f"data: {supply.source} make {plural(supply.steps, 'step')} of {supply.per_step}{left}")
 
 
 def count(dataset: DatasetConfig) -> int | None:

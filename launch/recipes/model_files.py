@@ -33,7 +33,7 @@ class PendingModel(os.PathLike):
     head: str = "logprobs"  # or "values", of a reward model
 
     def output_config(self, initial: dict[str, Any]) -> dict[str, Any]:
-        """Return the config.json of the model that the run writes. initial: that of the model it starts from."""
+        """Return the config.json of the model that the run writes. initial: the config.json of its initial model."""
         if self.head == "logprobs":
             return initial
         kinds = [
@@ -48,7 +48,7 @@ class PendingModel(os.PathLike):
 def model_config(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
-    """Return config.json with the recipe's overrides; None if a run that is still to come writes the model.
+    """Return config.json with the recipe's overrides; None if a pending run will write the model.
 
     pending: the folders of such runs. key: the recipe's key of the name. The keys of a multimodal family's `text_config`,
     the language model, are merged in. Raises RecipeError.
@@ -63,13 +63,13 @@ def planning_config(
 ) -> dict[str, Any] | None:
     """Return `model_config` for a plan, which needs no model files. A run needs the model itself.
 
-    For a public model that is not on this machine, return the description in recipes/models. For a model that a needed run is
-    still to write, return the config that this run's output has. Raises RecipeError.
+    For a public model that is not on this machine, return the description in recipes/models. For a model that a pending
+    run will write, return the config of this run's output. Raises RecipeError.
     """
     for run in pending:
         if isinstance(run, PendingModel) and is_inside(policy.model_name, [run]):
             with collected([]):  # the needed recipe has reported the problems of its model
-                initial = planning_config(run.policy, [other for other in pending if other is not run])
+                initial = planning_config(run.policy, [model for model in pending if model is not run])
                 return initial and _language_model_config(run.output_config(initial), policy, key)
             return None
     if (
@@ -94,17 +94,17 @@ def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: st
 
 
 def _type_problems(key: str, overrides: dict[str, Any], config: dict[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each override whose type differs from that of the value in config.json."""
+    """Yield a problem for each override whose type differs from the type of the value in config.json."""
 
     def kind(x: Any) -> str:
         return "number" if isinstance(x, int | float) and not isinstance(x, bool) else type(x).__name__
 
     for name, value in overrides.items():
-        there = config.get(name)
-        if isinstance(value, dict) and isinstance(there, dict):
-            yield from _type_problems(f"{key}.{name}", value, there)
-        elif value is not None and there is not None and kind(value) != kind(there):
-            yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected the type of {there!r}, as in config.json")
+        default = config.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            yield from _type_problems(f"{key}.{name}", value, default)
+        elif value is not None and default is not None and kind(value) != kind(default):
+            yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected the type of {default!r}, as in config.json")
 
 
 def public_model_config(name: str) -> dict[str, Any] | None:
@@ -113,8 +113,8 @@ def public_model_config(name: str) -> dict[str, Any] | None:
     if name.count("/") != 1 or not path.is_file():
         return None
     config = read_json(path)
-    other = config.pop("like", None)
-    return {**(public_model_config(other) or {}), **config} if other else config
+    base = config.pop("like", None)
+    return {**(public_model_config(base) or {}), **config} if base else config
 
 
 def is_inside(name: str, folders: Iterable[os.PathLike]) -> bool:
@@ -128,22 +128,22 @@ def is_local(name: str) -> bool:
 
 
 def model_folder(key: str, name: str) -> Path:
-    """Return a model's folder: the one named, or its snapshot in the Hugging Face cache.
+    """Return a model's folder: `name` itself, or its snapshot in the Hugging Face cache.
 
     key: the recipe's key of the name. Raises RecipeError.
     """
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
-            why = f"{name} has no config.json; expected a folder with a Hugging Face checkpoint"
-            raise RecipeError(Problem(key, "file-not-found", why))
+            message = f"{name} has no config.json; expected a folder with a Hugging Face checkpoint"
+            raise RecipeError(Problem(key, "file-not-found", message))
         return Path(name)
     if snapshot := _in_cache(name):
         return snapshot
     if _looks_like_path(name):
         raise ModelNotFound(Problem(key, "file-not-found", f"there is no folder {name}"))
-    why = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
-    why += f", or {key}=MODEL for the tokenizer of another model" if key.endswith(".tokenizer.name") else ""
-    raise ModelNotFound(Problem(key, "unavailable-model", why))
+    message = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
+    message += f", or {key}=MODEL for the tokenizer of another model" if key.endswith(".tokenizer.name") else ""
+    raise ModelNotFound(Problem(key, "unavailable-model", message))
 
 
 def _looks_like_path(name: str) -> bool:
@@ -172,7 +172,7 @@ def _in_cache(name: str) -> Path | None:
 def hub_snapshot(kind: str, repository: str, revision: str | None = None) -> Path | None:
     """Return the folder of a repository's files in the hub's cache; None if it is not there.
 
-    kind: models or datasets. revision: None for that of `main`.
+    kind: models or datasets. revision: None for the revision of `main`.
     """
     folder = hub_cache() / f"{kind}--{repository.replace('/', '--')}"
     try:
@@ -191,6 +191,6 @@ def read_json(path: Path, most: int = user_files.MAX_TEXT) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
     if not isinstance(content, dict):
-        why = f"got a JSON {type(content).__name__}; expected an object. Try to download the file again"
-        raise RecipeError(Problem(str(path), "bad-format", why))
+        message = f"got a JSON {type(content).__name__}; expected an object. Try to download the file again"
+        raise RecipeError(Problem(str(path), "bad-format", message))
     return content

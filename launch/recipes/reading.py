@@ -1,4 +1,4 @@
-"""Read recipes for the commands; those of NeMo-RL by the extra `nemo_rl`, which translates them into our keys."""
+"""Read recipes for the commands; the extra `nemo_rl` translates recipes of NeMo-RL into our keys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeline.seams import extras
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the checked recipe, as `config.load` does. Raises RecipeError with all problems."""
-    loaded = inspect(name, overrides)
-    refuse(loaded.problems)
-    return loaded.recipe
+    reading = inspect(name, overrides)
+    refuse(reading.problems)
+    return reading.recipe
 
 
 def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:

@@ -138,7 +138,7 @@ def submit(request: Request, body: SubmissionBody) -> Submitted:
     refuse_file("recipe", body.recipe, RECIPES)
     given = arguments(overrides, {})
     with closed():
-        prepared = submitting.prepared(body.recipe, given)
+        prepared = submitting.prepare_submission(body.recipe, given)
         _refuse_long(prepared)
         run = submitting.start(prepared, body.recipe, given)
     runs(request).forget(run_id)

@@ -69,24 +69,24 @@ class Baseline:
     runs: dict[str, StoredRun] = field(default_factory=dict)
 
     def of(self, run: str) -> StoredRun:
-        """Return a run's numbers; none if the baseline does not have the run."""
+        """Return a run's numbers; empty numbers if the baseline lacks the run."""
         return self.runs.get(run, StoredRun())
 
 
 def read(path: Path) -> Baseline | None:
-    """Return the baseline; None if there is none yet. Raises RecipeError for an invalid file."""
+    """Return the baseline; None if there is no file yet. Raises RecipeError for an invalid file."""
     if not path.exists():
         return None
     tree = config_tree.load_with_parents(path)
-    found, wrong = schema_validation.validate_tree(Baseline, schema_validation.with_defaults(Baseline, tree))
+    baseline, wrong = schema_validation.validate_tree(Baseline, schema_validation.with_defaults(Baseline, tree))
     refuse(problem.within(f"baseline {path}") for problem in [*schema_validation.unknown_keys(Baseline, tree), *wrong])
-    return found
+    return baseline
 
 
 def write(baseline: Baseline, path: Path) -> None:
     """Write a baseline, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, HEADER + yaml_text.dump(_sorted(asdict(baseline))))
+    write_durably(path, HEADER + yaml_text.dump(_sort(asdict(baseline))))
 
 
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
@@ -94,16 +94,16 @@ def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
     mean, width = mean_and_spread(seeds)
     steps = [*mean]
     count = min(MAX_POINTS, len(steps))
-    kept = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
-    return StoredCurve(kept, [_short(mean[step]) for step in kept], [_short(width[step]) for step in kept])
+    points = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
+    return StoredCurve(points, [_short(mean[step]) for step in points], [_short(width[step]) for step in points])
 
 
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _sorted(value: object) -> object:
+def _sort(value: object) -> object:
     """Return the value with sorted keys; seeds are sorted by number."""
     if isinstance(value, Mapping):
-        return {key: _sorted(value[key]) for key in sorted(value, key=lambda key: (int(key) if key.isdigit() else -1, key))}
+        return {key: _sort(value[key]) for key in sorted(value, key=lambda key: (int(key) if key.isdigit() else -1, key))}
     return value

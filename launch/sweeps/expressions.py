@@ -87,8 +87,8 @@ def parse(text: str) -> Expression:
     try:
         return _read(ast.parse(quoted, mode="eval").body)
     except (SyntaxError, OverflowError, RecursionError, MemoryError) as error:
-        why = error.msg if isinstance(error, SyntaxError) else "numbers too large, or parentheses nested too deeply"
-        raise Malformed(f"'{text}' is not an expression: {why}") from None
+        reason = error.msg if isinstance(error, SyntaxError) else "numbers too large, or parentheses nested too deeply"
+        raise Malformed(f"'{text}' is not an expression: {reason}") from None
     except ValueError as error:
         raise Malformed(f"'{text}' is not an expression: {error}") from None
 
@@ -104,7 +104,7 @@ def _read(node: ast.expr) -> Expression:
             return Operation(SIGNS[type(sign)], _read(left), _read(right))
         case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(metric)), *numbers], keywords=windows):
             return _statistic(
-                name, metric, [*map(_number, numbers)], [(str(each.arg), _number(each.value)) for each in windows]
+                name, metric, [*map(_number, numbers)], [(str(window.arg), _number(window.value)) for window in windows]
             )
         case ast.Call(func=ast.Name(id=name)):
             raise ValueError(f"{name} needs the name of a metric: {name}(val/loss)")
@@ -137,10 +137,10 @@ def _statistic(name: str, metric: str, numbers: list[float], windows: list[tuple
 
 def _number(node: ast.expr) -> float:
     """Return the number of a node. Raises ValueError for any other expression."""
-    found = _read(node)
-    if not isinstance(found, float):
+    number = _read(node)
+    if not isinstance(number, float):
         raise ValueError("expected a number after a metric's name")
-    return found
+    return number
 
 
 # ---- evaluation ---------------------------------------------------------------------------------------------------------
@@ -177,14 +177,14 @@ def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> Points:
         if window.get("from", point[0]) <= point[0] <= window.get("to", point[0])
     ]
     if not points:
-        where = " ".join(f"{key} step {window[key]:g}" for key in ("from", "to") if key in window)
-        raise NoValue(f"{name} has no value {where}; it has values from step {steps[0]} to {steps[-1]}")
+        bounds = " ".join(f"{key} step {window[key]:g}" for key in ("from", "to") if key in window)
+        raise NoValue(f"{name} has no value {bounds}; it has values from step {steps[0]} to {steps[-1]}")
     if (count := int(window.get("last", len(points)))) > len(points):
         raise NoValue(f"{name} has {len(points)} values; expected at least {count} for last={count}")
     points = points[len(points) - count :]
     finite = [(step, value) for step, value in points if value is not None]
-    if lost := [step for step, value in points if value is None]:
-        raise NoValue(f"{name} is not a finite number at step {lost[0]}")
+    if unknown := [step for step, value in points if value is None]:
+        raise NoValue(f"{name} is not a finite number at step {unknown[0]}")
     return finite
 
 
@@ -195,10 +195,10 @@ def _over(reduce: Callable[[list[float]], float]) -> Callable[[Points, float | N
 def _quantile(points: Points, share: float | None) -> float:
     assert share is not None, "`parse` requires a number"
     ordered = sorted(value for _, value in points)
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def _area(points: Points, _: float | None) -> float:

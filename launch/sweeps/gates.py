@@ -84,7 +84,7 @@ class Sweep:
     baseline: Baseline | None
 
     def seeds(self, run: str) -> dict[int, RunMeasurements]:
-        """Return the measurements of each seed of a run. Raises GateSkipped if one did not complete."""
+        """Return the measurements of each seed of a run. Raises GateSkipped if a seed did not complete."""
         seeds, complete = sorted(seeds_of(self.suite, run)), self.runs.get(run, {})
         if missing := [seed for seed in seeds if seed not in complete]:
             raise GateSkipped(f"{run} did not complete with seed {', '.join(map(str, missing))}")
@@ -111,9 +111,9 @@ class GateCase:
 
     @property
     def expression(self) -> str:
-        """The gate's expression over metrics, or the score it asks for; every gate but same_as has one."""
-        if asked := self.gate.evaluation:
-            return f"{asked.metric or 'score'} of {asked.task} in {asked.suite}"
+        """The gate's expression over metrics, or the score that it asks for; a same_as gate has none."""
+        if evaluation := self.gate.evaluation:
+            return f"{evaluation.metric or 'score'} of {evaluation.task} in {evaluation.suite}"
         assert self.gate.value is not None, "`suite.problems` requires it"
         return self.gate.value
 
@@ -147,16 +147,16 @@ class GateCase:
             judged = {None: REDUCTIONS[self.over](values.values())}
         bad = {seed: value for seed, value in judged.items() if not limits.contains(value)}
         if not bad:
-            return self._verdict(GateResult.PASSED, f"{self._listed(judged)}; {expected}", values, limits)
+            return self._verdict(GateResult.PASSED, f"{self._list_values(judged)}; {expected}", values, limits)
         since = f"; outside the baseline's curve from step {step} on" if (step := self.departure()) is not None else ""
-        return self._verdict(GateResult.FAILED, f"{self._listed(bad)}; {expected}{since}", values, limits)
+        return self._verdict(GateResult.FAILED, f"{self._list_values(bad)}; {expected}{since}", values, limits)
 
     def _verdict(
         self, outcome: GateResult, message: str, values: Mapping[int, float] = {}, limits: Limits = Limits()
     ) -> Verdict:
         return Verdict(self.run, self.name, outcome, message, values, limits)
 
-    def _listed(self, judged: Mapping[int | None, float]) -> str:
+    def _list_values(self, judged: Mapping[int | None, float]) -> str:
         if None in judged:
             return f"{judged[None]:.4g}, {self.over} of the seeds"
         return ", ".join(f"seed {seed}: {value:.4g}" for seed, value in judged.items())
@@ -174,20 +174,20 @@ class GateCase:
         return {seed: value / divisors[seed] for seed, value in values.items()}
 
     def _of(self, run: str) -> dict[int, float]:
-        if asked := self.gate.evaluation:
-            return {seed: run_scores.score(each, asked) for seed, each in self._evaluations(run, asked).items()}
-        expression, found = expressions.parse(self.expression), {}
+        if evaluation := self.gate.evaluation:
+            return {seed: run_scores.score(folder, evaluation) for seed, folder in self._evaluations(run, evaluation).items()}
+        expression, values = expressions.parse(self.expression), {}
         for seed, measured in self.sweep.seeds(run).items():
             try:
-                found[seed] = expressions.evaluate(expression, measured.curves)
+                values[seed] = expressions.evaluate(expression, measured.curves)
             except NoValue as error:
                 raise NoValue(f"{self.gate.value} of {run} has no value with seed {seed}: {error}") from None
-        return found
+        return values
 
-    def _evaluations(self, run: str, asked: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
+    def _evaluations(self, run: str, evaluation: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
         """Return the evaluation of each seed of a run. Raises NoValue, GateSkipped."""
-        folders = {seed: each.folder for seed, each in self.sweep.seeds(run).items()}
-        return {seed: run_scores.find(folder, asked) for seed, folder in folders.items() if folder is not None}
+        folders = {seed: measured.folder for seed, measured in self.sweep.seeds(run).items()}
+        return {seed: run_scores.find(folder, evaluation) for seed, folder in folders.items() if folder is not None}
 
     # ---- limits ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class GateCase:
     def band(self) -> tuple[float, float]:
         """Return (the centre of the band, half its width). Raises GateFailed."""
         assert self.gate.band is not None
-        values = self._stored()[1].seeds.values()
+        values = self._stored_gate()[1].seeds.values()
         return self._middle(values), self.gate.band.spreads * max(spread(values), self.gate.band.floor)
 
     def _beyond(self, middle: float, half: float) -> str:
@@ -218,7 +218,7 @@ class GateCase:
 
     def _speed(self) -> tuple[Limits, str]:
         assert self.gate.speed is not None
-        of_run, stored = self._stored()
+        of_run, stored = self._stored_gate()
         if self.relative_to is None:
             now = hardware(self.sweep.seeds(self.run).values())
             if now != of_run.hardware:
@@ -229,8 +229,8 @@ class GateCase:
         ratios = Limits(self.gate.speed.at_least, self.gate.speed.at_most)
         limits = Limits(*(None if ratio is None else ratio * middle for ratio in (ratios.low, ratios.high)))
         times = self._middle(self.values().values()) / middle
-        what = f"the baseline's {middle:.4g}" + (f", both relative to {self.relative_to}" if self.relative_to else "")
-        return limits, f"{times:.3g} times {what}; expected {ratios} times"
+        reference = f"the baseline's {middle:.4g}" + (f", both relative to {self.relative_to}" if self.relative_to else "")
+        return limits, f"{times:.3g} times {reference}; expected {ratios} times"
 
     def departure(self) -> int | None:
         """Return the step from which the seeds' mean stays outside the baseline's curve; None if it does not.
@@ -244,8 +244,8 @@ class GateCase:
         ):
             return None
         metric, first = named.pop(), None
-        before = self._stored()[0].curves.get(metric)
-        mean, _ = mean_and_spread([each.curves[metric] for each in self.sweep.seeds(self.run).values()])
+        before = self._stored_gate()[0].curves.get(metric)
+        mean, _ = mean_and_spread([measured.curves[metric] for measured in self.sweep.seeds(self.run).values()])
         for step, middle, width in reversed([*zip(before.steps, before.mean, before.spread, strict=True)] if before else []):
             half = self.gate.band.spreads * max(width, self.gate.band.floor)
             if step not in mean or abs(mean[step] - middle) <= half:
@@ -255,7 +255,7 @@ class GateCase:
 
     # ---- the baseline ---------------------------------------------------------------------------------------------------
 
-    def _stored(self) -> tuple[StoredRun, StoredGate]:
+    def _stored_gate(self) -> tuple[StoredRun, StoredGate]:
         """Return the baseline's run and gate. Raises GateFailed if this gate cannot be compared with them."""
         if self.sweep.baseline is None:
             raise GateFailed(f"there is no baseline yet; {UPDATE}")
@@ -267,7 +267,7 @@ class GateCase:
             raise GateFailed(f"the baseline has {stored.value}; expected {self.expression}; {UPDATE}")
         if stored.relative_to != self.relative_to:
             before, now = (f"relative to {run}" if run else "absolute" for run in (stored.relative_to, self.relative_to))
-            raise GateFailed(f"the baseline is {before}; expected it {now}; {UPDATE}")
+            raise GateFailed(f"the baseline is {before}; expected {now}; {UPDATE}")
         return of_run, stored
 
     def _middle(self, values: Iterable[float]) -> float:
@@ -277,46 +277,46 @@ class GateCase:
     def to_store(self) -> StoredGate:
         """Return the gate's entry in a baseline. Raises NoValue, GateSkipped."""
         seeds = {str(seed): value for seed, value in self.values().items()}
-        asked = self.gate.evaluation
-        questions = self._questions(self.run, asked) if asked and kind(self.gate) == "paired" else {}
+        evaluation = self.gate.evaluation
+        questions = self._questions(self.run, evaluation) if evaluation and kind(self.gate) == "paired" else {}
         return StoredGate(self.expression, self.relative_to, seeds, questions)
 
     @property
     def needs_baseline(self) -> bool:
         """True if the gate compares with the baseline."""
-        asked = self.gate.evaluation
-        return kind(self.gate) in ("band", "speed") or (asked is not None and asked.not_worse_than == BASELINE)
+        evaluation = self.gate.evaluation
+        return kind(self.gate) in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
 
     # ---- evaluations, question by question ----------------------------------------------------------------------------------
 
-    def _questions(self, run: str, asked: EvaluationGateConfig) -> dict[str, list[float]]:
-        return run_scores.questions([*self._evaluations(run, asked).values()], asked)
+    def _questions(self, run: str, evaluation: EvaluationGateConfig) -> dict[str, list[float]]:
+        return run_scores.questions([*self._evaluations(run, evaluation).values()], evaluation)
 
-    def _lower_is_better(self, asked: EvaluationGateConfig) -> bool:
-        first = next(iter(self._evaluations(self.run, asked).values()))
-        return is_lower_better(asked.metric or first.tasks[asked.task]["metric"])
+    def _lower_is_better(self, evaluation: EvaluationGateConfig) -> bool:
+        first = next(iter(self._evaluations(self.run, evaluation).values()))
+        return is_lower_better(evaluation.metric or first.tasks[evaluation.task]["metric"])
 
     def _not_worse(self) -> str:
         """Compare the scores of all seeds with the reference's, and return the passing message. Raises GateFailed, NoValue."""
-        asked = self.gate.evaluation
-        assert asked is not None and asked.not_worse_than is not None, "a paired gate has both"
-        reference = asked.not_worse_than
+        evaluation = self.gate.evaluation
+        assert evaluation is not None and evaluation.not_worse_than is not None, "a paired gate has both"
+        reference = evaluation.not_worse_than
         if reference == BASELINE:
-            before: run_scores.Questions = self._stored()[1].questions
+            before: run_scores.Questions = self._stored_gate()[1].questions
         elif reference in self.sweep.suite.runs:
-            before = self._questions(reference, asked)
+            before = self._questions(reference, evaluation)
         else:
-            before = run_scores.questions([run_scores.stored(reference, asked)], asked)
-        lower = self._lower_is_better(asked)
-        found = difference(before, self._questions(self.run, asked), lower)
-        if not found.questions:
+            before = run_scores.questions([run_scores.in_folder(reference, evaluation)], evaluation)
+        lower = self._lower_is_better(evaluation)
+        change = difference(before, self._questions(self.run, evaluation), lower)
+        if not change.questions:
             raise GateFailed(f"has no question in common with {reference}")
-        ends = f"{found.shown} against {reference}"
-        message = f"{found.verdict}: {ends}, p = {found.p_value:.2g}, {found.questions} questions"
-        if asked.margin is None and found.verdict == "worse":
-            raise GateFailed(f"{message}; expected it not worse")
-        if asked.margin is not None and not (found.high if lower else -found.low) <= asked.margin:  # NaN: no interval
-            raise GateFailed(f"{message}; expected a loss of at most {asked.margin:g}, in the whole interval")
+        ends = f"{change.shown} against {reference}"
+        message = f"{change.verdict}: {ends}, p = {change.p_value:.2g}, {change.questions} questions"
+        if evaluation.margin is None and change.verdict == "worse":
+            raise GateFailed(f"{message}; expected no loss")
+        if evaluation.margin is not None and not (change.high if lower else -change.low) <= evaluation.margin:  # NaN fails
+            raise GateFailed(f"{message}; expected a loss of at most {evaluation.margin:g}, in the whole interval")
         return message
 
     # ---- to the last bit ------------------------------------------------------------------------------------------------
@@ -324,22 +324,22 @@ class GateCase:
     def _same(self) -> str:
         """Compare every reproducible metric, and return the passing message. Raises GateFailed at the first difference."""
         assert self.gate.same_as is not None
-        other, compared = self.gate.same_as.run, 0
-        others = self.sweep.seeds(other)
+        reference, compared = self.gate.same_as.run, 0
+        reference_seeds = self.sweep.seeds(reference)
         for seed, measured in self.sweep.seeds(self.run).items():
             patterns = self.gate.same_as.metrics
-            mine, theirs = measured.reproducible(patterns), others[seed].reproducible(patterns)
-            if not mine:
+            curves, reference_curves = measured.reproducible(patterns), reference_seeds[seed].reproducible(patterns)
+            if not curves:
                 raise GateFailed(f"seed {seed} has no metric that matches {' or '.join(patterns)}")
-            if alone := sorted(mine.keys() ^ theirs.keys()):
-                raise GateFailed(f"seed {seed}: only one of {self.run} and {other} has {alone[0]}")
-            texts = {name: (_texts(mine[name]), _texts(theirs[name])) for name in mine}
-            if different := [(step, name) for name, (one, two) in texts.items() for step, _ in one.items() ^ two.items()]:
+            if alone := sorted(curves.keys() ^ reference_curves.keys()):
+                raise GateFailed(f"seed {seed}: only one of {self.run} and {reference} has {alone[0]}")
+            texts = {name: (_texts(curves[name]), _texts(reference_curves[name])) for name in curves}
+            if different := [(step, name) for name, (a, b) in texts.items() for step, _ in a.items() ^ b.items()]:
                 step, name = min(different)
-                one, two = (values.get(step, "missing") for values in texts[name])
-                raise GateFailed(f"seed {seed}: {name} is {one} at step {step}, and {two} in {other}")
-            compared += sum(len(curve.steps) for curve in mine.values())
-        return f"{compared} values equal those of {other}, to the last bit"
+                value, other_value = (values.get(step, "missing") for values in texts[name])
+                raise GateFailed(f"seed {seed}: {name} is {value} at step {step}, and {other_value} in {reference}")
+            compared += sum(len(curve.steps) for curve in curves.values())
+        return f"{compared} values equal those of {reference}, to the last bit"
 
 
 def _texts(curve: Curve) -> dict[int, str]:
@@ -348,7 +348,7 @@ def _texts(curve: Curve) -> dict[int, str]:
 
 def hardware(seeds: Iterable[RunMeasurements]) -> str:
     """Return the hardware of all seeds. Raises GateSkipped if it is unknown, or differs."""
-    kinds = {each.hardware or "" for each in seeds}
+    kinds = {measured.hardware or "" for measured in seeds}
     if "" in kinds:
         raise GateSkipped("a run did not record its hardware, so its speed cannot be compared")
     if len(kinds) > 1:

@@ -1,6 +1,6 @@
 """Submit a sweep's jobs: as many at once as the suite allows, and each job once, even after a kill.
 
-Under Slurm no process has to stay: dependencies (`--dependency=afterany`) make a run wait for the one `max_concurrent` places
+Under Slurm no process has to stay: dependencies (`--dependency=afterany`) make a run wait for the run `max_concurrent` places
 before it, and the check for all runs. On this machine the process stays, and starts a run when another has ended.
 """
 
@@ -30,25 +30,25 @@ POLL_S = 0.5
 
 def due(job_states: list[JobState], retries: int) -> list[JobState]:
     """Return the jobs to submit: missing ones, and failed ones with retries left, unless a needed job has failed for good."""
-    found: dict[str, JobState] = {}
-    usable = {each.job.name for each in job_states if each.state in ("done", "live")}
-    for each in job_states:
-        is_due = each.state == "missing" or (each.state == "failed" and each.tries <= retries)
-        if is_due and all(need in usable or need in found for need in each.job.needs):
-            found[each.job.name] = each
-    return [*found.values()]
+    jobs: dict[str, JobState] = {}
+    usable = {state.job.name for state in job_states if state.state in ("done", "live")}
+    for state in job_states:
+        is_due = state.state == "missing" or (state.state == "failed" and state.tries <= retries)
+        if is_due and all(need in usable or need in jobs for need in state.job.needs):
+            jobs[state.job.name] = state
+    return [*jobs.values()]
 
 
 def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
     """Submit one job, and return its id. The output of submit.py goes into submit.log. Raises RecipeError."""
     folder.refuse_cancelled()
     job = job_state.job
-    why = why_failed(job_state) if job_state.state == "failed" else []
+    lines = why_failed(job_state) if job_state.state == "failed" else []
     prepared = prepare(job.recipe, job.overrides)[-1]
     with open(folder.path / "submit.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         handle = foreground.start(prepared, after, behind)
-    folder.record(job.name, handle.job_id, why)
-    again = f", again: {why[0]}" if why else ""
+    folder.record(job.name, handle.job_id, lines)
+    again = f", again: {lines[0]}" if lines else ""
     print(on_one_line(f"{job.name}: {handle.name()}{again}"), flush=True)
     return handle.job_id
 
@@ -69,13 +69,13 @@ def why_failed(job_state: JobState) -> list[str]:
 def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) -> None:
     """Submit `todo` behind `live`. Raises RecipeError: the submitted jobs go on, and the same command submits the rest."""
     limit = folder.suite.max_concurrent
-    ids = {each.job.name: each.record.job_id for each in live if each.record}
+    ids = {state.job.name: state.record.job_id for state in live if state.record}
     queue = sorted(ids.values(), key=int)
-    for each in todo:
-        after = tuple(ids[need] for need in each.job.needs if need in ids)
+    for state in todo:
+        after = tuple(ids[need] for need in state.job.needs if need in ids)
         behind = (queue[-limit],) if len(queue) >= limit else ()
-        ids[each.job.name] = start(folder, each, after, behind)
-        queue.append(ids[each.job.name])
+        ids[state.job.name] = start(folder, state, after, behind)
+        queue.append(ids[state.job.name])
 
 
 def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
@@ -107,10 +107,10 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
         return slurm_client.submit(script.read_text(), *flags)
     except slurm_client.SlurmError as error:
         if error.kind == "failed":
-            why = f"sbatch refused the job that checks the gates: {error.output}"
-            raise RecipeError(Problem("check", "refused-by-slurm", why)) from None
-        why = f"{error}. Try the same command again; it finds the job if Slurm has accepted it"
-        raise RecipeError(Problem("check", "unreachable", why)) from None
+            message = f"sbatch refused the job that checks the gates: {error.output}"
+            raise RecipeError(Problem("check", "refused-by-slurm", message)) from None
+        message = f"{error}. Try the same command again; it finds the job if Slurm has accepted it"
+        raise RecipeError(Problem("check", "unreachable", message)) from None
 
 
 # ---- on this machine ----------------------------------------------------------------------------------------------------
@@ -124,21 +124,21 @@ def run_here(folder: SweepFolder) -> None:
         folder.refuse_cancelled()
         job_states = folder.job_states(Queue("local"))
         print_changes(job_states, printed)
-        live = [each for each in job_states if each.state == "live"]
+        live = [state for state in job_states if state.state == "live"]
         todo = due(job_states, suite.retries)
         if not live and not todo:
             return
-        done = {each.job.name for each in job_states if each.state == "done"}
-        ready = [each for each in todo if done.issuperset(each.job.needs)]
-        for each in ready[: max(0, suite.max_concurrent - len(live))]:
-            start(folder, each)
+        complete = {state.job.name for state in job_states if state.state == "done"}
+        ready = [state for state in todo if complete.issuperset(state.job.needs)]
+        for state in ready[: max(0, suite.max_concurrent - len(live))]:
+            start(folder, state)
         time.sleep(POLL_S)
 
 
 def print_changes(job_states: list[JobState], printed: dict[str, str]) -> None:
-    """Print a line for each job whose state differs from the one in `printed`, and update that."""
-    for each in job_states:
-        now = each.state if each.status is None else f"{each.state}, {each.status}"
-        if each.state != "missing" and printed.get(each.job.name) != now:
-            printed[each.job.name] = now
-            console.print_field(each.job.name, on_one_line(now), on_one_line(f"{each.job.name}: {now}"))
+    """Print a line for each job whose state differs from its state in `printed`, and update `printed`."""
+    for state in job_states:
+        now = state.state if state.status is None else f"{state.state}, {state.status}"
+        if state.state != "missing" and printed.get(state.job.name) != now:
+            printed[state.job.name] = now
+            console.print_field(state.job.name, on_one_line(now), on_one_line(f"{state.job.name}: {now}"))

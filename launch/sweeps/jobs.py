@@ -16,33 +16,33 @@ from pipeline import config
 from pipeline.config import Problem, RecipeError, refuse
 
 
-def jobs_of(loaded: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
+def jobs_of(loaded_suite: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
     """Return (jobs, with needed ones first; slurm or local). Raises RecipeError with the problems of all runs."""
-    suite, problems, found, executors = loaded.suite, [], {}, {}
+    suite, problems, jobs, executors = loaded_suite.suite, [], {}, {}
     for run, seed in _seeds_first(suite):
         if run in executors and executors[run] is None:
             continue  # its first seed has reported the problems
         try:
-            given, prepared = _prepared(suite, loaded.overrides, run, seed, folder)
+            arguments, prepared = _prepare_run(suite, loaded_suite.overrides, run, seed, folder)
         except RecipeError as error:
             problems += [problem.within(f"run '{run}'") for problem in error.problems]
             executors[run] = None
             continue
         executors[run] = prepared[-1].executor.name
-        for job in with_needs(suite.runs[run].recipe or run, given, prepared, run, seed):
-            found.setdefault(job.name, job)
+        for job in with_needs(suite.runs[run].recipe or run, arguments, prepared, run, seed):
+            jobs.setdefault(job.name, job)
     if len(kinds := set(executors.values()) - {None}) > 1:
         by_run = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
-        problems.append(Problem("cluster.executor", "contradiction", f"got {by_run}; expected one for all runs"))
+        problems.append(Problem("cluster.executor", "contradiction", f"got {by_run}; expected the same for all runs"))
     refuse([*problems, *not_submitting(kinds)])
-    return sorted(found.values(), key=lambda job: job.run is not None), kinds.pop()
+    return sorted(jobs.values(), key=lambda job: job.run is not None), kinds.pop()
 
 
 def not_submitting(executors: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if one of the runs would start inside this allocation."""
+    """Yield a problem if a run would start inside this allocation."""
     if {*executors} - {"slurm", "local"}:
-        why = "got allocation; expected slurm or local, since a sweep submits jobs"
-        yield Problem("cluster.executor", "not-a-choice", why)
+        message = "got allocation; expected slurm or local, since a sweep submits jobs"
+        yield Problem("cluster.executor", "not-a-choice", message)
 
 
 def _seeds_first(suite: Suite) -> list[tuple[str, int]]:
@@ -50,25 +50,25 @@ def _seeds_first(suite: Suite) -> list[tuple[str, int]]:
     return [(run, seeds_of(suite, run)[i]) for i in range(longest) for run in suite.runs if i < len(seeds_of(suite, run))]
 
 
-def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
+def _prepare_run(suite: Suite, more: list[str], run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
     """Return (a recipe's overrides, the recipes to run). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
-    given = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
-    loaded = reading.inspect(recipe, given)
-    given += [] if "algorithm" in loaded.faulty else [f"{loaded.recipe.algorithm}.seed={seed}"]
-    given += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
-    return given, prepare(recipe, given)
+    arguments = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
+    inspection = reading.inspect(recipe, arguments)
+    arguments += [] if "algorithm" in inspection.faulty else [f"{inspection.recipe.algorithm}.seed={seed}"]
+    arguments += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
+    return arguments, prepare(recipe, arguments)
 
 
-def with_needs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
+def with_needs(recipe: str, arguments: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
     """Return the jobs that a run needs, with the run folders of launch/submission/prepare.py, then its own."""
-    *needed, main = (each.recipe for each in prepared)
+    *needed, main = (item.recipe for item in prepared)
     executor = (
         f"cluster.executor={prepared[-1].executor.name}"  # explicit, because the check inside a job would choose another one
     )
     names = [folder_name(recipe) for recipe in needed]
-    inherited = {folder_name(each.recipe): each.inherited for each in prepared}
-    recipe_of = {config.name_of(need): need for each in prepared for need in each.recipe.needs}
+    inherited = {folder_name(item.recipe): item.inherited for item in prepared}
+    recipe_of = {config.name_of(need): need for item in prepared for need in item.recipe.needs}
 
     def needs(recipe: config.Recipe) -> list[str]:
         return [need for need in map(config.name_of, recipe.needs) if need in names]
@@ -77,10 +77,10 @@ def with_needs(recipe: str, given: list[str], prepared: list[Prepared], run: str
         SweepJob(
             name,
             recipe_of[name],
-            [f"run_dir={each.run_dir}", *inherited[name], executor],
-            str(Path(each.run_dir).absolute()),
-            needs=needs(each),
+            [f"run_dir={item.run_dir}", *inherited[name], executor],
+            str(Path(item.run_dir).absolute()),
+            needs=needs(item),
         )
-        for name, each in zip(names, needed, strict=True)
+        for name, item in zip(names, needed, strict=True)
     ]
-    return [*first, SweepJob(f"{run}-{seed}", recipe, [*given, executor], main.run_dir, run, seed, needs(main))]
+    return [*first, SweepJob(f"{run}-{seed}", recipe, [*arguments, executor], main.run_dir, run, seed, needs(main))]

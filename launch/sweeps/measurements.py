@@ -26,12 +26,12 @@ class RunMeasurements:
     folder: Path | None = None  # the run's
 
     def reproducible(self, patterns: list[str]) -> dict[str, Curve]:
-        """Return the metrics that match one of `patterns` and that a second run reproduces to the last bit.
+        """Return the metrics that match any of `patterns` and that a second run reproduces to the last bit.
 
         On GPUs a second run reproduces them only with policy.deterministic=true.
         """
-        kept = {name: curve for name, curve in self.curves.items() if not name.startswith(NOT_REPRODUCIBLE)}
-        return {name: curve for name, curve in kept.items() if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
+        curves = {name: curve for name, curve in self.curves.items() if not name.startswith(NOT_REPRODUCIBLE)}
+        return {name: curve for name, curve in curves.items() if any(fnmatch.fnmatchcase(name, glob) for glob in patterns)}
 
 
 def measure(run_dir: Path) -> RunMeasurements:
@@ -44,25 +44,25 @@ def measure(run_dir: Path) -> RunMeasurements:
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
     """Return the curve of every metric, over the steps that have it."""
-    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    points: dict[str, tuple[list[int], list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
             if name not in ("step", "time"):
-                steps, values = found.setdefault(name, ([], []))
+                steps, values = points.setdefault(name, ([], []))
                 steps.append(line["step"])
                 values.append(value)
-    return {name: Curve(steps, values) for name, (steps, values) in found.items()}
+    return {name: Curve(steps, values) for name, (steps, values) in points.items()}
 
 
 def _hardware(run_dir: Path) -> str | None:
-    """Return the nodes of the newest attempt that has a nodes.json, by kind and count; None without one."""
+    """Return the nodes of the newest attempt that has a nodes.json, by kind and count; None without such an attempt."""
     for attempt in reversed(all_attempts(run_dir)):
-        if found := run_files.nodes(attempt.folder):
-            return described(found.values())
+        if nodes := run_files.nodes(attempt.folder):
+            return by_kind(nodes.values())
     return None
 
 
-def described(nodes: Any) -> str | None:
+def by_kind(nodes: Any) -> str | None:
     """Return the nodes of a nodes.json by kind and count; None if a node lists neither GPUs nor its processor."""
     kinds = []
     for node in nodes:
@@ -79,19 +79,19 @@ def described(nodes: Any) -> str | None:
 
 def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
     """Return the values of the seeds at each step, ascending; seeds without a value are left out."""
-    found: dict[int, list[float]] = {}
+    values_by_step: dict[int, list[float]] = {}
     for curve in seeds:
         for step, value in zip(curve.steps, curve.values, strict=True):
             if value is not None:
-                found.setdefault(step, []).append(value)
-    return dict(sorted(found.items()))
+                values_by_step.setdefault(step, []).append(value)
+    return dict(sorted(values_by_step.items()))
 
 
 def mean_and_spread(seeds: Iterable[Curve]) -> tuple[dict[int, float], dict[int, float]]:
     """Return the mean and the standard deviation over the seeds, each by step."""
-    found = by_step(seeds)
-    mean = {step: statistics.fmean(values) for step, values in found.items()}
-    return mean, {step: spread(values) for step, values in found.items()}
+    values_by_step = by_step(seeds)
+    mean = {step: statistics.fmean(values) for step, values in values_by_step.items()}
+    return mean, {step: spread(values) for step, values in values_by_step.items()}
 
 
 def spread(values: Iterable[float]) -> float:

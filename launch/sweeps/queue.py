@@ -1,7 +1,7 @@
 """Query the states of all jobs at once, because a query for each job of a sweep is slow.
 
 Jobs are also found by the files that they write: if a submitter was killed between sbatch and its record, the run folder does
-not know the job, and a second one would be submitted.
+not know the job, and the job would be submitted twice.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Queue:
 
     def status(self, job_id: str) -> JobStatus:
         """Return the status of a Slurm job; GONE if neither slurmctld nor accounting knows it."""
-        known, _ = self._jobs
-        if job_id not in known:
-            known[job_id] = HetSlurmJob(".", job_id).status()  # slurmctld has forgotten it; accounting may know it
-        return known[job_id]
+        statuses, _ = self._jobs
+        if job_id not in statuses:
+            statuses[job_id] = HetSlurmJob(".", job_id).status()  # slurmctld has forgotten it; accounting may know it
+        return statuses[job_id]
 
     def of(self, record: JobRecord, run_dir: Path) -> JobStatus:
         """Return the status of a recorded job."""
@@ -52,16 +52,16 @@ class Queue:
     def writing_into(self, run_dir: Path) -> JobRecord | None:
         """Return the live job of a run folder, even if the folder has no record of it; None if there is none."""
         if self._executor == "slurm":
-            found = self.writing_to(re.compile(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out"))
-            return JobRecord("slurm", found, socket.gethostname()) if found else None
+            job_id = self.writing_to(re.compile(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out"))
+            return JobRecord("slurm", job_id, socket.gethostname()) if job_id else None
         controller = _controller(run_dir)
         return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
 
     def writing_to(self, output: re.Pattern[str], other_than: str | None = None) -> str | None:
         """Return the id of the live Slurm job whose log's path matches, ignoring `other_than`; None if there is none."""
-        known, outputs = self._jobs
+        statuses, outputs = self._jobs
         ids = [job_id for job_id, path in outputs if output.fullmatch(path) and job_id != other_than]
-        return next((job_id for job_id in ids if not known[job_id].ended), None)
+        return next((job_id for job_id in ids if not statuses[job_id].ended), None)
 
 
 def _scontrol() -> str:
@@ -71,8 +71,8 @@ def _scontrol() -> str:
             return slurm_client.run_command("scontrol", "show", "job", "-o")
         except slurm_client.SlurmError as error:
             if error.kind == "missing" or pause is None:
-                why = f"the states of the sweep's jobs are unknown: {error}"
-                raise RecipeError(Problem("", "unreachable", why)) from None
+                message = f"the states of the sweep's jobs are unknown: {error}"
+                raise RecipeError(Problem("", "unreachable", message)) from None
             time.sleep(pause)
     raise AssertionError("the last pause is None")
 

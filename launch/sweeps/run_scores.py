@@ -1,4 +1,4 @@
-"""Scores of a sweep's runs, for its gates: of evaluations that exist, or that the check makes first.
+"""Scores of a sweep's runs, for its gates, from evaluations that exist or that the check makes first.
 
 A gate asks for a suite, a task and, without `step`, the run's last checkpoint. A run that is an evaluation has its own scores.
 """
@@ -27,18 +27,18 @@ Questions = Mapping[str, Sequence[float]]
 
 
 def find(run_dir: Path, gate: EvaluationGateConfig) -> EvaluationFolder:
-    """Return the evaluation of a run that a gate asks for. Raises NoValue without one, or without the task."""
+    """Return the evaluation of a run that a gate asks for. Raises NoValue if the evaluation or its task is missing."""
     step, name = _step(run_dir, gate), suites.find(gate.suite)[0]
-    found = [each for each in evaluation_folder.of_run(run_dir) if each.suite == name and each.step == step]
-    if not found:
+    evaluations = [folder for folder in evaluation_folder.of_run(run_dir) if folder.suite == name and folder.step == step]
+    if not evaluations:
         raise NoValue(f"{run_dir} has no evaluation by {name}" + ("" if step is None else f" of step {step}"))
-    return _with_task(found[-1], gate)
+    return _with_task(evaluations[-1], gate)
 
 
-def _with_task(found: EvaluationFolder, gate: EvaluationGateConfig) -> EvaluationFolder:
-    if gate.task not in found.tasks:
-        raise NoValue(f"{found.folder} has no task {gate.task}; it has {', '.join(found.tasks) or 'none'}")
-    return found
+def _with_task(evaluation: EvaluationFolder, gate: EvaluationGateConfig) -> EvaluationFolder:
+    if gate.task not in evaluation.tasks:
+        raise NoValue(f"{evaluation.folder} has no task {gate.task}; it has {', '.join(evaluation.tasks) or 'none'}")
+    return evaluation
 
 
 def _step(run_dir: Path, gate: EvaluationGateConfig) -> int | None:
@@ -48,31 +48,31 @@ def _step(run_dir: Path, gate: EvaluationGateConfig) -> int | None:
     return run_setup.done_step(run_dir) if gate.step is None else gate.step
 
 
-def score(found: EvaluationFolder, gate: EvaluationGateConfig) -> float:
+def score(evaluation: EvaluationFolder, gate: EvaluationGateConfig) -> float:
     """Return the score of the gate's task. Raises NoValue."""
-    task = found.tasks[gate.task]
+    task = evaluation.tasks[gate.task]
     metric = gate.metric or task["metric"]
     value = task["metrics"].get(metric, {}).get("value")
     if value is None:
-        raise NoValue(f"{found.folder}: {gate.task} has no {metric}; it has {', '.join(task['metrics']) or 'none'}")
+        raise NoValue(f"{evaluation.folder}: {gate.task} has no {metric}; it has {', '.join(task['metrics']) or 'none'}")
     return value
 
 
-def stored(folder: str, gate: EvaluationGateConfig) -> EvaluationFolder:
+def in_folder(folder: str, gate: EvaluationGateConfig) -> EvaluationFolder:
     """Return the evaluation in a folder that a gate names. Raises NoValue."""
-    found = evaluation_folder.read(Path(folder))
-    if found is None:
+    evaluation = evaluation_folder.read(Path(folder))
+    if evaluation is None:
         raise NoValue(f"{folder} has no {SCORES}")
-    return _with_task(found, gate)
+    return _with_task(evaluation, gate)
 
 
-def questions(found: Sequence[EvaluationFolder], gate: EvaluationGateConfig) -> dict[str, list[float]]:
-    """Return the values of all samples of several evaluations, such as those of the seeds, by a hash of the question's id."""
-    joined: dict[str, list[float]] = {}
-    for each in found:
-        for question, values in each.values(gate.task, gate.metric).items():
-            joined.setdefault(_hash(question), []).extend(values)
-    return dict(sorted(joined.items()))
+def questions(evaluations: Sequence[EvaluationFolder], gate: EvaluationGateConfig) -> dict[str, list[float]]:
+    """Return the values of all samples of several evaluations, such as the seeds', by a hash of the question's id."""
+    values_by_question: dict[str, list[float]] = {}
+    for evaluation in evaluations:
+        for question, values in evaluation.values(gate.task, gate.metric).items():
+            values_by_question.setdefault(_hash(question), []).extend(values)
+    return dict(sorted(values_by_question.items()))
 
 
 def _hash(question: str) -> str:
@@ -100,16 +100,16 @@ def evaluate_missing(suite: Suite, run_dirs: Mapping[str, Sequence[Path]], log: 
 
 def _missing(suite: Suite, run: str, run_dir: Path) -> Iterator[tuple[str, ...]]:
     """Yield the arguments of launch/evaluate.py for each evaluation of a run that gates ask for and that does not exist."""
-    for gate in _asked(suite, run):
+    for gate in _gates_on(suite, run):
         step, name = _step(run_dir, gate), suites.find(gate.suite)[0]
-        if step is None or any(each.suite == name and each.step == step for each in evaluation_folder.of_run(run_dir)):
+        if step is None or any(folder.suite == name and folder.step == step for folder in evaluation_folder.of_run(run_dir)):
             continue
         yield f"suite={gate.suite}", f"run={run_dir}", f"step={step}"
 
 
-def _asked(suite: Suite, run: str) -> Iterator[EvaluationGateConfig]:
-    """Yield what gates ask of a run: its own gates, and those of other runs that are compared with it."""
-    for other in suite.runs:
-        for gate in gates_of(suite, other).values():
-            if gate.evaluation and run in (other, gate.evaluation.not_worse_than):
+def _gates_on(suite: Suite, run: str) -> Iterator[EvaluationGateConfig]:
+    """Yield the evaluations that gates ask of a run: its own gates, and gates of other runs that are compared with it."""
+    for name in suite.runs:
+        for gate in gates_of(suite, name).values():
+            if gate.evaluation and run in (name, gate.evaluation.not_worse_than):
                 yield gate.evaluation

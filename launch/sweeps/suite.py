@@ -153,8 +153,8 @@ class Suite:
 
 def seeds_of(suite: Suite, run: str) -> list[int]:
     """Return the seeds of a run: its own, or else the suite's."""
-    own = suite.runs[run].seeds
-    return suite.seeds if own is None else own
+    seeds = suite.runs[run].seeds
+    return suite.seeds if seeds is None else seeds
 
 
 def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
@@ -164,11 +164,11 @@ def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
 
 
 def kind(gate: GateConfig) -> str:
-    """Return bounds, band, speed, same_as or paired; "" for none of them, and several joined by `and`."""
+    """Return bounds, band, speed, same_as or paired; "" if the gate has no kind, and several kinds joined by `and`."""
     bounds = [gate.at_least, gate.at_most, gate.equals]
     kinds = {"bounds": any(bound is not None for bound in bounds), "band": gate.band, "speed": gate.speed}
     paired = gate.evaluation and gate.evaluation.not_worse_than
-    return " and ".join(name for name, there in {**kinds, "same_as": gate.same_as, "paired": paired}.items() if there)
+    return " and ".join(name for name, is_set in {**kinds, "same_as": gate.same_as, "paired": paired}.items() if is_set)
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------------
@@ -194,25 +194,25 @@ def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
     tree = config_tree.merge(
         config_tree.ConfigMapping({"name": config_tree.ConfigValue(path.stem)}), config_tree.load_with_parents(path)
     )
-    given, overrides, found = _split(arguments)
-    tree = config_tree.merge(tree, loading.layer(given))
+    changes, overrides, argument_problems = _split(arguments)
+    tree = config_tree.merge(tree, loading.layer(changes))
     wrong = list(schema_validation.unknown_keys(Suite, tree))
     for problem in wrong:
         tree.drop(problem.key)
-    suite, faults = _built(tree)
+    suite, faults = _build(tree)
     for problem in faults:
         tree.drop(problem.key)  # use the default, to check the rest
     wrong += faults
-    suite = suite or _built(tree)[0]
+    suite = suite or _build(tree)[0]
     assert suite is not None, "without the faulty keys it can be built"
     wrong += independent(problems(suite), [problem.key for problem in wrong])
-    refuse([*found, *wrong])
+    refuse([*argument_problems, *wrong])
     return LoadedSuite(suite, (path.parent / (suite.baseline or f"baselines/{suite.name}.yaml")).absolute(), overrides)
 
 
 def read(path: Path) -> Suite:
     """Read a suite that `to_yaml` wrote. Raises RecipeError."""
-    suite, faults = _built(config_tree.load_with_parents(path))
+    suite, faults = _build(config_tree.load_with_parents(path))
     refuse(problem.within(str(path)) for problem in faults)
     assert suite is not None, "a suite without faults is built"
     return suite
@@ -223,30 +223,30 @@ def to_yaml(suite: Suite) -> str:
     return yaml_text.dump(asdict(suite))
 
 
-def _built(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:
+def _build(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:
     """Return the suite, None if values prevent it, and the problems of the values."""
     spell_out_lists(tree)
     return schema_validation.validate_tree(Suite, schema_validation.with_defaults(Suite, tree))
 
 
 def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], list[Problem]]:
-    """Split arguments into (changes of the suite, overrides of the recipes, problems of all others)."""
+    """Split arguments into (changes of the suite, overrides of the recipes, problems of other arguments)."""
     suites = schema_validation.fields(Suite)
     recipes = schema_validation.fields(Recipe)  # pyright: ignore[reportArgumentType]  # a class is hashable, whatever its instances are
-    given, overrides, found = [], [], []
+    changes, overrides, problems = [], [], []
     for argument in arguments:
         top = argument.partition("=")[0].partition(".")[0]
         if top in SET_BY_SWEEP:
-            found.append(Problem(top, "contradiction", "the sweep sets this for each run", COMMAND_LINE))
+            problems.append(Problem(top, "contradiction", "the sweep sets this for each run", COMMAND_LINE))
         elif top in suites:
-            given += config_tree.parse_overrides([argument])
+            changes += config_tree.parse_overrides([argument])
         elif top in recipes or "=" not in argument:
             list(config_tree.parse_overrides([argument]))  # raises for what is not key=value
             overrides.append(argument)
         else:
             hint = _nearest(top, [*suites, *recipes]) or f"the keys of a sweep are {', '.join(suites)}"
-            found.append(Problem(top, "unknown-key", f"is not a key of a sweep or a recipe; {hint}", COMMAND_LINE))
-    return given, overrides, found
+            problems.append(Problem(top, "unknown-key", f"is not a key of a sweep or a recipe; {hint}", COMMAND_LINE))
+    return changes, overrides, problems
 
 
 def as_arguments(overrides: dict[str, Any]) -> list[str]:
@@ -267,7 +267,7 @@ def problems(suite: Suite) -> Iterator[Problem]:
     if not suite.runs:
         yield Problem("runs", "missing-value", "got none; expected at least one, such as runs: {tiny_sft: {}}")
     yield from _seeds("seeds", suite.seeds)
-    yield from _given("overrides", suite.overrides)
+    yield from _override_problems("overrides", suite.overrides)
     for name, gate in suite.gates.items():
         yield from _gate(f"gates.{name}", gate)
         for run in gate.runs or ():
@@ -278,7 +278,7 @@ def problems(suite: Suite) -> Iterator[Problem]:
             yield bad_name(key, name)
         if run.seeds is not None:
             yield from _seeds(f"{key}.seeds", run.seeds)
-        yield from _given(f"{key}.overrides", run.overrides)
+        yield from _override_problems(f"{key}.overrides", run.overrides)
         for gate_name, gate in run.gates.items():
             yield from _gate(f"{key}.gates.{gate_name}", gate)
             if gate.runs is not None:
@@ -304,7 +304,7 @@ def _seeds(key: str, seeds: list[int]) -> Iterator[Problem]:
         yield Problem(key, "given-twice", f"got {doubles[0]} twice; expected distinct seeds")
 
 
-def _given(key: str, overrides: dict[str, Any]) -> Iterator[Problem]:
+def _override_problems(key: str, overrides: dict[str, Any]) -> Iterator[Problem]:
     for override in as_arguments(overrides):
         name = override.partition("=")[0]
         if name in SET_BY_SWEEP:
@@ -319,8 +319,8 @@ def _is_run(suite: Suite, key: str, run: str) -> Iterator[Problem]:
         yield Problem(key, "not-a-choice", f"got '{run}'; expected one of {', '.join(suite.runs)}{near and f'; {near}'}")
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, [*known], 1)
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [*names], 1)
     return f"did you mean '{near[0]}'?" if near else ""
 
 
@@ -362,40 +362,40 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.value", "bad-format", str(error))
 
 
-def _evaluation(key: str, gate: GateConfig, asked: EvaluationGateConfig) -> Iterator[Problem]:
+def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) -> Iterator[Problem]:
     """Yield the problems of a gate on a score."""
     for name in ("value", "speed"):
         if getattr(gate, name) is not None:
             yield Problem(f"{key}.{name}", "contradiction", "got evaluation too; expected one of them")
-    if asked.not_worse_than is None:
-        if asked.margin is not None:
-            yield Problem(f"{key}.evaluation.margin", "has-no-effect", "it is of not_worse_than")
+    if evaluation.not_worse_than is None:
+        if evaluation.margin is not None:
+            yield Problem(f"{key}.evaluation.margin", "has-no-effect", "only not_worse_than reads it")
     elif gate.over is not None:
         yield Problem(f"{key}.over", "has-no-effect", "not_worse_than compares all seeds together")
     try:
-        evaluation_suites.find(asked.suite)
+        evaluation_suites.find(evaluation.suite)
     except RecipeError as error:
         yield from (replace(problem, key=f"{key}.evaluation.suite") for problem in error.problems)
 
 
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:
-    """Yield the problems of a gate for one of its runs, such as those of the run that it is compared with."""
+    """Yield the problems of a gate for one of its runs, such as the problems of the run that it is compared with."""
     if gate.band and gate.band.floor == 0 and len(seeds_of(suite, run)) < 2:
         point = f"got 0 with one seed of run '{run}'; expected above 0, since one seed has no standard deviation"
         yield Problem(f"{key}.band.floor", "missing-value", point)
-    others = {"same_as.run": gate.same_as and gate.same_as.run, "speed.relative_to": gate.speed and gate.speed.relative_to}
+    references = {"same_as.run": gate.same_as and gate.same_as.run, "speed.relative_to": gate.speed and gate.speed.relative_to}
     reference = gate.evaluation.not_worse_than if gate.evaluation else None
     if reference != BASELINE and "/" not in (reference or "/"):
-        others["evaluation.not_worse_than"] = reference
-    for name, other in others.items():
-        if other == run:
+        references["evaluation.not_worse_than"] = reference
+    for name, target in references.items():
+        if target == run:
             yield Problem(f"{key}.{name}", "contradiction", f"got '{run}', the run itself; expected another run")
-        elif other is not None and other not in suite.runs:
-            yield from _is_run(suite, f"{key}.{name}", other)
+        elif target is not None and target not in suite.runs:
+            yield from _is_run(suite, f"{key}.{name}", target)
         elif (
-            other is not None
+            target is not None
             and name != "evaluation.not_worse_than"
-            and (lacking := sorted(set(seeds_of(suite, run)) - set(seeds_of(suite, other))))
+            and (lacking := sorted(set(seeds_of(suite, run)) - set(seeds_of(suite, target))))
         ):
-            seeds = f"'{other}' has no seed {', '.join(map(str, lacking))}; expected every seed of '{run}'"
+            seeds = f"'{target}' has no seed {', '.join(map(str, lacking))}; expected every seed of '{run}'"
             yield Problem(f"{key}.{name}", "contradiction", seeds)

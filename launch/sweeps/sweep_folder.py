@@ -109,8 +109,8 @@ class SweepFolder:
     def plan(self) -> SweepPlan:
         """The contents of sweep.json. Raises RecipeError if there is none."""
         if not self.begun:
-            why = f"{self.path} is not a sweep's folder: it has no sweep.json"
-            raise RecipeError(Problem("check", "not-a-run", why))
+            message = f"{self.path} is not a sweep's folder: it has no sweep.json"
+            raise RecipeError(Problem("check", "not-a-run", message))
         plan = small_files.read(self.path / "sweep.json", SweepPlan, "check", "Try to restore it from a copy")
         assert plan is not None, "it has begun"
         return plan
@@ -132,7 +132,7 @@ class SweepFolder:
     def add_job(self, job: SweepJob) -> None:
         """Add a job to sweep.json, before its submission; a job of the same name is replaced."""
         plan = self.plan
-        jobs = [*(each for each in plan.jobs if each.name != job.name), job]
+        jobs = [*(planned for planned in plan.jobs if planned.name != job.name), job]
         small_files.write(self.path / "sweep.json", asdict(replace(plan, jobs=jobs)))
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
@@ -141,8 +141,8 @@ class SweepFolder:
         now = {**flat(asdict(suite)), "the command line": overrides}
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
-                there = f"expected {before.get(key)}, with which {self.path} began. Try that, or another id=NAME"
-                raise RecipeError(Problem(key, "run-exists", f"got {now.get(key)}; {there}"))
+                expected = f"expected {before.get(key)}, with which {self.path} began. Try this value, or another id=NAME"
+                raise RecipeError(Problem(key, "run-exists", f"got {now.get(key)}; {expected}"))
 
     @contextlib.contextmanager
     def locked(self, wait_s: float = 0.0) -> Iterator[None]:
@@ -181,7 +181,7 @@ class SweepFolder:
 
     def submissions(self, job: str) -> list[Submission]:
         """Return a job's submissions, oldest first. A truncated last line is skipped: the run folder knows that job."""
-        return [each for each in small_files.lines(self.path / JOBS, Submission, "check") if each.job == job]
+        return [submission for submission in small_files.lines(self.path / JOBS, Submission, "check") if submission.job == job]
 
     def record(self, job: str, job_id: str, after: list[str] | None = None) -> None:
         """Append a submission to jobs.jsonl. after: of a retry, why the previous try failed, in lines."""
@@ -196,7 +196,7 @@ class SweepFolder:
     def job_state(self, job: SweepJob, queue: Queue) -> JobState:
         """Return the state of one job. Raises RecipeError if jobs cannot be queried from here."""
         run_dir = Path(job.run_dir)
-        ids = [each.job_id for each in self.submissions(job.name)]
+        ids = [submission.job_id for submission in self.submissions(job.name)]
         record = read_record(run_dir)
         if record is not None and job.run is not None and record.job_id not in ids:
             ids.append(record.job_id)  # its submitter was killed before `record`; nothing else writes into this folder
@@ -216,7 +216,7 @@ class SweepFolder:
 
     def live_job_ids(self, queue: Queue) -> list[str]:
         """Return the ids of the jobs that are live."""
-        return [each.record.job_id for each in self.job_states(queue) if each.state == "live" and each.record]
+        return [state.record.job_id for state in self.job_states(queue) if state.state == "live" and state.record]
 
     def check_job(self, queue: Queue, other_than: str | None = None) -> str | None:
         """Return the id of the live Slurm job that will check the gates, ignoring `other_than`; None if there is none."""
@@ -226,6 +226,6 @@ class SweepFolder:
 def _appears(path: Path) -> bool:
     """Return whether a file exists, or appears within SETTLE_S because another node has just written it."""
     deadline = time.monotonic() + SETTLE_S
-    while not (there := listed(path)) and time.monotonic() < deadline:
+    while not (exists := listed(path)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return there
+    return exists

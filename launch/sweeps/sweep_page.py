@@ -32,15 +32,15 @@ def page(result: SweepResult) -> str:
     verdict = tag("span", "passed" if result.passed else "failed", class_="good" if result.passed else "bad")
     commits = " and ".join(result.commits) or "unknown"
     intro = tag("p", verdict, f" · {result.summary} · judged {result.judged} · commit {commits} · {baseline_of(result)}")
-    sections = [*_failed(result), *_notes(result), _gates(result), *_curves(result), _runs(result), _suite(result)]
+    sections = [*_failures(result), *_notes(result), _gates(result), *_curves(result), _runs(result), _suite(result)]
     return document(result.title, sections, RUNS, intro)
 
 
-def _failed(result: SweepResult) -> Iterator[Section]:
+def _failures(result: SweepResult) -> Iterator[Section]:
     if not result.failed:
         return
-    rows: list[list[object]] = [[each.run, each.gate, each.message, _seeds(each)] for each in result.failed]
-    broken = {(each.run, each.gate) for each in result.failed}
+    rows: list[list[object]] = [[verdict.run, verdict.gate, verdict.message, _seeds(verdict)] for verdict in result.failed]
+    broken = {(verdict.run, verdict.gate) for verdict in result.failed}
     charts = []
     for run in result.sweep.suite.runs:
         cases = [case for case in result.sweep.cases(run) if (run, case.name) in broken]
@@ -56,8 +56,8 @@ def _notes(result: SweepResult) -> Iterator[Section]:
 
 def _gates(result: SweepResult) -> Section:
     rows = [
-        [each.run, each.gate, tag("span", each.outcome.value, class_=CLASSES[each.outcome]), each.message, _seeds(each)]
-        for each in result.verdicts
+        [row.run, row.gate, tag("span", row.outcome.value, class_=CLASSES[row.outcome]), row.message, _seeds(row)]
+        for row in result.verdicts
     ]
     return Section("Gates", [table(["run", "gate", "", "found and expected", "seeds"], rows)])
 
@@ -78,7 +78,7 @@ def _curves(result: SweepResult) -> Iterator[Section]:
 
 
 def _chart(result: SweepResult, run: str, metric: str, title: str) -> Chart:
-    seeds = {seed: each.curves[metric] for seed, each in sorted(result.sweep.runs[run].items()) if metric in each.curves}
+    seeds = {seed: m.curves[metric] for seed, m in sorted(result.sweep.runs[run].items()) if metric in m.curves}
     stored = result.sweep.baseline.of(run).curves.get(metric) if result.sweep.baseline else None
     series = [*_before(stored)] if stored and stored.steps else []
     series += [_band(seeds)] if len(seeds) > 1 else []
@@ -94,9 +94,9 @@ def _kind(curve: Curve) -> Literal["line", "points"]:
 
 
 def _band(seeds: dict[int, Curve]) -> Series:
-    found = by_step(seeds.values())
-    low, high = [min(values) for values in found.values()], [max(values) for values in found.values()]
-    return Series("all seeds", [*found], (), NOW, "band", low, high)
+    values_by_step = by_step(seeds.values())
+    low, high = [min(values) for values in values_by_step.values()], [max(values) for values in values_by_step.values()]
+    return Series("all seeds", [*values_by_step], (), NOW, "band", low, high)
 
 
 def _before(stored: StoredCurve) -> Iterator[Series]:
@@ -108,14 +108,14 @@ def _before(stored: StoredCurve) -> Iterator[Series]:
 def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str]]:
     """Return the limits of gates on one statistic of this metric, which have the chart's scale."""
     judged = {verdict.gate: verdict for verdict in result.verdicts if verdict.run == run}
-    found = []
+    levels = []
     for case in result.sweep.cases(run):
         expression = expressions.parse(case.gate.value) if case.gate.value else None
         if isinstance(expression, Statistic) and expression.metric == metric and not case.relative_to:
             limits = judged[case.name].limits
             ends = (("min", limits.low), ("max", limits.high))
-            found += [(end, f"{case.name}: {name}") for name, end in ends if end is not None]
-    return found
+            levels += [(end, f"{case.name}: {name}") for name, end in ends if end is not None]
+    return levels
 
 
 # ---- the runs -----------------------------------------------------------------------------------------------------------
@@ -123,13 +123,12 @@ def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str
 
 def _runs(result: SweepResult) -> Section:
     rows = [
-        [each.job.name, _state(each), each.tries, each.restarts, f"{each.seconds:.0f}", _hardware(result, each)]
-        for each in result.ran
+        [ran.job.name, _state(ran), ran.tries, ran.restarts, f"{ran.seconds:.0f}", _hardware(result, ran)] for ran in result.ran
     ]
     failures = [
-        details(f"{each.job.name}, try {number}: {main_line(lines)}", tag("pre", "\n".join(lines)))
-        for each in result.ran
-        for number, lines in enumerate(each.why, 1)
+        details(f"{ran.job.name}, try {number}: {main_line(lines)}", tag("pre", "\n".join(lines)))
+        for ran in result.ran
+        for number, lines in enumerate(ran.why, 1)
     ]
     return Section("Runs", [table(["run", "", "tries", "restarts", "seconds", "hardware"], rows), *failures])
 
@@ -143,8 +142,8 @@ def _state(ran: JobResult) -> Html:
 def _hardware(result: SweepResult, ran: JobResult) -> str:
     if ran.job.run is None or ran.job.seed is None:
         return ""
-    found = result.sweep.runs.get(ran.job.run, {}).get(ran.job.seed)
-    return (found and found.hardware) or ""
+    measured = result.sweep.runs.get(ran.job.run, {}).get(ran.job.seed)
+    return (measured and measured.hardware) or ""
 
 
 def _suite(result: SweepResult) -> Section:

@@ -15,7 +15,12 @@ def markdown(result: SweepResult) -> str:
     """Return the report as Markdown: failed gates, all gates, the runs."""
     parts = [f"# {result.title}: {'passed' if result.passed else 'failed'}", "", f"{result.summary}."]
     if result.failed:
-        parts += ["", "## Failed", "", *(f"- **{each.run}, {each.gate}**: {_plain(each.message)}" for each in result.failed)]
+        parts += [
+            "",
+            "## Failed",
+            "",
+            *(f"- **{verdict.run}, {verdict.gate}**: {_plain(verdict.message)}" for verdict in result.failed),
+        ]
     if result.notes:
         parts += ["", "## Notes", "", *(f"- {_plain(note)}" for note in result.notes)]
     parts += ["", "## Gates", "", *_table(("run", "gate", "", "found and expected"), map(_row, result.verdicts))]
@@ -53,7 +58,7 @@ def junit(result: SweepResult) -> str:
     suites = ElementTree.Element("testsuites", _counts(f"{name} {result.folder.name}", result.verdicts, result.ran))
     for run in names:
         verdicts = [verdict for verdict in result.verdicts if verdict.run == run]
-        ran = [each for each in result.ran if (each.job.run or each.job.name) == run]
+        ran = [outcome for outcome in result.ran if (outcome.job.run or outcome.job.name) == run]
         attributes = {**_counts(f"{name}.{run}", verdicts, ran), "timestamp": result.judged}
         suite = ElementTree.SubElement(suites, "testsuite", attributes)
         _properties(suite, result, ran)
@@ -67,14 +72,14 @@ def _counts(name: str, verdicts: list[Verdict], ran: list[JobResult]) -> dict[st
     failed = sum(verdict.outcome is GateResult.FAILED for verdict in verdicts)
     skipped = sum(verdict.outcome is GateResult.NOT_JUDGED for verdict in verdicts)
     counts = {"tests": len(verdicts), "failures": failed, "errors": 0, "skipped": skipped}
-    seconds = sum(each.seconds for each in ran)
+    seconds = sum(outcome.seconds for outcome in ran)
     return {"name": name, **{key: str(value) for key, value in counts.items()}, "time": f"{seconds:.3f}"}
 
 
 def _properties(suite: ElementTree.Element, result: SweepResult, ran: list[JobResult]) -> None:
     pairs = [("commit", commit) for commit in result.commits]
-    pairs += [("retried", each.job.name) for each in ran if each.tries > 1]
-    pairs += [("restarts", f"{each.job.name}: {each.restarts}") for each in ran if each.restarts]
+    pairs += [("retried", outcome.job.name) for outcome in ran if outcome.tries > 1]
+    pairs += [("restarts", f"{outcome.job.name}: {outcome.restarts}") for outcome in ran if outcome.restarts]
     if pairs:
         properties = ElementTree.SubElement(suite, "properties")
         for key, value in pairs:
@@ -82,7 +87,7 @@ def _properties(suite: ElementTree.Element, result: SweepResult, ran: list[JobRe
 
 
 def _case(suite: ElementTree.Element, name: str, verdict: Verdict, ran: list[JobResult]) -> None:
-    job = next((each for each in ran if each.gate == verdict.gate), None)
+    job = next((outcome for outcome in ran if outcome.gate == verdict.gate), None)
     seconds = f"{job.seconds if job else 0.0:.3f}"
     attributes = {"classname": f"{name}.{verdict.run}", "name": verdict.gate, "time": seconds}
     case = ElementTree.SubElement(suite, "testcase", attributes)
@@ -90,7 +95,7 @@ def _case(suite: ElementTree.Element, name: str, verdict: Verdict, ran: list[Job
     values = "\n".join(f"seed {seed}: {value!r}" for seed, value in verdict.values.items())
     if verdict.outcome is GateResult.FAILED:
         failure = ElementTree.SubElement(case, "failure", {"message": message, "type": "gate"})
-        lines = "\n\n".join("\n".join(each) for each in (job.why if job else []))
+        lines = "\n\n".join("\n".join(attempt) for attempt in (job.why if job else []))
         failure.text = "\n".join(filter(None, (message, values, lines)))
     elif verdict.outcome is GateResult.NOT_JUDGED:
         ElementTree.SubElement(case, "skipped", {"message": message})

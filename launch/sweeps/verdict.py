@@ -86,39 +86,39 @@ def conclude(folder: SweepFolder) -> SweepResult:
     """Evaluate the gates on the runs' folders, and write a requested baseline. Raises RecipeError for an invalid baseline."""
     plan, suite = folder.plan, folder.suite
     job_states = folder.job_states(Queue(plan.executor))
-    done = [each.job for each in job_states if each.state == "done" and each.job.run is not None]
-    run_dirs = {run: [Path(job.run_dir) for job in done if job.run == run] for run in suite.runs}
+    complete = [state.job for state in job_states if state.state == "done" and state.job.run is not None]
+    run_dirs = {run: [Path(job.run_dir) for job in complete if job.run == run] for run in suite.runs}
     run_scores.evaluate_missing(suite, run_dirs, folder.path / run_scores.LOG)
     runs: dict[str, dict[int, RunMeasurements]] = {run: {} for run in suite.runs}
-    for each in job_states:
-        if each.state == "done" and each.job.run is not None and each.job.seed is not None:
-            runs[each.job.run][each.job.seed] = measure(Path(each.job.run_dir))
-    ran = [_ran(folder, each) for each in job_states]
+    for state in job_states:
+        if state.state == "done" and state.job.run is not None and state.job.seed is not None:
+            runs[state.job.run][state.job.seed] = measure(Path(state.job.run_dir))
+    ran = [_ran(folder, state) for state in job_states]
     sweep = Sweep(suite, runs, baselines.read(Path(plan.baseline)))
     commits, notes, refused = _commits(plan.jobs), [], []
     if plan.update_baseline:
-        renewed, refused = _renewed(folder, sweep, ran, commits)
+        renewed, refused = _new_baseline(folder, sweep, ran, commits)
         if not refused:
             baselines.write(renewed, Path(plan.baseline))
             sweep = replace(sweep, baseline=renewed)
             notes.append(f"wrote a new baseline: {plan.baseline}")
     if len(commits) > 1:
         notes.append(f"the runs used different versions of the code: {', '.join(commits)}")
-    notes += _changed(sweep, plan.jobs)
+    notes += _change_notes(sweep, plan.jobs)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     verdicts = [*map(_completes, ran), *judge(sweep)]
-    verdicts += [Verdict("baseline", "update_baseline", GateResult.FAILED, f"not written: {why}") for why in refused]
+    verdicts += [Verdict("baseline", "update_baseline", GateResult.FAILED, f"not written: {reason}") for reason in refused]
     return SweepResult(folder.title, folder.path, sweep, ran, verdicts, commits, now, notes)
 
 
 def _ran(folder: SweepFolder, job_state: JobState) -> JobResult:
     job, run_dir = job_state.job, Path(job_state.job.run_dir)
-    why = [each.after for each in folder.submissions(job.name) if each.after]
+    failures = [submission.after for submission in folder.submissions(job.name) if submission.after]
     if job_state.state in ("failed", "missing"):
-        why.append(why_failed(job_state))
-    why = [[NOT_TEXT.sub("?", line) for line in lines] for lines in why]
+        failures.append(why_failed(job_state))
+    failures = [[NOT_TEXT.sub("?", line) for line in lines] for lines in failures]
     seconds = measure(run_dir).seconds if job.run is not None else 0.0
-    return JobResult(job, job_state.state, job_state.tries, why, all_attempts(run_dir), seconds)
+    return JobResult(job, job_state.state, job_state.tries, failures, all_attempts(run_dir), seconds)
 
 
 def _completes(ran: JobResult) -> Verdict:
@@ -134,24 +134,24 @@ def _completes(ran: JobResult) -> Verdict:
     return Verdict(ran.job.run or ran.job.name, ran.gate, outcome, message + restarts)
 
 
-def main_line(why: list[str]) -> str:
+def main_line(lines: list[str]) -> str:
     """Return the most informative line of a failure: a rank's message, else the last log line, else the first line."""
-    messages = [line for line in why if line.startswith("rank ")]
-    log = [line.strip() for line in why if line.startswith("  ") and line.strip()]
-    return (messages or log[-1:] or why)[0]
+    messages = [line for line in lines if line.startswith("rank ")]
+    log = [line.strip() for line in lines if line.startswith("  ") and line.strip()]
+    return (messages or log[-1:] or lines)[0]
 
 
 def _commits(jobs: list[SweepJob]) -> list[str]:
     """Return the commits of the runs' latest submissions, as `1a2b3c4` or `1a2b3c4, changed`."""
-    found = set()
+    commits = set()
     for job in jobs:
-        made = run_files.submissions(Path(job.run_dir)) if job.run is not None else []
-        if made and (git := made[-1].get("git")):
-            found.add(git["commit"][:12] + (", changed" if git["dirty"] else ""))
-    return sorted(found)
+        submissions = run_files.submissions(Path(job.run_dir)) if job.run is not None else []
+        if submissions and (git := submissions[-1].get("git")):
+            commits.add(git["commit"][:12] + (", changed" if git["dirty"] else ""))
+    return sorted(commits)
 
 
-def _changed(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
+def _change_notes(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
     """Return a note for each run whose overrides differ from the baseline's, a likely cause of failed gates."""
     if (baseline := sweep.baseline) is None:
         return []
@@ -159,7 +159,7 @@ def _changed(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
     for run in sweep.suite.runs:
         before, now = set(baseline.of(run).overrides), set(_overrides(jobs, run))
         if run in baseline.runs and before != now:
-            changes = [f"{sign}{each}" for sign, some in (("+", now - before), ("-", before - now)) for each in sorted(some)]
+            changes = [f"{sign}{key}" for sign, keys in (("+", now - before), ("-", before - now)) for key in sorted(keys)]
             notes.append(f"{run} has other overrides than in the baseline: {' '.join(changes)}")
     return notes
 
@@ -167,9 +167,11 @@ def _changed(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
 def _overrides(jobs: list[SweepJob], run: str) -> list[str]:
     """Return the overrides of one of a run's jobs, without seed, run_dir and cluster keys."""
     job = next(job for job in jobs if job.run == run)
-    own = ("run_dir=", "cluster.")
-    kept = [each for each in job.overrides if not each.startswith(own) and not each.partition("=")[0].endswith(".seed")]
-    return list({each.partition("=")[0]: each for each in kept}.values())
+    excluded = ("run_dir=", "cluster.")
+    overrides = [
+        text for text in job.overrides if not text.startswith(excluded) and not text.partition("=")[0].endswith(".seed")
+    ]
+    return list({text.partition("=")[0]: text for text in overrides}.values())
 
 
 def baseline_of(result: SweepResult) -> str:
@@ -183,24 +185,24 @@ def baseline_of(result: SweepResult) -> str:
 # ---- a new baseline -----------------------------------------------------------------------------------------------------
 
 
-def _renewed(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
-    """Return (the sweep's values as a baseline, why it must not be written: failed runs, or gates that need none)."""
+def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
+    """Return (the sweep's values as a baseline, why not to write it: failed runs, or gates without need of it)."""
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
     independent = [case.verdict() for case in cases if not case.needs_baseline]
-    bad = [each for each in [*map(_completes, ran), *independent] if each.outcome is not GateResult.PASSED]
-    problems = [f"{each.run}, {each.gate}: {each.message}" for each in bad]
+    bad = [verdict for verdict in [*map(_completes, ran), *independent] if verdict.outcome is not GateResult.PASSED]
+    problems = [f"{verdict.run}, {verdict.gate}: {verdict.message}" for verdict in bad]
     runs: dict[str, StoredRun] = {}
     if not bad:
         for run in sweep.suite.runs:
             stored = runs[run] = StoredRun(_hardware(sweep.runs[run]), _overrides(folder.plan.jobs, run))
-            own = [case for case in sweep.cases(run) if case.needs_baseline]
-            for case in own:
+            needing = [case for case in sweep.cases(run) if case.needs_baseline]
+            for case in needing:
                 try:
                     stored.gates[case.name] = case.to_store()
                 except (GateSkipped, expressions.NoValue) as error:
                     problems.append(f"{run}, {case.name}: {error}")
-            for metric in metrics_of(own):
-                seeds = [each.curves[metric] for each in sweep.runs[run].values() if metric in each.curves]
+            for metric in metrics_of(needing):
+                seeds = [measured.curves[metric] for measured in sweep.runs[run].values() if metric in measured.curves]
                 stored.curves[metric] = baselines.stored_curve(seeds)
     commit = commits[0] if len(commits) == 1 else ""
     date = datetime.now(UTC).date().isoformat()
@@ -225,7 +227,7 @@ def metrics_of(cases: list[GateCase]) -> list[str]:
 
 
 class GateOutcome(TypedDict):
-    """The outcome of a gate in verdict.json, which has more of it."""
+    """The outcome of a gate in verdict.json, which has further fields."""
 
     run: str
     gate: str
@@ -247,7 +249,7 @@ def read(folder: Path) -> StoredVerdict | None:
 
 def write(result: SweepResult) -> None:
     """Write verdict.json, which also marks the sweep as complete."""
-    verdicts = [_as_json(each) for each in result.verdicts]
+    verdicts = [_as_json(verdict) for verdict in result.verdicts]
     value = {"passed": result.passed, "summary": result.summary, "judged": result.judged, "commits": result.commits}
     small_files.write(result.folder / "verdict.json", {**value, "notes": result.notes, "verdicts": verdicts})
 

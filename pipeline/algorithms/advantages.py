@@ -101,12 +101,12 @@ def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: floa
     logprobs, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
     tokens[:at] = prompt.tokens
     for turn in rollout.turns:
-        drawn, observed = turn.completion.tokens, turn.observation
-        span = slice(at, at + len(drawn))
-        tokens[span] = drawn
+        sampled, observed = turn.completion.tokens, turn.observation
+        span = slice(at, at + len(sampled))
+        tokens[span] = sampled
         if learned:
             mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, advantage
-        at += len(drawn) + len(observed)
+        at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
     return Sample(tokens, mask, logprobs, advantages, 0.0 if rollout.failure else float(reward))
 
@@ -135,7 +135,7 @@ def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bo
     rewards = np.asarray(rewards, np.float64)
     if not varies(rewards):
         return np.zeros(len(rewards))
-    advantages = leave_one_out(rewards) if use_leave_one_out else centered(rewards)
+    advantages = leave_one_out(rewards) if use_leave_one_out else center(rewards)
     if not normalize:
         return advantages
     baselines = [np.delete(rewards, i) if use_leave_one_out else rewards for i in range(len(rewards))]
@@ -144,7 +144,7 @@ def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bo
     return np.where(deviations > 0, advantages / (deviations + GROUP_EPSILON), advantages)
 
 
-def centered(rewards: np.ndarray) -> np.ndarray:
+def center(rewards: np.ndarray) -> np.ndarray:
     """Return r_i - mean(r_1 .. r_G), `[G]` (Dr. GRPO, https://arxiv.org/abs/2503.20783 eq. 4 without the deviation)."""
     return rewards - rewards.mean()
 
@@ -162,4 +162,4 @@ def sequence_advantages(rewards: np.ndarray, minus_baseline: bool) -> np.ndarray
 
     minus_baseline: subtract the mean of the group first (REINFORCE++-baseline).
     """
-    return centered(rewards) if minus_baseline else rewards
+    return center(rewards) if minus_baseline else rewards

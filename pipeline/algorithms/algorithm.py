@@ -44,7 +44,7 @@ class Needs:
     schedule_every_epoch: bool = False  # learning-rate schedules advance after each epoch, not only after the last
 
     @property
-    def taught(self) -> bool:
+    def has_teachers(self) -> bool:
         """Return whether frozen teachers score the samples."""
         return self.teacher_top_k > 0 or self.teacher_logprobs
 

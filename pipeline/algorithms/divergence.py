@@ -1,4 +1,4 @@
-"""The divergence of the policy from its teachers: over the tokens that they find most likely, and at the sampled tokens."""
+"""The divergence of the policy from its teachers: over the teachers' most likely tokens, and at the sampled tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.algorithms.reductions import masked, masked_share, per_token
+from pipeline.algorithms.reductions import apply_mask, masked_share, per_token
 from pipeline.algorithms.sections import LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
@@ -74,20 +74,20 @@ def teacher_advantages(batch: PackedBatch) -> torch.Tensor:
     nemo_rl/algorithms/advantage_estimator.py).
     """
     assert batch.teacher_logprobs is not None and batch.old_logprobs is not None
-    return masked(batch.teacher_logprobs - batch.old_logprobs, batch)
+    return apply_mask(batch.teacher_logprobs - batch.old_logprobs, batch)
 
 
 def teacher_metrics(batch: PackedBatch, counts: GlobalCounts, teachers: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return estimates of KL(pi_old || pi_teacher) from the sampled tokens: of all of them, and of each teacher's."""
+    """Return estimates of KL(pi_old || pi_teacher) over all sampled tokens, and over each teacher's samples."""
     kl = -teacher_advantages(batch)
     return {"teacher_kl": masked_share(kl, batch, counts), **means_by_teacher("teacher_kl", kl, batch, teachers)}
 
 
 def means_by_teacher(name: str, values: torch.Tensor, batch: PackedBatch, teachers: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return this batch's part of the mean of `values`, `[T]`, over the counted tokens of each teacher's samples."""
-    found = {}
+    metrics = {}
     for teacher in teachers:
-        own = per_token(torch.tensor([each == teacher for each in batch.teachers], device=values.device), batch)
-        weights = masked(own.to(values.dtype), batch)
-        found[f"{name}/{teacher}_weighted"] = torch.stack([(masked(values, batch) * weights).sum(), weights.sum()])
-    return found
+        of_teacher = per_token(torch.tensor([scorer == teacher for scorer in batch.teachers], device=values.device), batch)
+        weights = apply_mask(of_teacher.to(values.dtype), batch)
+        metrics[f"{name}/{teacher}_weighted"] = torch.stack([(apply_mask(values, batch) * weights).sum(), weights.sum()])
+    return metrics

@@ -67,14 +67,14 @@ class EarlyStop:
         if self._measured != self._rule:
             self._measured, self._best, self._last, self._since = self._rule, None, None, 0
 
-    def validated(self, values: Mapping[str, float]) -> None:
-        """Take the metrics of a validation. Raises RecipeError if the metric is not among them."""
+    def record_validation(self, values: Mapping[str, float]) -> None:
+        """Record the metrics of a validation. Raises RecipeError if the metric of the early stop is not among them."""
         self._drop_state_of_another_metric()
         if not self.metric:
             return
         if self.metric not in values:
-            there = ", ".join(sorted(name for name in values if name.startswith("val/")))
-            message = f"got {self._config.stop_at_validation_metric}, which validations do not have; expected one of {there}"
+            names = ", ".join(sorted(name for name in values if name.startswith("val/")))
+            message = f"got {self._config.stop_at_validation_metric}, which validations do not have; expected one of {names}"
             raise RecipeError(Problem(f"{self._algorithm}.stop_at_validation_metric", "not-a-choice", message))
         value = values[self.metric]
         self._last = None if math.isnan(value) else value  # nothing was scored, or the loss diverged
@@ -113,7 +113,7 @@ class EarlyStop:
         return {"metric": metric, "higher": higher, "best": self._best, "last": self._last, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint. One of another metric or direction, or of no metric, is dropped."""
+        """Restore the state of a checkpoint. A state of another metric or direction, or of no metric, is dropped."""
         self._drop_state_of_another_metric()
         metric, higher = self._measured
         if metric and (state.get("metric"), state.get("higher", higher)) == (metric, higher):
@@ -122,11 +122,11 @@ class EarlyStop:
 
 def check_early_stop(algorithm: str, config: EarlyStopConfig, validates: bool) -> Iterator[Problem]:
     """Yield the problems of the keys. validates: whether the run validates before or between its steps."""
-    metric, given = config.stop_at_validation_metric, {"stop_at_validation_threshold", "stop_patience"}
-    given = sorted(name for name in given if getattr(config, name) is not None)
+    metric, rules = config.stop_at_validation_metric, {"stop_at_validation_threshold", "stop_patience"}
+    rules = sorted(name for name in rules if getattr(config, name) is not None)
     key = f"{algorithm}.stop_at_validation_metric"
     if metric is None:
-        for name in given:
+        for name in rules:
             message = f"got {getattr(config, name)}, but {key} is null, so nothing stops the run early"
             yield Problem(f"{algorithm}.{name}", "has-no-effect", message)
         return
@@ -136,7 +136,7 @@ def check_early_stop(algorithm: str, config: EarlyStopConfig, validates: bool) -
         direction = f"{algorithm}.stop_higher_is_better"
         message = f"got true, but a lower {metric} is better, so a run that learns would stop. Try {direction}=false"
         yield Problem(direction, "contradiction", message)
-    if not given:
+    if not rules:
         message = (
             f"got {metric} without a rule; expected {algorithm}.stop_at_validation_threshold, or {algorithm}.stop_patience"
         )

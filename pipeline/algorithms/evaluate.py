@@ -1,7 +1,7 @@
 """Evaluate: score a model on tasks. Nothing is trained, and the job has only generate ranks.
 
 A task has a kind, which decides how its questions are asked and scored (KINDS), and a format, which turns the records of its
-data into questions (FORMATS). A new one of either is one file in `pipeline/evaluation/` and one line here.
+data into questions (FORMATS). A new kind or format is one file in `pipeline/evaluation/` and one line here.
 """
 
 from __future__ import annotations
@@ -260,12 +260,12 @@ class Evaluate(OnlineAlgorithm):
             yield Problem("evaluate.tasks", "missing-value", "got none; expected at least one task. Try suite=NAME")
         for name, task in self.section.tasks.items():
             if task.kind in SAMPLED and task.env_name not in self.recipe.env:
-                known = ", ".join(self.recipe.env) or "none"
-                message = f"got {task.env_name}; expected a key of env, which scores the answers: {known}"
+                environments = ", ".join(self.recipe.env) or "none"
+                message = f"got {task.env_name}; expected a key of env, which scores the answers: {environments}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
-            known = METRICS.get(task.kind, ())
-            if known and task.metric not in (None, *known):
-                message = f"got {task.metric}; expected a metric of kind {task.kind}: {', '.join(known)}"
+            metrics = METRICS.get(task.kind, ())
+            if metrics and task.metric not in (None, *metrics):
+                message = f"got {task.metric}; expected a metric of kind {task.kind}: {', '.join(metrics)}"
                 yield Problem(f"evaluate.tasks.{name}.metric", "not-a-choice", message)
             yield from _check_samples(f"evaluate.tasks.{name}", task)
         yield from self._judge_problems()
@@ -279,8 +279,8 @@ class Evaluate(OnlineAlgorithm):
         elif judge.env_name is not None:
             environments = {name: environment.kind for name, environment in self.recipe.env.items()}
             if environments.get(judge.env_name) != "llm_judge":
-                known = ", ".join(name for name, kind in environments.items() if kind == "llm_judge") or "none"
-                message = f"got {judge.env_name}; expected a key of env of kind llm_judge: {known}"
+                judges = ", ".join(name for name, kind in environments.items() if kind == "llm_judge") or "none"
+                message = f"got {judge.env_name}; expected a key of env of kind llm_judge: {judges}"
                 yield Problem("evaluate.judge.env_name", "not-a-choice", message)
         elif judge.model_name is None and judged and not only_scores(self.recipe):
             message = f"got null; expected a judge of {', '.join(judged)}: a model, or evaluate.judge.env_name"

@@ -91,25 +91,25 @@ class GRPO(RewardedAlgorithm):
         self._plus_plus = self.section.adv_estimator.name == "reinforce_plus_plus"
         if self._plus_plus:
             self.needs = dataclasses.replace(self.needs, estimates=True, standardized="biased")
-        self._taught = self.section.adv_estimator.name == "opd"
-        if self._taught:
+        self._has_teachers = self.section.adv_estimator.name == "opd"
+        if self._has_teachers:
             self.needs = dataclasses.replace(self.needs, old=True, old_of_first=True, estimates=True, teacher_logprobs=True)
 
     @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
         samples = super().compute_advantages(groups)
-        return with_teachers(self.recipe, groups, samples) if self._taught else samples
+        return with_teachers(self.recipe, groups, samples) if self._has_teachers else samples
 
     @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
         config = self.section.adv_estimator
-        if self._taught:
+        if self._has_teachers:
             return np.zeros(len(rewards))  # `estimate` computes them
         if self._plus_plus:
             estimator = partial(sequence_advantages, minus_baseline=config.minus_baseline)
         else:
-            how = {"use_leave_one_out": config.use_leave_one_out_baseline, "normalize": config.normalize_rewards}
-            estimator = partial(group_advantages, **how)
+            options = {"use_leave_one_out": config.use_leave_one_out_baseline, "normalize": config.normalize_rewards}
+            estimator = partial(group_advantages, **options)
         return apply_to_scored(group, rewards, estimator)
 
     @override
@@ -120,7 +120,7 @@ class GRPO(RewardedAlgorithm):
         batch = super().estimate(batch)
         if self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
             batch = dataclasses.replace(batch, advantages=subtract_future_kl(batch, self.recipe.loss_fn))
-        return dataclasses.replace(batch, advantages=teacher_advantages(batch)) if self._taught else batch
+        return dataclasses.replace(batch, advantages=teacher_advantages(batch)) if self._has_teachers else batch
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
@@ -133,11 +133,11 @@ class GRPO(RewardedAlgorithm):
         low, high = self.section.advantage_clip_low, self.section.advantage_clip_high
         if low is not None or high is not None:
             batch = dataclasses.replace(batch, advantages=batch.advantages.clamp(low, high))
-        found = super().loss(outputs, batch, counts)
-        if not self._taught:
-            return found
-        more = teacher_metrics(batch, counts, loaded_teachers(self.recipe))
-        return dataclasses.replace(found, metrics=found.metrics | more)
+        output = super().loss(outputs, batch, counts)
+        if not self._has_teachers:
+            return output
+        metrics = teacher_metrics(batch, counts, loaded_teachers(self.recipe))
+        return dataclasses.replace(output, metrics=output.metrics | metrics)
 
     # ---- checks ------------------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class GRPO(RewardedAlgorithm):
         config, estimator = self.section, self.section.adv_estimator
         low, high = config.advantage_clip_low, config.advantage_clip_high
         yield from self._check_teachers()
-        alone = config.num_generations_per_prompt < 2 and not self._taught
+        alone = config.num_generations_per_prompt < 2 and not self._has_teachers
         if alone and (not self._plus_plus or estimator.minus_baseline):
             message = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
             without = ". Try grpo.adv_estimator.minus_baseline=false" if self._plus_plus else ""
@@ -165,7 +165,7 @@ class GRPO(RewardedAlgorithm):
     def _check_teachers(self) -> Iterator[Problem]:
         teachers, generation = self.recipe.on_policy_distillation.teachers, self.recipe.policy.generation
         name = self.section.adv_estimator.name
-        if not self._taught:
+        if not self._has_teachers:
             if teachers:
                 message = f"got teachers with grpo.adv_estimator.name={name}, which asks none. Try grpo.adv_estimator.name=opd"
                 yield Problem(f"{SECTION}.teachers", "has-no-effect", message)
@@ -178,10 +178,10 @@ class GRPO(RewardedAlgorithm):
         if self.recipe.loss_fn.use_generation_logprobs:
             message = "got true with grpo.adv_estimator.name=opd, which compares teachers with pi_old of the train ranks"
             yield Problem("loss_fn.use_generation_logprobs", "contradiction", f"{message}; expected false")
-        for key, whole in (("top_p", 1.0), ("top_k", None)):
-            if (given := getattr(generation, key)) != whole:
+        for key, neutral in (("top_p", 1.0), ("top_k", None)):
+            if (value := getattr(generation, key)) != neutral:
                 message = (
-                    f"got {given} with grpo.adv_estimator.name={name}; expected {'null' if whole is None else 1}, since whole"
+                    f"got {value} with grpo.adv_estimator.name={name}; expected {'null' if neutral is None else 1}, since whole"
                     " distributions of policy and teacher are compared"
                 )
                 yield Problem(f"policy.generation.{key}", "contradiction", message)

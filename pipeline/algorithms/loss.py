@@ -32,9 +32,9 @@ import torch
 from torch.nn.functional import softplus
 
 from pipeline.algorithms.reductions import (
+    apply_mask,
     histogram_share,
     mask_impossible_tokens,
-    masked,
     masked_extreme,
     masked_share,
     per_token,
@@ -51,19 +51,19 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
     assert outputs.logprobs is not None
     logprobs, current = outputs.logprobs, outputs.logprobs.detach()
     old = current if batch.old_logprobs is None or config.force_on_policy_ratio else batch.old_logprobs
-    whole, full, compared = batch, outputs.full_logprobs, old
+    whole_batch, full, compared = batch, outputs.full_logprobs, old
     if config.use_generation_logprobs:
         old, compared = batch.generate_logprobs, current
     if full is not None:  # sampling is truncated
-        batch = mask_impossible_tokens(whole, current, old)
-        compared = torch.where(compared == -torch.inf, whole.generate_logprobs, compared)
-    log_ratio = masked(logprobs - old, batch)
+        batch = mask_impossible_tokens(whole_batch, current, old)
+        compared = torch.where(compared == -torch.inf, whole_batch.generate_logprobs, compared)
+    log_ratio = apply_mask(logprobs - old, batch)
     if config.sequence_level_importance_ratios:
-        log_ratio = sequence_log_ratios(log_ratio.detach(), batch) + masked(logprobs - current, batch)
+        log_ratio = sequence_log_ratios(log_ratio.detach(), batch) + apply_mask(logprobs - current, batch)
     ratio = torch.exp(log_ratio)
-    surrogate, bounded = _surrogate(config, masked(logprobs, batch), ratio, batch.advantages)
+    surrogate, bounded = _surrogate(config, apply_mask(logprobs, batch), ratio, batch.advantages)
     log_weights = importance_log_weights(old, batch, config)
-    weights, outside = truncated(log_weights, batch, config)
+    weights, outside = truncate_weights(log_weights, batch, config)
     if config.use_importance_sampling_correction:
         surrogate = surrogate * weights
     loss = masked_share(-surrogate, batch, counts, config.token_level_loss)
@@ -74,20 +74,20 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
             "ratio_max": masked_extreme(ratio, batch, largest=True),
             "ratio_min": masked_extreme(ratio, batch, largest=False),
             "approx_entropy": masked_share(-torch.exp(current - batch.generate_logprobs) * current, batch, counts),
-            **mismatch_metrics(compared, whole, counts),
+            **mismatch_metrics(compared, whole_batch, counts),
             **_weight_metrics(log_weights, outside, batch, counts, config),
         }
         if full is not None:
-            excluded = whole.loss_mask & ~batch.loss_mask
-            metrics["excluded_fraction"] = masked_share(excluded.to(ratio.dtype), whole, counts)
-    if whole.reference_logprobs is not None:
-        kl = kl_in_loss(logprobs if full is None else full, whole, config)
-        kl = masked_share(kl, whole, counts, config.token_level_loss)
+            excluded = whole_batch.loss_mask & ~batch.loss_mask
+            metrics["excluded_fraction"] = masked_share(excluded.to(ratio.dtype), whole_batch, counts)
+    if whole_batch.reference_logprobs is not None:
+        kl = kl_in_loss(logprobs if full is None else full, whole_batch, config)
+        kl = masked_share(kl, whole_batch, counts, config.token_level_loss)
         metrics["reference_kl"] = kl.detach()
         if not config.use_kl_in_reward:
             loss = loss + config.reference_policy_kl_penalty * kl
     if outputs.entropy is not None:
-        entropy = masked_share(outputs.entropy, whole, counts)
+        entropy = masked_share(outputs.entropy, whole_batch, counts)
         metrics["entropy"] = entropy.detach()
         if config.entropy_coeff != 0:
             loss = loss - config.entropy_coeff * entropy
@@ -203,7 +203,7 @@ def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -
     if config.reference_policy_kl_gradient == "estimate":
         return _kl_of_counted(logprobs, batch, config, weight=None)
     drawn_from = batch.generate_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
-    return _kl_of_counted(logprobs, batch, config, torch.exp(masked(logprobs - drawn_from, batch)))
+    return _kl_of_counted(logprobs, batch, config, torch.exp(apply_mask(logprobs - drawn_from, batch)))
 
 
 def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
@@ -216,14 +216,14 @@ def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
 def _kl_of_counted(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig, weight: torch.Tensor | None) -> torch.Tensor:
     assert batch.reference_logprobs is not None
     kl = estimate_kl(
-        masked(logprobs, batch),
-        masked(batch.reference_logprobs, batch),
+        apply_mask(logprobs, batch),
+        apply_mask(batch.reference_logprobs, batch),
         config.reference_policy_kl_type,
         config.kl_input_clamp_value,
         config.kl_output_clamp_value,
         weight,
     )
-    return masked(kl, batch)
+    return apply_mask(kl, batch)
 
 
 # ---- importance sampling: generate and train ranks compute different log-probs for the same weights ------------------------
@@ -234,13 +234,13 @@ def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossCo
 
     It is 0 where the mask is False. With sequence_level_importance_ratios w is the sequence's product, at all of its tokens.
     """
-    log_weights = masked(old - batch.generate_logprobs, batch)
+    log_weights = apply_mask(old - batch.generate_logprobs, batch)
     if config.sequence_level_importance_ratios:
         return per_token(sequence_sums(log_weights, batch), batch)
     return log_weights
 
 
-def truncated(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def truncate_weights(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (w bounded to [ratio_min or 0, ratio], `[T]`; where w was out of bounds, `[T]` bool).
 
     tis            w clamped to the bounds
@@ -284,7 +284,7 @@ def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
     js_divergence_error: estimate of the Jensen-Shannon divergence, the mean of (w log w - (1 + w) log((1 + w) / 2)) / 2 with
     w = q / p, which is unbiased for tokens drawn from p. NeMo-RL's estimate is the same to second order in log w.
     """
-    generate, old = masked(batch.generate_logprobs, batch), masked(old, batch)
+    generate, old = apply_mask(batch.generate_logprobs, batch), apply_mask(old, batch)
     log_weights = old - generate
     weights = torch.exp(log_weights)
     jensen_shannon = (weights * log_weights - (1 + weights) * (softplus(log_weights) - math.log(2))) / 2
@@ -317,7 +317,7 @@ def _weight_metrics(
 
 def _sequence_errors(old: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Return each sequence's mean of exp|log pi_old - log pi_generate| over counted tokens, `[S]`."""
-    return sequence_means(torch.exp(masked(old - batch.generate_logprobs, batch).abs()), batch)
+    return sequence_means(torch.exp(apply_mask(old - batch.generate_logprobs, batch).abs()), batch)
 
 
 # ---- other losses -----------------------------------------------------------------------------------------------------------
@@ -347,15 +347,15 @@ def value_loss(config: ValueLossConfig, outputs: Outputs, batch: PackedBatch, co
         errors = torch.maximum(errors, clipped)
     loss = config.scale / 2 * masked_share(errors, batch, counts)
     with torch.no_grad():
-        found = masked(values, batch)
-        residuals = returns - found
+        predictions = apply_mask(values, batch)
+        residuals = returns - predictions
         terms = torch.stack([returns, returns.square(), residuals, residuals.square()])
         metrics = {
-            "values_mean": masked_share(found, batch, counts),
-            "values_max": masked_extreme(found, batch, largest=True),
-            "values_min": masked_extreme(found, batch, largest=False),
+            "values_mean": masked_share(predictions, batch, counts),
+            "values_max": masked_extreme(predictions, batch, largest=True),
+            "values_min": masked_extreme(predictions, batch, largest=False),
             "returns_mean": masked_share(returns, batch, counts),
-            "value_clip_fraction": masked_share(is_clipped.to(found.dtype), batch, counts),
+            "value_clip_fraction": masked_share(is_clipped.to(predictions.dtype), batch, counts),
             "explained_variance_moments": torch.stack([masked_share(term, batch, counts) for term in terms]),
         }
     return LossOutput(loss, metrics)

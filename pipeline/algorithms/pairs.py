@@ -47,7 +47,7 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if len(values) == 1:
         values = values[:0]  # with its graph, for the backward pass
     if len(values) % 2:
-        raise ValueError(f"{len(values)} sequences are no pairs; the microbatch has lost one")
+        raise ValueError(f"got a microbatch of {len(values)} sequences; expected pairs of a chosen and a rejected answer")
     return values[0::2], values[1::2]
 
 

@@ -15,7 +15,7 @@ def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts,
     token_level: every token has the same weight. Otherwise: the mean within each sequence, then the mean over sequences.
     """
     if token_level:
-        return masked(values, batch).sum() / max(1, counts.tokens)
+        return apply_mask(values, batch).sum() / max(1, counts.tokens)
     return sequence_means(values, batch).sum() / max(1, counts.sequences)
 
 
@@ -32,7 +32,7 @@ def histogram_share(logs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
     return logs.new_zeros(BINS).index_add(0, bins, batch.loss_mask.to(logs.dtype)) / max(1, counts.tokens)
 
 
-def masked(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def apply_mask(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Return `values` with 0, and no gradient, where the mask is False, even in place of inf and nan: `[T]`."""
     return torch.where(batch.loss_mask, values, 0)
 
@@ -40,14 +40,14 @@ def masked(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 def mask_impossible_tokens(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
     """Return the batch with a mask that excludes tokens of probability 0 by any of the `[T]` log-probs."""
     mask = batch.loss_mask
-    for each in logprobs:
-        mask = mask & (each != -torch.inf)
+    for token_logprobs in logprobs:
+        mask = mask & (token_logprobs != -torch.inf)
     return dataclasses.replace(batch, loss_mask=mask)
 
 
 def sequence_sums(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Return the sum over each sequence's counted tokens: `[T]` -> `[S]`."""
-    values = masked(values, batch)
+    values = apply_mask(values, batch)
     return values.new_zeros(len(batch.lengths)).index_add(0, _sequence_of_token(batch), values)
 
 

@@ -30,14 +30,14 @@ class RewardedAlgorithm(OnlineAlgorithm):
         loss, filtered = recipe.loss_fn, self.section.seq_logprob_error_threshold is not None
         several = self.updates_per_epoch * self.epochs > 1
         several = several and not (loss.force_on_policy_ratio or loss.use_generation_logprobs)
-        before = filtered or loss.use_kl_in_reward  # something reads them before the first update
-        ours = type(self).__module__.startswith(f"{__package__}.")  # a user's loss or estimate may need them
-        same = not _dropout(recipe.policy)  # else the log-probs of an update's own pass are others
+        needed_early = filtered or loss.use_kl_in_reward  # something reads them before the first update
+        built_in = type(self).__module__.startswith(f"{__package__}.")  # a user's loss or estimate may need them
+        deterministic = not _dropout(recipe.policy)  # else the log-probs of an update's own pass are others
         self.needs = Needs(
             entropy=loss.log_entropy or loss.entropy_coeff != 0,
             truncated=True,
-            old=several or before,
-            old_of_first=not (several and not before and self.epochs == 1 and ours and same),
+            old=several or needed_early,
+            old_of_first=not (several and not needed_early and self.epochs == 1 and built_in and deterministic),
             reference=loss.reference_policy_kl_penalty != 0,
             estimates=filtered,
             epochs=self.epochs,
@@ -138,38 +138,38 @@ class RewardedAlgorithm(OnlineAlgorithm):
                 "use_on_policy_kl_approximation=true": loss.use_on_policy_kl_approximation,  # a weight of the KL's own gradient
                 "reference_policy_kl_type=k1": loss.reference_policy_kl_type == "k1",  # whose gradient is 0 on average
             }
-            for other in (other for other, there in contradictions.items() if there):
-                message = f"got estimate with loss_fn.{other}; expected kl. Try loss_fn.reference_policy_kl_gradient=kl"
+            for setting in (setting for setting, is_set in contradictions.items() if is_set):
+                message = f"got estimate with loss_fn.{setting}; expected kl. Try loss_fn.reference_policy_kl_gradient=kl"
                 yield Problem("loss_fn.reference_policy_kl_gradient", "contradiction", message)
         if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
             message = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
             yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)
 
     def _check_cispo(self) -> Iterator[Problem]:
-        for name, right, why in (
+        for name, required, reason in (
             ("disable_ppo_ratio", False, "needs the ratio"),
             ("force_on_policy_ratio", False, "needs a ratio other than 1"),
             ("sequence_level_importance_ratios", False, "weighs every token by its own ratio"),
             ("ratio_clip_c", None, "has no surrogate for a dual clip"),
             ("token_level_loss", True, "is a mean over tokens"),
         ):
-            if (got := getattr(self.recipe.loss_fn, name)) != right:
-                expected = "null" if right is None else str(right).lower()
-                message = f"got {str(got).lower()}; expected {expected} with loss_fn.use_cispo=true, which {why}"
+            if (value := getattr(self.recipe.loss_fn, name)) != required:
+                expected = "null" if required is None else str(required).lower()
+                message = f"got {str(value).lower()}; expected {expected} with loss_fn.use_cispo=true, which {reason}"
                 yield Problem(f"loss_fn.{name}", "contradiction", message)
 
     def _check_on_policy(self) -> Iterator[Problem]:
-        key, why = "loss_fn.force_on_policy_ratio", "expected one, since after it the policy is not the one that sampled. Try"
+        key, remedy = "loss_fn.force_on_policy_ratio", "expected 1, since an update changes the policy that sampled. Try"
         if self.updates_per_epoch > 1:
             size = f"policy.train_global_batch_size={self.samples_per_step}"
-            yield Problem(key, "contradiction", f"got true with {self.updates_per_epoch} updates in a step; {why} {size}")
+            yield Problem(key, "contradiction", f"got true with {self.updates_per_epoch} updates in a step; {remedy} {size}")
         if self.epochs > 1:
-            yield Problem(key, "contradiction", f"got true with {self.epochs} epochs in a step; {why} false")
+            yield Problem(key, "contradiction", f"got true with {self.epochs} epochs in a step; {remedy} false")
 
     def _check_generation_logprobs(self) -> Iterator[Problem]:
         """Yield each key that needs pi_old beside pi_generate, or no pi_old."""
         loss, threshold = self.recipe.loss_fn, self.section.seq_logprob_error_threshold
-        for key, given, right, why in (
+        for key, value, required, reason in (
             (
                 "loss_fn.use_importance_sampling_correction",
                 loss.use_importance_sampling_correction,
@@ -186,10 +186,10 @@ class RewardedAlgorithm(OnlineAlgorithm):
                 "it compares engines with the train ranks' old policy",
             ),
         ):
-            if given != right:
-                shown, expected = str(given).lower(), "null" if right is None else "false"
-                message = f"got {shown}; expected {expected} with loss_fn.use_generation_logprobs=true"
-                yield Problem(key, "contradiction", f"{message}: {why}. Try {key}={expected}")
+            if value != required:
+                text, expected = str(value).lower(), "null" if required is None else "false"
+                message = f"got {text}; expected {expected} with loss_fn.use_generation_logprobs=true"
+                yield Problem(key, "contradiction", f"{message}: {reason}. Try {key}={expected}")
 
     def _check_truncation(self) -> Iterator[Problem]:
         loss, key = self.recipe.loss_fn, "loss_fn.truncated_importance_sampling"

@@ -12,7 +12,7 @@ UNBOUNDED = 1_000_000  # steps, epochs or samples that are no limit; NeMo-RL's -
 
 
 def bound(number: int) -> int | None:
-    """Return a number of steps, epochs or samples; None if it is no limit."""
+    """Return a limit on steps, epochs or samples; None if the number stands for no limit."""
     return number if number < UNBOUNDED else None
 
 

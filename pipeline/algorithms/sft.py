@@ -1,6 +1,6 @@
 """SFT: supervised fine-tuning. The loss, `sft_loss` in loss.py, is the mean negative log-likelihood of the counted tokens.
 
-The data set decides which tokens count: those of the assistant's turns. Not supported: weights of examples.
+The data set decides which tokens count: the tokens of the assistant's turns. Not supported: weights of examples.
 """
 
 from __future__ import annotations

@@ -21,15 +21,16 @@ SECTION = "on_policy_distillation"
 
 def training_environments(recipe: Recipe) -> dict[str, str]:
     """Return the environments of the training data, each with the key of the first data set that has it."""
-    several, one = recipe.data.datasets, recipe.data.train
-    sets = {f"data.datasets.{name}": each for name, each in several.items()} or ({"data.train": one} if one else {})
-    return {each.env_name: key for key, each in reversed(list(sets.items())) if each.env_name is not None}
+    datasets, train = recipe.data.datasets, recipe.data.train
+    single = {"data.train": train} if train else {}
+    sets = {f"data.datasets.{name}": dataset for name, dataset in datasets.items()} or single
+    return {dataset.env_name: key for key, dataset in reversed(list(sets.items())) if dataset.env_name is not None}
 
 
 def teacher_by_environment(recipe: Recipe) -> dict[str, str]:
     """Return the name of the teacher of each environment of the training data that has one.
 
-    Of teachers with equal keys the first one scores the samples of all.
+    If teachers have equal keys, the first scores the samples of all of them.
     """
     teachers, default = recipe.on_policy_distillation.teachers, recipe.on_policy_distillation.default_teacher_alias
     aliases = {name: name if name in teachers else default for name in training_environments(recipe)}
@@ -70,9 +71,9 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     environments = training_environments(recipe)
     for name, key in environments.items():
         if name not in teachers and default is None:
-            message = f"has no teacher of {name}, the environment of {key}. Try {SECTION}.default_teacher_alias"
+            message = f"got no teacher of {name}, the environment of {key}. Try {SECTION}.default_teacher_alias"
             yield Problem(f"{SECTION}.teachers", "missing-value", message)
-    asked = {name if name in teachers else default for name in environments}
-    for name in teachers.keys() - asked:
+    assigned = {name if name in teachers else default for name in environments}
+    for name in teachers.keys() - assigned:
         message = f"got a teacher of {name}; expected an environment of the training data: {', '.join(environments)}"
         yield Problem(f"{SECTION}.teachers.{name}", "has-no-effect", message)

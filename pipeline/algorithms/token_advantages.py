@@ -50,8 +50,8 @@ def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[
     assert batch.old_values is not None
     rewards = _token_rewards(batch, loss)
     values = gather_counted(values_before(batch.old_values), batch)
-    after = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
-    errors = rewards + gae.gae_gamma * after - values
+    next_values = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
+    errors = rewards + gae.gae_gamma * next_values - values
     advantages = discounted_sums(errors, gae.gae_gamma * _policy_lambda(batch, gae))
     value_lambda = gae.gae_lambda if gae.gae_lambda_value is None else gae.gae_lambda_value
     returns = discounted_sums(errors, gae.gae_gamma * value_lambda) + values
@@ -63,9 +63,9 @@ def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
     rewards = torch.zeros_like(batch.advantages)
     if loss.use_kl_in_reward:
         rewards = -loss.reference_policy_kl_penalty * kl_in_reward(batch, loss)
-    found, sizes = gather_counted(rewards, batch), _sizes(batch)
-    found[torch.arange(len(sizes), device=sizes.device), (sizes - 1).clamp(min=0)] += torch.where(sizes > 0, batch.rewards, 0.0)
-    return found
+    grid, sizes = gather_counted(rewards, batch), _sizes(batch)
+    grid[torch.arange(len(sizes), device=sizes.device), (sizes - 1).clamp(min=0)] += torch.where(sizes > 0, batch.rewards, 0.0)
+    return grid
 
 
 def _policy_lambda(batch: PackedBatch, gae: GAEConfig) -> float | torch.Tensor:
@@ -91,16 +91,16 @@ def discounted_sums(terms: torch.Tensor, decay: float | torch.Tensor) -> torch.T
 def gather_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Gather each sequence's counted tokens from the left and pad with 0: `[T]` -> `[S, C]`, C the most of them, at least 1."""
     grid = _grid(batch)
-    found = values.new_zeros(grid.shape)
-    found[grid] = values[batch.loss_mask]
-    return found
+    padded = values.new_zeros(grid.shape)
+    padded[grid] = values[batch.loss_mask]
+    return padded
 
 
 def scatter_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Undo `gather_counted`; other tokens get 0: `[S, C]` -> `[T]`."""
-    found = values.new_zeros(len(batch.loss_mask))
-    found[batch.loss_mask] = values[_grid(batch)]
-    return found
+    packed = values.new_zeros(len(batch.loss_mask))
+    packed[batch.loss_mask] = values[_grid(batch)]
+    return packed
 
 
 def _grid(batch: PackedBatch) -> torch.Tensor:
@@ -119,9 +119,9 @@ def _sizes(batch: PackedBatch) -> torch.Tensor:
 
 def moments(batches: Sequence[PackedBatch]) -> Moments:
     """Return sums over the microbatches of one update on one data rank, in float64. `estimate` may have cleared a mask."""
-    counted = torch.cat([batch.advantages[batch.loss_mask] for batch in batches]).double()
+    advantages = torch.cat([batch.advantages[batch.loss_mask] for batch in batches]).double()
     sequences = sum(int(mask.any()) for batch in batches for mask in batch.loss_mask.split(batch.lengths))
-    return Moments(counted.sum().item(), counted.square().sum().item(), GlobalCounts(len(counted), sequences))
+    return Moments(advantages.sum().item(), advantages.square().sum().item(), GlobalCounts(len(advantages), sequences))
 
 
 def normalization(by_rank: Sequence[Sequence[Moments]], variance: Variance | None) -> AdvantageNormalization:

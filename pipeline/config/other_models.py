@@ -64,7 +64,7 @@ def critic(recipe: Recipe) -> PolicyConfig:
 def teachers(recipe: Recipe) -> dict[str, TeacherConfig]:
     """Return the teachers that train ranks load, by name: on_policy_distillation's, or `teacher` alone with the name ""."""
     needs, several = build(recipe).needs, recipe.on_policy_distillation.teachers
-    if needs.taught and several:
+    if needs.has_teachers and several:
         return {name: several[name] for name in loaded_teachers(recipe)}
     return {"": recipe.teacher} if needs.teacher_top_k else {}
 

@@ -82,13 +82,13 @@ class Buffer:
             raise ValueError(f"prompt {group.prompt.index} was complete already")
         live.group = group
 
-    def take(self, step: int, wanted: int) -> list[RolloutGroup] | None:
-        """Remove and return the groups that this step trains on; None while it must wait for one.
+    def take(self, step: int, count: int) -> list[RolloutGroup] | None:
+        """Remove and return the groups that this step trains on; None while it must wait for a group.
 
-        wanted: how many groups the step lacks. Returns fewer only if fewer are live.
+        count: how many groups the step lacks. Returns fewer only if fewer are live.
         """
-        chosen = self._choice(wanted)
-        if len(chosen) < min(wanted, len(self._live)) or not self._keeps_deadlines(chosen, step):
+        chosen = self._choice(count)
+        if len(chosen) < min(count, len(self._live)) or not self._keeps_deadlines(chosen, step):
             return None
         groups = [live.group for live in chosen if live.group is not None]
         if len(groups) < len(chosen):
@@ -97,14 +97,14 @@ class Buffer:
             del self._live[group.prompt.index]
         return groups
 
-    def stragglers(self, wanted: int) -> list[Prompt]:
+    def stragglers(self, count: int) -> list[Prompt]:
         """With `cut`, return the prompts to cut now so that the step can begin; each group once.
 
         The groups that replace discarded ones have just begun. They are not cut, because `straggler_share` of a few groups is
         less than one.
         """
-        late = [live for live in self._choice(wanted) if live.group is None]
-        if self._config.stragglers != "cut" or len(late) > self._config.straggler_share * wanted + 1e-9:
+        late = [live for live in self._choice(count) if live.group is None]
+        if self._config.stragglers != "cut" or len(late) > self._config.straggler_share * count + 1e-9:
             return []
         fresh = [live for live in late if not live.cut]
         for live in fresh:
@@ -112,8 +112,8 @@ class Buffer:
         return [live.prompt for live in fresh]
 
     def restore(self, live: Iterable[LiveGroup]) -> None:
-        """Make these the live groups, oldest first: those of before a step that did not train."""
-        self._live = {one.prompt.index: one for one in live}
+        """Make these the live groups, oldest first, as before a step that did not train."""
+        self._live = {group.prompt.index: group for group in live}
 
     def check(self, step: int) -> None:
         """Raise RecipeError if no order of training keeps all deadlines, as after a restart with other settings."""
@@ -126,21 +126,21 @@ class Buffer:
             )
             raise RecipeError(Problem(f"{self._key}.max_trajectory_age_steps", "run-exists", message))
 
-    def _choice(self, wanted: int) -> list[LiveGroup]:
-        """Return the oldest groups; with `keep`, the oldest complete ones."""
+    def _choice(self, count: int) -> list[LiveGroup]:
+        """Return the oldest groups; with `keep`, the oldest complete groups."""
         keep = self._config.stragglers == "keep"
-        return [live for live in self._live.values() if live.group is not None or not keep][:wanted]
+        return [live for live in self._live.values() if live.group is not None or not keep][:count]
 
     def _keeps_deadlines(self, chosen: list[LiveGroup], step: int) -> bool:
-        """Return whether later steps can still keep all deadlines if this one takes `chosen`."""
-        left: dict[int, int] = {}
+        """Return whether later steps can still keep all deadlines if this step takes `chosen`."""
+        by_deadline: dict[int, int] = {}
         for live in self._live.values():
-            left[live.begun + self.max_age] = left.get(live.begun + self.max_age, 0) + 1
+            by_deadline[live.begun + self.max_age] = by_deadline.get(live.begun + self.max_age, 0) + 1
         for live in chosen:
-            left[live.begun + self.max_age] -= 1
+            by_deadline[live.begun + self.max_age] -= 1
         due = 0
-        for deadline in sorted(left):
-            due += left[deadline]
+        for deadline in sorted(by_deadline):
+            due += by_deadline[deadline]
             if due > self._size * (deadline - step):
                 return False
         return True
@@ -150,7 +150,7 @@ def staleness(groups: Sequence[RolloutGroup], step: int, max_age: int) -> dict[s
     """Return mean and highest age over the tokens that the policy drew, and the number of tokens of each age up to `max_age`.
 
     The age of a token is the step minus the version of the weights that drew it. A rollout's first token is its oldest, so the
-    highest age is also that of the rollout that began first. Raises RuntimeError if it exceeds `max_age`, which the buffer
+    highest age is also the age of the rollout that began first. Raises RuntimeError if it exceeds `max_age`, which the buffer
     prevents.
     """
     tokens = [0] * (max_age + 1)
@@ -162,9 +162,9 @@ def staleness(groups: Sequence[RolloutGroup], step: int, max_age: int) -> dict[s
                     f"prompt {group.prompt.index}: got tokens of age {age} in step {step}; expected 0 to {max_age}"
                 )
             tokens[age] += span.tokens
-    drawn = max(1, sum(tokens))
+    total = max(1, sum(tokens))
     return {
-        "async/age_mean": sum(age * n for age, n in enumerate(tokens)) / drawn,
+        "async/age_mean": sum(age * n for age, n in enumerate(tokens)) / total,
         "async/age_max": float(max((age for age, n in enumerate(tokens) if n), default=0)),
         **{f"async/tokens_age_{age}": float(n) for age, n in enumerate(tokens)},
     }
@@ -205,10 +205,10 @@ def decode_groups(content: bytes) -> list[SavedGroup]:
 
 def resumed_metrics(groups: Sequence[SavedGroup]) -> dict[str, float]:
     """Return how many rollouts a restart keeps and how many it samples again."""
-    open_ = [sum(span.tokens for span in spans) for saved in groups for spans in saved.open.values()]
+    open_ = [sum(span.tokens for span in spans) for group in groups for spans in group.open.values()]
     redone = [tokens for tokens in open_ if tokens]
     return {
-        "async/resumed_rollouts_kept": float(sum(len(saved.rollouts) for saved in groups)),
+        "async/resumed_rollouts_kept": float(sum(len(group.rollouts) for group in groups)),
         "async/resumed_rollouts_redone": float(len(redone)),
         "async/resumed_tokens_redone": float(sum(redone)),
         "async/resumed_rollouts_not_begun": float(len(open_) - len(redone)),

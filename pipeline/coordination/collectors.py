@@ -91,7 +91,7 @@ class Collector(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: bytes, step: int) -> dict[str, float]:
-        """Resume the groups of `state_dict`, after the first refit. Return metrics of it, which are also logged.
+        """Resume the groups of `state_dict`, after the first refit. Return its metrics, which are also logged.
 
         Raises RecipeError if this recipe cannot resume them.
         """
@@ -102,22 +102,22 @@ class Collector(ABC):
         """Number of groups that were sent and not trained on."""
 
     def _sampled_metrics(self, sampled: list[RolloutGroup], selected: list[RolloutGroup], batches: float) -> dict[str, float]:
-        """Return metrics of all groups that a step sampled, and of those that it trains on.
+        """Return metrics of all groups that a step sampled, and of the groups that it trains on.
 
         batches: number of prompts, in multiples of a step's.
         """
-        wanted, values = self.prompts_per_step, rollout_metrics("train", sampled)
+        per_step, values = self.prompts_per_step, rollout_metrics("train", sampled)
         if len(selected) < len(sampled):
             values["train/dynamic_sampling_batches"] = float(batches)
-            values["train/dynamic_sampling_discarded"] = float(max(0, len(selected) - wanted))
-        if len(selected) >= wanted:
-            values["train/selected_reward"] = rollout_metrics("train", selected[:wanted])["train/reward"]
+            values["train/dynamic_sampling_discarded"] = float(max(0, len(selected) - per_step))
+        if len(selected) >= per_step:
+            values["train/selected_reward"] = rollout_metrics("train", selected[:per_step])["train/reward"]
         return values
 
-    def _refuse_to_go_on(self, taken: str, selected: int) -> None:
+    def _refuse_to_go_on(self, sampled: str, selected: int) -> None:
         """Raise RuntimeError: dynamic sampling does not fill a step."""
         raise RuntimeError(
-            f"{self._name}.dynamic_sampling_max_gen_batches: after {taken} only {selected} of {self.prompts_per_step} groups"
+            f"{self._name}.dynamic_sampling_max_gen_batches: after {sampled} only {selected} of {self.prompts_per_step} groups"
             f" have rewards that vary: the data are too easy or too hard for this policy, or"
             f" {self._name}.num_generations_per_prompt is too small"
         )
@@ -149,20 +149,20 @@ class SyncCollector(Collector):
 
     @override
     def collect(self, prompts: Prompts, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
-        wanted = self.prompts_per_step
+        per_step = self.prompts_per_step
         sampled: list[RolloutGroup] = []
         selected: list[RolloutGroup] = []
         batches = 0
         most = getattr(self._section, "dynamic_sampling_max_gen_batches", 1)
-        while self._batch and len(selected) < wanted:
+        while self._batch and len(selected) < per_step:
             groups = self._judge(self._dispatch.wait_for(self._batch, self._train.purpose))
             sampled, selected, batches = sampled + groups, selected + select(groups), batches + 1
-            self._batch = prompts.take(self.prompts_per_batch) if len(selected) < wanted else []
+            self._batch = prompts.take(self.prompts_per_batch) if len(selected) < per_step else []
             if self._batch:
                 if batches >= most:
                     self._refuse_to_go_on(f"{batches} batches of {self.prompts_per_batch} prompts", len(selected))
                 self.send(self._batch, step)
-        return selected[:wanted], self._sampled_metrics(sampled, selected, batches)
+        return selected[:per_step], self._sampled_metrics(sampled, selected, batches)
 
     def before_refit(self) -> None:
         """Do nothing, as no group is in progress."""
@@ -223,28 +223,28 @@ class AsyncCollector(Collector):
 
     @override
     def collect(self, prompts: Prompts, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
-        wanted = self.prompts_per_step
+        per_step = self.prompts_per_step
         sampled: list[RolloutGroup] = []
         selected: list[RolloutGroup] = []
-        before = [live for live in self._buffer.live if live.begun < step]
-        while len(selected) < wanted and (groups := self._next(step, wanted - len(selected))):
+        older = [live for live in self._buffer.live if live.begun < step]
+        while len(selected) < per_step and (groups := self._next(step, per_step - len(selected))):
             groups = self._judge(groups)
             chosen = select(groups)
             sampled, selected = sampled + groups, selected + chosen
             if passed_over := len(groups) - len(chosen):
-                if len(sampled) >= self._rewarded.dynamic_sampling_max_gen_batches * wanted:
+                if len(sampled) >= self._rewarded.dynamic_sampling_max_gen_batches * per_step:
                     self._refuse_to_go_on(f"{len(sampled)} prompts", len(selected))
                 self.send(prompts.take(passed_over), step)
-        if len(selected) < wanted:  # the data have ended; the checkpoint keeps the groups of before this step
-            self._buffer.restore(before)
-        values = self._sampled_metrics(sampled, selected, len(sampled) / wanted)
+        if len(selected) < per_step:  # the data have ended; the checkpoint keeps the groups of before this step
+            self._buffer.restore(older)
+        values = self._sampled_metrics(sampled, selected, len(sampled) / per_step)
         return selected, values | staleness(selected, step, self._buffer.max_age) | self._buffer_metrics()
 
-    def _next(self, step: int, wanted: int) -> list[RolloutGroup]:
+    def _next(self, step: int, count: int) -> list[RolloutGroup]:
         """Return groups for the step; none if the data have ended."""
         self._receive(block=False)
-        while (groups := self._buffer.take(step, wanted)) is None:
-            if late := self._buffer.stragglers(wanted):
+        while (groups := self._buffer.take(step, count)) is None:
+            if late := self._buffer.stragglers(count):
                 self._dispatch.cut(late)
             self._receive(block=not late)  # `cut` has received messages, perhaps the last ones
         return groups
@@ -256,14 +256,14 @@ class AsyncCollector(Collector):
 
     def _buffer_metrics(self) -> dict[str, float]:
         """Return metrics of the buffer at the time when the step begins to learn."""
-        live, answered = self._buffer.live, self._dispatch.take_answered()
-        fewest, most = min(answered), max(answered)
+        live, received = self._buffer.live, self._dispatch.take_received_counts()
+        fewest, most = min(received), max(received)
         return {
             "async/groups_live": float(len(live)),
-            "async/groups_complete": float(sum(one.group is not None for one in live)),
+            "async/groups_complete": float(sum(group.group is not None for group in live)),
             "async/groups_per_engine_min": float(fewest),  # received since the last step
             "async/groups_per_engine_max": float(most),
-            "async/engine_with_fewest": float(answered.index(fewest)),
+            "async/engine_with_fewest": float(received.index(fewest)),
             "time/wait": self._dispatch.take_waited_s(),  # part of time/rollout and time/validation
         }
 
@@ -279,15 +279,15 @@ class AsyncCollector(Collector):
         self._receive(block=False)
         samples = range(self._train.samples)
 
-        def saved(prompt: Prompt, begun: int, group: RolloutGroup | None, state: UnfinishedGroup | None) -> SavedGroup:
+        def save_group(prompt: Prompt, begun: int, group: RolloutGroup | None, state: UnfinishedGroup | None) -> SavedGroup:
             if group:
                 return SavedGroup(prompt, begun, dict(enumerate(group.rollouts)), {})
             assert state is not None  # every group that is not complete is in progress
-            finished, drawn = state.finished, state.open
-            return SavedGroup(prompt, begun, finished, {i: drawn.get(i, []) for i in samples if i not in finished})
+            finished, spans = state.finished, state.open
+            return SavedGroup(prompt, begun, finished, {i: spans.get(i, []) for i in samples if i not in finished})
 
         return encode_groups(
-            [saved(live.prompt, live.begun, live.group, unfinished.get(live.prompt.index)) for live in self._buffer.live]
+            [save_group(live.prompt, live.begun, live.group, unfinished.get(live.prompt.index)) for live in self._buffer.live]
         )
 
     @override
@@ -306,14 +306,14 @@ class AsyncCollector(Collector):
             if saved.group:
                 self._buffer.complete(saved.group)
         self._buffer.check(step)
-        again = [saved for saved in groups if not saved.group]
+        unfinished = [saved for saved in groups if not saved.group]
         self._dispatch.send(
-            [saved.prompt for saved in again], self._train, {saved.prompt.index: saved.rollouts for saved in again}
+            [saved.prompt for saved in unfinished], self._train, {saved.prompt.index: saved.rollouts for saved in unfinished}
         )
         values = resumed_metrics(groups)
-        kept, redone, tokens, rest = map(int, values.values())
+        kept, redone, tokens, unsent = map(int, values.values())
         logger.info(
-            f"resumed: {kept} finished rollouts kept, {redone} redone (of which {tokens} tokens had been drawn), {rest} not"
+            f"resumed: {kept} finished rollouts kept, {redone} redone (of which {tokens} tokens had been drawn), {unsent} not"
             " begun yet"
         )
         return values
@@ -330,9 +330,9 @@ def build(
 
     name: of the section in the recipe. engines: one group of ranks for each. judge: None if no model gives rewards.
     """
-    own: AsyncConfig | None = getattr(section, f"async_{name}", None)
-    ahead = own or AsyncConfig()
-    failures = FailureMonitor(ahead.max_generation_failures, f"{section_of(name)}.max_generation_failures" if own else "env")
+    keys: AsyncConfig | None = getattr(section, f"async_{name}", None)
+    ahead = keys or AsyncConfig()
+    failures = FailureMonitor(ahead.max_generation_failures, f"{section_of(name)}.max_generation_failures" if keys else "env")
     dispatch = Dispatcher(engines, section.seed, section.max_rollout_turns, failures)
     validation = RolloutSpec("val", section.val_num_generations_per_prompt, sampling(generation, "val_"), urgent=True)
     apart = ahead.enabled and ahead.stragglers == "cut"

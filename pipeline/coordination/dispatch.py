@@ -37,7 +37,7 @@ class RolloutSpec:
 
 @dataclass
 class SentMessage:
-    """One message, and the groups of it that have not come back."""
+    """A message to an engine, and its groups that have not come back."""
 
     engine: int
     spec: RolloutSpec
@@ -59,14 +59,14 @@ class Dispatcher:
         self._sent: dict[int, SentMessage] = {}  # by work number
         self._received: dict[str, list[RolloutGroup]] = {}  # by purpose
         self._waited_s = 0.0
-        self._answered = [0] * len(engines)  # groups received, by engine
+        self._received_counts = [0] * len(engines)  # groups received, by engine
 
     @property
     def outstanding(self) -> list[int]:
         """Number of episodes, by engine, in groups that have not come back."""
         episodes = [0] * len(self._engines)
-        for sent in self._sent.values():
-            episodes[sent.engine] += len(sent.open) * sent.spec.samples
+        for message in self._sent.values():
+            episodes[message.engine] += len(message.open) * message.spec.samples
         return episodes
 
     def send(self, prompts: Sequence[Prompt], spec: RolloutSpec, finished: FinishedRollouts | None = None) -> None:
@@ -95,7 +95,7 @@ class Dispatcher:
             spec.sampling,
             self._max_turns,
             spec.urgent,
-            {place: finished[prompt.index] for place, prompt in enumerate(prompts) if prompt.index in finished},
+            {i: finished[prompt.index] for i, prompt in enumerate(prompts) if prompt.index in finished},
         )
         future = self._engines[engine].call(GenerateRole.rollout, work)
         self._sent[number] = SentMessage(engine, spec, prompts, future, set(range(len(prompts))))
@@ -105,29 +105,29 @@ class Dispatcher:
 
         Raises RuntimeError if too many episodes failed.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         while self._engines[0].receive_replies(block=block):  # replies of any engine
             block = False
-        self._waited_s += time.perf_counter() - begun
-        for number, sent in list(self._sent.items()):
-            for _, parts in sent.future.take():
+        self._waited_s += time.perf_counter() - start
+        for number, message in list(self._sent.items()):
+            for _, parts in message.future.take():
                 for part in parts:
-                    sent.open.remove(part.place)
-                    self._answered[sent.engine] += 1
+                    message.open.remove(part.place)
+                    self._received_counts[message.engine] += 1
                     if self._failures:
                         self._failures.record(part.group)
-                    self._received.setdefault(sent.spec.purpose, []).append(part.group)
-            if not sent.open:
+                    self._received.setdefault(message.spec.purpose, []).append(part.group)
+            if not message.open:
                 del self._sent[number]
 
     def take(self, purpose: str) -> list[RolloutGroup]:
         """Return the groups received since the last call, in the order of completion."""
         return self._received.pop(purpose, [])
 
-    def take_answered(self) -> list[int]:
+    def take_received_counts(self) -> list[int]:
         """Return the number of groups, by engine, received since the last call."""
-        answered, self._answered = self._answered, [0] * len(self._engines)
-        return answered
+        counts, self._received_counts = self._received_counts, [0] * len(self._engines)
+        return counts
 
     def take_waited_s(self) -> float:
         """Return the seconds that rank 0 has waited in `receive` since the last call."""
@@ -136,15 +136,15 @@ class Dispatcher:
 
     def wait_for(self, prompts: Sequence[Prompt], purpose: str) -> list[RolloutGroup]:
         """Return the prompts' groups, in their order. No other group of this purpose may be in progress."""
-        came: list[RolloutGroup] = []
-        while len(came) < len(prompts):
+        received: list[RolloutGroup] = []
+        while len(received) < len(prompts):
             self.receive()
-            came += self.take(purpose)
-        groups = {group.prompt.index: group for group in came}
+            received += self.take(purpose)
+        groups = {group.prompt.index: group for group in received}
         return [groups[prompt.index] for prompt in prompts]
 
     def drain(self) -> None:
-        """Wait until every episode that has begun has ended. No other begins before the next version is served."""
+        """Wait until every episode that has begun has ended. No episode begins before the next version is served."""
         for draining in [engine.call(GenerateRole.drain) for engine in self._engines]:
             draining.result()
         self.receive(block=False)
@@ -155,8 +155,8 @@ class Dispatcher:
         for number, engine in enumerate(self._engines):
             works = [
                 key
-                for key, sent in self._sent.items()
-                if sent.engine == number and sent.spec.apart and sent.prompts[0].index in indexes
+                for key, message in self._sent.items()
+                if message.engine == number and message.spec.apart and message.prompts[0].index in indexes
             ]
             if works:
                 engine.call(GenerateRole.cut, works).result()
@@ -167,12 +167,12 @@ class Dispatcher:
         Receives groups that complete meanwhile.
         """
         replies = [
-            reply for asked in [engine.call(GenerateRole.snapshot) for engine in self._engines] for reply in asked.result()
+            reply for future in [engine.call(GenerateRole.snapshot) for engine in self._engines] for reply in future.result()
         ]
         self.receive(block=False)
-        stands = {}
-        for unfinished in (one for reply in replies for one in reply):
-            sent = self._sent.get(unfinished.number)
-            if sent and sent.spec.purpose == purpose and unfinished.place in sent.open:
-                stands[sent.prompts[unfinished.place].index] = unfinished
-        return stands
+        states = {}
+        for unfinished in (group for reply in replies for group in reply):
+            message = self._sent.get(unfinished.number)
+            if message and message.spec.purpose == purpose and unfinished.place in message.open:
+                states[message.prompts[unfinished.place].index] = unfinished
+        return states

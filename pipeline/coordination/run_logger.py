@@ -51,7 +51,7 @@ class RunLogger:
         self.metrics = Metrics(self._folder, self._recipe.logger, after_step, self._retry, self._key)
         return self.metrics
 
-    def learned(self, samples: Sequence[Sample], models: Sequence[str], estimates: bool) -> None:
+    def note_learning(self, samples: Sequence[Sample], models: Sequence[str], estimates: bool) -> None:
         """Remember what the train ranks learn from in this step. estimates: whether they compute the advantages."""
         if self._monitor:
             self._monitor.learned(samples, models)

@@ -43,8 +43,8 @@ class RunProgress:
         """Return whether another step follows `step` steps, if the data suffice."""
         return step < self._section.max_num_steps and not self.early_stop.reason
 
-    def stepped(self, values: dict[str, float]) -> None:
-        """Note the metrics of a step: its duration tells whether there is time for another one."""
+    def note_step(self, values: dict[str, float]) -> None:
+        """Note the metrics of a step: its duration tells whether there is time for another step."""
         self._deadline.stepped(values)
 
     def must_leave(self) -> bool:
@@ -52,20 +52,20 @@ class RunProgress:
 
         Raises NothingSaved if it cannot be saved.
         """
-        why = self._deadline.why_leave()
-        if why is None:
+        reason = self._deadline.why_leave()
+        if reason is None:
             return False
         if not self._recipe.checkpointing.enabled:
-            raise NothingSaved(f"{why}: the run ends without having saved anything, because checkpointing.enabled is false")
+            raise NothingSaved(f"{reason}: the run ends without having saved anything, because checkpointing.enabled is false")
         self._saver.finish()
-        self._attempt.ask_requeue(why)
-        self.left = why
-        logger.info("leaving: %s", why)
+        self._attempt.ask_requeue(reason)
+        self.left = reason
+        logger.info("leaving: %s", reason)
         return True
 
-    def validated(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a validation, after the early stop has read them. Raises RecipeError if it misses its own."""
-        self.early_stop.validated(values)
+    def note_validation(self, values: dict[str, float]) -> dict[str, float]:
+        """Return a validation's metrics, after the early stop has read them. Raises RecipeError if its metric is missing."""
+        self.early_stop.record_validation(values)
         return values
 
     def data_ended(self, step: int, left_over: int) -> dict[str, float]:
@@ -73,21 +73,21 @@ class RunProgress:
 
         Raises RecipeError if there was no step at all.
         """
-        supply = epochs.of_taken(self._recipe, left_over)
+        supply = epochs.of_ended_data(self._recipe, left_over)
         if step == 0 and (problem := supply.problem()):
             raise RecipeError(problem)
-        what = "the data end after step %d; the last %d records fill no step of %d and are not used"
-        logger.info(what, step, left_over, supply.per_step)
+        message = "the data end after step %d; the last %d records fill no step of %d and are not used"
+        logger.info(message, step, left_over, supply.per_step)
         return {LEFT_OVER: float(left_over)} if left_over else {}
 
-    def step_not_full(self, step: int, groups: int, wanted: int) -> None:
-        """Log that the data have ended within a step, after `step` others. Raises RecipeError if there was no other."""
-        what = f"the data end before step {step + 1} is full: only {groups} of {wanted} groups have rewards that vary"
+    def step_not_full(self, step: int, groups: int, per_step: int) -> None:
+        """Log that the data have ended within a step, after `step` full steps. Raises RecipeError if no step was full."""
+        message = f"the data end before step {step + 1} is full: only {groups} of {per_step} groups have rewards that vary"
         if step == 0:
-            raise RecipeError(Problem("data", "too-few-records", f"{what}. {NO_VARIATION}"))
-        logger.info("%s, and they are not used", what)
+            raise RecipeError(Problem("data", "too-few-records", f"{message}. {NO_VARIATION}"))
+        logger.info("%s, and they are not used", message)
 
-    def ended(self, step: int) -> None:
+    def note_early_stop(self, step: int) -> None:
         """Note whether the run stops early, after `step` steps."""
         if not self.left and step < self._section.max_num_steps and self.early_stop.reason:
             self.stopped = self.early_stop.reason
@@ -95,11 +95,11 @@ class RunProgress:
 
 
 def dropped_records(data: Stream | Mixture) -> dict[str, float]:
-    """Return the metric of the records that the data have skipped up to their position; none if there are none."""
+    """Return the metric of the records that the data have skipped up to their position; {} if no record was skipped."""
     return {DROPPED: float(data.dropped)} if data.dropped else {}
 
 
 def validates(section: OnlineConfig | OfflineConfig, step: int, last: bool) -> bool:
-    """Return whether to validate after a step. last: whether it is the run's last one."""
+    """Return whether to validate after a step. last: whether it is the run's last step."""
     begins = step >= section.val_start_at if isinstance(section, OnlineConfig) else True
     return (section.val_period > 0 and step % section.val_period == 0 and begins) or (section.val_at_end and last)

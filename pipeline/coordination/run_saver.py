@@ -64,7 +64,7 @@ class RunSaver:
         return {} if save_s is None else {"time/save": save_s}
 
     def step_ended(self, step: int, last: bool, state: dict[str, Any], values: dict[str, float]) -> None:
-        """Save a step if it is due, or else be ready to. last: whether it is the run's last one."""
+        """Save a step if that is due; otherwise keep its state for `finish`. last: whether it is the run's last step."""
         self.settle()
         self._unsaved = functools.partial(self.save, step, state, values)
         if self._config.enabled and (last or step % self._config.save_period == 0):
@@ -105,9 +105,9 @@ class RunSaver:
         """Complete the checkpoint under way if all ranks have written it. wait: until they have."""
         if self._unsettled:
             with self._checkpoints.discarding():
-                written = self._train.call(TrainRole.written, wait).result()
-            complete = [digests for digests in written if digests is not None]
-            if len(complete) == len(written):
+                replies = self._train.call(TrainRole.written, wait).result()
+            complete = [digests for digests in replies if digests is not None]
+            if len(complete) == len(replies):
                 self._unsettled({name: digest for digests in complete for name, digest in digests.items()})
                 self._unsettled = None
 
@@ -116,12 +116,12 @@ class RunSaver:
         if not (name := self._config.metric_name):
             return None
         key = name.replace(":", "/", 1)
-        validated = not key.startswith("val/") or any(each.startswith("val/") for each in values)
-        why = "" if validated else ", which was not validated,"
-        if key not in values and why not in self._warned:
-            self._warned.add(why)
+        validated = not key.startswith("val/") or any(metric.startswith("val/") for metric in values)
+        note = "" if validated else ", which was not validated,"
+        if key not in values and note not in self._warned:
+            self._warned.add(note)
             logger.warning(
                 "checkpointing.metric_name: got %s, but the metrics of step %d%s have no %s, so its checkpoint ranks last."
-                " There are: %s", name, step, why, key, ", ".join(sorted(values))
+                " There are: %s", name, step, note, key, ", ".join(sorted(values))
             )  # fmt: skip
         return values.get(key)

@@ -48,14 +48,14 @@ Encode = Callable[[Prompt, Rollout], np.ndarray]
 class Scoring:
     """Sets the rewards of groups to the reward model's scores."""
 
-    def __init__(self, recipe: Recipe, score: Score, places: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
-        """Score by `score` on ranks that are at `places`. tokenizer: the policy's."""
+    def __init__(self, recipe: Recipe, score: Score, data_ranks: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
+        """Score by `score` on ranks with these data-parallel ranks. tokenizer: the policy's."""
         environment = config.reward_environment(recipe)
         assert environment is not None  # only such recipes are scored
         self._environment = environment
         self._model = config.reward_model_policy(recipe)
         self._score_on_ranks = score
-        self._places = places
+        self._places = data_ranks
         self._encode = _encoder(recipe, self._model, self._environment, tokenizer)
         self._lowest = math.nan  # finite score of the last call that had any
 
@@ -73,7 +73,7 @@ class Scoring:
         lowest = self._lowest = min(filter(is_reward, scores), default=self._lowest)
         rewarded = iter(
             [
-                self._rewarded(prompt, rollout, score, lowest, len(tokens) > limit)
+                self._set_reward(prompt, rollout, score, lowest, len(tokens) > limit)
                 for (prompt, rollout), tokens, score in zip(judged, sequences, scores, strict=True)
             ]
         )
@@ -87,7 +87,7 @@ class Scoring:
     def _is_scored(self, group: RolloutGroup) -> bool:
         return group.prompt.environment == self._environment
 
-    def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, lowest: float, truncated: bool) -> Rollout:
+    def _set_reward(self, prompt: Prompt, rollout: Rollout, score: float, lowest: float, truncated: bool) -> Rollout:
         broke = "" if is_reward(score) else f"the reward model scores it {score}"
         if broke and not math.isfinite(lowest):
             raise ValueError(
@@ -105,10 +105,10 @@ class Scoring:
         bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, self._model.logprob_batch_size)
         plan = plan_microbatches([len(tokens) for tokens in sequences], self._places[0].size, *bounds)
         works = [ScoreWork([[sequences[i] for i in members] for members in microbatches]) for microbatches in plan]
-        replies = self._score_on_ranks([works[place.rank] for place in self._places]).result()
+        replies = self._score_on_ranks([works[data_rank.rank] for data_rank in self._places]).result()
         scores = [math.nan] * len(sequences)
-        for place, reply in zip(self._places, replies, strict=True):  # ranks that share a place reply the same
-            for i, score in zip(itertools.chain(*plan[place.rank]), reply, strict=True):
+        for data_rank, reply in zip(self._places, replies, strict=True):  # ranks that share a data rank reply the same
+            for i, score in zip(itertools.chain(*plan[data_rank.rank]), reply, strict=True):
                 scores[i] = score
         return scores
 
@@ -116,27 +116,27 @@ class Scoring:
 # ---- the reward model's input -------------------------------------------------------------------------------------------
 
 
-def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTrainedTokenizerBase) -> Encode:
-    """Return the function that encodes rollouts. Raises RecipeError if a needed chat template is missing."""
-    chat, theirs = recipe.data.apply_chat_template, load_tokenizer(model.tokenizer)
-    if _same_tokens(ours, theirs, recipe.policy.tokenizer, model.tokenizer, chat):
+def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, policy: PreTrainedTokenizerBase) -> Encode:
+    """Return the function that encodes rollouts. policy: its tokenizer. Raises RecipeError if a chat template is missing."""
+    chat, reward = recipe.data.apply_chat_template, load_tokenizer(model.tokenizer)
+    if _same_tokens(policy, reward, recipe.policy.tokenizer, model.tokenizer, chat):
         return lambda prompt, rollout: np.concatenate([prompt.tokens, rollout.tokens])
-    if chat and not theirs.chat_template:
-        message = f"got none, and {model.tokenizer.name} has none; expected one, as the policy has another tokenizer"
+    if chat and not reward.chat_template:
+        message = f"got null, and {model.tokenizer.name} has no chat template; expected one, as the policy's tokenizer differs"
         raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
     if chat:
-        check_template(theirs, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
-    template = ChatTemplate(theirs, model.tokenizer.chat_template_kwargs)
-    return _Retokenizer(environment, ours, theirs, chat, template, PlainText(theirs), SpecialTokenEscaper(theirs))
+        check_template(reward, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
+    template = ChatTemplate(reward, model.tokenizer.chat_template_kwargs)
+    return _Retokenizer(environment, policy, reward, chat, template, PlainText(reward), SpecialTokenEscaper(reward))
 
 
 def _same_tokens(
-    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, our: TokenizerConfig, their: TokenizerConfig, chat: bool
+    policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, our: TokenizerConfig, their: TokenizerConfig, chat: bool
 ) -> bool:
-    if ours.get_vocab() != theirs.get_vocab():
+    if policy.get_vocab() != reward.get_vocab():
         return False
     options = their.chat_template_kwargs in (None, our.chat_template_kwargs)
-    return not chat or (ours.chat_template == theirs.chat_template and options)
+    return not chat or (policy.chat_template == reward.chat_template and options)
 
 
 @dataclass(frozen=True)
@@ -144,19 +144,19 @@ class _Retokenizer:
     """Tokenizes a conversation with the reward model's own tokenizer."""
 
     environment: str
-    ours: PreTrainedTokenizerBase
-    theirs: PreTrainedTokenizerBase
+    policy: PreTrainedTokenizerBase
+    reward: PreTrainedTokenizerBase
     chat: bool
     template: ChatTemplate
     plain: PlainText
-    escaper: SpecialTokenEscaper  # of `theirs`: special tokens that the policy writes as text stay text
+    escaper: SpecialTokenEscaper  # of `reward`: special tokens that the policy writes as text stay text
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
         if len(rollout.turns) > 1:
             turns = len(rollout.turns)
             message = f"got an episode of {turns} turns; expected 1. Try a reward model with the policy's tokenizer"
             raise RecipeError(Problem(f"env.{self.environment}", "unsupported", message))
-        answer = self.escaper.escape(text_before_stop(self.ours, rollout.tokens.tolist(), rollout.stop))
+        answer = self.escaper.escape(text_before_stop(self.policy, rollout.tokens.tolist(), rollout.stop))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
             text = self.template.text(messages, **prompt.task.get("template_options", {}))
@@ -170,7 +170,7 @@ class _Retokenizer:
 
     @property
     def _special(self) -> tuple[str, ...]:
-        return tuple(token.content for token in self.theirs.added_tokens_decoder.values() if token.special)
+        return tuple(token.content for token in self.reward.added_tokens_decoder.values() if token.special)
 
     def _task(self, prompt: Prompt, key: str) -> Any:
         if key not in prompt.task:

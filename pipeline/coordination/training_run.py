@@ -37,7 +37,7 @@ class TrainingRun:
 
     recipe: Recipe
     train: RpcGroup[TrainRole]
-    places: list[DataParallelRank]  # of the train ranks
+    data_ranks: list[DataParallelRank]  # of the train ranks
     colocation: Colocation
     checkpoints: Checkpoints
     attempt: Attempt
@@ -104,14 +104,14 @@ class TrainingRun:
         go on.
         """
         section = config.section(self.recipe)
-        ended = left_over if step < section.max_num_steps else None
-        last = step >= section.max_num_steps or ended is not None
+        unused = left_over if step < section.max_num_steps else None
+        last = step >= section.max_num_steps or unused is not None
         if self.validate and validates(section, step, last):
             values |= self.validate()
         clocks = self.logger.metrics.take_clocks()
         values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]} | self.timeline.step_ended(step)
-        if ended is not None:
-            values |= self.progress.data_ended(step, ended) | dropped_records(self.data)
+        if unused is not None:
+            values |= self.progress.data_ended(step, unused) | dropped_records(self.data)
         self.log_and_save(step, last or bool(self.progress.early_stop.reason), position, values, groups)
 
     def log_and_save(
@@ -122,19 +122,19 @@ class TrainingRun:
         values: dict[str, float],
         groups: list[RolloutGroup] | None = None,
     ) -> None:
-        """Log a step, and save it when due. last: whether it is the run's last one."""
+        """Log a step, and save it when due. last: whether it is the run's last step."""
         values = values | self.saver.take_duration()  # of the previous checkpoint
         self.startup.end()
         self.attempt.check()
         values = self.logger.step_ended(step, values, groups)
-        self.progress.stepped(values)
+        self.progress.note_step(values)
         stopping = self.progress.early_stop.state_dict()
         state = {"stream": position, "early_stop": stopping, "steer": self.steering.state_dict()}
         self.saver.step_ended(step, last, state, values)
 
     def finish(self, step: int) -> None:
         """Save the last step, if it is not saved: the data may end before a due save. Then close what is open."""
-        self.progress.ended(step)
+        self.progress.note_early_stop(step)
         self.saver.finish()
         self.logger.wait_for_rollouts()
         if not self.progress.left:

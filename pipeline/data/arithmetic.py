@@ -35,8 +35,8 @@ def products(split: str, size: int, seed: int, digits: int = 2, asks: float = 1.
         a, b = (draw.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
         if (split == "validation") != (zlib.crc32(f"{a}*{b}".encode()) % VALIDATION_SHARE == 0):
             continue
-        places = len(str(a * b))
-        guess = str(draw.randrange(10 ** (places - 1), 10**places))
+        width = len(str(a * b))
+        guess = str(draw.randrange(10 ** (width - 1), 10**width))
         output = f"[{a}*{b}]{a * b};{a * b}" if draw.random() < asks else guess
         records.append({"input": f"{a}*{b}=", "output": output, "answer": str(a * b)})
     return records

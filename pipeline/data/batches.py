@@ -8,24 +8,24 @@ from pipeline.types import DataParallelRank, GlobalCounts, Sample, Update
 
 
 def split_batch(
-    samples: list[Sample], policy: PolicyConfig, places: list[DataParallelRank], update_size: int, sequences_per_item: int = 1
+    samples: list[Sample], policy: PolicyConfig, ranks: list[DataParallelRank], update_size: int, sequences_per_item: int = 1
 ) -> list[list[Update]]:
-    """Return the updates of each train rank, of `update_size` items over all ranks; equal `places` share one list.
+    """Return the updates of each train rank, of `update_size` items over all ranks; equal `ranks` share one list.
 
     An item is `sequences_per_item` consecutive samples (2: the answers of a pair), which stay together in one microbatch.
     policy.train_micro_batch_size and logprob_batch_size count items too. Raise ValueError if the samples do not divide into
     updates.
     """
     if len(samples) % (update_size * sequences_per_item):
-        what = f" of {sequences_per_item} samples each" if sequences_per_item > 1 else ""
-        raise ValueError(f"{len(samples)} samples cannot be cut into updates of {update_size}{what}")
+        detail = f" of {sequences_per_item} samples each" if sequences_per_item > 1 else ""
+        raise ValueError(f"{len(samples)} samples cannot be cut into updates of {update_size}{detail}")
     items = [samples[i : i + sequences_per_item] for i in range(0, len(samples), sequences_per_item)]
     updates = [
-        _split_update(items[i : i + update_size], sequences_per_item, policy, places[0].size)
+        _split_update(items[i : i + update_size], sequences_per_item, policy, ranks[0].size)
         for i in range(0, len(items), update_size)
     ]
-    shares = [[update[data_rank] for update in updates] for data_rank in range(places[0].size)]
-    return [shares[data_parallel.rank] for data_parallel in places]
+    shares = [[update[data_rank] for update in updates] for data_rank in range(ranks[0].size)]
+    return [shares[data_parallel.rank] for data_parallel in ranks]
 
 
 def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:

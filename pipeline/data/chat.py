@@ -207,9 +207,9 @@ def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
     None also if that token has another meaning, like GPT-2's <|endoftext|>.
     """
-    others = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    special_ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     unknown: Any = tokenizer.unk_token_id  # typed as for a batch of ids
-    return None if unknown in others else unknown
+    return None if unknown in special_ids else unknown
 
 
 def _read_prompt_file(path: str) -> str:

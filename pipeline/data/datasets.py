@@ -151,8 +151,8 @@ class JSONLRecords(Sequence):
         self._begins, self._sizes, self._lines = array("q"), array("q"), array("q")
         begin = 0
         for number, line in enumerate(user_files.lines(self._file, cut=drops), 1):
-            if number == 1 and (other := user_files.other_format(line)):
-                raise ValueError(f"{path}: {other}")
+            if number == 1 and (problem := user_files.other_format(line)):
+                raise ValueError(f"{path}: {problem}")
             overlong = len(line) > user_files.MAX_LINE
             if overlong or line.strip():
                 if not drops:

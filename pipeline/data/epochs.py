@@ -17,7 +17,7 @@ class Supply:
     """The records of a whole run, and how its steps take them."""
 
     total: int | None  # records of all epochs and training sets; None: without an end
-    told: str  # where they come from, for a message
+    source: str  # of the records, for a message
     per_step: int
     batch_key: str  # the key that sets per_step
     epochs_key: str
@@ -38,7 +38,7 @@ class Supply:
             return None
         smaller = f", or {self.batch_key}={self.total}" if self.total else ""
         message = (
-            f"got {self.told}; expected at least {self.per_step}, the records of one step ({self.batch_key})."
+            f"got {self.source}; expected at least {self.per_step}, the records of one step ({self.batch_key})."
             f" Try more records, a higher {self.epochs_key}{smaller}"
         )
         return Problem("data", "too-few-records", message)
@@ -56,9 +56,9 @@ def of_records(recipe: Recipe, records: int) -> Supply:
     return _supply(recipe, None if epochs is None else records * epochs, source)
 
 
-def of_taken(recipe: Recipe, taken: int) -> Supply:
-    """Return the supply of a run whose data have ended. taken: records that they had, in all epochs."""
-    return _supply(recipe, taken, f"{taken:,} records in all epochs")
+def of_ended_data(recipe: Recipe, records: int) -> Supply:
+    """Return the supply of a run whose data have ended. records: the number that they had, in all epochs."""
+    return _supply(recipe, records, f"{records:,} records in all epochs")
 
 
 def _supply(recipe: Recipe, total: int | None, source: str) -> Supply:

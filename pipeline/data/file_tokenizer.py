@@ -68,8 +68,8 @@ class FileTokenizer:
             path = f"{self.name_or_path}/{SETTINGS}"
             raise RecipeError(Problem(path, "bad-format", f"added_tokens_decoder: {error}")) from None
         tokens += [library.AddedToken(text, special=True) for text in named]
-        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        if missing := [token for token in tokens if token.content not in known]:
+        present = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        if missing := [token for token in tokens if token.content not in present]:
             self._tokenizer = library.Tokenizer.from_str(self._tokenizer.to_str())  # others share the one that was read
             self._tokenizer.add_tokens(missing)
 

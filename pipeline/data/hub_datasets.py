@@ -19,10 +19,10 @@ Record = dict[str, Any]
 
 def named_rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
     """Return the rows of a named data set, its subsets concatenated."""
-    known = NAMED_DATASETS[name]
+    description = NAMED_DATASETS[name]
     parts: list[Any] = [
-        _load(known.repository, subset, dataset.split or known.split, dataset.kwargs)
-        for subset in ((dataset.subset,) if dataset.subset else known.subsets or (None,))
+        _load(description.repository, subset, dataset.split or description.split, dataset.kwargs)
+        for subset in ((dataset.subset,) if dataset.subset else description.subsets or (None,))
     ]
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
@@ -45,10 +45,10 @@ def data_files(name: str, dataset: DatasetConfig) -> Sequence[str]:
         return ()
     options = {"name": dataset.subset, **dataset.kwargs} if dataset.subset else dataset.kwargs
     try:
-        found: Any = datasets.load_dataset_builder(name, **options).config.data_files
+        files: Any = datasets.load_dataset_builder(name, **options).config.data_files
     except (OSError, ValueError):  # a folder of save_to_disk, say
         return ()
-    return (found or {}).get(dataset.split or "train", ())
+    return (files or {}).get(dataset.split or "train", ())
 
 
 def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> Sequence[Record]:
@@ -57,12 +57,12 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
     Without a network `load_dataset` only finds data sets that it has prepared itself, not those of `hf download`. Raise
     RecipeError if there is no such data set, subset or split.
     """
-    where = name if Path(name).is_dir() else _snapshot(name, kwargs.get("revision")) or name
-    if where != name:
+    source = name if Path(name).is_dir() else _snapshot(name, kwargs.get("revision")) or name
+    if source != name:
         kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
     options = {"name": subset, **kwargs} if subset else kwargs
     try:
-        return datasets.load_dataset(where, split=split, **options)
+        return datasets.load_dataset(source, split=split, **options)
     except (ConnectionError, FileNotFoundError) as error:
         meant = f"; did you mean {close}?" if (close := nearest_dataset(name)) else ""
         message = f"'{name}' is neither a folder nor in the local caches: {error}{meant}"

@@ -75,8 +75,8 @@ class Mixture(Generic[Item]):
     def take(self, n: int) -> list[Item]:
         """Return the next n items, fewer only if every data set has ended."""
         items: list[Item] = []
-        while len(items) < n and (taken := self._next()):
-            items += taken
+        while len(items) < n and (batch := self._next()):
+            items += batch
         return items
 
     @property
@@ -89,9 +89,9 @@ class Mixture(Generic[Item]):
         names = list(self._streams)
         while names:
             name = self._draw_name(names)
-            if taken := self._streams[name].take(1):
+            if items := self._streams[name].take(1):
                 self._position += 1
-                return [_at(self._position - 1, taken[0])]
+                return [_at(self._position - 1, items[0])]
             names.remove(name)
         return []
 
@@ -111,9 +111,9 @@ class Mixture(Generic[Item]):
         if "streams" not in state:
             message = f"the checkpoint has one data set, this run has {', '.join(self._streams)}"
             raise RecipeError(Problem("data", "run-exists", message))
-        for what, theirs, ours in (("weights", state["weights"], self._weights), ("seed", state["seed"], self._seed)):
-            if theirs != ours:
-                message = f"got {what} {ours}; expected {theirs}, which the checkpoint had"
+        for field, saved, current in (("weights", state["weights"], self._weights), ("seed", state["seed"], self._seed)):
+            if saved != current:
+                message = f"got {field} {current}; expected {saved}, which the checkpoint had"
                 raise RecipeError(Problem("data", "run-exists", message))
         for name, stream in self._streams.items():
             try:
@@ -141,20 +141,20 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
     config, data = section(recipe), recipe.data
     drops = data.bad_records == "drop"
     parts = {name: load_split(dataset, config.seed, drops) for name, dataset in training_sets(data).items()}
-    held_out = [rest for _, rest in parts.values() if len(rest)]
+    held_out = [split for _, split in parts.values() if len(split)]
     streams, weights = {}, {}
     for name, dataset in training_sets(data).items():
         records, _ = parts[name]
-        shown = name if data.datasets else ""
-        streams[name] = _stream(recipe, tokenizer, shown, dataset, records, data.shuffle, config.max_num_epochs)
+        label = name if data.datasets else ""
+        streams[name] = _stream(recipe, tokenizer, label, dataset, records, data.shuffle, config.max_num_epochs)
         weights[name] = float(len(records)) if dataset.weight is None else dataset.weight
     train = Mixture(streams, weights, config.seed) if len(streams) > 1 else next(iter(streams.values()))
-    validated = [(name, dataset, rest) for (name, dataset), rest in zip(held_out_sets(data).items(), held_out, strict=True)]
+    validated = [(name, dataset, split) for (name, dataset), split in zip(held_out_sets(data).items(), held_out, strict=True)]
     validated += [(name, dataset, load_records(dataset, config.seed, drops)) for name, dataset in validation_sets(data).items()]
     validation: list[Any] = []
     for name, dataset, records in validated:
-        shown = name if len(validated) > 1 else ""
-        for item in _stream(recipe, tokenizer, shown, dataset, records, False, 1).take(config.max_val_samples):
+        label = name if len(validated) > 1 else ""
+        for item in _stream(recipe, tokenizer, label, dataset, records, False, 1).take(config.max_val_samples):
             validation.append(dataclasses.replace(item, index=len(validation)) if isinstance(item, Prompt) else item)
     return train, validation
 

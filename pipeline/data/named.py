@@ -27,20 +27,20 @@ def columns(dataset: DatasetConfig, paired: bool) -> DatasetConfig:
 
     paired: for an algorithm that learns preferences.
     """
-    if (known := NAMED_DATASETS.get(dataset.dataset_name or "")) is None:
+    if (named := NAMED_DATASETS.get(dataset.dataset_name or "")) is None:
         return dataset
-    messages = ("context" if paired else "messages") if known.conversations else None
+    messages = ("context" if paired else "messages") if named.conversations else None
     return dataclasses.replace(dataset, input_key="input", output_key="output", messages_key=messages)
 
 
 def record(dataset: DatasetConfig, row: Record) -> Record:
     """Return a row of a named data set as a record. Raise ValueError if columns are missing."""
-    known = NAMED_DATASETS[dataset.dataset_name or ""]
-    if known.form != "answered":
-        return READERS[known.form](row)
-    chosen = known.output_key and dataset.output_key != DatasetConfig.output_key
-    answer = dataset.output_key if chosen else known.answer
-    return {"input": text_of(row, known.question), "output": _not_empty(row, answer)}
+    named = NAMED_DATASETS[dataset.dataset_name or ""]
+    if named.form != "answered":
+        return READERS[named.form](row)
+    chosen = named.output_key and dataset.output_key != DatasetConfig.output_key
+    answer = dataset.output_key if chosen else named.answer
+    return {"input": text_of(row, named.question), "output": _not_empty(row, answer)}
 
 
 def _not_empty(row: Record, key: str) -> str:
@@ -52,10 +52,10 @@ def _not_empty(row: Record, key: str) -> str:
 
 def _gsm8k(row: Record) -> Record:
     """Read a row whose answer follows the #### of the solution."""
-    _, mark, rest = text_of(row, "answer").partition("####")
+    _, mark, answer = text_of(row, "answer").partition("####")
     if not mark:
         raise ValueError("'answer' has no ####; expected the final answer after it")
-    return {"input": text_of(row, "question"), "output": rest.partition("####")[0].strip()}
+    return {"input": text_of(row, "question"), "output": answer.partition("####")[0].strip()}
 
 
 def _dapo(row: Record) -> Record:

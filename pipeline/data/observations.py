@@ -76,21 +76,21 @@ class Observations:
         text, begin = self._conversation({**message, "role": self._role(message["role"]), "content": content})
         if ended:
             begin += len(self._end_of_turn)
-        before, whole = self._escaper.tokenize(text[:begin]), self._escaper.tokenize(text)
-        if whole[: len(before)] != before:  # a token spans the end of the turn, which has no special token
-            before, whole = [], self._escaper.tokenize(text[begin:])
-        return np.asarray(whole[len(before) :], np.int32)
+        before, all_tokens = self._escaper.tokenize(text[:begin]), self._escaper.tokenize(text)
+        if all_tokens[: len(before)] != before:  # a token spans the end of the turn, which has no special token
+            before, all_tokens = [], self._escaper.tokenize(text[begin:])
+        return np.asarray(all_tokens[len(before) :], np.int32)
 
     def within(self, message: Message, ended: bool, room: int) -> np.ndarray | None:
         """Return the tokens of a message, at most `room` of them.
 
         The content of a longer message is truncated and ends in CUT. Return None if no part of it fits.
         """
-        whole = self.tokens(message, ended)
-        if len(whole) <= room:
-            return whole
+        tokens = self.tokens(message, ended)
+        if len(tokens) <= room:
+            return tokens
         content = self._escaper.tokenize(self._escaper.escape(message["content"]))
-        keep = len(content) - (len(whole) - room)
+        keep = len(content) - (len(tokens) - room)
         while keep > 0:
             shorter = self.tokens({**message, "content": f"{self._tokenizer.decode(content[:keep])}{CUT}"}, ended)
             if len(shorter) <= room:

@@ -30,9 +30,9 @@ class PlainText:
     @cached_property
     def begin(self) -> list[int]:
         """The special tokens before every text; empty if the tokenizer adds none."""
-        whole, bare = self._tokenizer(PROBE).input_ids, self._bare(PROBE)
-        at = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), 0)
-        return list(whole[:at])
+        framed, bare = self._tokenizer(PROBE).input_ids, self._bare(PROBE)
+        at = next((at for at in range(len(framed) - len(bare) + 1) if framed[at : at + len(bare)] == bare), 0)
+        return list(framed[:at])
 
     @cached_property
     def end(self) -> list[int]:
@@ -91,8 +91,8 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tupl
 
     def border(at: int) -> tuple[int, bool]:
         before = tokenizer(text[:at], add_special_tokens=False).input_ids
-        same = next((n for n, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), min(len(before), len(tokens)))
-        return same, same < len(before)
+        size = next((n for n, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), min(len(before), len(tokens)))
+        return size, size < len(before)
 
     mask = np.zeros(len(tokens), dtype=bool)
     for begin, end in spans:

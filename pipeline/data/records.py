@@ -191,8 +191,8 @@ class RecordReader:
         _refuse_same(keys, chosen, rejected)
         first = _count_common_messages(chosen, rejected)
         if any(not messages[first:] or messages[first]["role"] != "assistant" for messages in (chosen, rejected)):
-            both = f"'{keys[0]}' and '{keys[1]}'"
-            raise ValueError(f"{both} are not two answers to the same prompt: they do not differ first at an assistant's turn")
+            names = f"'{keys[0]}' and '{keys[1]}'"
+            raise ValueError(f"{names} are not two answers to the same prompt: they do not differ first at an assistant's turn")
         options = self.template_options(record)
         return Turns(chosen, first, options), Turns(rejected, first, options)
 
@@ -217,11 +217,11 @@ def check_prompt_text(text: str) -> str:
     """
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
-        why = f"it has {fields}"
+        reason = f"it has {fields}"
     except ValueError as error:
-        fields, why = [], str(error)
+        fields, reason = [], str(error)
     if fields != [""]:
-        raise ValueError(f"expected one {{}} where the input goes, and {{{{ and }}}} for braces, but {why}")
+        raise ValueError(f"expected one {{}} where the input goes, and {{{{ and }}}} for braces, but {reason}")
     return text
 
 
@@ -238,17 +238,17 @@ def _refuse_same(keys: tuple[str, str], chosen: Any, rejected: Any) -> None:
 
 def _common_beginning(first: str, second: str) -> str:
     """Return the whole words that both texts start with, without the following space. Raise ValueError if there are none."""
-    same = first[: sum(itertools.takewhile(bool, (a == b for a, b in zip(first, second, strict=False))))]
-    end = max(same.rfind(" "), same.rfind("\n") + 1)
-    if not same[: max(end, 0)].strip():
+    common = first[: sum(itertools.takewhile(bool, (a == b for a, b in zip(first, second, strict=False))))]
+    end = max(common.rfind(" "), common.rfind("\n") + 1)
+    if not common[: max(end, 0)].strip():
         raise ValueError("the answers have no common beginning; expected one, since no column has the prompt")
-    return same[:end]
+    return common[:end]
 
 
 def _count_common_messages(first: list[Message], second: list[Message]) -> int:
     """Return the number of messages that both start with."""
-    same = (a == b for a, b in zip(first, second, strict=False))
-    return sum(itertools.takewhile(bool, same))
+    equal = (a == b for a, b in zip(first, second, strict=False))
+    return sum(itertools.takewhile(bool, equal))
 
 
 def _messages_with_answer(record: Record, key: str) -> list[Message]:
@@ -270,8 +270,8 @@ def parse_record(line: bytes) -> Record:
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise ValueError(f"not JSON: {what}; a data file has one JSON object a line") from None
+        fault = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
+        raise ValueError(f"not JSON: {fault}; a data file has one JSON object a line") from None
     if not isinstance(record, dict):
         mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
         raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")

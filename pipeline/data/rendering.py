@@ -99,9 +99,9 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(messages, **{**self._variables, **options})
         except Exception as error:  # templates raise whatever they like, and jinja2 adds Python's own errors
             plain = isinstance(error, ValueError) or type(error) is jinja2.TemplateError  # raise_exception's
-            what = str(error) if plain else f"{type(error).__name__}: {error}"
+            reason = str(error) if plain else f"{type(error).__name__}: {error}"
             roles = ", ".join(message["role"] for message in messages)
-            raise TemplateRefusal(f"the chat template refuses its messages ({roles}): {what}") from error
+            raise TemplateRefusal(f"the chat template refuses its messages ({roles}): {reason}") from error
 
     def _choose_form(self, message: Message) -> Message:
         """Return a message in the form that the template renders well. An empty content with tool calls is none."""
@@ -131,8 +131,8 @@ class ChatTemplate:
             forms = [(as_text, content) for content in contents for as_text in (False, True)]
             rendered = [form for form in forms if self._shows(*form)]
             if not rendered:
-                why = "the chat template renders no tool_calls. Try a template that does"
-                raise TemplateRefusal(why)
+                message = "the chat template renders no tool_calls. Try a template that does"
+                raise TemplateRefusal(message)
             self._forms[given_content] = next((form for form in rendered if self._shows(*form, answered=True)), rendered[0])
         return self._forms[given_content]
 

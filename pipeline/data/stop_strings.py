@@ -72,10 +72,10 @@ class StopStrings:
 
     def _window(self, tokens: Sequence[int], begin: int, most_bytes: int) -> int:
         """Return where to begin to decode, so that the strings that tokens[begin:] complete are whole."""
-        left = most_bytes + MARGIN
-        while begin and left:
+        budget = most_bytes + MARGIN
+        while begin and budget:
             begin -= 1
-            left -= bool(self._text(tokens[begin]))
+            budget -= bool(self._text(tokens[begin]))
         return begin
 
     def _text(self, token: int) -> str:
@@ -119,7 +119,7 @@ def text_before_stop(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], 
     if (at := text.find(stop)) >= 0:
         return text[:at]
     before, _, _ = str(tokenizer.decode(tokens)).partition(stop)  # the string has a special token
-    whole = next(n for n in range(len(tokens) - 1, -1, -1) if before.startswith(str(tokenizer.decode(tokens[:n]))))
-    text = str(tokenizer.decode(tokens[:whole], skip_special_tokens=True))
-    special = tokens[whole] in {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return text if special else text + before[len(str(tokenizer.decode(tokens[:whole]))) :]
+    count = next(n for n in range(len(tokens) - 1, -1, -1) if before.startswith(str(tokenizer.decode(tokens[:n]))))
+    text = str(tokenizer.decode(tokens[:count], skip_special_tokens=True))
+    special = tokens[count] in {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return text if special else text + before[len(str(tokenizer.decode(tokens[:count]))) :]

@@ -100,12 +100,12 @@ def decide(
     for id in _ids(generation.get("eos_token_id"), GENERATION):
         sources.setdefault(id, []).append(GENERATION)
     marks = tokenizer.added_tokens_decoder
-    for where, id in _config_ids(config, overrides):
+    for source, id in _config_ids(config, overrides):
         if id in sources or id in marks:
-            sources.setdefault(id, []).append(where)
+            sources.setdefault(id, []).append(source)
         else:
             text = str(tokenizer.convert_ids_to_tokens(id))
-            notes.append(f"eos_token_id {id} of {where} does not end answers: it is {text!r}, no special token")
+            notes.append(f"eos_token_id {id} of {source} does not end answers: it is {text!r}, no special token")
     for text in ends.stops:
         sources.setdefault(_id(tokenizer, text), []).append(TEMPLATE)
     if tokenizer.chat_template and not ends.stops:
@@ -136,10 +136,10 @@ def _config_ids(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iter
         yield from ((source, id) for id in _ids(value, source))
 
 
-def _ids(value: Any, where: str) -> list[int]:
+def _ids(value: Any, source: str) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if wrong := [id for id in ids if not isinstance(id, int) or isinstance(id, bool) or id < 0]:
-        message = f"{where}: got {wrong[0]!r}; expected token ids, such as 2 or [0, 2]"
+        message = f"{source}: got {wrong[0]!r}; expected token ids, such as 2 or [0, 2]"
         raise RecipeError(Problem("policy.model_name", "bad-format", f"eos_token_id of {message}"))
     return ids
 

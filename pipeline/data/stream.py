@@ -213,8 +213,8 @@ class _Order(Sampler):
 class BadRecord(ValueError):
     """The error of a record. key: the key of `data` that allows to drop such records."""
 
-    def __init__(self, key: str, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(problem)
         self.key = key
 
 
@@ -256,7 +256,7 @@ class _Items(Dataset):
             first = first or wrong
             if wrong and getattr(self._encoder.data, wrong.key) != "drop":
                 if valid or any(
-                    self._item(0, other)[1] is None for other in range(number + 1, min(count, number + TRIED_AFTER_BAD))
+                    self._item(0, later)[1] is None for later in range(number + 1, min(count, number + TRIED_AFTER_BAD))
                 ):
                     raise self._refusal(wrong)
                 raise self._refusal(wrong, tried=min(count, number + TRIED_AFTER_BAD))
@@ -278,30 +278,30 @@ class _Items(Dataset):
     def _item(self, position: int, number: int, judged: bool = True) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
         """Return (the item, None) or (None, the error of the record). judged: check the expected answer too."""
         data = self._encoder.data
-        where = record_location(self._records, number)
+        location = record_location(self._records, number)
         try:
             item = self._encode(self._encoder, position, self._records[number])
         except (OSError, MemoryError):  # of the disk or the machine, not of the record
             raise
         except Exception as error:  # of a decoder, a template, a tokenizer or a user's data set: each raises what it likes
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return None, BadRecord("bad_records", f"{where}: {what}")
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return None, BadRecord("bad_records", f"{location}: {reason}")
         if judged and self._check is not None and isinstance(item, Prompt) and "answer" in item.task:
             try:
                 self._check.check(item.task["answer"])
             except ValueError as error:
-                return None, BadRecord("bad_records", f"{where}: {error}")
+                return None, BadRecord("bad_records", f"{location}: {error}")
         parts = item if isinstance(item, tuple) else (item,)
         tokens = max(len(part.tokens) for part in parts)
         if tokens > data.max_input_seq_length:
-            what = f"are more than data.max_input_seq_length {data.max_input_seq_length}"
+            reason = f"are more than data.max_input_seq_length {data.max_input_seq_length}"
         elif self._max_length is not None and tokens >= self._max_length:  # an engine refuses it, since no token fits
-            what = f"leave no room for an answer in policy.max_total_sequence_length {self._max_length}"
+            reason = f"leave no room for an answer in policy.max_total_sequence_length {self._max_length}"
         elif data.unknown_tokens != "keep" and (unknown := self._encoder.unknown(parts)):
-            return None, BadRecord("unknown_tokens", f"{where}: {unknown}")
+            return None, BadRecord("unknown_tokens", f"{location}: {unknown}")
         else:
             return item, None
-        return None, BadRecord("overlong_prompts", f"{where}: {tokens} tokens {what}")
+        return None, BadRecord("overlong_prompts", f"{location}: {tokens} tokens {reason}")
 
 
 def _as_it_is(item: Any) -> Any:

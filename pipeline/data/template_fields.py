@@ -76,11 +76,11 @@ def _read_call(call: Any) -> dict[str, Any]:
         arguments = _parse(arguments, f"arguments of tool call {function['name']}") if arguments.strip() else {}
     if not isinstance(arguments, dict | None):
         raise ValueError(f"'tool_calls': the arguments of {function['name']} are a {type(arguments).__name__}, not an object")
-    whole = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments or {}}
+    complete = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments or {}}
     if "function" not in call:
-        identity = {key: whole.pop(key) for key in ("id", "type") if key in whole}
-        return {"type": "function", **identity, "function": whole}
-    return {key: value for key, value in call.items() if value is not None} | {"function": whole}
+        identity = {key: complete.pop(key) for key in ("id", "type") if key in complete}
+        return {"type": "function", **identity, "function": complete}
+    return {key: value for key, value in call.items() if value is not None} | {"function": complete}
 
 
 def _parse(value: Any, key: str) -> Any:

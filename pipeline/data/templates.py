@@ -107,8 +107,8 @@ def check_template(
     except RENDER_ERRORS:
         return
     if QUESTION not in text:
-        shown = text if len(text) <= 80 else f"{text[:80]}..."
-        message = f"renders the prompt {QUESTION!r} as {shown!r}; expected the user's text in it. Try a Jinja template with"
+        excerpt = text if len(text) <= 80 else f"{text[:80]}..."
+        message = f"renders the prompt {QUESTION!r} as {excerpt!r}; expected the user's text in it. Try a Jinja template with"
         raise RecipeError(Problem(key, "unsupported", f"{message} {{{{ message['content'] }}}}, the path of one, or null"))
 
 
@@ -121,5 +121,5 @@ def _read(path: Path, key: str, names: Sequence[str] = ()) -> str:
         message = f"got {str(path)!r}; expected a Jinja template, or the path of a file or folder with one. Try {named}"
         raise RecipeError(Problem(key, "file-not-found", message)) from None
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        why = error.strerror if isinstance(error, OSError) else error
-        raise RecipeError(Problem(key, "unreadable", f"{path}: {why}")) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(Problem(key, "unreadable", f"{path}: {reason}")) from None

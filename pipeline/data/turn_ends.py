@@ -80,20 +80,20 @@ class _TurnEndFinder:
             last, between, inner = self._before_an_opening(tail, self._openers(before))
         else:
             last, between, inner = self._at_the_end(tail, self._openers(before))
-        shown = tail.strip()
-        why = f"it writes {shown[:40]!r} after an answer, which is no token" if shown else "it writes nothing after an answer"
-        return TurnEnds(last, between, self._end_of_call(), inner, "" if last or between else why)
+        text = tail.strip()
+        reason = f"it writes {text[:40]!r} after an answer, which is no token" if text else "it writes nothing after an answer"
+        return TurnEnds(last, between, self._end_of_call(), inner, "" if last or between else reason)
 
     def _at_the_end(self, tail: str, openers: set[str]) -> tuple[str, str, str]:
         """Return (last, between, inner). tail: the text after an answer that ends a conversation."""
         ends = [match for match in self._mark.finditer(tail) if not tail[match.end() :].strip()]
         if not ends:
             return "", "", ""
-        last, whole, followed = ends[-1].group(), tail[: ends[-1].end()], self._tail_before_question()
-        if followed.startswith(whole):
-            return last, last, whole
-        (marks, rest), (inner_marks, _) = self._run(whole), self._run(followed)
-        if not rest and (common := _common_beginning(marks, inner_marks)):
+        last, turn_end, followed = ends[-1].group(), tail[: ends[-1].end()], self._tail_before_question()
+        if followed.startswith(turn_end):
+            return last, last, turn_end
+        (marks, text), (inner_marks, _) = self._run(turn_end), self._run(followed)
+        if not text and (common := _common_beginning(marks, inner_marks)):
             return last, common[-1], self._begin(followed, len(common))
         replaced = bool(inner_marks) and self._ends_a_users_turn(inner_marks[0], openers)
         return last, "", self._begin(followed, int(replaced))
@@ -101,13 +101,13 @@ class _TurnEndFinder:
     def _before_an_opening(self, tail: str, openers: set[str]) -> tuple[str, str, str]:
         """Return the same for a tail that also has the beginning of the next answer."""
         followed = self._tail_before_question()
-        marks, rest = self._run(tail)
+        marks, text = self._run(tail)
         common = _common_beginning(marks, self._run(followed)[0])
         while common and common[-1] in openers:
             common.pop()
         if common:
             return common[-1], common[-1], self._begin(followed, len(common))
-        return (marks[-1] if marks and not rest.strip() and not openers & set(marks) else ""), "", ""
+        return (marks[-1] if marks and not text.strip() and not openers & set(marks) else ""), "", ""
 
     def _render(self, turns: list[Message], **options: Any) -> str:
         """Return a rendered conversation that begins with a user's turn."""
@@ -162,6 +162,6 @@ class _TurnEndFinder:
         return text[: ends[count - 1]] if count else ""
 
 
-def _common_beginning(some: list[str], others: list[str]) -> list[str]:
+def _common_beginning(first: list[str], second: list[str]) -> list[str]:
     """Return the common beginning of two lists."""
-    return [item for item, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))]
+    return [item for item, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]

@@ -72,7 +72,7 @@ class AssistantTurns:
         for i, (begin, end) in zip(self._turns, spans, strict=True):
             if not before <= begin <= end:
                 raise _hidden_turn(i)
-            if inside := [other for other, at in self._text_ends.items() if begin < at < end and other != i]:
+            if inside := [j for j, at in self._text_ends.items() if begin < at < end and j != i]:
                 raise TemplateRefusal(
                     f"the chat template writes text of message {inside[0]} inside message {i}, a turn of the assistant"
                 )
@@ -85,19 +85,19 @@ class AssistantTurns:
         if self.text.startswith(prompt) and not self._learn_prefilled:
             return len(prompt)
         for before in range(i - 1, -1, -1):
-            theirs = self._after(self._messages[:i], before, prompt, add_generation_prompt=True)
-            ours = self._text_ends.get(before)
-            if theirs is not None and ours is not None:
+            rendered = self._after(self._messages[:i], before, prompt, add_generation_prompt=True)
+            own_end = self._text_ends.get(before)
+            if rendered is not None and own_end is not None:
                 break
         else:
             raise _hidden_turn(i)
-        header = prompt[theirs:]
+        header = prompt[rendered:]
         if self._learn_prefilled and (prefilled := THINKING.search(header)):
             header = header[: prefilled.start()]
-        length, matched = _matching_lengths(self._split(self.text[ours : self._text_ends.get(i)]), self._split(header))
-        if not self._has_opening(i, before, header, matched) and not self._is_text_of(i, ours + length):
+        length, matched = _matching_lengths(self._split(self.text[own_end : self._text_ends.get(i)]), self._split(header))
+        if not self._has_opening(i, before, header, matched) and not self._is_text_of(i, own_end + length):
             raise _hidden_turn(i)
-        return ours + length
+        return own_end + length
 
     def _has_opening(self, i: int, before: int, header: str, matched: int) -> bool:
         """Return whether the conversation has enough of a header to open the turn of message i.
@@ -133,15 +133,15 @@ class AssistantTurns:
             return self._until_special(alone or "", len(alone or ""))
         if alone is None:
             return self._closing(followed, self._messages[i + 1])
-        same = _common_text(self._split(alone), self._split(followed))
-        specials = [piece for piece in self._split(same) if piece in self._special]
-        if specials and same != alone and self._always_opens(i):
-            same = same[: same.rindex(specials[-1])]
+        common = _common_text(self._split(alone), self._split(followed))
+        specials = [piece for piece in self._split(common) if piece in self._special]
+        if specials and common != alone and self._always_opens(i):
+            common = common[: common.rindex(specials[-1])]
         if specials:
-            return self._until_special(same, len(same))
+            return self._until_special(common, len(common))
         if any(piece in self._special for piece in self._split(alone)):
             return self._first_special(alone if last else followed)
-        return same if last else same or self._closing(followed, self._messages[i + 1])
+        return common if last else common or self._closing(followed, self._messages[i + 1])
 
     def _always_opens(self, i: int) -> bool:
         """Return whether the template writes a generation prompt whether asked to or not."""
@@ -189,7 +189,7 @@ class AssistantTurns:
     def _text_ends(self) -> dict[int, int]:
         """Message -> end of its last text in `text`, without messages whose texts no rendering shows."""
         try:
-            marked = self._render([self._marked(message, i) for i, message in enumerate(self._messages)])
+            marked = self._render([self._mark_message(message, i) for i, message in enumerate(self._messages)])
         except ValueError:
             marked = ""
         mark = re.compile(self._mark_of(r"(\d+)"))
@@ -203,7 +203,7 @@ class AssistantTurns:
     def _tail(self, messages: list[Message], i: int, **options: Any) -> str | None:
         """Return what the template writes after the last text of message i; None if it writes no text of it, or refuses."""
         try:
-            text = self._render([*messages[:i], self._marked(messages[i], i), *messages[i + 1 :]], **options)
+            text = self._render([*messages[:i], self._mark_message(messages[i], i), *messages[i + 1 :]], **options)
         except ValueError:  # the template refuses this rendering, not the record: another one may show the border
             return None
         mark = self._mark_of(i)
@@ -213,20 +213,20 @@ class AssistantTurns:
         """Return the mark of message i. i: also an expression for its number."""
         return f"{self._mark}x{i}x"
 
-    def _marked(self, message: Message, i: int) -> Message:
+    def _mark_message(self, message: Message, i: int) -> Message:
         """Return message i with its mark at the end of each of its texts, or of names if it has no other texts."""
         mark, fields = self._mark_of(i), {key: message[key] for key in FIELDS if message.get(key)}
         trailing = message["role"] == "assistant"
-        marked = {key: _marked(value, mark, trailing) for key, value in fields.items()}
+        marked = {key: _add_marks(value, mark, trailing) for key, value in fields.items()}
         if marked == fields:
-            marked = {key: _marked(value, mark, trailing, names=True) for key, value in fields.items()}
+            marked = {key: _add_marks(value, mark, trailing, names=True) for key, value in fields.items()}
         return {**message, **marked}
 
     def _split(self, text: str) -> list[str]:
         return self._pieces.findall(text)
 
 
-def _marked(value: Any, mark: str, trailing: bool, names: bool = False) -> Any:
+def _add_marks(value: Any, mark: str, trailing: bool, names: bool = False) -> Any:
     """Return a field of a message with a mark at the end of each of its texts.
 
     trailing: after white space at the end, which an answer may have; else before it, as many templates trim texts. names: also
@@ -236,10 +236,10 @@ def _marked(value: Any, mark: str, trailing: bool, names: bool = False) -> Any:
         end = len(value) if trailing else len(value.rstrip())
         return value[:end] + mark + value[end:] if value else value
     if isinstance(value, list):
-        return [_marked(item, mark, trailing, names) for item in value]
+        return [_add_marks(item, mark, trailing, names) for item in value]
     if isinstance(value, dict):
         unmarked = ("id", "type") if names else ("id", "type", "name")
-        return {key: item if key in unmarked else _marked(item, mark, trailing, names) for key, item in value.items()}
+        return {key: item if key in unmarked else _add_marks(item, mark, trailing, names) for key, item in value.items()}
     return value
 
 
@@ -249,21 +249,21 @@ def _common_text(first: list[str], second: list[str]) -> str:
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _matching_lengths(ours: list[str], theirs: list[str]) -> tuple[int, int]:
+def _matching_lengths(left: list[str], right: list[str]) -> tuple[int, int]:
     """Return how many characters of each list of pieces agree, but for white space that only one list has between pieces."""
     a = b = 0
     ends = (0, 0)
-    while a < len(ours) and b < len(theirs):
-        if ours[a] == theirs[b]:
+    while a < len(left) and b < len(right):
+        if left[a] == right[b]:
             a, b = a + 1, b + 1
             ends = a, b
-        elif ours[a].isspace():
+        elif left[a].isspace():
             a += 1
-        elif theirs[b].isspace():
+        elif right[b].isspace():
             b += 1
         else:
             break
-    return len("".join(ours[: ends[0]])), len("".join(theirs[: ends[1]]))
+    return len("".join(left[: ends[0]])), len("".join(right[: ends[1]]))
 
 
 def _hidden_turn(message: int) -> TemplateRefusal:

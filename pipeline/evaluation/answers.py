@@ -65,8 +65,8 @@ class AnswerLog:
         line = _encode(answer)
         durable = time.monotonic() - self._synced_at > SYNC_S
         at = self._size
-        written = encrypt_line(line, self._key, self.path.name, at) if self._key else line
-        self._size = retrying(lambda: append(self.path, at, written, durable), "writing answers", self.path, self._retry)
+        data = encrypt_line(line, self._key, self.path.name, at) if self._key else line
+        self._size = retrying(lambda: append(self.path, at, data, durable), "writing answers", self.path, self._retry)
         if durable:
             self._synced_at = time.monotonic()
         self._answers[answer.question, answer.sample] = _decode(line)
@@ -80,12 +80,12 @@ class AnswerLog:
 
 
 def read_answers(path: Path, key: Callable[[], FileKey | None] = lambda: None) -> list[Answer]:
-    """Return the answers in a file, ordered by question and sample; of several for one sample the last one.
+    """Return the answers in a file, ordered by question and sample; if a sample has several, the last of them.
 
-    key: is asked for the key of encrypted lines. Raises RecipeError if it is not theirs.
+    key: returns the key of encrypted lines. Raises RecipeError if the lines have another key.
     """
-    found = {(answer.question, answer.sample): answer for answer, _ in _read(path, key) if answer}
-    return [answer for _, answer in sorted(found.items())]
+    answers = {(answer.question, answer.sample): answer for answer, _ in _read(path, key) if answer}
+    return [answer for _, answer in sorted(answers.items())]
 
 
 def encode_answers(answers: Sequence[Answer], name: str, key: FileKey | None) -> bytes:
@@ -113,11 +113,11 @@ def _decode(line: bytes) -> Answer:
 def _read(path: Path, key: Callable[[], FileKey | None]) -> Iterator[tuple[Answer | None, int]]:
     """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
     try:
-        opened = user_files.open_file(path)
+        stream = user_files.open_file(path)
     except FileNotFoundError:
         return
     end = 0
-    with opened as file:
+    with stream as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return

@@ -32,22 +32,22 @@ class ComparisonTask(JudgedTask):
     """
 
     prompt_file: ClassVar[str] = "judge_comparison.txt"
-    places: ClassVar[tuple[str, ...]] = ("question", "answer_a", "answer_b")
+    placeholders: ClassVar[tuple[str, ...]] = ("question", "answer_a", "answer_b")
     verdicts_per_answer: ClassVar[int] = 2
     scales: ClassVar[Mapping[str, Scale]] = {"length_controlled_win_rate": SHARE, "length": Scale(0.0)}
 
     @override
     def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
         baseline = question.task["baseline"]
-        asked = {order: [self._asked(question, order, text, baseline) for text in (texts[0], "")] for order in ORDERS}
-        return [AskedVerdict(order, real, blank, read_preference) for order, (real, blank) in asked.items()]
+        prompts = {order: [self._render(question, order, text, baseline) for text in (texts[0], "")] for order in ORDERS}
+        return [AskedVerdict(order, real, blank, read_preference) for order, (real, blank) in prompts.items()]
 
-    def _asked(self, question: Question, order: str, text: str, baseline: str) -> str:
+    def _render(self, question: Question, order: str, text: str, baseline: str) -> str:
         first, second = (text, baseline) if order == "model_first" else (baseline, text)
         return self._judge_prompt.fill({"question": asked_text(question), "answer_a": first, "answer_b": second})
 
     @override
-    def judged(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    def grade(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
         points = [_points(verdicts[order], wins) for order, wins in ORDERS.items()]
         metrics = dict(zip(ORDERS, points, strict=True))
         metrics["length_difference"] = float(len(texts[0]) - len(question.task["baseline"]))
@@ -59,7 +59,7 @@ class ComparisonTask(JudgedTask):
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
         judged = [answer for answer in answers if answer.score is not None]
         controlled: dict[str, list[float]] = {}
-        for answer, value in zip(judged, _controlled(judged), strict=True):
+        for answer, value in zip(judged, _control_length(judged), strict=True):
             controlled.setdefault(answer.question, []).append(value)
         return {
             "win_rate": per_question(judged, lambda answer: answer.score),
@@ -77,11 +77,11 @@ def _points(verdict: str | None, wins: str) -> float:
     return float(verdict == wins)
 
 
-def _controlled(judged: Sequence[Answer]) -> list[float]:
+def _control_length(judged: Sequence[Answer]) -> list[float]:
     scores = [answer.score or 0.0 for answer in judged]
     lengths = [answer.metrics["length_difference"] for answer in judged]
-    known = all("difficulty" in answer.metrics for answer in judged)
-    difficulties = [answer.metrics["difficulty"] for answer in judged] if known else None
+    rated = all("difficulty" in answer.metrics for answer in judged)
+    difficulties = [answer.metrics["difficulty"] for answer in judged] if rated else None
     return length_controlled(scores, lengths, difficulties).tolist()
 
 

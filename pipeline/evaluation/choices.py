@@ -1,4 +1,4 @@
-"""Tasks that a model answers by likelihood: it chooses the continuation that it finds the most likely.
+"""Tasks that a model answers by likelihood: it chooses the most likely continuation.
 
     acc         the continuation of the highest log-likelihood is right; of equal ones the first counts
     acc_norm    as acc, of the log-likelihood per character
@@ -60,7 +60,7 @@ class LikelihoodTask:
         self.name, self.config = name, config
         self._longest = recipe.policy.generation.vllm_cfg.max_model_len
         read = task_data.read(name, config)
-        self._units = list(_units(self._scored(read, recipe, tokenizer)))
+        self._units = list(_units(self._scored_questions(read, recipe, tokenizer)))
         read.dropped.check(sum(map(len, self._units)))
         texts = [text for unit in self._units for scored in unit for text in scored.texts]
         cut = sum(len(text) > self._longest for text in texts)
@@ -68,37 +68,37 @@ class LikelihoodTask:
         self.warnings += [self._too_long(cut, max(map(len, texts)), len(texts))] if cut else []
 
     def _too_long(self, cut: int, most: int, count: int) -> str:
-        lost = f"{cut} of {count} texts have more than {self._longest} tokens and lose their first ones"
-        return f"{lost}. Try policy.max_total_sequence_length={most}"
+        message = f"{cut} of {count} texts have more than {self._longest} tokens and lose their first ones"
+        return f"{message}. Try policy.max_total_sequence_length={most}"
 
-    def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
-        """Yield the questions with their texts. Raises RecipeError for one that cannot be scored."""
+    def _scored_questions(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
+        """Yield the questions with their texts. Raises RecipeError for a question that cannot be scored."""
         raise NotImplementedError
 
-    def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:
+    def _answer(self, scored: ScoredQuestion, likelihoods: Sequence[Likelihood]) -> Answer:
         """Return the answer of a question, from the likelihoods of its texts."""
         raise NotImplementedError
 
-    def _bad(self, question: Question, what: str) -> RecipeError:
-        message = f"question {question.id}: {what}"
+    def _bad_record(self, question: Question, problem: str) -> RecipeError:
+        message = f"question {question.id}: {problem}"
         return RecipeError(Problem(f"evaluate.tasks.{self.name}.data", "bad-record", message))
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Score the units of which an answer is missing; a unit is always scored whole."""
         missing = [unit for unit in self._units if not all(answers.has(scored.question.id) for scored in unit)]
-        for place, found in engines.likelihoods(_Requests(missing, self._longest)):
-            likelihoods = iter(found)
-            for scored in missing[place]:
-                mine = [next(likelihoods) for _ in scored.texts]
+        for i, unit_likelihoods in engines.likelihoods(_Requests(missing, self._longest)):
+            likelihoods = iter(unit_likelihoods)
+            for scored in missing[i]:
+                values = [next(likelihoods) for _ in scored.texts]
                 if not answers.has(scored.question.id):
-                    answers.add(self._answer(scored, mine))
+                    answers.add(self._answer(scored, values))
 
 
 class ChoicesTask(LikelihoodTask):
     """A task of kind `choices`."""
 
     @override
-    def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
+    def _scored_questions(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
         prompts = PromptEncoder(self.name, self.config, recipe.policy.tokenizer, tokenizer)
         encoder = ContinuationEncoder(tokenizer)
         between = self._delimiter()
@@ -112,13 +112,13 @@ class ChoicesTask(LikelihoodTask):
                     questions.append(question)
             pairs = iter(encoder.pairs([text for of_question in texts for text in of_question]))
             for question, of_question in zip(questions, texts, strict=True):
-                mine = tuple(next(pairs) for _ in of_question)
+                token_pairs = tuple(next(pairs) for _ in of_question)
                 with read.dropped.dropping():
-                    for place, pair in enumerate(mine):
+                    for i, pair in enumerate(token_pairs):
                         if not 0 < len(pair.continuation) < self._longest:
                             count, limit = len(pair.continuation), self._longest - 1
-                            raise self._bad(question, f"choice {place} has {count} tokens; expected 1 to {limit}")
-                    yield ScoredQuestion(question, of_question[0][0], mine)
+                            raise self._bad_record(question, f"choice {i} has {count} tokens; expected 1 to {limit}")
+                    yield ScoredQuestion(question, of_question[0][0], token_pairs)
 
     def _delimiter(self) -> str:
         """Return what is between a prompt and its continuation: no space after a chat template's beginning of a turn."""
@@ -128,16 +128,16 @@ class ChoicesTask(LikelihoodTask):
 
     def _check(self, question: Question) -> None:
         if len(question.choices) < 2 or not set(question.correct) & set(range(len(question.choices))):
-            got = f"has {len(question.choices)} choices, of which {list(question.correct)} are right"
-            raise self._bad(question, f"{got}; expected two or more, and a right one")
+            message = f"has {len(question.choices)} choices, of which {list(question.correct)} are right"
+            raise self._bad_record(question, f"{message}; expected at least two, and at least one right")
 
     @override
-    def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:
+    def _answer(self, scored: ScoredQuestion, likelihoods: Sequence[Likelihood]) -> Answer:
         question = scored.question
-        sums = log_likelihoods(found)
+        sums = log_likelihoods(likelihoods)
         metrics, chosen = accuracies(sums, question), choices_by(sums, question)
         metric = self.config.metric or "acc"
-        bad = [place for place, value in enumerate(sums) if not math.isfinite(value)]
+        bad = [i for i, value in enumerate(sums) if not math.isfinite(value)]
         return Answer(
             question=question.id,
             sample=0,
@@ -151,7 +151,7 @@ class ChoicesTask(LikelihoodTask):
                 "choices": list(question.choices),
                 "correct": list(question.correct),
                 "logprobs": sums,
-                "greedy": [bool(each.greedy.all()) for each in found],
+                "greedy": [bool(likelihood.greedy.all()) for likelihood in likelihoods],
             },
         )
 
@@ -164,18 +164,18 @@ class ChoicesTask(LikelihoodTask):
         }
 
 
-def log_likelihoods(found: Sequence[Likelihood]) -> list[float]:
+def log_likelihoods(likelihoods: Sequence[Likelihood]) -> list[float]:
     """Return each text's sum of log-probs."""
-    return [float(likelihood.logprobs.sum(dtype=np.float64)) for likelihood in found]
+    return [float(likelihood.logprobs.sum(dtype=np.float64)) for likelihood in likelihoods]
 
 
 def accuracies(sums: Sequence[float], question: Question) -> dict[str, float]:
     """Return acc, acc_norm and acc_bytes of one question: 1 or 0. sums: the log-likelihood of each choice."""
-    return {name: float(place in question.correct) for name, place in choices_by(sums, question).items()}
+    return {name: float(choice in question.correct) for name, choice in choices_by(sums, question).items()}
 
 
 def choices_by(sums: Sequence[float], question: Question) -> dict[str, int]:
-    """Return the place of the choice by acc, acc_norm and acc_bytes. sums: the log-likelihood of each choice.
+    """Return the index of the choice by acc, acc_norm and acc_bytes. sums: the log-likelihood of each choice.
 
     Choices that differ in their prompts, not in the text that is scored, have only acc.
     """
@@ -194,7 +194,7 @@ def _per(value: float, length: int) -> float:
 
 
 def _highest(values: Sequence[float]) -> int:
-    """Return the place of the first of the highest values. NaN is higher than any number, as for numpy."""
+    """Return the index of the first highest value. NaN is higher than any number, as for numpy."""
     return int(np.argmax(values))
 
 
@@ -203,8 +203,8 @@ def _contexts(prompts: PromptEncoder, question: Question, examples: Sequence[Que
     if not question.prompts:
         text = prompts.text(question, examples)
         return [(text, choice) for choice in question.choices]
-    own = [replace(question, prompt=prompt) for prompt in question.prompts]
-    return [(prompts.text(each, examples), choice) for each, choice in zip(own, question.choices, strict=True)]
+    variants = [replace(question, prompt=prompt) for prompt in question.prompts]
+    return [(prompts.text(variant, examples), choice) for variant, choice in zip(variants, question.choices, strict=True)]
 
 
 def _units(questions: Iterator[ScoredQuestion]) -> Iterator[list[ScoredQuestion]]:
@@ -230,17 +230,17 @@ class _Requests(Sequence[Sequence[LikelihoodRequest]]):
         return len(self._units)
 
     @overload
-    def __getitem__(self, place: int) -> list[LikelihoodRequest]: ...
+    def __getitem__(self, index: int) -> list[LikelihoodRequest]: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[list[LikelihoodRequest]]: ...
+    def __getitem__(self, index: slice) -> list[list[LikelihoodRequest]]: ...
 
     @override
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
         return [
             text.request(f"{scored.question.id}/{number}", self._longest)
-            for scored in self._units[place]
+            for scored in self._units[index]
             for number, text in enumerate(scored.texts)
         ]

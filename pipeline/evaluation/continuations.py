@@ -1,6 +1,6 @@
 """Tokenize contexts with their continuations for scoring, token for token as lm-evaluation-harness does for causal models.
 
-The continuation is what the tokens of the whole text have beyond the number of the context's own. White space at the end of the
+The continuation is the tokens of the whole text after as many as the context has. White space at the end of the
 context counts as the continuation's, because most tokenizers join a space with the word after it.
 """
 
@@ -44,39 +44,37 @@ class ContinuationEncoder:
         self._tokenizer, self.plain = tokenizer, PlainText(tokenizer)
         ids: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
         if ids == [None, None]:
-            what = (
-                f"got {tokenizer.name_or_path}, which has neither a beginning-of-sequence nor an end-of-sequence token; scores"
-            )
+            message = f"got {tokenizer.name_or_path}, which has neither a beginning-of-sequence nor an end-of-sequence token;"
             raise RecipeError(
-                Problem("policy.tokenizer.name", "unsupported", f"{what} of likelihood need one as the context of a whole text")
+                Problem("policy.tokenizer.name", "unsupported", f"{message} expected one, as the context of a whole text")
             )
         self.prefix: int = ids[0] if ids[0] is not None else ids[1]
-        """The context of a text without one."""
+        """The context of a text that has none."""
         self._prefix_text = str(tokenizer.decode([self.prefix]))
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
         """Return the tokens of each (context, continuation). A continuation that adds no token to its context is empty."""
-        moved = [_spaces_moved(context, continuation) for context, continuation in texts]
+        moved = [_move_spaces(context, continuation) for context, continuation in texts]
         wholes = self.encode([context + continuation for context, continuation in moved if context])
         contexts = list(dict.fromkeys(context for context, _ in moved if context))
         by_context = dict(zip(contexts, self.encode(contexts), strict=True))
-        rest = iter(wholes)
-        found = []
+        encoded = iter(wholes)
+        pairs = []
         for context, continuation in moved:
             if not context:
-                found.append(self._without_context(continuation))
+                pairs.append(self._without_context(continuation))
                 continue
             begin = by_context[context]
-            found.append(TokenPair(begin, next(rest)[len(begin) :]))
-        return found
+            pairs.append(TokenPair(begin, next(encoded)[len(begin) :]))
+        return pairs
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return each text's tokens [T] int32, after the tokenizer's special tokens unless the text begins with one."""
         if not texts:
             return []
-        bare = self._tokenizer(list(texts), add_special_tokens=False).input_ids
+        token_ids = self._tokenizer(list(texts), add_special_tokens=False).input_ids
         begins = [[] if text.startswith(self._prefix_text) else self.plain.begin for text in texts]
-        return [np.asarray([*begin, *ids], np.int32) for begin, ids in zip(begins, bare, strict=True)]
+        return [np.asarray([*begin, *ids], np.int32) for begin, ids in zip(begins, token_ids, strict=True)]
 
     def _without_context(self, continuation: str) -> TokenPair:
         tokens = np.asarray(self._tokenizer(continuation, add_special_tokens=False).input_ids, np.int32)
@@ -100,6 +98,6 @@ def rolling_windows(tokens: np.ndarray, prefix: int, longest: int) -> list[Token
     return windows
 
 
-def _spaces_moved(context: str, continuation: str) -> tuple[str, str]:
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
+def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation

@@ -35,9 +35,9 @@ class DroppedQuestions:
             if self.count <= SHOWN:
                 logger.warning("bad_records=drop: dropped question %d: %s", self.count, error)
 
-    def check(self, asked: int) -> None:
-        """Raise RecipeError if no question remains. asked: how many do."""
-        if self.first is not None and not asked:
+    def check(self, remaining: int) -> None:
+        """Raise RecipeError if no question remains. remaining: the number of questions that do."""
+        if self.first is not None and not remaining:
             (problem, *_) = self.first.problems
             message = f"none of {self.count} records can be asked. The first: {problem.message}"
             raise RecipeError(Problem(problem.key, "bad-record", message)) from self.first

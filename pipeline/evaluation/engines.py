@@ -42,15 +42,15 @@ class Engines:
         self._most = AHEAD * max_num_seqs
 
     def generate(
-        self, prompts: Sequence[Prompt], spec: RolloutSpec, seed: int, max_turns: int = 1, kept: KeptSamples | None = None
+        self, prompts: Sequence[Prompt], spec: RolloutSpec, seed: int, max_turns: int = 1, skip: KeptSamples | None = None
     ) -> Iterator[RolloutGroup]:
         """Sample the prompts, and yield each group when all its episodes have ended.
 
-        An answer depends on the seed, `spec.purpose`, `Prompt.index` and its sample alone, not on the engine. kept: samples
+        An answer depends on the seed, `spec.purpose`, `Prompt.index` and its sample alone, not on the engine. skip: samples
         that are not drawn again; their rollouts in the groups are empty.
         """
         dispatch = Dispatcher(self._groups, seed, max_turns, None)
-        finished = {index: dict.fromkeys(samples, Rollout((), 0.0)) for index, samples in (kept or {}).items()}
+        finished = {index: dict.fromkeys(samples, Rollout((), 0.0)) for index, samples in (skip or {}).items()}
         waiting = list(reversed(prompts))
         while waiting or any(dispatch.outstanding):
             self.check()
@@ -75,10 +75,10 @@ class Engines:
                 while waiting and len(futures) < UNITS_AHEAD and not group.includes_caller:
                     unit = waiting.pop()
                     futures[unit] = group.call(GenerateRole.likelihoods, list(units[unit]))
-            own = next((i for i, group in enumerate(self._groups) if group.includes_caller), None)
-            if own is not None and waiting and not computing[own]:  # computes it in this call, so the others come first
+            here = next((i for i, group in enumerate(self._groups) if group.includes_caller), None)
+            if here is not None and waiting and not computing[here]:  # computes it in this call, so the others come first
                 unit = waiting.pop()
-                computing[own][unit] = self._groups[own].call(GenerateRole.likelihoods, list(units[unit]))
+                computing[here][unit] = self._groups[here].call(GenerateRole.likelihoods, list(units[unit]))
             block = not any(future.done for futures in computing for future in futures.values())
             while self._groups[0].receive_replies(block=block):
                 block = False

@@ -23,14 +23,14 @@ def engines(
     groups: all engines. max_num_seqs: sequences that each decodes at once.
     """
     served = list(zip(engine_models(recipe, len(groups)), groups, strict=True))
-    of = {model: [group for other, group in served if other == model] for model, _ in served}
+    of = {model: [group for name, group in served if name == model] for model, _ in served}
     most = max((number for (model, _), number in zip(served, max_num_seqs, strict=True) if model == "policy"), default=0)
-    found = Engines(of.get("policy", []), most, check)
-    found.judge = _judge(recipe, of.get("judge", []), check)
+    policy = Engines(of.get("policy", []), most, check)
+    policy.judge = _judge(recipe, of.get("judge", []), check)
     if rewards := of.get("reward_model"):
         ranks = engine_ranks(recipe.policy.generation.vllm_cfg)
-        found.rewards = RewardEngines(rewards, ranks, evaluated_reward_model(recipe), check)
-    return found
+        policy.rewards = RewardEngines(rewards, ranks, evaluated_reward_model(recipe), check)
+    return policy
 
 
 def _judge(recipe: Recipe, groups: Sequence[RpcGroup[GenerateRole]], check: Callable[[], None]) -> Judge | None:

@@ -58,16 +58,16 @@ def evaluate(
     if folder := recipe.evaluate.checkpoint:
         checkpoint.wait_until_seen(Path(folder))
         verification.check_record(checkpoint.read_record(Path(folder)), recipe.checkpointing.verify, key)
-    client.own = role
+    client.leading_role = role
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts, role)
-    ready = generate.call(GenerateRole.setup)
+    setup = generate.call(GenerateRole.setup)
     skipped = skipped_tasks(recipe)
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
-        asked = {name: config for name, config in recipe.evaluate.tasks.items() if name not in skipped}
-        tasks = [build(name, config, recipe, tokenizer) for name, config in asked.items()]
+        configs = {name: config for name, config in recipe.evaluate.tasks.items() if name not in skipped}
+        tasks = [build(name, config, recipe, tokenizer) for name, config in configs.items()]
         harness = _harness(recipe, tokenizer)
-    ready.result()
+    setup.result()
     startup.enter("load the weights")
     of_ranks = dict(zip(workers.generate, generate.call(GenerateRole.load).result(), strict=True))
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
@@ -80,25 +80,25 @@ def evaluate(
     logs = {task.name: AnswerLog(run_dir, task.name, retry, key, encrypts) for task in asking}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
     engines = evaluated_models.engines(recipe, groups, [of_ranks[first] for first, *_ in workers.engines], supervisor)
-    for name, why in skipped.items():
-        logger.info(f"task {name} is skipped: {why}")
+    for name, reason in skipped.items():
+        logger.info(f"task {name} is skipped: {reason}")
     startup.enter("first answers")
     try:
         for task in asking:
             _ask(task, engines, logs[task.name])
             supervisor.record()
-    except Leaving as why:
+    except Leaving as leaving:
         supervisor.record()
-        attempt.ask_requeue(str(why))
-        logger.info(f"leaving: {why}")
+        attempt.ask_requeue(str(leaving))
+        logger.info(f"leaving: {leaving}")
         return False
     finally:
         if engines.judge:
             engines.judge.close()
     for log in logs.values():
         log.sync()
-    answered = {task.name: (task, logs[task.name].all()) for task in tasks} | (harness.tasks() if harness else {})
-    _write_scores(recipe, answered, skipped, harness, run_dir, retry, key if encrypts else None)
+    task_answers = {task.name: (task, logs[task.name].all()) for task in tasks} | (harness.tasks() if harness else {})
+    _write_scores(recipe, task_answers, skipped, harness, run_dir, retry, key if encrypts else None)
     return True
 
 
@@ -111,7 +111,7 @@ def _ask(task: Task | HarnessRun, engines: Engines, log: AnswerLog) -> None:
 
 def _write_scores(
     recipe: Recipe,
-    answered: dict[str, tuple[Task, Sequence[Answer]]],
+    task_answers: dict[str, tuple[Task, Sequence[Answer]]],
     skipped: dict[str, str],
     harness: HarnessRun | None,
     run_dir: Path,
@@ -119,7 +119,7 @@ def _write_scores(
     key: FileKey | None,
 ) -> None:
     """Write the scores of all answers into the run folder and show them. key: encrypts what lm_eval writes; None: plain."""
-    summary, values = scores.summarize(recipe, answered), scores.values(answered)
+    summary, values = scores.summarize(recipe, task_answers), scores.values(task_answers)
     summary["skipped"] = skipped
     if harness:
         harness.complete(summary)
@@ -158,8 +158,8 @@ class Supervisor:
         if now - self._recorded_at > RECORD_S:
             self.record()
             self._recorded_at = now
-        if why := self._deadline.why_end(any(log.added for log in self._logs)):
-            raise Leaving(why)
+        if reason := self._deadline.why_end(any(log.added for log in self._logs)):
+            raise Leaving(reason)
 
     def record(self) -> None:
         """Record the answers that are kept, if there are new ones: a crash after progress is requeued."""

@@ -22,11 +22,11 @@ class InstructionTask(GenerationTask):
 
     @override
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return what `generate` does, with shares over all instructions."""
-        found = super().metrics(answers)
-        counts = {id: max(values) for id, values in found.get(COUNT, {}).items()}
+        """Return the metrics of kind `generate`, with shares over all instructions."""
+        metrics = super().metrics(answers)
+        counts = {id: max(values) for id, values in metrics.get(COUNT, {}).items()}
         mean = sum(counts.values()) / max(1, len(counts))
         for name in SHARES:
-            if name in found and mean:
-                found[name] = {id: [value * counts[id] / mean for value in values] for id, values in found[name].items()}
-        return found
+            if name in metrics and mean:
+                metrics[name] = {id: [value * counts[id] / mean for value in values] for id, values in metrics[name].items()}
+        return metrics

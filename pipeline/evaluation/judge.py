@@ -116,22 +116,22 @@ class Judging:
 
     def take(self, wait: bool) -> list[Judgement]:
         """Return the cases that have ended; with `wait` at least one, if a case is open."""
-        ended: list[Judgement] = []
+        judgements: list[Judgement] = []
         while self._open:
-            again: list[JudgeRequest] = []
-            replies = self._judge.take(wait and not ended)
+            retries: list[JudgeRequest] = []
+            replies = self._judge.take(wait and not judgements)
             if not replies:
                 break
             for reply in replies:
                 open_case = self._open[reply.id.rpartition("/")[0]]
-                if judgement := self._judged(open_case, reply):
+                if judgement := self._handle_reply(open_case, reply):
                     del self._open[open_case.case.id]
-                    ended.append(judgement)
+                    judgements.append(judgement)
                 else:
-                    again.append(self._request(open_case))
-            if again:
-                self._judge.submit(again)
-        return ended
+                    retries.append(self._request(open_case))
+            if retries:
+                self._judge.submit(retries)
+        return judgements
 
     def _request(self, open_case: _OpenCase) -> JudgeRequest:
         case, blank = open_case.case, open_case.stage == "blank"
@@ -139,8 +139,8 @@ class Judging:
         name = f"{case.id}/{'blank' if blank else attempt}"
         return JudgeRequest(name, self._task, case.index, attempt, case.blank if blank else case.prompt)
 
-    def _judged(self, open_case: _OpenCase, reply: JudgeReply) -> Judgement | None:
-        """Return the end of a case, or None if it is to be asked again."""
+    def _handle_reply(self, open_case: _OpenCase, reply: JudgeReply) -> Judgement | None:
+        """Handle a reply. Return the end of its case, or None if the judge is to be asked again."""
         case = open_case.case
         verdict = None if reply.failure or reply.finish == CUT else case.read(reply.text)
         if open_case.stage == "blank":
@@ -166,15 +166,15 @@ class Judging:
 
     def _end(self, open_case: _OpenCase, at_fault: bool) -> Judgement:
         count, end = open_case.attempts, "; it judges an empty answer" if at_fault else ""
-        why = f"no verdict after {count} tries; the last: {open_case.failure}{end}"
-        return Judgement(open_case.case, None, at_fault, why, open_case.unreadable, tuple(open_case.replies))
+        failure = f"no verdict after {count} tries; the last: {open_case.failure}{end}"
+        return Judgement(open_case.case, None, at_fault, failure, open_case.unreadable, tuple(open_case.replies))
 
 
 SHOWN = 300
 """Characters of a reply in a failure."""
 
 
-def needed(judge: Judge | None, task: str) -> Judge:
+def require_judge(judge: Judge | None, task: str) -> Judge:
     """Return the judge. Raises RecipeError if the recipe has none."""
     if judge is None:
         message = f"got neither env_name nor model_name, and evaluate.tasks.{task} is judged"

@@ -56,10 +56,10 @@ class EngineJudge:
         for request in requests:
             tokens = self._encode(request.prompt)
             if len(tokens) >= self._room:
-                why = (
+                failure = (
                     f"the judge's prompt has {len(tokens)} tokens, and evaluate.judge.max_total_sequence_length is {self._room}"
                 )
-                self._refused.append(JudgeReply(request.id, failure=why))
+                self._refused.append(JudgeReply(request.id, failure=failure))
                 continue
             purpose = f"judge/{request.task}/{request.id.rpartition('/')[2]}"
             self._open[purpose, request.index] = request.id
@@ -73,17 +73,17 @@ class EngineJudge:
         self._check()
         if self._open:
             self._dispatch.receive(block=False)
-            replies += self._arrived()
+            replies += self._take_replies()
         while wait and self._open and not replies:
             self._check()
             self._dispatch.receive()
-            replies += self._arrived()
+            replies += self._take_replies()
         return replies
 
     def close(self) -> None:
         """Nothing: the engines end with the job."""
 
-    def _arrived(self) -> list[JudgeReply]:
+    def _take_replies(self) -> list[JudgeReply]:
         purposes = {purpose for purpose, _ in self._open}
         return [self._reply(purpose, group) for purpose in sorted(purposes) for group in self._dispatch.take(purpose)]
 

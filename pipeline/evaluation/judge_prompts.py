@@ -24,56 +24,56 @@ Material = Mapping[str, str]
 
 
 class JudgePrompt:
-    """A prompt with a place `{name}` for each text to judge. Other braces are kept."""
+    """A prompt with a placeholder `{name}` for each text to judge. Other braces are kept."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     @classmethod
-    def of_file(cls, key: str, file: str | None, default: str, places: tuple[str, ...]) -> JudgePrompt:
-        """Return the prompt of a file, or the one in recipes/prompts/ named `default`.
+    def of_file(cls, key: str, file: str | None, default: str, placeholders: tuple[str, ...]) -> JudgePrompt:
+        """Return the prompt of a file, or the prompt `default` in recipes/prompts/.
 
-        Raises RecipeError, which names the recipe's `key`, if the file is missing or lacks one of the places.
+        Raises RecipeError, which names the recipe's `key`, if the file is missing or lacks a placeholder.
         """
         path = RECIPES / "prompts" / default if file is None else Path(file)
         try:
             text = user_files.read_text(path)
         except OSError as error:
             raise RecipeError(Problem(key, "file-not-found", f"got {path}: {error.strerror}")) from None
-        if missing := [place for place in places if f"{{{place}}}" not in text]:
-            message = f"{path} lacks {', '.join(f'{{{place}}}' for place in missing)}"
-            raise RecipeError(Problem(key, "bad-format", f"{message}; expected a place for each text to judge"))
+        if missing := [name for name in placeholders if f"{{{name}}}" not in text]:
+            message = f"{path} lacks {', '.join(f'{{{name}}}' for name in missing)}"
+            raise RecipeError(Problem(key, "bad-format", f"{message}; expected a placeholder for each text to judge"))
         return cls(text)
 
-    def fill(self, places: Mapping[str, str | Material]) -> str:
+    def fill(self, contents: Mapping[str, str | Material]) -> str:
         """Return the prompt for a judge.
 
-        A text at a place is marked with the place's name; several texts, such as the turns of a conversation, each with their
-        own. A place that gets an empty mapping disappears with its line.
+        contents: by placeholder, a text, or several texts by name, such as the turns of a conversation. A text is marked with
+        its placeholder's name, several texts with their own names. A placeholder with an empty mapping disappears.
         """
-        material = {place: {place: texts} if isinstance(texts, str) else texts for place, texts in places.items()}
-        clean = {place: {name: _clean(text) for name, text in texts.items()} for place, texts in material.items()}
+        material = {key: {key: texts} if isinstance(texts, str) else texts for key, texts in contents.items()}
+        clean = {key: {name: _clean(text) for name, text in texts.items()} for key, texts in material.items()}
         digest = _digest([text for texts in clean.values() for text in texts.values()])
         marked = {
-            place: "\n\n".join(_marked(name.replace("_", "-"), text, digest) for name, text in texts.items())
-            for place, texts in clean.items()
+            key: "\n\n".join(_mark(name.replace("_", "-"), text, digest) for name, text in texts.items())
+            for key, texts in clean.items()
         }
         text = self._text
-        for place in (place for place, texts in clean.items() if not texts):
-            text = re.sub(rf"{{{re.escape(place)}}}\s*", "", text)
+        for key in (key for key, texts in clean.items() if not texts):
+            text = re.sub(rf"{{{re.escape(key)}}}\s*", "", text)
         # In one pass: the material may contain "{answer}".
-        places_in_text = re.compile(f"{{({'|'.join(map(re.escape, marked))})}}")
-        return NOTE.format(digest) + places_in_text.sub(lambda place: marked[place[1]], text).strip()
+        pattern = re.compile(f"{{({'|'.join(map(re.escape, marked))})}}")
+        return NOTE.format(digest) + pattern.sub(lambda key: marked[key[1]], text).strip()
 
 
-def _marked(name: str, text: str, digest: str) -> str:
+def _mark(name: str, text: str, digest: str) -> str:
     return f"<{name}-{digest}>\n{text}\n</{name}-{digest}>"
 
 
 def _clean(text: str) -> str:
-    return TEMPLATE_MARKS.sub(lambda found: found[0] + " ", text.encode(errors="replace").decode())
+    return TEMPLATE_MARKS.sub(lambda match: match[0] + " ", text.encode(errors="replace").decode())
 
 
 def _digest(texts: list[str]) -> str:
-    """Return a text that none of these can contain by intent: it depends on all of them."""
+    """Return a text that no text can contain by intent: it depends on all texts."""
     return hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest()

@@ -18,7 +18,7 @@ from pipeline.data.stop_strings import answer_text, rollout_text
 from pipeline.evaluation import prompts, task_data
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.engines import Engines
-from pipeline.evaluation.judge import Case, Judgement, Judging, needed
+from pipeline.evaluation.judge import Case, Judgement, Judging, require_judge
 from pipeline.evaluation.judge_prompts import JudgePrompt
 from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.sampled import sampling
@@ -54,7 +54,7 @@ class JudgedTask:
 
     prompt_file: ClassVar[str]
     """The kind's own prompt, in recipes/prompts/."""
-    places: ClassVar[tuple[str, ...]]
+    placeholders: ClassVar[tuple[str, ...]]
     """Places that a judge's prompt must have."""
     verdicts_per_answer: ClassVar[int] = 1
 
@@ -68,7 +68,7 @@ class JudgedTask:
         self._questions = {question.index: question for question in self._data.questions}
         self.dropped = self._data.dropped.count
         key = f"evaluate.tasks.{name}.judge_prompt_file"
-        self._judge_prompt = JudgePrompt.of_file(key, config.judge_prompt_file, self.prompt_file, self.places)
+        self._judge_prompt = JudgePrompt.of_file(key, config.judge_prompt_file, self.prompt_file, self.placeholders)
 
     @abstractmethod
     def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
@@ -76,7 +76,7 @@ class JudgedTask:
         raise NotImplementedError
 
     @abstractmethod
-    def judged(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    def grade(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
         """Return (score, metrics) of an answer. A verdict is None if the answer kept the judge from giving one."""
         raise NotImplementedError
 
@@ -86,15 +86,15 @@ class JudgedTask:
         raise NotImplementedError
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Sample the answers that are not kept, and have all judged that are not."""
-        judging = Judging(needed(engines.judge, self.name), self.name, self._tries)
+        """Sample the missing answers, and have all answers judged that are not."""
+        judging = Judging(require_judge(engines.judge, self.name), self.name, self._tries)
         open_answers: dict[str, _OpenAnswer] = {}
 
         def judge(question: Question, answer: Answer) -> None:
-            found = self._cases(question, answer)
-            waiting = _OpenAnswer(question, answer, {case.id for case in found})
+            cases = self._cases(question, answer)
+            waiting = _OpenAnswer(question, answer, {case.id for case in cases})
             open_answers[f"{question.id}/{answer.sample}"] = waiting
-            judging.submit(found)
+            judging.submit(cases)
 
         def keep(wait: bool) -> None:
             for judgement in judging.take(wait):
@@ -103,7 +103,7 @@ class JudgedTask:
                 waiting.judgements[verdict] = judgement
                 waiting.waiting.discard(judgement.case.id)
                 if not waiting.waiting:
-                    answers.add(self._judged(open_answers.pop(name)))
+                    answers.add(self._complete(open_answers.pop(name)))
 
         sampled = {(answer.question, answer.sample): answer for answer in answers.all() if answer.details.get(TEXTS)}
         by_id = {question.id: question for question in self._data.questions}
@@ -120,21 +120,21 @@ class JudgedTask:
             keep(wait=True)
 
     def sample(self, engines: Engines, kept: Mapping[tuple[str, int], Answer]) -> Iterator[tuple[Question, Answer]]:
-        """Yield answers without a score, as they arrive, of the samples that are not kept."""
+        """Yield answers without a score, as they arrive. kept: answers by question and sample, which are not sampled again."""
         samples = range(self.config.num_samples)
-        held = {
+        samples_kept = {
             index: {sample for sample in samples if (question.id, sample) in kept}
             for index, question in self._questions.items()
         }
-        missing = [prompt for prompt in self._prompts if len(held[prompt.index]) < len(samples)]
+        missing = [prompt for prompt in self._prompts if len(samples_kept[prompt.index]) < len(samples)]
         spec = RolloutSpec(self.name, len(samples), sampling(self.config, self._tokenizer))
-        for group in engines.generate(missing, spec, self.config.seed, kept=held):
+        for group in engines.generate(missing, spec, self.config.seed, skip=samples_kept):
             question = self._questions[group.prompt.index]
-            shown = str(self._tokenizer.decode(group.prompt.tokens))
-            for sample in sorted(set(samples) - held[question.index]):
-                yield question, self._sampled(question, sample, shown, group.rollouts[sample])
+            text = str(self._tokenizer.decode(group.prompt.tokens))
+            for sample in sorted(set(samples) - samples_kept[question.index]):
+                yield question, self._new_answer(question, sample, text, group.rollouts[sample])
 
-    def _sampled(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
+    def _new_answer(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
         text, answer = rollout_text(self._tokenizer, rollout), answer_text(self._tokenizer, rollout)
         return Answer(
             question.id,
@@ -151,38 +151,38 @@ class JudgedTask:
         )
 
     def without_thinking(self, text: str) -> str:
-        """Return what follows the model's thinking, which is not judged. Thinking that does not end leaves nothing."""
+        """Return the text after the model's thinking, which is not judged; "" if the thinking does not end."""
         end = self.config.thinking_end
         begin = end.replace("</", "<")
-        _, found, said = text.rpartition(end)
-        if found:
-            return said.strip()
+        _, separator, answer = text.rpartition(end)
+        if separator:
+            return answer.strip()
         return "" if begin != end and begin in text else text.strip()
 
     def _cases(self, question: Question, answer: Answer) -> list[Case]:
         first = (question.index * self.config.num_samples + answer.sample) * self.verdicts_per_answer
         return [
-            Case(f"{question.id}/{answer.sample}/{one.name}", first + number, one.prompt, one.blank, one.read)
-            for number, one in enumerate(self.verdicts(question, answer.details[TEXTS]))
+            Case(f"{question.id}/{answer.sample}/{verdict.name}", first + number, verdict.prompt, verdict.blank, verdict.read)
+            for number, verdict in enumerate(self.verdicts(question, answer.details[TEXTS]))
         ]
 
-    def _judged(self, ended: _OpenAnswer) -> Answer:
-        answer, judgements = ended.answer, ended.judgements
+    def _complete(self, open_answer: _OpenAnswer) -> Answer:
+        answer, judgements = open_answer.answer, open_answer.judgements
         details = {**answer.details, "judge": {name: judgements[name].record() for name in sorted(judgements)}}
-        unreadable = {"unreadable_verdicts": float(sum(one.unreadable for one in judgements.values()))}
-        failures = [one.failure for one in judgements.values() if one.failure]
+        unreadable = {"unreadable_verdicts": float(sum(judgement.unreadable for judgement in judgements.values()))}
+        failures = [judgement.failure for judgement in judgements.values() if judgement.failure]
         failure = "; ".join(failures)
-        if any(one.verdict is None and not one.at_fault for one in judgements.values()):
+        if any(judgement.verdict is None and not judgement.at_fault for judgement in judgements.values()):
             return replace(answer, metrics=unreadable, failure=failure, details=details)
-        verdicts = {name: one.verdict for name, one in sorted(judgements.items())}
-        score, metrics = self.judged(ended.question, answer.details[TEXTS], verdicts)
+        verdicts = {name: judgement.verdict for name, judgement in sorted(judgements.items())}
+        score, metrics = self.grade(open_answer.question, answer.details[TEXTS], verdicts)
         return replace(answer, score=score, metrics={**metrics, **unreadable}, failure=failure, details=details)
 
 
 def per_question(answers: Sequence[Answer], value: Callable[[Answer], float | None]) -> dict[str, list[float]]:
-    """Return a metric's values by question, of judged answers for which there is one."""
-    found: dict[str, list[float]] = {}
+    """Return a metric's values by question, of the judged answers that have a value."""
+    values: dict[str, list[float]] = {}
     for answer in answers:
-        if answer.score is not None and (one := value(answer)) is not None:
-            found.setdefault(answer.question, []).append(one)
-    return found
+        if answer.score is not None and (number := value(answer)) is not None:
+            values.setdefault(answer.question, []).append(number)
+    return values

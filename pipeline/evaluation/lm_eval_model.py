@@ -59,7 +59,7 @@ class EnginesLM(TemplateLM):
     """Answers the harness's requests."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, engines: Engines, answers: AnswerLog) -> None:
-        """Bind to the engines. answers: those that are kept; new ones are added."""
+        """Bind to the engines. answers: the kept answers, to which new answers are added."""
         super().__init__()
         self.tokenizer: Any = tokenizer
         self._longest = recipe.policy.generation.vllm_cfg.max_model_len  # tokens of a text
@@ -86,10 +86,10 @@ class EnginesLM(TemplateLM):
         return self._encoder.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text. add_special_tokens: None: unless the text begins with one."""
+        """Return the tokens of a text. add_special_tokens: None: add them unless the text begins with one."""
         if add_special_tokens is not None:
-            bare = self.tokenizer(string, add_special_tokens=False).input_ids
-            return [*(self._encoder.plain.begin if add_special_tokens else ()), *bare]
+            ids = self.tokenizer(string, add_special_tokens=False).input_ids
+            return [*(self._encoder.plain.begin if add_special_tokens else ()), *ids]
         return self._encoder.encode([string])[0].tolist()
 
     @property
@@ -108,8 +108,8 @@ class EnginesLM(TemplateLM):
         try:
             return self.tokenizer.apply_chat_template(chat_history, **options)
         except jinja2.exceptions.TemplateError:  # of a template without the role `system`
-            others = [message for message in chat_history if message["role"] != "system"]
-            return self.tokenizer.apply_chat_template(others, **options)
+            messages = [message for message in chat_history if message["role"] != "system"]
+            return self.tokenizer.apply_chat_template(messages, **options)
 
     # ---- likelihood ---------------------------------------------------------------------------------------------------------
 
@@ -124,32 +124,32 @@ class EnginesLM(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text."""
         windows = [self._windows(*request.args) for request in requests]
-        scores = iter(self._scores([window for each in windows for window in each]))
-        return [sum(next(scores)[0] for _ in each) for each in windows]
+        scores = iter(self._scores([window for text_windows in windows for window in text_windows]))
+        return [sum(next(scores)[0] for _ in text_windows) for text_windows in windows]
 
     def _windows(self, text: str) -> list[LikelihoodRequest]:
         tokens = np.asarray(self.tok_encode(text), np.int32)
         windows = rolling_windows(tokens, self.prefix_token_id, self._longest)
-        return [_keyed(window.request("", self._longest)) for window in windows]
+        return [_with_key(window.request("", self._longest)) for window in windows]
 
     def _scorable(self, words: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> LikelihoodRequest:
         if not 0 < len(continuation) <= self.max_length:
             message = f"the continuation {words[1][:60]!r} has {len(continuation)} tokens; expected 1 to {self.max_length}"
             raise RecipeError(Problem(f"{KEY}.tasks", "bad-record", message))
         tokens = np.array([*context, *continuation], np.int32)[-self._longest :]
-        return _keyed(LikelihoodRequest("", tokens, len(tokens) - len(continuation)))
+        return _with_key(LikelihoodRequest("", tokens, len(tokens) - len(continuation)))
 
     def _scores(self, requests: Sequence[LikelihoodRequest]) -> list[Scored]:
-        """Return the score of each request. Equal ones are asked once; a unit is always asked whole."""
+        """Return the score of each request. Equal requests are asked once; a unit is always asked whole."""
         units = list(_units({request.id: request for request in requests}.values()))
         missing = [unit for unit in units if not all(request.id in self._kept for request in unit)]
-        for place, found in self._engines.likelihoods(missing):
-            for request, likelihood in zip(missing[place], found, strict=True):
+        for i, likelihoods in self._engines.likelihoods(missing):
+            for request, likelihood in zip(missing[i], likelihoods, strict=True):
                 if request.id not in self._kept:
                     score = float(np.sum(likelihood.logprobs, dtype=np.float64))
                     self._keep(Answer(request.id, 0, score, {"greedy": float(likelihood.greedy.all())}))
-        kept = [self._kept[request.id] for request in requests]
-        return [(float(answer.score or 0.0), bool(answer.metrics["greedy"])) for answer in kept]
+        answers = [self._kept[request.id] for request in requests]
+        return [(float(answer.score or 0.0), bool(answer.metrics["greedy"])) for answer in answers]
 
     def _keep(self, answer: Answer) -> None:
         self._answers.add(answer)
@@ -159,15 +159,15 @@ class EnginesLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text of each answer, up to the text that ends it."""
-        drawings, untils, seen = [], [], {}
+        drawings, untils, repetitions = [], [], {}
         for request in requests:
-            context, given = request.args
-            sampling, until = self._sampling(given)
+            context, arguments = request.args
+            sampling, until = self._sampling(arguments)
             tokens = self._prompt(context, sampling.max_new_tokens)
             key = _hash(["generate", tokens.tolist(), *_values(sampling)])
             if sampling.temperature > 0:  # each repetition is an answer of its own
-                seen[key] = seen.get(key, -1) + 1
-                key = _hash([key, seen[key]])
+                repetitions[key] = repetitions.get(key, -1) + 1
+                key = _hash([key, repetitions[key]])
             drawings.append(_Drawing(key, context, tokens, sampling))
             untils.append(until)
             self.drawn[request_key(request.args)] = Answer(key, 0, None)
@@ -201,15 +201,15 @@ class EnginesLM(TemplateLM):
             raise RecipeError(Problem(f"{KEY}.tasks", "too-large", f"{message}. {hint}"))
         return np.asarray(self.tok_encode(context) or [self.prefix_token_id], np.int32)[-room:]
 
-    def _sampling(self, given: dict[str, Any]) -> tuple[Sampling, list[str]]:
-        """Return the sampling parameters of a request, and the texts that end its answer. Raises RecipeError for others."""
-        options = dict(normalize_gen_kwargs(given, self._config.max_gen_toks))
+    def _sampling(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
+        """Return the sampling parameters of a request, and the texts that end its answer. Raises RecipeError for other keys."""
+        options = dict(normalize_gen_kwargs(arguments, self._config.max_gen_toks))
         eos = str(self.tokenizer.decode([self.eot_token_id]))
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
         most, sampled, temperature = options.pop("max_gen_toks"), options.pop("do_sample"), options.pop("temperature", 0.0)
         top_p, top_k = options.pop("top_p", 1.0), options.pop("top_k", 0)
-        if other := [name for name, value in options.items() if value is not None]:
-            message = f"a task samples with {', '.join(other)}, which the engines do not have; expected until, max_gen_toks,"
+        if unknown := [name for name, value in options.items() if value is not None]:
+            message = f"a task samples with {', '.join(unknown)}, which the engines do not have; expected until, max_gen_toks,"
             raise RecipeError(Problem(f"{KEY}.gen_kwargs", "unsupported", f"{message} do_sample, temperature, top_p or top_k"))
         greedy = not sampled or temperature == 0
         stop = tuple(text for text in until if text)
@@ -226,7 +226,7 @@ def _values(sampling: Sampling) -> list[Any]:
     return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, list(sampling.stop)]
 
 
-def _keyed(request: LikelihoodRequest) -> LikelihoodRequest:
+def _with_key(request: LikelihoodRequest) -> LikelihoodRequest:
     return LikelihoodRequest(_hash(["likelihood", request.tokens.tolist(), request.first]), request.tokens, request.first)
 
 

@@ -59,7 +59,7 @@ class HarnessTask:
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
         """Return the values of each metric that is a mean over documents."""
         names = dict.fromkeys(name for answer in answers for name in answer.metrics)
-        return {name: {one.question: [one.metrics[name]] for one in answers if name in one.metrics} for name in names}
+        return {name: {entry.question: [entry.metrics[name]] for entry in answers if name in entry.metrics} for name in names}
 
 
 class HarnessRun:
@@ -68,13 +68,13 @@ class HarnessRun:
     name = NAME
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Find the tasks. Raises RecipeError for names that the harness does not know."""
+        """Look up the tasks. Raises RecipeError for names that the harness does not know."""
         self._recipe, self._config, self._tokenizer = recipe, recipe.evaluate.lm_eval, tokenizer
         self._manager = TaskManager(include_path=self._config.include_path)
-        known = set(self._manager.match_tasks(self._config.tasks))
+        names = set(self._manager.match_tasks(self._config.tasks))
         if unknown := [name for name in self._config.tasks if not self._manager.match_tasks([name])]:
             raise RecipeError(Problem(f"{KEY}.tasks", "not-a-choice", f"lm_eval has no task {', '.join(unknown)}"))
-        self._names = sorted(known)
+        self._names = sorted(names)
         self.results: dict[str, Any] = {}
         self.answers: dict[str, list[Answer]] = {}
         """The answers of each task, by name."""
@@ -117,22 +117,22 @@ class HarnessRun:
 
     def tasks(self) -> dict[str, tuple[Any, Sequence[Answer]]]:
         """Return each task that was asked, a HarnessTask, with its answers."""
-        found = {}
+        tasks = {}
         for name, answers in self.answers.items():
             metric = next(iter(self._values(name)), "")
             limit = self.results["configs"][name].get("generation_kwargs") or {}
             most = int(limit.get("max_gen_toks", self._config.max_gen_toks))
-            found[name] = (HarnessTask(name, metric, most), answers)
-        return found
+            tasks[name] = (HarnessTask(name, metric, most), answers)
+        return tasks
 
     def complete(self, summary: dict[str, Any]) -> None:
-        """Add to the contents of scores.json what is no mean over one task's documents."""
+        """Add the metrics that are not means over one task's documents to the contents of scores.json."""
         tasks = summary["tasks"]
         for name in self.answers:
             for metric, value in self._values(name).items():
-                tasks[name]["metrics"].setdefault(metric, _shown(Interval(value, math.nan, math.nan)))
-            lost = f"{name}: has no metric"  # all are added here
-            summary["warnings"] = [warning for warning in summary["warnings"] if not warning.startswith(lost)]
+                tasks[name]["metrics"].setdefault(metric, _finite_values(Interval(value, math.nan, math.nan)))
+            prefix = f"{name}: has no metric"  # all are added here
+            summary["warnings"] = [warning for warning in summary["warnings"] if not warning.startswith(prefix)]
         for group in self.results.get("groups", {}):
             tasks.setdefault(group, self._group(group, tasks))
 
@@ -149,15 +149,15 @@ class HarnessRun:
             "metric": next(iter(values), ""),
             **counts,
             **shares,
-            "metrics": {metric: _shown(self._over(leaves, metric, value)) for metric, value in values.items()},
+            "metrics": {metric: _finite_values(self._over(leaves, metric, value)) for metric, value in values.items()},
             "groups": {leaf: {"questions": tasks[leaf]["questions"], "metrics": tasks[leaf]["metrics"]} for leaf in leaves},
         }
 
     def _over(self, leaves: Sequence[str], metric: str, value: float) -> Interval:
         """Return the interval of a group's metric, if it is the mean over all documents of its tasks."""
-        found = [answer.metrics.get(metric) for leaf in leaves for answer in self.answers[leaf]]
-        documents = [(each,) for each in found if each is not None]
-        if len(documents) == len(found) and abs((over := interval(documents)).value - value) < SAME:
+        values = [answer.metrics.get(metric) for leaf in leaves for answer in self.answers[leaf]]
+        documents = [(number,) for number in values if number is not None]
+        if len(documents) == len(values) and abs((over := interval(documents)).value - value) < SAME:
             return over
         return Interval(value, math.nan, math.nan)
 
@@ -167,12 +167,12 @@ class HarnessRun:
 
     def _values(self, name: str) -> dict[str, float]:
         """Return the harness's values of a task or group, by our names of the metrics."""
-        found = {**self.results["results"], **self.results.get("groups", {})}[name]
-        values = {key: value for key, value in found.items() if "," in key and "_stderr," not in key}
+        results = {**self.results["results"], **self.results.get("groups", {})}[name]
+        values = {key: value for key, value in results.items() if "," in key and "_stderr," not in key}
         return {_name(*key.rsplit(",", 1)): float(value) for key, value in values.items() if isinstance(value, int | float)}
 
     def _answers(self, name: str, model: EnginesLM) -> list[Answer]:
-        """Return an answer for each document. Its metrics are those whose mean is the harness's value."""
+        """Return an answer for each document. Its metrics are the ones whose mean is the harness's value."""
         documents: dict[str, Answer] = {}
         for sample in self.results["samples"][name]:
             id = f"{sample['doc_id']:07d}"
@@ -182,27 +182,27 @@ class HarnessRun:
             documents[id] = replace(answer, metrics={**answer.metrics, **numbers})
         answers = list(documents.values())
         means = {metric: value for metric, value in self._values(name).items() if _is_mean(answers, metric, value)}
-        kept = [replace(one, metrics={metric: one.metrics[metric] for metric in means}) for one in answers]
-        return [replace(one, score=next(iter(one.metrics.values()), 0.0)) for one in kept]
+        averaged = [replace(document, metrics={metric: document.metrics[metric] for metric in means}) for document in answers]
+        return [replace(document, score=next(iter(document.metrics.values()), 0.0)) for document in averaged]
 
     def _document(self, id: str, sample: Mapping[str, Any], model: EnginesLM) -> Answer:
         arguments = sample["arguments"][0]
-        drawn = model.drawn.get(request_key(arguments)) or Answer("", 0, None)
-        shown = {"filtered": json.loads(json.dumps(sample["filtered_resps"], default=handle_non_serializable))}
+        answer = model.drawn.get(request_key(arguments)) or Answer("", 0, None)
+        responses = {"filtered": json.loads(json.dumps(sample["filtered_resps"], default=handle_non_serializable))}
         text, target = str(sample["resps"][0][0]), str(sample["target"])
-        details = {"target": target, "hash": sample["doc_hash"], **shown}
-        return Answer(id, 0, None, {}, str(arguments[0]), text, drawn.tokens, drawn.finish, details=details)
+        details = {"target": target, "hash": sample["doc_hash"], **responses}
+        return Answer(id, 0, None, {}, str(arguments[0]), text, answer.tokens, answer.finish, details=details)
 
 
 def _is_mean(answers: Sequence[Answer], metric: str, value: float) -> bool:
-    found = [answer.metrics.get(metric, math.nan) for answer in answers]
-    return bool(found) and abs(math.fsum(found) / len(found) - value) < SAME
+    values = [answer.metrics.get(metric, math.nan) for answer in answers]
+    return bool(values) and abs(math.fsum(values) / len(values) - value) < SAME
 
 
 def _name(metric: str, filter_name: str) -> str:
     return metric if filter_name == "none" else f"{metric},{filter_name}"
 
 
-def _shown(found: Interval) -> dict[str, float | None]:
-    values = {"value": found.value, "low": found.low, "high": found.high}
+def _finite_values(estimate: Interval) -> dict[str, float | None]:
+    values = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -39,7 +39,7 @@ class RatingTask(JudgedTask):
     """
 
     prompt_file: ClassVar[str] = "judge_rating.txt"
-    places: ClassVar[tuple[str, ...]] = ("conversation", "reference")
+    placeholders: ClassVar[tuple[str, ...]] = ("conversation", "reference")
     verdicts_per_answer: ClassVar[int] = MOST_TURNS
     scales: ClassVar[Mapping[str, Scale]] = dict.fromkeys(
         ("rating", *(f"turn_{turn}" for turn in range(1, MOST_TURNS + 1))), Scale(LOWEST, HIGHEST)
@@ -67,19 +67,19 @@ class RatingTask(JudgedTask):
                 waiting[question.index * self.config.num_samples + answer.sample] = question, answer
         turn = 1
         while waiting:
-            asked = {index: self._next(index, *one) for index, one in waiting.items()}
-            for index in [index for index, prompt in asked.items() if len(prompt.tokens) >= self._room]:
+            prompts = {index: self._next(index, *pair) for index, pair in waiting.items()}
+            for index in [index for index, prompt in prompts.items() if len(prompt.tokens) >= self._room]:
                 question, answer = waiting.pop(index)  # no room for another answer: the rest is empty
-                del asked[index]
+                del prompts[index]
                 texts = answer.details[TEXTS]
-                rest = [""] * (len(question.task["turns"]) - len(texts))
-                yield question, replace(answer, finish="length", details={TEXTS: [*texts, *rest]})
+                blanks = [""] * (len(question.task["turns"]) - len(texts))
+                yield question, replace(answer, finish="length", details={TEXTS: [*texts, *blanks]})
             spec = RolloutSpec(f"{self.name}/turn {turn + 1}", 1, sampling(self.config, self._tokenizer))
             following: dict[int, tuple[Question, Answer]] = {}
-            for group in engines.generate(list(asked.values()), spec, self.config.seed):
+            for group in engines.generate(list(prompts.values()), spec, self.config.seed):
                 question, answer = waiting.pop(group.prompt.index)
-                shown = str(self._tokenizer.decode(group.prompt.tokens))
-                answer = _joined(answer, self._sampled(question, answer.sample, shown, group.rollouts[0]))
+                prompt_text = str(self._tokenizer.decode(group.prompt.tokens))
+                answer = _join_turns(answer, self._new_answer(question, answer.sample, prompt_text, group.rollouts[0]))
                 if answer.failure or len(answer.details[TEXTS]) == len(question.task["turns"]):
                     yield question, answer
                 else:
@@ -87,7 +87,7 @@ class RatingTask(JudgedTask):
             waiting, turn = following, turn + 1
 
     def _next(self, index: int, question: Question, answer: Answer) -> Prompt:
-        """Return the prompt of the turn after those that are answered."""
+        """Return the prompt of the first unanswered turn."""
         texts: list[str] = answer.details[TEXTS]
         messages = _conversation(question, texts)
         messages.append({"role": "user", "content": question.task["turns"][len(texts)]})
@@ -95,20 +95,22 @@ class RatingTask(JudgedTask):
 
     @override
     def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
-        asked = [[self._asked(question, texts[:turn], blank) for blank in (False, True)] for turn in range(1, len(texts) + 1)]
-        return [AskedVerdict(f"turn_{turn}", real, blank, read_rating) for turn, (real, blank) in enumerate(asked, 1)]
+        prompts = [
+            [self._render(question, texts[:turn], blank) for blank in (False, True)] for turn in range(1, len(texts) + 1)
+        ]
+        return [AskedVerdict(f"turn_{turn}", real, blank, read_rating) for turn, (real, blank) in enumerate(prompts, 1)]
 
-    def _asked(self, question: Question, texts: Sequence[str], blank: bool) -> str:
+    def _render(self, question: Question, texts: Sequence[str], blank: bool) -> str:
         turn = len(texts)
         conversation: dict[str, str] = {}
-        for number, (user, said) in enumerate(zip(question.task["turns"], texts, strict=False), 1):
-            conversation[f"user_{number}"], conversation[f"assistant_{number}"] = user, "" if blank else said
+        for number, (user, reply) in enumerate(zip(question.task["turns"], texts, strict=False), 1):
+            conversation[f"user_{number}"], conversation[f"assistant_{number}"] = user, "" if blank else reply
         references = question.task.get("references") or []
         reference = {"reference": references[turn - 1]} if turn <= len(references) and references[turn - 1] else {}
         return self._judge_prompt.fill({"conversation": conversation, "reference": reference})
 
     @override
-    def judged(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    def grade(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
         ratings = {name: LOWEST if verdict is None else verdict for name, verdict in verdicts.items()}
         return sum(ratings.values()) / len(ratings), ratings
 
@@ -116,19 +118,19 @@ class RatingTask(JudgedTask):
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
         judged = [answer for answer in answers if answer.score is not None]
         names = sorted({name for answer in judged for name in answer.metrics if name.startswith("turn_")})
-        found: dict[str, PerQuestion] = {"rating": per_question(judged, lambda answer: answer.score)}
-        return found | {name: per_question(judged, lambda answer, name=name: answer.metrics.get(name)) for name in names}
+        metrics: dict[str, PerQuestion] = {"rating": per_question(judged, lambda answer: answer.score)}
+        return metrics | {name: per_question(judged, lambda answer, name=name: answer.metrics.get(name)) for name in names}
 
 
 def _conversation(question: Question, texts: Sequence[str]) -> list[dict[str, str]]:
-    """Return the turns that are answered, with the answers."""
+    """Return the answered turns with their answers, as messages."""
     messages: list[dict[str, str]] = []
-    for user, said in zip(question.task["turns"], texts, strict=False):
-        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": said}]
+    for user, reply in zip(question.task["turns"], texts, strict=False):
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": reply}]
     return messages
 
 
-def _joined(before: Answer, after: Answer) -> Answer:
+def _join_turns(before: Answer, after: Answer) -> Answer:
     """Return an answer with its next turn."""
     texts = [*before.details[TEXTS], *after.details[TEXTS]]
     return replace(

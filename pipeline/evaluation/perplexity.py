@@ -47,19 +47,19 @@ class PerplexityTask(LikelihoodTask):
     }
 
     @override
-    def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
+    def _scored_questions(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
         encoder = ContinuationEncoder(tokenizer)
         for question in read.questions:
             with read.dropped.dropping():
                 if not isinstance(question.prompt, str) or not question.prompt:
-                    raise self._bad(question, "has no text to score")
+                    raise self._bad_record(question, "has no text to score")
                 (tokens,) = encoder.encode([question.prompt])
                 yield ScoredQuestion(question, question.prompt, tuple(rolling_windows(tokens, encoder.prefix, self._longest)))
 
     @override
-    def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:
+    def _answer(self, scored: ScoredQuestion, likelihoods: Sequence[Likelihood]) -> Answer:
         question, text = scored.question, scored.prompt
-        total = math.fsum(log_likelihoods(found))
+        total = math.fsum(log_likelihoods(likelihoods))
         count = question.task.get("bytes", len(text.encode(errors="surrogatepass")))
         return Answer(
             question=question.id,
@@ -73,9 +73,9 @@ class PerplexityTask(LikelihoodTask):
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
         """Return bits_per_byte, byte_perplexity and word_perplexity by question."""
         return {
-            "bits_per_byte": _linearized(answers, "bytes", lambda nats: (nats / LOG_2, 1 / LOG_2)),
-            "byte_perplexity": _linearized(answers, "bytes", lambda nats: (math.exp(nats), math.exp(nats))),
-            "word_perplexity": _linearized(answers, "words", lambda nats: (math.exp(nats), math.exp(nats))),
+            "bits_per_byte": _linearize(answers, "bytes", lambda nats: (nats / LOG_2, 1 / LOG_2)),
+            "byte_perplexity": _linearize(answers, "bytes", lambda nats: (math.exp(nats), math.exp(nats))),
+            "word_perplexity": _linearize(answers, "words", lambda nats: (math.exp(nats), math.exp(nats))),
         }
 
 
@@ -91,12 +91,12 @@ class ContinuationTask(ChoicesTask):
     @override
     def _check(self, question: Question) -> None:
         if len(question.choices) != 1:
-            raise self._bad(question, f"has {len(question.choices)} choices; expected one, the end of the text")
+            raise self._bad_record(question, f"has {len(question.choices)} choices; expected 1, the end of the text")
 
     @override
-    def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:
+    def _answer(self, scored: ScoredQuestion, likelihoods: Sequence[Likelihood]) -> Answer:
         question = scored.question
-        (end,) = found
+        (end,) = likelihoods
         greedy = float(end.greedy.all())
         return Answer(
             question=question.id,
@@ -106,23 +106,23 @@ class ContinuationTask(ChoicesTask):
             prompt=scored.prompt,
             text=question.choices[0],
             group=question.group,
-            details={"logprob": log_likelihoods(found)[0], "texts": 1},
+            details={"logprob": log_likelihoods(likelihoods)[0], "texts": 1},
         )
 
     @override
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
         return {
             "acc": {answer.question: [answer.metrics["acc"]] for answer in answers},
-            "perplexity": _linearized(answers, "texts", lambda nats: (math.exp(nats), math.exp(nats))),
+            "perplexity": _linearize(answers, "texts", lambda nats: (math.exp(nats), math.exp(nats))),
         }
 
 
 def words(text: str) -> list[str]:
-    """Return what white space separates; an empty word before or after it counts too."""
+    """Return the words that white space separates; an empty word before or after it counts too."""
     return _SPACES.split(text)
 
 
-def _linearized(answers: Sequence[Answer], unit: str, of: Callable[[float], tuple[float, float]]) -> PerQuestion:
+def _linearize(answers: Sequence[Answer], unit: str, of: Callable[[float], tuple[float, float]]) -> PerQuestion:
     """Return values whose mean is f(nats per unit over all answers); none if f overflows. of: nats per unit -> f, slope."""
     if not answers:
         return {}
@@ -134,4 +134,4 @@ def _linearized(answers: Sequence[Answer], unit: str, of: Callable[[float], tupl
     except OverflowError:  # a perplexity above the largest float
         return {}
     values = value + slope * (nats - ratio * counts) / counts.mean()
-    return {answer.question: [float(each)] for answer, each in zip(answers, values, strict=True)}
+    return {answer.question: [float(number)] for answer, number in zip(answers, values, strict=True)}

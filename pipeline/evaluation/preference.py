@@ -77,30 +77,30 @@ class PreferenceTask:
         self.dropped, self.warnings = read.dropped.count, read.dropped.warnings
 
     def _encodable(self, read: TaskData) -> Sequence[Question]:
-        """Return the questions that can be scored, if others are dropped; else all, and a wrong one is refused when scored."""
+        """Return the questions that can be scored if bad ones are dropped; else all, and scoring refuses a bad question."""
         if not read.dropped.drops:
             return read.questions
-        kept = []
+        usable = []
         for question in read.questions:
             with read.dropped.dropping():
                 self._sequences(question)
-                kept.append(question)
-        read.dropped.check(len(kept))
-        return kept
+                usable.append(question)
+        read.dropped.check(len(usable))
+        return usable
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Score the units of questions that are not all kept."""
+        """Score the units that lack an answer."""
         assert engines.rewards  # the loop skips the task without a reward model
         units = [self._questions[i : i + UNIT] for i in range(0, len(self._questions), UNIT)]
         missing = [unit for unit in units if not all(answers.has(question.id) for question in unit)]
         encoded = [[self._sequences(question) for question in unit] for unit in missing]
         flat = [[tokens[-self._longest :] for texts in unit for tokens in texts] for unit in encoded]
         for number, scores in engines.rewards.score(flat):
-            rest = iter(scores)
+            stream = iter(scores)
             for question, texts in zip(missing[number], encoded[number], strict=True):
-                own = [next(rest) for _ in texts]
+                question_scores = [next(stream) for _ in texts]
                 if not answers.has(question.id):
-                    answers.add(_answer(question, own, any(len(tokens) > self._longest for tokens in texts)))
+                    answers.add(_answer(question, question_scores, any(len(tokens) > self._longest for tokens in texts)))
 
     def _sequences(self, question: Question) -> list[np.ndarray]:
         return [self._encoder.encode(question, text) for text in (*question.task["chosen"], *question.task["rejected"])]
@@ -110,28 +110,28 @@ class PreferenceTask:
         accuracy = per_question(answers, lambda answer: answer.score)
         subsets = {answer.question: answer.group for answer in answers if answer.question in accuracy}
         if not subsets or not set(subsets.values()) <= set(SECTION_OF):
-            return {"score": _weighted(accuracy, subsets, lambda subset, sizes: 1.0), "accuracy": accuracy}
+            return {"score": _weight_values(accuracy, subsets, lambda subset, sizes: 1.0), "accuracy": accuracy}
         sections: dict[str, PerQuestion] = {}
         for section in SECTIONS:
-            own = {question: subset for question, subset in subsets.items() if SECTION_OF[subset] == section}
-            if own:
-                sections[section] = _weighted({question: accuracy[question] for question in own}, own, _weight)
+            members = {question: subset for question, subset in subsets.items() if SECTION_OF[subset] == section}
+            if members:
+                sections[section] = _weight_values({question: accuracy[question] for question in members}, members, _weight)
         total = len(accuracy)
         score = {
-            question: [value * total / (len(sections) * len(values)) for value in each]
+            question: [value * total / (len(sections) * len(values)) for value in scores]
             for values in sections.values()
-            for question, each in values.items()
+            for question, scores in values.items()
         }
         return {"score": score, "accuracy": accuracy, **sections}
 
 
 def _weight(subset: str, sizes: Mapping[str, int]) -> float:
-    """Return the weight of a subset in its section: its number of questions, and for math that of all others."""
-    others = sum(size for name, size in sizes.items() if name != MATH)
-    return others if subset == MATH and others else sizes[subset]
+    """Return the weight of a subset in its section: its number of questions; for math the number of all others."""
+    total = sum(size for name, size in sizes.items() if name != MATH)
+    return total if subset == MATH and total else sizes[subset]
 
 
-def _weighted(values: PerQuestion, subsets: Mapping[str, str], weight: Any) -> dict[str, list[float]]:
+def _weight_values(values: PerQuestion, subsets: Mapping[str, str], weight: Any) -> dict[str, list[float]]:
     """Return values whose mean over questions is the mean of the subsets by weight."""
     sizes: dict[str, int] = {}
     for question in values:
@@ -139,8 +139,8 @@ def _weighted(values: PerQuestion, subsets: Mapping[str, str], weight: Any) -> d
     weights = {subset: weight(subset, sizes) for subset in sizes}
     factor = len(values) / sum(weights.values()) if weights else 0.0
     return {
-        question: [value * factor * weights[subsets[question]] / sizes[subsets[question]] for value in each]
-        for question, each in values.items()
+        question: [value * factor * weights[subsets[question]] / sizes[subsets[question]] for value in scores]
+        for question, scores in values.items()
     }
 
 
@@ -158,7 +158,7 @@ def _answer(question: Question, scores: Sequence[float], cut: bool) -> Answer:
     chosen, rejected = scores[: len(question.task["chosen"])], scores[len(question.task["chosen"]) :]
     finite = all(map(math.isfinite, scores))
     prompt = question.prompt if isinstance(question.prompt, str) else question.prompt[-1]["content"]
-    given = {"chosen": list(chosen), "rejected": list(rejected)} if finite else {}
+    details = {"chosen": list(chosen), "rejected": list(rejected)} if finite else {}
     return Answer(
         question.id,
         0,
@@ -169,7 +169,7 @@ def _answer(question: Question, scores: Sequence[float], cut: bool) -> Answer:
         finish="length" if cut else "stop",
         failure="" if finite else f"the scores are not finite: {list(map(str, scores))}",
         group=question.group,
-        details=given,
+        details=details,
     )
 
 
@@ -194,8 +194,8 @@ class _ConversationEncoder:
         """Return [L] int32. Special tokens in the texts stay text."""
         escape, prompt = self._escaper.escape, question.prompt
         if not self._chat:
-            asked = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] or "" for message in prompt)
-            tokens = [*self._plain.tokens(asked), *self._escaper.tokenize(escape(answer)), *self._plain.end]
+            plain = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] or "" for message in prompt)
+            tokens = [*self._plain.tokens(plain), *self._escaper.tokenize(escape(answer)), *self._plain.end]
             return np.asarray(tokens, np.int32)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages = [*self._system, *turns, {"role": "assistant", "content": answer}]

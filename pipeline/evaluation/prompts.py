@@ -50,14 +50,14 @@ def encode(
     room = policy.generation.vllm_cfg.max_model_len
     longest = max(sizes.values(), default=0)
     hint = f"Try policy.max_total_sequence_length={longest + task.max_new_tokens}"
-    if overlong := {one: size for one, size in sizes.items() if size >= room}:
-        shown = ", ".join(f"{one} ({size} tokens)" for one, size in list(overlong.items())[:SHOWN_IDS])
-        message = f"{len(overlong)} of {len(sizes)} prompts leave no room for an answer in max_model_len {room}: {shown}"
+    if overlong := {id: size for id, size in sizes.items() if size >= room}:
+        ids = ", ".join(f"{id} ({size} tokens)" for id, size in list(overlong.items())[:SHOWN_IDS])
+        message = f"{len(overlong)} of {len(sizes)} prompts leave no room for an answer in max_model_len {room}: {ids}"
         raise RecipeError(Problem(f"evaluate.tasks.{name}.data", "too-large", f"{message}. {hint}"))
     warnings = data.dropped.warnings
     if cut := sum(size + task.max_new_tokens > room for size in sizes.values()):
-        what = f"{cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
-        warnings.append(f"{what}. {hint}")
+        warning = f"{cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
+        warnings.append(f"{warning}. {hint}")
     if unknown := unknown_text(prompts, tokenizer):
         warnings.append(unknown)
     return prompts, warnings
@@ -67,7 +67,7 @@ class PromptEncoder:
     """Renders and tokenizes the questions of one task."""
 
     def __init__(self, name: str, task: TaskConfig, config: TokenizerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises RecipeError if the task needs a chat template, and the tokenizer has none that renders what the user says."""
+        """Raises RecipeError if the task needs a chat template that renders the user's messages, and the tokenizer has none."""
         self._key, self._task, self._tokenizer = f"evaluate.tasks.{name}", task, tokenizer
         self._plain, self._template = PlainText(tokenizer), ChatTemplate(tokenizer, config.chat_template_kwargs)
         if task.apply_chat_template and not tokenizer.chat_template:
@@ -78,15 +78,17 @@ class PromptEncoder:
 
     def prompt(self, question: Question, examples: Sequence[Question] = ()) -> Prompt:
         """Return a question as a prompt. The environment gets `Question.task`, and the prompt's "messages" or "text"."""
-        given: dict[str, Any] = {}
+        context: dict[str, Any] = {}
         if self._task.apply_chat_template:
-            given["messages"] = self.messages(question, examples)
+            context["messages"] = self.messages(question, examples)
         else:
-            given["text"] = self.text(question, examples)
+            context["text"] = self.text(question, examples)
         tokens = self.tokenize(self.text(question, examples))
         if not len(tokens):
-            raise self._bad(question, "the prompt is empty: it has no tokens, and the tokenizer puts none before a text")
-        return Prompt(question.index, tokens, self._task.env_name or "", {**given, **question.task})
+            raise self._bad_record(
+                question, "the prompt is empty: it has no tokens, and the tokenizer adds no token before a text"
+            )
+        return Prompt(question.index, tokens, self._task.env_name or "", {**context, **question.task})
 
     def text(self, question: Question, examples: Sequence[Question] = ()) -> str:
         """Return what the model reads. Raises RecipeError, naming the question, if the chat template refuses it."""
@@ -99,7 +101,7 @@ class PromptEncoder:
         try:
             rendered = self._template.text(messages, **{**question.template_options, **options})
         except ValueError as error:
-            raise self._bad(question, str(error)) from error
+            raise self._bad_record(question, str(error)) from error
         return rendered + (self._task.answer_prefix or "")
 
     def messages(self, question: Question, examples: Sequence[Question] = ()) -> list[Message]:
@@ -110,9 +112,9 @@ class PromptEncoder:
             if isinstance(question.prompt, str):
                 return [*begin, {"role": "user", "content": self._in_one_text(question, examples, None)}]
             if examples:
-                raise self._bad(question, "its prompt is a conversation; expected few_shot_as_turns=true")
+                raise self._bad_record(question, "its prompt is a conversation; expected few_shot_as_turns=true")
         for example in examples:
-            answer = _joined(self._task.answer_prefix or "", example.target.lstrip())
+            answer = _join(self._task.answer_prefix or "", example.target.lstrip())
             begin += [*_turns(example), {"role": "assistant", "content": answer}]
         turns = _turns(question)
         if begin and begin[0]["role"] == turns[0]["role"] == "system":
@@ -128,30 +130,28 @@ class PromptEncoder:
 
     def _in_one_text(self, question: Question, examples: Sequence[Question], prefix: str | None) -> str:
         """Return worked examples and the question as one text. prefix: begins the answer to the question."""
-        shown = self._task.answer_prefix
+        begin = self._task.answer_prefix
         before = [
-            _joined(_joined(self._bare(example), shown), example.target.lstrip())
-            if shown
-            else self._bare(example) + example.target
+            _join(_join(self._bare(example), begin), example.target.lstrip()) if begin else self._bare(example) + example.target
             for example in examples
         ]
-        return "".join(text + BETWEEN_EXAMPLES for text in before) + _joined(self._bare(question), prefix or "")
+        return "".join(text + BETWEEN_EXAMPLES for text in before) + _join(self._bare(question), prefix or "")
 
     def _bare(self, question: Question) -> str:
         if not isinstance(question.prompt, str):
-            raise self._bad(question, "its prompt is a conversation, which needs apply_chat_template=true")
+            raise self._bad_record(question, "its prompt is a conversation, which needs apply_chat_template=true")
         return question.prompt
 
-    def _bad(self, question: Question, what: str) -> RecipeError:
-        return RecipeError(Problem(f"{self._key}.data", "bad-record", f"question {question.id or question.index}: {what}"))
+    def _bad_record(self, question: Question, problem: str) -> RecipeError:
+        return RecipeError(Problem(f"{self._key}.data", "bad-record", f"question {question.id or question.index}: {problem}"))
 
 
 def _turns(question: Question) -> list[Message]:
     return [{"role": "user", "content": question.prompt}] if isinstance(question.prompt, str) else list(question.prompt)
 
 
-def _joined(before: str, after: str) -> str:
-    """Return two texts with a space between them, unless there is white space, or one is empty."""
+def _join(before: str, after: str) -> str:
+    """Join two texts by a space, unless white space separates them or a text is empty."""
     if not before or not after or before[-1].isspace() or after[0].isspace():
         return before + after
     return f"{before} {after}"

@@ -67,9 +67,9 @@ class Format:
 
     @abstractmethod
     def question(self, record: Record, index: int) -> Question:
-        """Return the question of a record. index: the record's place in its split.
+        """Return the question of a record. index: the record's index in its split.
 
-        Raises ValueError for a record that it cannot read.
+        Raises ValueError for a record that the format cannot read.
         """
         raise NotImplementedError
 

@@ -44,10 +44,10 @@ class RewardEngines:
                 while waiting and len(computing[engine]) < AHEAD and not group.includes_caller:
                     unit = waiting.pop()
                     computing[engine][unit] = self._begin(group, units[unit])
-            own = next((engine for engine, group in enumerate(self._groups) if group.includes_caller), None)
-            if own is not None and waiting and not computing[own]:  # rank 0 computes it in this call, so the others come first
+            here = next((engine for engine, group in enumerate(self._groups) if group.includes_caller), None)
+            if here is not None and waiting and not computing[here]:  # rank 0 computes it in this call, so others come first
                 unit = waiting.pop()
-                computing[own][unit] = self._begin(self._groups[own], units[unit])
+                computing[here][unit] = self._begin(self._groups[here], units[unit])
             block = not any(future.done for open_ in computing for _, future in open_.values())
             while self._groups[0].receive_replies(block=block):
                 block = False

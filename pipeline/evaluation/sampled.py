@@ -35,16 +35,16 @@ class GenerationTask:
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Draw the samples that are not kept. The samples of a question are drawn by one engine."""
         config, samples = self.config, range(self.config.num_samples)
-        kept = {
+        samples_kept = {
             index: {sample for sample in samples if answers.has(question.id, sample)}
             for index, question in self._questions.items()
         }
-        missing = [prompt for prompt in self._prompts if len(kept[prompt.index]) < len(samples)]
+        missing = [prompt for prompt in self._prompts if len(samples_kept[prompt.index]) < len(samples)]
         spec = RolloutSpec(self.name, config.num_samples, sampling(config, self._tokenizer))
-        for group in engines.generate(missing, spec, config.seed, config.max_turns, kept):
+        for group in engines.generate(missing, spec, config.seed, config.max_turns, samples_kept):
             index = group.prompt.index
             text = str(self._tokenizer.decode(group.prompt.tokens))
-            for sample in sorted(set(samples) - kept[index]):
+            for sample in sorted(set(samples) - samples_kept[index]):
                 answers.add(self._answer(self._questions[index], sample, text, group.rollouts[sample]))
 
     def _answer(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
@@ -70,18 +70,18 @@ class GenerationTask:
         """
         judged = [answer for answer in answers if answer.score is not None]
         names = sorted({name for answer in judged for name in answer.metrics})
-        found: dict[str, dict[str, list[float]]] = {name: {} for name in ("score", *names)}
+        metrics: dict[str, dict[str, list[float]]] = {name: {} for name in ("score", *names)}
         extracted: dict[str, list[str]] = {}
         for answer in judged:
             values: dict[str, Any] = {**dict.fromkeys(names, 0.0), **answer.metrics, "score": answer.score}
-            for name, by_question in found.items():
+            for name, by_question in metrics.items():
                 by_question.setdefault(answer.question, []).append(values[name])
             extracted.setdefault(answer.question, []).append(answer.details.get("extracted", ""))
-        solved = found["score"]
+        solved = metrics["score"]
         several: dict[str, PerQuestion] = {f"pass@{k}": pass_at(solved, k) for k in self.config.pass_at}
         if self.config.majority:
             several[f"maj@{self.config.num_samples}"] = {id: [majority(solved[id], extracted[id])] for id in solved}
-        return {**found, **several}
+        return {**metrics, **several}
 
 
 def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:

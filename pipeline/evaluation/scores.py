@@ -45,9 +45,9 @@ def summarize(recipe: Recipe, tasks: Mapping[str, tuple[Task, Sequence[Answer]]]
     """Return the contents of scores.json: the scores of each task with their intervals, and warnings."""
     summaries, warnings = {}, []
     for name, (task, answers) in tasks.items():
-        kept = latest(answers)
-        summaries[name] = _task(task, kept)
-        warnings += [f"{name}: {warning}" for warning in _warnings(task, kept, summaries[name])]
+        final = latest(answers)
+        summaries[name] = _task(task, final)
+        warnings += [f"{name}: {warning}" for warning in _warnings(task, final, summaries[name])]
     return {
         "suite": recipe.name,
         "model": recipe.policy.model_name,
@@ -82,8 +82,8 @@ def show(scores: Mapping[str, Any]) -> None:
 
     values = {}
     for task, summary in scores["tasks"].items():
-        for metric, found in summary["metrics"].items():
-            named = {"": found["value"], "_low": found["low"], "_high": found["high"]}
+        for metric, estimate in summary["metrics"].items():
+            named = {"": estimate["value"], "_low": estimate["low"], "_high": estimate["high"]}
             values |= {f"{task}/{metric}{end}": value for end, value in named.items() if value is not None}
     folder = Path(scores["run"]) / "tensorboard" / "evaluations" / scores["suite"]
     try:
@@ -93,12 +93,12 @@ def show(scores: Mapping[str, Any]) -> None:
 
 
 def latest(answers: Sequence[Answer]) -> list[Answer]:
-    """Return one answer for each question and sample, in their order: a judged one if there is any."""
-    found: dict[tuple[str, int], Answer] = {}
+    """Return one answer for each question and sample, in their order: a judged answer if there is one."""
+    by_sample: dict[tuple[str, int], Answer] = {}
     for answer in answers:
-        place = answer.question, answer.sample
-        found[place] = min(found[place], answer, key=_rank) if place in found else answer
-    return [found[place] for place in sorted(found)]
+        sample = answer.question, answer.sample
+        by_sample[sample] = min(by_sample[sample], answer, key=_rank) if sample in by_sample else answer
+    return [by_sample[sample] for sample in sorted(by_sample)]
 
 
 def _rank(answer: Answer) -> tuple[bool, str]:
@@ -106,7 +106,7 @@ def _rank(answer: Answer) -> tuple[bool, str]:
 
 
 def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the summary of a task. answers: those of `latest`."""
+    """Return the summary of a task. answers: the result of `latest`."""
     metrics, scales = task.metrics(answers), scales_of(task)
     groups = {answer.question: answer.group for answer in answers if answer.group}
     summary = {
@@ -124,27 +124,32 @@ def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
     if groups:
         # Of each group's own answers: some metrics weigh a question by all questions that they are given.
         by_group = {
-            name: task.metrics([each for each in answers if each.group == name]) for name in sorted(set(groups.values()))
+            name: task.metrics([answer for answer in answers if answer.group == name]) for name in sorted(set(groups.values()))
         }
         summary["groups"] = {
             name: {
                 "questions": sum(group == name for group in groups.values()),
-                "metrics": {metric: as_json(interval(each.values(), scales.get(metric))) for metric, each in found.items()},
+                "metrics": {
+                    metric: as_json(interval(values.values(), scales.get(metric))) for metric, values in group_metrics.items()
+                },
             }
-            for name, found in by_group.items()
+            for name, group_metrics in by_group.items()
         }
         summary["macro"] = {
             metric: as_json(
-                macro_interval([found[metric].values() for found in by_group.values() if metric in found], scales.get(metric))
+                macro_interval(
+                    [group_metrics[metric].values() for group_metrics in by_group.values() if metric in group_metrics],
+                    scales.get(metric),
+                )
             )
             for metric in metrics
-            if any(metric in found for found in by_group.values())
+            if any(metric in group_metrics for group_metrics in by_group.values())
         }
     return summary
 
 
 def scales_of(task: object) -> Mapping[str, Scale]:
-    """Return the task's `scales`, by metric, of those whose interval needs one; a task may have none."""
+    """Return the scale of each metric whose interval needs one; a task may lack `scales`."""
     return getattr(task, "scales", {})
 
 
@@ -172,6 +177,6 @@ def _share(values: Sequence[bool]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def as_json(found: Interval) -> dict[str, float | None]:
-    """Return the value and both ends; None for what cannot be known."""
-    return {key: None if math.isnan(value) else value for key, value in asdict(found).items()}
+def as_json(estimate: Interval) -> dict[str, float | None]:
+    """Return the value and both ends; None for NaN, which stands for unknown."""
+    return {key: None if math.isnan(value) else value for key, value in asdict(estimate).items()}

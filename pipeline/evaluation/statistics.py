@@ -51,7 +51,7 @@ UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The values that a score can have. Those of its questions may be others: weighted ones, or a quotient's linearization."""
+    """The values that a score can have. Its questions may have other values: weighted values, or a quotient's linearization."""
 
     low: float
     high: float = math.inf
@@ -66,47 +66,47 @@ SHARE = Scale(0.0, 1.0)
 
 def interval(questions: Collection[Sequence[float]], scale: Scale | None = None) -> Interval:
     """Return the mean over questions of the mean over their samples. Questions without a sample are left out."""
-    kept = [values for values in questions if len(values)]
-    if scale is not None and kept:
-        return _scaled(kept, scale)
-    means = np.sort(np.array([_mean(values) for values in kept]))
+    samples = [values for values in questions if len(values)]
+    if scale is not None and samples:
+        return _scale_interval(samples, scale)
+    means = np.sort(np.array([_mean(values) for values in samples]))
     n = len(means)
     if not n:
         return UNKNOWN
     p = _mean(means)
     if means[0] < 0 or means[-1] > 1:
         return _bootstrap(means)
-    answers = sum(map(len, kept))
-    whole = all(value in (0, 1) for values in kept for value in values)
-    if whole and answers == n:  # the variance follows from p
+    answers = sum(map(len, samples))
+    binary = all(value in (0, 1) for values in samples for value in values)
+    if binary and answers == n:  # the variance follows from p
         return _wilson(p, n, n, None)
-    return _wilson(p, n, min(n * _smoothed_ratio(means), answers if whole else math.inf), max(1, n - 1))
+    return _wilson(p, n, min(n * _smoothed_ratio(means), answers if binary else math.inf), max(1, n - 1))
 
 
-def _scaled(kept: Sequence[Sequence[float]], scale: Scale) -> Interval:
-    if scale.exponential and (middle := _mean([_mean(values) for values in kept])) > 0:
+def _scale_interval(samples: Sequence[Sequence[float]], scale: Scale) -> Interval:
+    if scale.exponential and (middle := _mean([_mean(values) for values in samples])) > 0:
         # The values are middle (1 + x - mean of x) of x in nats (`pipeline/evaluation/perplexity.py`).
-        found = interval([[math.log(middle) + value / middle - 1 for value in values] for values in kept])
-        return _within(scale, Interval(middle, _exp(found.low), _exp(found.high)))
+        inner = interval([[math.log(middle) + value / middle - 1 for value in values] for values in samples])
+        return _within(scale, Interval(middle, _exp(inner.low), _exp(inner.high)))
     if math.isinf(scale.high):
-        return _within(scale, interval(kept))
+        return _within(scale, interval(samples))
     width = scale.high - scale.low
-    shares = [[(value - scale.low) / width for value in values] for values in kept]
+    shares = [[(value - scale.low) / width for value in values] for values in samples]
     means = np.sort(np.array([_mean(values) for values in shares]))
     p, variance = _mean(means), _variance(means)
     if means[0] >= 0 and means[-1] <= 1:
-        found = interval(shares)
+        inner = interval(shares)
     elif len(means) == 1 or not variance or not 0 < p < 1:
-        found = Interval(p, math.nan, math.nan) if len(means) == 1 or variance else Interval(p, p, p)
+        inner = Interval(p, math.nan, math.nan) if len(means) == 1 or variance else Interval(p, p, p)
     else:  # weighted questions, or those of a quotient
-        found = _wilson(p, len(means), p * (1 - p) / variance, len(means) - 1)
-    return Interval(*(scale.low + width * each for each in (found.value, found.low, found.high)))
+        inner = _wilson(p, len(means), p * (1 - p) / variance, len(means) - 1)
+    return Interval(*(scale.low + width * end for end in (inner.value, inner.low, inner.high)))
 
 
-def _within(scale: Scale, found: Interval) -> Interval:
+def _within(scale: Scale, estimate: Interval) -> Interval:
     """Return an interval whose ends are values of the scale. A NaN stays."""
-    low, high = found.low, found.high
-    return Interval(found.value, scale.low if low < scale.low else low, scale.high if high > scale.high else high)
+    low, high = estimate.low, estimate.high
+    return Interval(estimate.value, scale.low if low < scale.low else low, scale.high if high > scale.high else high)
 
 
 def _exp(nats: float) -> float:
@@ -116,32 +116,32 @@ def _exp(nats: float) -> float:
 
 def macro_interval(groups: Collection[Collection[Sequence[float]]], scale: Scale | None = None) -> Interval:
     """Return the mean over groups of each group's mean over questions."""
-    found = _macro_interval(groups)
+    estimate = _macro_interval(groups)
     if scale is None:
-        return found
-    if scale.exponential and found.value > 0:  # the same relative error in logarithms
-        low, high = (found.value * _exp((end - found.value) / found.value) for end in (found.low, found.high))
-        found = Interval(found.value, low, high)
-    return _within(scale, found)
+        return estimate
+    if scale.exponential and estimate.value > 0:  # the same relative error in logarithms
+        low, high = (estimate.value * _exp((end - estimate.value) / estimate.value) for end in (estimate.low, estimate.high))
+        estimate = Interval(estimate.value, low, high)
+    return _within(scale, estimate)
 
 
 def _macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval:
-    found = [np.sort(np.array([_mean(values) for values in group if len(values)])) for group in groups]
-    found = [means for means in found if len(means)]
-    freedom = sum(len(means) - 1 for means in found)
+    group_means = [np.sort(np.array([_mean(values) for values in group if len(values)])) for group in groups]
+    group_means = [means for means in group_means if len(means)]
+    freedom = sum(len(means) - 1 for means in group_means)
     if not freedom:
-        return interval([[each] for means in found for each in means.tolist()])
-    value = _mean([_mean(means) for means in found])
+        return interval([[mean] for means in group_means for mean in means.tolist()])
+    value = _mean([_mean(means) for means in group_means])
     # A group of one question takes the variance within all groups.
-    within = math.fsum(_variance(means) * len(means) * (len(means) - 1) for means in found) / freedom
-    parts = [(_variance(means) if len(means) > 1 else within) / len(found) ** 2 for means in found]
+    within = math.fsum(_variance(means) * len(means) * (len(means) - 1) for means in group_means) / freedom
+    parts = [(_variance(means) if len(means) > 1 else within) / len(group_means) ** 2 for means in group_means]
     variance = math.fsum(parts)
     if variance:  # Welch and Satterthwaite's degrees of freedom
-        squares = math.fsum(part**2 / max(1, len(means) - 1) for part, means in zip(parts, found, strict=True))
+        squares = math.fsum(part**2 / max(1, len(means) - 1) for part, means in zip(parts, group_means, strict=True))
         freedom = min(freedom, variance**2 / squares)
-    if all(means[0] >= 0 and means[-1] <= 1 for means in found):
-        effective = value * (1 - value) / variance if variance else sum(map(len, found))
-        return _wilson(value, sum(map(len, found)), effective, freedom)
+    if all(means[0] >= 0 and means[-1] <= 1 for means in group_means):
+        effective = value * (1 - value) / variance if variance else sum(map(len, group_means))
+        return _wilson(value, sum(map(len, group_means)), effective, freedom)
     half = t_quantile(freedom) * math.sqrt(variance)
     return Interval(value, value - half, value + half)
 
@@ -151,12 +151,12 @@ def pass_at(scores: Mapping[str, Sequence[float]], k: int) -> dict[str, list[flo
 
     Unbiased (Chen et al., 2021, arXiv:2107.03374). Questions with fewer than k judged samples are left out.
     """
-    found = {}
+    chances = {}
     for question, values in scores.items():
         if len(values) >= k:
             wrong = sum(value < 1 for value in values)
-            found[question] = [1.0 - math.comb(wrong, k) / math.comb(len(values), k)]
-    return found
+            chances[question] = [1.0 - math.comb(wrong, k) / math.comb(len(values), k)]
+    return chances
 
 
 # ---- two evaluations of the same questions ----------------------------------------------------------------------------------
@@ -212,9 +212,9 @@ def difference(
     higher, lower = int((means > 0).sum()), int((means < 0).sum())
     gained, lost = (lower, higher) if lower_is_better else (higher, lower)
     scores = [value for question in shared for values in (first[question], second[question]) for value in values]
-    found = _bounded_difference(means) if min(scores) >= 0 and max(scores) <= 1 else _bootstrap(means)
+    estimate = _bounded_difference(means) if min(scores) >= 0 and max(scores) <= 1 else _bootstrap(means)
     p_value = mcnemar(gained, lost) if set(np.abs(means).tolist()) <= {0.0, 1.0} else _swap_test(means)
-    return Difference(found.value, found.low, found.high, p_value, len(shared), gained, lost, lower_is_better)
+    return Difference(estimate.value, estimate.low, estimate.high, p_value, len(shared), gained, lost, lower_is_better)
 
 
 def _exponential_difference(
@@ -224,23 +224,23 @@ def _exponential_difference(
     if not shared:
         return difference({}, {}, lower_is_better=lower_is_better)
     # The scores are of all questions of an evaluation, which their values' mean over the shared ones only approximates.
-    scores = [_mean([_mean(values) for values in each.values() if len(values)]) for each in (first, second)]
+    scores = [_mean([_mean(values) for values in evaluation.values() if len(values)]) for evaluation in (first, second)]
     if min(scores) <= 0:  # no quotients
         return difference(first, second, lower_is_better)
     nats = [
-        {question: [math.log(score) + value / score - 1 for value in each[question]] for question in shared}
-        for each, score in zip((first, second), scores, strict=True)
+        {question: [math.log(score) + value / score - 1 for value in evaluation[question]] for question in shared}
+        for evaluation, score in zip((first, second), scores, strict=True)
     ]
-    found = difference(nats[0], nats[1], lower_is_better)
-    value, low, high = (scores[0] * (_exp(each) - 1) for each in (found.value, found.low, found.high))
-    return replace(found, value=value, low=low, high=high)
+    estimate = difference(nats[0], nats[1], lower_is_better)
+    value, low, high = (scores[0] * (_exp(end) - 1) for end in (estimate.value, estimate.low, estimate.high))
+    return replace(estimate, value=value, low=low, high=high)
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return McNemar's mid-p: the two-sided binomial probability of the changed answers, half of the outcome's own left out."""
+    """Return McNemar's mid-p: the two-sided binomial probability of the changed answers, with half of the outcome's own."""
     count, fewer = gained + lost, min(gained, lost)
     logs = [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1) for i in range(fewer + 1)]
-    chances = [math.exp(each - count * math.log(2)) for each in logs]
+    chances = [math.exp(log - count * math.log(2)) for log in logs]
     return min(1.0, 2 * math.fsum(chances) - chances[-1])
 
 
@@ -329,8 +329,8 @@ def _bounded_difference(means: np.ndarray) -> Interval:
     if not means.any():
         return Interval(0.0, 0.0, 0.0)
     halves = (1 + means) / 2
-    found = _wilson((1 + value) / 2, n, n * _smoothed_ratio(halves), n - 1)
-    return Interval(value, 2 * found.low - 1, 2 * found.high - 1)
+    estimate = _wilson((1 + value) / 2, n, n * _smoothed_ratio(halves), n - 1)
+    return Interval(value, 2 * estimate.low - 1, 2 * estimate.high - 1)
 
 
 def _bootstrap(means: np.ndarray) -> Interval:
@@ -345,14 +345,14 @@ def _bootstrap(means: np.ndarray) -> Interval:
     error = math.sqrt(_variance(means))
     if not error:
         return Interval(value, value, value)
-    drawn, ratios = [], []
+    averages, ratios = [], []
     for rows in _resamples(n):
         resampled = means[rows]
-        drawn.append(resampled.mean(axis=1))
+        averages.append(resampled.mean(axis=1))
         errors = resampled.std(axis=1, ddof=1) / math.sqrt(n)
-        ratios.append((drawn[-1] - value) / np.maximum(errors, error * 1e-3))
+        ratios.append((averages[-1] - value) / np.maximum(errors, error * 1e-3))
     ends = [1 - UPPER, UPPER]
-    low, high = np.quantile(np.concatenate(drawn), ends).tolist()
+    low, high = np.quantile(np.concatenate(averages), ends).tolist()
     least, most = np.quantile(np.concatenate(ratios), ends).tolist()
     wider = math.sqrt(n / (n - 1)) * t_quantile(n - 1) / Z
     return Interval(

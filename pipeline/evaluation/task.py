@@ -31,5 +31,5 @@ class Task(Protocol):
         """Ask what `answers` lacks, and add each answer as it arrives."""
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return each metric's values by question; the first is the task's own. Computed from the kept answers alone."""
+        """Return each metric's values by question; the task's main metric is first. Computed from the kept answers alone."""
         ...

@@ -51,9 +51,9 @@ def read(name: str, task: TaskConfig) -> TaskData:
     form = load_format(key, task)
     dropped = DroppedQuestions(task.data.bad_records == "drop")
     records = _usable(key, form, _records(f"{key}.data", task, task.data.split), dropped)
-    with _named(f"{key}.data"):
-        places = form.indices(records)
-    chosen = [places[number] for number in _selected(len(places), task)]
+    with _with_key(f"{key}.data"):
+        indices = form.indices(records)
+    chosen = [indices[number] for number in _select(len(indices), task)]
     questions = _with_ids([_question(key, form, records, index) for index in chosen], records)
     return TaskData(questions, _examples(key, task, form, records, questions), dropped)
 
@@ -62,16 +62,16 @@ def load_format(key: str, task: TaskConfig) -> Format:
     """Return the format of a task. Raises RecipeError if it does not exist, or if format_kwargs do not fit."""
     path = FORMATS.get(task.format, task.format)
     try:
-        made: type[Format] = user_code.load(path)
+        kind: type[Format] = user_code.load(path)
     except user_code.NotFound as error:
         raise RecipeError(Problem(f"{key}.format", "not-importable", f"'{path}': {error}")) from error
-    if not (isinstance(made, type) and issubclass(made, Format)):
+    if not (isinstance(kind, type) and issubclass(kind, Format)):
         message = f"got {path}; expected a class that derives from pipeline.evaluation.questions.Format"
         raise RecipeError(Problem(f"{key}.format", "wrong-type", message))
-    arguments, problems = validate_mapping(made.Arguments, f"{key}.format_kwargs", task.format_kwargs)
+    arguments, problems = validate_mapping(kind.Arguments, f"{key}.format_kwargs", task.format_kwargs)
     if problems:
         raise RecipeError(*problems)
-    return made(arguments)
+    return kind(arguments)
 
 
 def subsets(data: TaskDataConfig) -> tuple[str | None, ...]:
@@ -80,7 +80,7 @@ def subsets(data: TaskDataConfig) -> tuple[str | None, ...]:
 
 
 def data_files(key: str, data: TaskDataConfig, split: str) -> list[Path]:
-    """Return the JSONL files of a split, for a task with data_path. Raises RecipeError for one that does not exist."""
+    """Return the JSONL files of a split, for a task with data_path. Raises RecipeError for a file that does not exist."""
     assert data.data_path is not None
     path = Path(data.data_path)
     if path.is_dir():
@@ -113,7 +113,7 @@ def to_question(form: Format, record: Record, index: int) -> Question:
 def _records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
     data = task.data
     if data.data_path is not None and data.dataset_name is not None:
-        raise RecipeError(Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them"))
+        raise RecipeError(Problem(key, "contradiction", "got dataset_name and data_path; expected one of them"))
     if data.data_path is not None:
         sources = [DatasetConfig(data_path=str(file)) for file in data_files(key, data, split)]
     else:
@@ -121,26 +121,26 @@ def _records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
             DatasetConfig(dataset_name=data.dataset_name, subset=subset, split=split, kwargs=data.kwargs)
             for subset in subsets(data)
         ]
-    with _named(key):
+    with _with_key(key):
         parts = [load_records(source, task.seed, data.bad_records == "drop") for source in sources]
     return parts[0] if len(parts) == 1 else [record for part in parts for record in part]
 
 
 def _usable(key: str, form: Format, records: Sequence[Record], dropped: DroppedQuestions) -> Sequence[Record]:
-    """Return the records that have the format. If bad records are not dropped, all: a wrong one is refused where it is used."""
+    """Return the records that have the format if bad ones are dropped; else all: a bad record is refused where it is used."""
     if not dropped.drops:
         return records
-    kept = []
+    usable = []
     for index in range(len(records)):
         with dropped.dropping():
             _question(key, form, records, index)
-            kept.append(records[index])
-    dropped.check(len(kept))
-    return kept
+            usable.append(records[index])
+    dropped.check(len(usable))
+    return usable
 
 
 @contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
+def _with_key(key: str) -> Iterator[None]:
     """Raise problems of the data in this block with the task's key."""
     try:
         yield
@@ -152,8 +152,8 @@ def _named(key: str) -> Iterator[None]:
         raise RecipeError(Problem(key, "bad-record", str(error))) from error
 
 
-def _selected(count: int, task: TaskConfig) -> list[int]:
-    """Return the places of the records of max_samples, in order. A larger max_samples has those of a smaller one."""
+def _select(count: int, task: TaskConfig) -> list[int]:
+    """Return the indices of max_samples records, in order. A larger max_samples includes the records of a smaller one."""
     most = task.data.max_samples
     if most is None or most >= count:
         return list(range(count))
@@ -168,7 +168,7 @@ def _question(key: str, form: Format, records: Sequence[Record], index: int) -> 
 
 
 def _with_ids(questions: list[Question], records: Sequence[Record]) -> tuple[Question, ...]:
-    """Give an id to questions without one, or with one that others have too."""
+    """Give an id to questions that lack one or share one with others."""
     counts = Counter(question.id for question in questions)
     return tuple(
         question if question.id and counts[question.id] == 1 else replace(question, id=_made_id(question, records))
@@ -194,22 +194,22 @@ def _examples(
         pool: Sequence[Record] = form.examples
     else:
         pool = records if split in (None, task.data.split) else _pool(key, task, form, split)
-    drawn = _Examples(key, task, form, pool, None if pool is not records else records)
-    return drawn.of(questions, len(records))
+    examples = _Examples(key, task, form, pool, None if pool is not records else records)
+    return examples.of(questions, len(records))
 
 
 def _pool(key: str, task: TaskConfig, form: Format, split: str | None) -> Sequence[Record]:
-    """Return the records of another split, without bad ones if those are dropped; they are no questions, so none is counted."""
+    """Return the records of another split, without bad ones if these are dropped; being no questions, they are not counted."""
     assert split is not None
     records = _records(f"{key}.data", task, split)
     return _usable(key, form, records, DroppedQuestions(task.data.bad_records == "drop"))
 
 
 class _Examples:
-    """Chooses worked examples from a pool of records. own: the questions' records if they are the pool, else None."""
+    """Chooses worked examples from a pool of records. data: the questions' records if they are the pool, else None."""
 
-    def __init__(self, key: str, task: TaskConfig, form: Format, pool: Sequence[Record], own: Sequence[Record] | None) -> None:
-        self._key, self._form, self._pool, self._own = key, form, pool, own
+    def __init__(self, key: str, task: TaskConfig, form: Format, pool: Sequence[Record], data: Sequence[Record] | None) -> None:
+        self._key, self._form, self._pool, self._question_records = key, form, pool, data
         self._count, self._seed = task.num_few_shot, task.seed
         self._first = task.few_shot_choice == "first" or pool is form.examples
         self._made: dict[int, Question] = {}
@@ -222,48 +222,48 @@ class _Examples:
         if self._first:
             return {question.id: self._take(everything, question) for question in questions}
         # One generator for all records in order, also those that max_samples leaves out: the draws of lm-evaluation-harness.
-        generator, wanted = random.Random(self._seed), {question.index: question for question in questions}
+        generator, by_index = random.Random(self._seed), {question.index: question for question in questions}
         chosen = {}
         for index in range(records):
-            places = self._draw(generator, everything, self._own_record(index))
-            if index in wanted:
-                chosen[wanted[index].id] = tuple(map(self._example, places))
+            indices = self._draw(generator, everything, self._own_record(index))
+            if index in by_index:
+                chosen[by_index[index].id] = tuple(map(self._example, indices))
         return chosen
 
     def _of_group(self, question: Question) -> tuple[Question, ...]:
-        places = [place for place in range(len(self._pool)) if self._example(place).group == question.group]
+        indices = [index for index in range(len(self._pool)) if self._example(index).group == question.group]
         if self._first:
-            return self._take(places, question)
+            return self._take(indices, question)
         generator = random.Random(f"{self._seed} {question.index}")
-        return tuple(map(self._example, self._draw(generator, places, self._own_record(question.index))))
+        return tuple(map(self._example, self._draw(generator, indices, self._own_record(question.index))))
 
-    def _take(self, places: Sequence[int], question: Question) -> tuple[Question, ...]:
+    def _take(self, indices: Sequence[int], question: Question) -> tuple[Question, ...]:
         record = self._own_record(question.index)
-        others = (place for place in places if record is None or self._pool[place] != record)
-        return tuple(map(self._example, self._enough(list(itertools.islice(others, self._count)))))
+        candidates = (index for index in indices if record is None or self._pool[index] != record)
+        return tuple(map(self._example, self._enough(list(itertools.islice(candidates, self._count)))))
 
     def _own_record(self, index: int) -> Record | None:
-        return self._own[index] if self._own is not None else None
+        return self._question_records[index] if self._question_records is not None else None
 
-    def _draw(self, generator: random.Random, places: Sequence[int], record: Record | None) -> list[int]:
-        """Return drawn places without those of an equal record."""
+    def _draw(self, generator: random.Random, indices: Sequence[int], record: Record | None) -> list[int]:
+        """Draw indices of records that differ from `record`."""
         if record is None:
             count = self._count + self._form.draws_one_more
-            return self._enough(generator.sample(places, min(count, len(places))))
-        drawn = generator.sample(places, min(self._count + 1, len(places)))
-        others = [place for place in drawn if self._pool[place] != record][: self._count]
-        if len(others) < self._count:
-            rest = [place for place in places if self._pool[place] != record]
-            others = generator.sample(rest, min(self._count, len(rest)))
-        return self._enough(others)
+            return self._enough(generator.sample(indices, min(count, len(indices))))
+        sample = generator.sample(indices, min(self._count + 1, len(indices)))
+        examples = [index for index in sample if self._pool[index] != record][: self._count]
+        if len(examples) < self._count:
+            candidates = [index for index in indices if self._pool[index] != record]
+            examples = generator.sample(candidates, min(self._count, len(candidates)))
+        return self._enough(examples)
 
-    def _enough(self, places: Sequence[int]) -> list[int]:
-        if len(places) < self._count:
-            message = f"got {self._count}, but there are only {len(places)} records to choose worked examples from"
+    def _enough(self, indices: Sequence[int]) -> list[int]:
+        if len(indices) < self._count:
+            message = f"got {self._count}, but there are only {len(indices)} records to choose worked examples from"
             raise RecipeError(Problem(f"{self._key}.num_few_shot", "too-large", message))
-        return list(places[: self._count])
+        return list(indices[: self._count])
 
-    def _example(self, place: int) -> Question:
-        if place not in self._made:
-            self._made[place] = _question(self._key, self._form, self._pool, place)
-        return self._made[place]
+    def _example(self, index: int) -> Question:
+        if index not in self._made:
+            self._made[index] = _question(self._key, self._form, self._pool, index)
+        return self._made[index]

@@ -21,14 +21,14 @@ class ScoringPlan:
     """Prompts to compute, and the tokens that the state at the end of each prefix scores.
 
     Worked example, texts [5, 6, 7] and [5, 6, 8, 9], both with first 2: the only prompt is [5, 6, 8], its prefixes have the
-    numbers [0, 1, 2], prefix 1 scores 7 and 8, and prefix 2 scores 9. starts is [0, 0, 2, 3] and places is [0, 1, 2].
+    numbers [0, 1, 2], prefix 1 scores 7 and 8, and prefix 2 scores 9. starts is [0, 0, 2, 3] and positions is [0, 1, 2].
     """
 
     prompts: list[np.ndarray]  # each [P] int32, in lexicographic order
     prefixes: list[np.ndarray]  # each [P] int64: number of the prefix that ends with each token of the prompt
     ends: np.ndarray  # [E] int64: the prefix before each scored token, requests in order
     tokens: np.ndarray  # [E] int64: the scored tokens
-    places: np.ndarray  # [E] int64: places in `tokens`, sorted by prefix
+    positions: np.ndarray  # [E] int64: indices into `tokens`, sorted by prefix
     starts: np.ndarray  # [prefixes + 1] int64: where each prefix begins in `places`
 
     def score_indices(self, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -36,7 +36,7 @@ class ScoringPlan:
         counts = self.starts[prefixes + 1] - self.starts[prefixes]
         indices = np.repeat(np.arange(len(prefixes)), counts)
         within = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return self.places[self.starts[prefixes][indices] + within], indices
+        return self.positions[self.starts[prefixes][indices] + within], indices
 
 
 def scoring_plan(requests: Sequence[LikelihoodRequest]) -> ScoringPlan:
@@ -58,9 +58,9 @@ def scoring_plan(requests: Sequence[LikelihoodRequest]) -> ScoringPlan:
     empty = np.zeros(0, np.int64)
     ends = np.concatenate([empty, *(prefixes[i][request.first - 1 :] for i, request in enumerate(requests))])
     tokens = np.concatenate([empty, *(request.tokens[request.first :] for request in requests)])
-    places = np.argsort(ends, kind="stable")
-    starts = np.searchsorted(ends[places], np.arange(count + 1))
-    return ScoringPlan([prompts[i] for i in chosen], [prefixes[i] for i in chosen], ends, tokens, places, starts)
+    positions = np.argsort(ends, kind="stable")
+    starts = np.searchsorted(ends[positions], np.arange(count + 1))
+    return ScoringPlan([prompts[i] for i in chosen], [prefixes[i] for i in chosen], ends, tokens, positions, starts)
 
 
 def split(requests: Sequence[LikelihoodRequest], logprobs: np.ndarray, greedy: np.ndarray) -> list[Likelihood]:

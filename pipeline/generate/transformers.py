@@ -204,15 +204,15 @@ class TransformersBackend(GenerateBackend):
     def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
         self._state.check_serves()
         check_likelihoods(requests, self._max_model_len, self.pending)
-        left = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))  # similar lengths together
+        queue = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))  # similar lengths together
         scored: dict[int, Likelihood] = {}
         vocab_size = self._model.config.get_text_config().vocab_size
-        while left:
+        while queue:
             count = 1
-            while count < len(left) and (count + 1) * len(requests[left[count]].tokens) * vocab_size <= _LOGITS:
+            while count < len(queue) and (count + 1) * len(requests[queue[count]].tokens) * vocab_size <= _LOGITS:
                 count += 1
-            scored |= zip(left[:count], self._score([requests[i] for i in left[:count]]), strict=True)
-            del left[:count]
+            scored |= zip(queue[:count], self._score([requests[i] for i in queue[:count]]), strict=True)
+            del queue[:count]
         return [scored[i] for i in range(len(requests))]
 
     def _score(self, requests: list[LikelihoodRequest]) -> list[Likelihood]:
@@ -233,10 +233,10 @@ class TransformersBackend(GenerateBackend):
         best, totals = logits.argmax(-1), logits.logsumexp(-1)  # each [R, length - kept]
         likelihoods = []
         for row, request in enumerate(requests):
-            places = slice(request.first - 1 - skipped, len(request.tokens) - 1 - skipped)
+            span = slice(request.first - 1 - skipped, len(request.tokens) - 1 - skipped)
             tokens = torch.from_numpy(np.asarray(request.tokens[request.first :], np.int64)).to(self._device)
-            logprobs = logits[row, places].gather(-1, tokens[:, None])[:, 0] - totals[row, places]
-            greedy = best[row, places] == tokens
+            logprobs = logits[row, span].gather(-1, tokens[:, None])[:, 0] - totals[row, span]
+            greedy = best[row, span] == tokens
             likelihoods.append(Likelihood(request.id, logprobs.cpu().numpy(), greedy.cpu().numpy()))
         return likelihoods
 
@@ -319,13 +319,13 @@ class TransformersBackend(GenerateBackend):
 
     def _prefill(self, indices: list[int]) -> None:
         """Compute the keys and values of all cached tokens of these rows. Each row has at least one."""
-        left = sorted(indices, key=lambda index: self._rows[index].length)  # similar lengths together, for less padding
-        while left:
+        queue = sorted(indices, key=lambda index: self._rows[index].length)  # similar lengths together, for less padding
+        while queue:
             count = 1
-            while count < len(left) and (count + 1) * self._rows[left[count]].length <= _PREFILL_TOKENS:
+            while count < len(queue) and (count + 1) * self._rows[queue[count]].length <= _PREFILL_TOKENS:
                 count += 1
-            self._forward(left[:count])
-            del left[:count]
+            self._forward(queue[:count])
+            del queue[:count]
 
     def _forward(self, indices: list[int]) -> None:
         lengths = [self._rows[index].length for index in indices]

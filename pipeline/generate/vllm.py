@@ -404,8 +404,8 @@ def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int, seque
     token_bytes = 2 * text.num_hidden_layers * heads * head_dim * getattr(torch, policy.precision).itemsize
     block = 128
     blocks = -(-policy.generation.vllm_cfg.max_model_len // block)
-    wanted = (sequences * blocks + 1) * block * token_bytes  # vLLM keeps one block for itself
-    return max(min(wanted, _CPU_CACHE_BYTES), (blocks + 1) * block * token_bytes)
+    total = (sequences * blocks + 1) * block * token_bytes  # vLLM keeps one block for itself
+    return max(min(total, _CPU_CACHE_BYTES), (blocks + 1) * block * token_bytes)
 
 
 def _allocate_intermediate_tensors(runner: Any) -> None:

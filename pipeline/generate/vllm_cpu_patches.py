@@ -37,7 +37,7 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(apply)
     def apply_local(
-        self, *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **others
+        self, *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **options
     ) -> None:
         """Apply the experts of this rank.
 
@@ -47,7 +47,7 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
             local = expert_map[topk_ids.long()]
             topk_weights = topk_weights.masked_fill(local < 0, 0.0)
             topk_ids = local.clamp(min=0).to(topk_ids.dtype)
-        apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
+        apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **options)
 
     return apply_local
 

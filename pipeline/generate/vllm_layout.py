@@ -92,9 +92,9 @@ def record(model: VLLMModel, shapes: Mapping[str, Shape], precision: torch.dtype
             loaded = model.load_weights(iter(sources.items()))
         check_loaded(loaded if complete else None, live & before, {name for name, _ in model.named_parameters()} - before)
         geometry = {key: (tuple(t.shape), tuple(t.stride()), t.dtype) for key, t in raw.items()}
-    seen = {tensor for _, tensor in recorder.writes}
+    written = {tensor for _, tensor in recorder.writes}
     if unseen := [
-        n for n in (loaded or set()) & live & before if n not in seen and n.rpartition(".")[0] not in recorder.opaque
+        n for n in (loaded or set()) & live & before if n not in written and n.rpartition(".")[0] not in recorder.opaque
     ]:
         raise ValueError(f"vLLM loaded '{min(unseen)}' by other means than a copy into it, which cannot be traced")
     for (module, tensor), writes in recorder.writes.items():
@@ -103,17 +103,17 @@ def record(model: VLLMModel, shapes: Mapping[str, Shape], precision: torch.dtype
     return _units(modules, recorder, geometry, shapes)
 
 
-def check_loaded(loaded: set[str] | None, wanted: set[str], made: set[str]) -> None:
-    """Raise ValueError unless a vLLM loader has loaded all `wanted` parameters and created none.
+def check_loaded(loaded: set[str] | None, expected: set[str], created: set[str]) -> None:
+    """Raise ValueError unless a vLLM loader has loaded all `expected` parameters and created none.
 
-    loaded: the parameters that the loader reports; None if unknown. made: those that the loader has created, which vLLM's
+    loaded: the parameters that the loader reports; None if unknown. created: parameters that the loader created, which vLLM's
     reload would drop.
     """
-    if loaded is not None and (missed := wanted - loaded):
+    if loaded is not None and (missed := expected - loaded):
         raise ValueError(f"vLLM did not load {len(missed)} of its parameters; the first is '{min(missed)}'")
-    if made:
+    if created:
         raise ValueError(
-            f"vLLM creates '{min(made)}' only when it loads a checkpoint, so this model's weights cannot be replaced"
+            f"vLLM creates '{min(created)}' only when it loads a checkpoint, so this model's weights cannot be replaced"
         )
 
 
@@ -176,8 +176,8 @@ def _units(
     shapes: Mapping[str, Shape],
 ) -> dict[str, ModuleUnit]:
     raw: dict[str, dict[str, Geometry]] = defaultdict(dict)
-    for (module, tensor), where in geometry.items():
-        raw[module][tensor] = where
+    for (module, tensor), location in geometry.items():
+        raw[module][tensor] = location
     written: dict[str, list[str]] = defaultdict(list)
     for module, tensor in recorder.writes:
         written[module].append(tensor)

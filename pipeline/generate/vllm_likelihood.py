@@ -97,12 +97,12 @@ class _LikelihoodScorer:
 
     def _take(self, logits: torch.Tensor, prefixes: np.ndarray) -> None:
         """Score the tokens after these prefixes. logits: [prefixes, vocabulary] float32."""
-        places, indices = self._plan.score_indices(prefixes)
-        tokens = torch.from_numpy(self._plan.tokens[places]).to(logits.device)
+        positions, indices = self._plan.score_indices(prefixes)
+        tokens = torch.from_numpy(self._plan.tokens[positions]).to(logits.device)
         rows = torch.from_numpy(indices).to(logits.device)
         logprobs = logits[rows, tokens] - logits.logsumexp(-1)[rows]
         greedy = logits.argmax(-1)[rows] == tokens
-        self._places.append(places)
+        self._places.append(positions)
         self._scores.append(torch.stack([logprobs.double(), greedy.double()]))
 
     def scores(self) -> torch.Tensor:
@@ -121,11 +121,11 @@ def _hidden_states(runner: Any, receive: Callable[[torch.Tensor, list[_States]],
 
     def from_v1(hidden: torch.Tensor, scheduled: dict[str, int]) -> dict:
         if get_pp_group().is_last_rank:
-            begins, places = runner.query_start_loc.np, runner.input_batch.req_id_to_index
+            begins, index_of = runner.query_start_loc.np, runner.input_batch.req_id_to_index
             receive(
                 hidden,
                 [
-                    _States(id, runner.requests[id].num_computed_tokens, int(begins[places[id]]), count)
+                    _States(id, runner.requests[id].num_computed_tokens, int(begins[index_of[id]]), count)
                     for id, count in scheduled.items()
                 ],
             )

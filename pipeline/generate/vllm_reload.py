@@ -37,8 +37,8 @@ def reload(model: VLLMModel, config: VllmConfig, weights: Iterable[tuple[str, to
             loaded = model.load_weights(weights)
             # Quantised layers have parameters (scales) that no checkpoint of the policy holds.
             complete = config.model_config.quantization is None
-            made = {name for name, _ in model.named_parameters()} - before - live
-            check_loaded(loaded if complete else None, live & before, made)
+            created = {name for name, _ in model.named_parameters()} - before - live
+            check_loaded(loaded if complete else None, live & before, created)
             finalize_layerwise_reload(model, config.model_config)
         except BaseException:
             for layer in model.modules():

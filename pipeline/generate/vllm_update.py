@@ -91,9 +91,9 @@ class VLLMUpdate(WeightUpdate):
             raise RuntimeError(f"unit '{unit}' is not open")
         self._attempt(self._end, unit)
         del self._targets[unit]
-        left = self._unfinished_units()
-        left.remove(unit)
-        if left:
+        unfinished = self._unfinished_units()
+        unfinished.remove(unit)
+        if unfinished:
             return
         for name, described in self._units().items():
             if not described.unit.regions:  # this rank has only constants of it, such as padding
@@ -106,8 +106,8 @@ class VLLMUpdate(WeightUpdate):
     @override
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
         if not self._ready:
-            left = self._unfinished_units()
-            raise RuntimeError(f"commit of version {version}: {len(left)} units are not finished; one is '{min(left)}'")
+            units = self._unfinished_units()
+            raise RuntimeError(f"commit of version {version}: {len(units)} units are not finished; one is '{min(units)}'")
         self._serve(version, recompute_kv_cache)
 
     def give_up(self) -> None:

@@ -106,7 +106,7 @@ class StepOperations:
         critic = self._models.get("value")
         if needs.critic and critic:
             total += critic.forward(lengths)
-        for name in sorted({sample.teacher for sample in samples} if needs.taught else ()):
+        for name in sorted({sample.teacher for sample in samples} if needs.has_teachers else ()):
             taught = [len(sample.tokens) for sample in samples if sample.teacher == name]
             total += self._models[config.teacher_section(name)].forward(taught)
         for name in models:

@@ -26,7 +26,7 @@ def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> t
     """Return (bytes that each rank of each set sends, [members] float64; bytes that each rank sends, [ranks] float64).
 
     sets: the ranks of each set, as numbers below `ranks`. demand: [sets] bytes. The sets take turns, those with the fewest
-    ranks first; each levels its load over what the others put on its ranks: coordinate descent on a convex sum of squares.
+    ranks first; each levels its load above the load of the other sets: coordinate descent on a convex sum of squares.
     """
     load = np.zeros(ranks)
     shares = [np.zeros(len(members)) for members in sets]
@@ -35,9 +35,9 @@ def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> t
         before = load.copy()
         for i in order:
             members = sets[i]
-            others = load[members] - shares[i]
-            shares[i] = np.maximum(_level(others, float(demand[i])) - others, 0.0)
-            load[members] = others + shares[i]
+            base = load[members] - shares[i]
+            shares[i] = np.maximum(_level(base, float(demand[i])) - base, 0.0)
+            load[members] = base + shares[i]
         if np.abs(load - before).max(initial=0.0) <= _SETTLED * load.max(initial=0.0):
             break
     return shares, load
@@ -52,9 +52,9 @@ def _level(loads: np.ndarray, amount: float) -> float:
 
 
 def lower_bound(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray) -> float:
-    """Return bytes that some train rank must send under any plan: the mean, over a set of ranks, of what only they hold.
+    """Return bytes that a train rank must send under any plan: the mean, over a set of ranks, of what only these ranks hold.
 
-    Two sets of ranks are examined: all ranks, and those of the largest load.
+    It examines two sets of ranks: all ranks, and the ranks with the largest load.
     """
     top = load >= load.max(initial=0.0) * (1 - 10 * _SETTLED)
     alone = sum(bytes_ for members, bytes_ in zip(sets, demand, strict=True) if top[members].all())
@@ -62,20 +62,20 @@ def lower_bound(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray
 
 
 def sharing_groups(
-    engines: Sequence[Sequence[int]], nodes: Mapping[int, str], network: NetworkConfig, sent: float, received: float
+    engines: Sequence[Sequence[int]], nodes: Mapping[int, str], network: NetworkConfig, send_bytes: float, receive_bytes: float
 ) -> list[list[int]]:
     """Return the sharing groups, as numbers of engines, in the order of their ring.
 
-    sent: bytes that the busiest train rank sends for one engine. received: the most that a generate rank receives. Engines
-    whose ranks share nodes are joined if the network within a node is faster. Across nodes, engines are joined only until
-    receiving by the generate ranks, not sending by the train ranks, is the bottleneck.
+    send_bytes: what the busiest train rank sends for one engine. receive_bytes: what the busiest generate rank receives.
+    Engines whose ranks share nodes are joined if the network within a node is faster. Across nodes, engines are joined only
+    until receiving by the generate ranks, not sending by the train ranks, is the bottleneck.
     """
-    places: dict[object, list[int]] = {}
+    by_nodes: dict[object, list[int]] = {}
     faster = network.node_gb_per_s > network.nic_gb_per_s
     for number, engine in enumerate(engines):
-        places.setdefault(tuple(nodes[rank] for rank in engine) if faster else number, []).append(number)
-    joined = list(places.values())
-    count = len(joined)
-    if count * sent > received * _WORTH_SHARING:
-        count = max(1, math.floor(received * _WORTH_SHARING / sent))
-    return [[engine for i in part for engine in joined[i]] for part in np.array_split(np.arange(len(joined)), count)]
+        by_nodes.setdefault(tuple(nodes[rank] for rank in engine) if faster else number, []).append(number)
+    clusters = list(by_nodes.values())
+    count = len(clusters)
+    if count * send_bytes > receive_bytes * _WORTH_SHARING:
+        count = max(1, math.floor(receive_bytes * _WORTH_SHARING / send_bytes))
+    return [[engine for i in part for engine in clusters[i]] for part in np.array_split(np.arange(len(clusters)), count)]

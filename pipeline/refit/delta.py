@@ -1,4 +1,4 @@
-"""Send only the entries of each item that changed since the last refit, without loss: their places and new values.
+"""Send only the entries of each item that changed since the last refit, without loss: their positions and new values.
 
 In bf16 an RL step often changes 1 to 5% of the values. Each item uses the form with the fewest bytes: in full, a bitmap and
 values, or gaps of 8 or 16 bits and values. A gap too large for its bits is bridged by entries that did not change.
@@ -41,17 +41,17 @@ def encode(new: torch.Tensor, base: torch.Tensor | None, out: torch.Tensor) -> i
     """
     count = new.numel()
     if base is not None:
-        places = changed_positions(new, base)
-        if len(places) < count // 8:
-            mode, places = _bridge_gaps(places, new.itemsize)
-            where = torch.diff(places, prepend=places.new_full((1,), -1)).sub_(1).to(_GAP[mode])  # int16 wraps
+        positions = changed_positions(new, base)
+        if len(positions) < count // 8:
+            mode, positions = _bridge_gaps(positions, new.itemsize)
+            packed = torch.diff(positions, prepend=positions.new_full((1,), -1)).sub_(1).to(_GAP[mode])  # int16 wraps
         else:
-            mode, where = BITMAP, _bitmap(places, count)
-        code = len(places) * _MODES + mode
+            mode, packed = BITMAP, _bitmap(positions, count)
+        code = len(positions) * _MODES + mode
         if encoded_bytes(code, count, new.itemsize) < padded_size(new.nbytes):
-            out[: where.nbytes].view(where.dtype).copy_(where)
-            start = padded_size(where.nbytes)
-            torch.index_select(new, 0, places, out=out[start : start + len(places) * new.itemsize].view(new.dtype))
+            out[: packed.nbytes].view(packed.dtype).copy_(packed)
+            start = padded_size(packed.nbytes)
+            torch.index_select(new, 0, positions, out=out[start : start + len(positions) * new.itemsize].view(new.dtype))
             return code
     out[: new.nbytes].view(new.dtype).copy_(new)
     return count * _MODES + FULL
@@ -59,33 +59,33 @@ def encode(new: torch.Tensor, base: torch.Tensor | None, out: torch.Tensor) -> i
 
 def encoded_bytes(code: int, count: int, itemsize: int) -> int:
     """Return the bytes of an encoded item of `count` entries. Raises RefitError for an invalid code."""
-    sent, mode = divmod(code, _MODES)
-    if not 0 <= sent <= count or (mode == FULL and sent != count):
-        raise RefitError(f"delta: a message announces {sent} of {count} entries")
-    where = {FULL: 0, BITMAP: -(-count // 8), GAPS8: sent, GAPS16: 2 * sent}[mode]
-    return padded_size(where) + padded_size(sent * itemsize)
+    entries, mode = divmod(code, _MODES)
+    if not 0 <= entries <= count or (mode == FULL and entries != count):
+        raise RefitError(f"delta: a message announces {entries} of {count} entries")
+    position_bytes = {FULL: 0, BITMAP: -(-count // 8), GAPS8: entries, GAPS16: 2 * entries}[mode]
+    return padded_size(position_bytes) + padded_size(entries * itemsize)
 
 
 def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return (places [k] int64, or None for all entries; values [k]).
+    """Return (positions [k] int64, or None for all entries; values [k]).
 
-    Raises RefitError if the places are not of this item.
+    Raises RefitError if the positions do not fit the item.
     """
-    sent, mode = divmod(code, _MODES)
-    start = len(body) - padded_size(sent * precision.itemsize)
-    values = body[start : start + sent * precision.itemsize].view(precision)
+    entries, mode = divmod(code, _MODES)
+    start = len(body) - padded_size(entries * precision.itemsize)
+    values = body[start : start + entries * precision.itemsize].view(precision)
     if mode == FULL:
         return None, values
     if mode == BITMAP:
         bits = body[: -(-count // 8), None] >> torch.arange(8, dtype=torch.uint8, device=body.device) & 1
-        places = bits.view(-1).nonzero().view(-1)
+        positions = bits.view(-1).nonzero().view(-1)
     else:
         width = _GAP[mode].itemsize
-        gaps = body[: sent * width].view(_GAP[mode]).to(torch.int64) & ((1 << 8 * width) - 1)
-        places = gaps.add_(1).cumsum(0).sub_(1)
-    if len(places) != sent or (sent and int(places[-1]) >= count):
-        raise RefitError(f"delta: a message of {sent} entries has other places")
-    return places, values
+        gaps = body[: entries * width].view(_GAP[mode]).to(torch.int64) & ((1 << 8 * width) - 1)
+        positions = gaps.add_(1).cumsum(0).sub_(1)
+    if len(positions) != entries or (entries and int(positions[-1]) >= count):
+        raise RefitError(f"delta: got a message of {entries} entries; expected as many positions, below {count}")
+    return positions, values
 
 
 def changed_positions(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -93,46 +93,46 @@ def changed_positions(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     lanes = WORD_BYTES // new.itemsize
     kind = _INTEGERS[new.itemsize]
     new, base = new.view(kind), base.view(kind)
-    whole = len(new) - len(new) % lanes
-    words = new[:whole].view(torch.int64) ^ base[:whole].view(torch.int64)
+    end = len(new) - len(new) % lanes
+    words = new[:end].view(torch.int64) ^ base[:end].view(torch.int64)
     differ = words.nonzero().view(-1)
     if 2 * len(differ) > len(words):  # comparing every entry is cheaper than gathering that many words
         return (new != base).nonzero().view(-1)
     row, lane = words[differ].view(kind).view(-1, lanes).nonzero().unbind(1)
-    tail = (new[whole:] != base[whole:]).nonzero().view(-1) + whole
+    tail = (new[end:] != base[end:]).nonzero().view(-1) + end
     return torch.cat([differ[row] * lanes + lane, tail])
 
 
-def _bridge_gaps(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
+def _bridge_gaps(positions: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
     """Return (GAPS8 or GAPS16, whichever is smaller; the positions, with additional positions such that every gap fits)."""
-    gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+    gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     bridges = {mode: int((gaps >> bits).sum()) for mode, bits in _GAP_BITS.items()}
-    mode = min(bridges, key=lambda mode: (len(places) + bridges[mode]) * (_GAP[mode].itemsize + itemsize))
+    mode = min(bridges, key=lambda mode: (len(positions) + bridges[mode]) * (_GAP[mode].itemsize + itemsize))
     if not bridges[mode]:
-        return mode, places
+        return mode, positions
     bits = _GAP_BITS[mode]
     steps = (gaps >> bits) + 1
-    which = torch.repeat_interleave(torch.arange(len(places), device=places.device), steps)
-    nth = torch.arange(len(which), device=places.device) - (steps.cumsum(0) - steps)[which] + 1
-    return mode, torch.minimum((places - gaps - 1)[which] + (nth << bits), places[which])
+    index = torch.repeat_interleave(torch.arange(len(positions), device=positions.device), steps)
+    nth = torch.arange(len(index), device=positions.device) - (steps.cumsum(0) - steps)[index] + 1
+    return mode, torch.minimum((positions - gaps - 1)[index] + (nth << bits), positions[index])
 
 
-def _bitmap(places: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the bitmap of the places, [ceil(count / 8)] uint8."""
-    mask = torch.zeros(padded_size(count), dtype=torch.uint8, device=places.device)
-    mask[places] = 1
+def _bitmap(positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the bitmap of the positions, [ceil(count / 8)] uint8."""
+    mask = torch.zeros(padded_size(count), dtype=torch.uint8, device=positions.device)
+    mask[positions] = 1
     return ((mask.view(torch.int64) * _BITS) >> 56).to(torch.uint8)
 
 
-def scatter(view: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values at places, which count entries in the view's own order, whatever its strides."""
+def scatter(view: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values at positions, which count entries in the view's own order, whatever its strides."""
     if not view.is_contiguous():
-        rest, places = places, torch.zeros_like(places)
+        remainders, positions = positions, torch.zeros_like(positions)
         for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-            places += rest % size * stride
-            rest = rest // size
+            positions += remainders % size * stride
+            remainders = remainders // size
     span = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    view.as_strided((span,), (1,)).index_copy_(0, places, values.to(view.dtype))
+    view.as_strided((span,), (1,)).index_copy_(0, positions, values.to(view.dtype))
 
 
 # ---- all of them ------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class DeltaEncoding(Encoding):
     def _write(self, item: int) -> torch.Tensor:
         """Write an item, and return it from where it is stored, in its shape on disk."""
         receives, view = self._receives, self._receives.view(item)
-        places, values = decode(self._bodies.pop(item), self._codes[item], receives.numels[item], receives.dtypes[item])
+        positions, values = decode(self._bodies.pop(item), self._codes[item], receives.numels[item], receives.dtypes[item])
         if receives.in_place(item):
             base = view
         elif item in self._bases.received:
@@ -281,8 +281,8 @@ class DeltaEncoding(Encoding):
             base = self._bases.received[item] = torch.empty(
                 view.shape, dtype=receives.dtypes[item], device=self._channel.device
             )
-        if places is None:
+        if positions is None:
             base.copy_(values.view(view.shape))
         else:
-            scatter(base, places, values)
+            scatter(base, positions, values)
         return view if base is view else view.copy_(base)

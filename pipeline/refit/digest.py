@@ -41,7 +41,7 @@ class Digest:
         """
         self.hashed = ((items.key >= 0) & (items.row >= 0)).tolist()
         self._dtypes = dtypes
-        self._keys, self._places = np.unique(items.key[self.hashed], return_inverse=True)
+        self._keys, self._key_index = np.unique(items.key[self.hashed], return_inverse=True)
         weights = [
             row_weights(items.offset[i, : dims[i]].tolist(), items.size[i, : dims[i]].tolist())
             for i in np.flatnonzero(self.hashed)
@@ -52,9 +52,9 @@ class Digest:
         self._last = torch.from_numpy(ends[self.hashed]).to(device)
         lanes = [WORD_BYTES // dtype.itemsize for dtype in dtypes]
         self._lanes = [int(items.offset[i, d - 1]) % lanes[i] if d > 1 else 0 for i, d in enumerate(dims)]
-        joined = np.concatenate(weights) if weights else np.zeros(0, np.uint64)
-        self._weights = torch.from_numpy(joined.view(np.int64)).to(device)
-        self._sums = torch.zeros(len(joined), dtype=torch.int64, device=device)
+        all_weights = np.concatenate(weights) if weights else np.zeros(0, np.uint64)
+        self._weights = torch.from_numpy(all_weights.view(np.int64)).to(device)
+        self._sums = torch.zeros(len(all_weights), dtype=torch.int64, device=device)
         self._sums_of = self._sums.split(rows.tolist())
 
     def clear(self) -> None:
@@ -70,7 +70,7 @@ class Digest:
         running = torch.cumsum(self._sums * self._weights, 0)  # differences are right modulo 2^64
         ends = torch.cat([running.new_zeros(1), running])[self._last]
         hashes = np.zeros(len(self._keys), np.uint64)
-        np.add.at(hashes, self._places, np.diff(ends.cpu().numpy().view(np.uint64), prepend=np.uint64(0)))
+        np.add.at(hashes, self._key_index, np.diff(ends.cpu().numpy().view(np.uint64), prepend=np.uint64(0)))
         return self._keys, hashes
 
 
@@ -118,32 +118,32 @@ def compare(
 ) -> None:
     """Compare the reports of all ranks, by global rank, on rank 0.
 
-    names: of all tensors on disk. version: the one that must not be served on a mismatch. Raises RefitError, naming the tensors
+    names: of all tensors on disk. version: must not be served after a mismatch. Raises RefitError, naming the tensors
     and the generate ranks whose values differ from what was sent.
     """
-    sent, sides = np.zeros(plan.keys, np.uint64), np.zeros((2, plan.keys), bool)
+    sent_hashes, sides = np.zeros(plan.keys, np.uint64), np.zeros((2, plan.keys), bool)
     for report in train.values():
-        np.add.at(sent, report.keys, report.hashes)
+        np.add.at(sent_hashes, report.keys, report.hashes)
         sides[0, report.keys] = True
     wrong: dict[int, np.ndarray] = {}
     for rank, report in generate.items():
         sides[1, report.keys] = True
-        differ = (report.hashes != sent[report.keys]) | ~sides[0, report.keys]
+        differ = (report.hashes != sent_hashes[report.keys]) | ~sides[0, report.keys]
         if differ.any():
             wrong[rank] = np.unique(plan.key_tensor[report.keys[differ]])
     unreported = np.unique(plan.key_tensor[~sides.all(axis=0)])
     if not wrong and not len(unreported):
         return
     tensors = np.unique(np.concatenate([unreported, *wrong.values()]))
-    differences = [f"generate rank {rank} differs in {_list(names, which)}" for rank, which in sorted(wrong.items())]
-    differences += [f"no rank of one end reports {_list(names, unreported)}"] * bool(len(unreported))
+    differences = [f"generate rank {rank} differs in {_list_names(names, of_rank)}" for rank, of_rank in sorted(wrong.items())]
+    differences += [f"no rank of one end reports {_list_names(names, unreported)}"] * bool(len(unreported))
     raise RefitError(
         f"digest of version {version}: {len(tensors)} of {len(np.unique(plan.key_tensor))} tensors did not arrive as they were"
         f" sent: {'; '.join(differences)}"
     )
 
 
-def _list(names: Sequence[str], tensors: np.ndarray) -> str:
+def _list_names(names: Sequence[str], tensors: np.ndarray) -> str:
     first: list[int] = tensors[:_NAMED].tolist()
-    shown = ", ".join(names[tensor] for tensor in first)
-    return shown if len(tensors) <= _NAMED else f"{shown} and {len(tensors) - _NAMED} more"
+    text = ", ".join(names[tensor] for tensor in first)
+    return text if len(tensors) <= _NAMED else f"{text} and {len(tensors) - _NAMED} more"

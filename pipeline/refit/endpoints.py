@@ -64,7 +64,7 @@ class Endpoint:
         dims = [len(region.box.size) if region else 0 for region in self.regions]
         self.shapes = [tuple(size[:d]) for size, d in zip(items.size.tolist(), dims, strict=True)]
         self.numels = items.size.prod(axis=1).tolist()
-        self.strides, self._offsets = _places(items, regions, dims)
+        self.strides, self._offsets = _locations(items, regions, dims)
         self.sizes = [numel * dtype.itemsize for numel, dtype in zip(self.numels, self.dtypes, strict=True)]
         self.messages = _messages(items, self.sizes, rounds)
         self.digest = Digest(items, dims, self.dtypes, device) if digest else None
@@ -84,7 +84,7 @@ class Endpoint:
         return max((messages[-1].at + messages[-1].starts[-1] for messages in staged if messages), default=0)
 
     def stages(self, message: Message) -> bool:
-        """Return whether the message has a place in this rank's own staging memory."""
+        """Return whether the message is staged in this rank's own memory."""
         return True
 
     def allocate(self, buffers: int, memory: torch.Tensor | None = None) -> None:
@@ -130,7 +130,7 @@ class Endpoint:
 
 
 class SendEndpoint(Endpoint):
-    """A rank's outgoing parts: on train ranks of its own tensors, on generate ranks those received in the round before."""
+    """A rank's outgoing parts: its own tensors on train ranks, items of the round before on generate ranks."""
 
     def __init__(self, plan: RankPlan, *arguments, **settings):
         relayed = np.flatnonzero(plan.sends.source >= 0)
@@ -140,16 +140,16 @@ class SendEndpoint(Endpoint):
         self.sources = plan.sends.source.tolist()
         self.relays = any(source >= 0 for source in self.sources)
         for item in relayed.tolist():
-            came, goes = plan.receives.round[self.sources[item]], plan.sends.round[item]
-            if came != goes - 1:
-                raise ValueError(f"an item received in round {came} is relayed in round {goes}; expected the next round")
+            arrival, departure = plan.receives.round[self.sources[item]], plan.sends.round[item]
+            if arrival != departure - 1:
+                raise ValueError(f"an item of round {arrival} is relayed in round {departure}; expected the next round")
             self.numels[item] = int(plan.receives.size[self.sources[item]].prod())
 
     def bind(self, backend: TrainBackend) -> None:
         """Read this refit's items from the tensors of `backend`."""
         self._local = functools.cache(backend.local_tensor)
 
-    def places(self) -> dict[int, list[int]]:
+    def staging_offsets(self) -> dict[int, list[int]]:
         """Return, by receiver, the byte offset of its message of each round in the whole staging memory; -1 if it has none."""
         offsets = {peer: [-1] * len(self.messages) for peer in self.peers}
         for round, messages in enumerate(self.messages):
@@ -181,7 +181,7 @@ class ReceiveEndpoint(Endpoint):
     def read_from(self, memories: Mapping[int, tuple[torch.Tensor, Sequence[int]]]) -> None:
         """Read the messages of these ranks in their staging memory. Call this before `allocate`.
 
-        memories: for each rank its staging memory, [bytes] uint8, and this rank's part of its `SendEndpoint.places`.
+        memories: for each rank its staging memory, [bytes] uint8, and this rank's part of its `SendEndpoint.staging_offsets`.
         """
         self.mapped_peers = frozenset(memories)
         self._memories = {peer: memory for peer, (memory, _) in memories.items()}
@@ -232,7 +232,7 @@ class ReceiveEndpoint(Endpoint):
             self._update.finish(unit)
 
 
-def _places(items: TransferItems, regions: Sequence[Region], dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[int]]:
+def _locations(items: TransferItems, regions: Sequence[Region], dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[int]]:
     """Return the strides and the offset, in entries, of each item in its region's tensor. Undefined for relayed items."""
     corner = np.zeros((len(regions) + 1, items.offset.shape[1]), np.int64)
     strides, start = np.zeros_like(corner), np.zeros(len(regions) + 1, np.int64)

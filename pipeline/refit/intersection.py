@@ -72,8 +72,8 @@ class Pieces:
     """Boxes of bounded size, ordered by needed box: needed box w has the pieces `start[w]` to `start[w + 1]`."""
 
     start: np.ndarray  # [wanted boxes + 1] int64
-    needed: np.ndarray  # [n] int32: wanted box
-    held: np.ndarray  # [n] int32: held box
+    needed_box: np.ndarray  # [n] int32
+    held_box: np.ndarray  # [n] int32
     offset: np.ndarray  # [n, D] int64, in the tensor on disk
     size: np.ndarray  # [n, D] int64
 
@@ -89,8 +89,8 @@ def held_boxes(train: Mapping[int, LayoutTable], names: Sequence[str]) -> HeldBo
     Raises ValueError, naming tensor and ranks, if boxes overlap without being equal.
     """
     boxes, rows = _distinct_boxes(train)
-    _, other = _pairs(boxes, boxes)
-    counts = np.bincount(other, minlength=len(boxes))
+    _, box = _pairs(boxes, boxes)
+    counts = np.bincount(box, minlength=len(boxes))
     if counts.max(initial=1) > 1:
         odd = int(counts.argmax())
         first, second = _overlapping(boxes, odd)
@@ -104,7 +104,7 @@ def held_boxes(train: Mapping[int, LayoutTable], names: Sequence[str]) -> HeldBo
 def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence[int]]) -> NeededBoxes:
     """Return the distinct boxes of an engine.
 
-    Raises ValueError if two engines need different boxes, or none needs any.
+    Raises ValueError if two engines need different boxes, or no engine needs any box.
     """
     first = list(engines[0])
     for number, engine in enumerate(engines):
@@ -138,7 +138,7 @@ def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence
 def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine: Sequence[int]) -> Pieces:
     """Return the intersections of held and needed boxes, uncut. engine: global ranks of the first engine, for messages.
 
-    Raises ValueError, naming tensor and ranks, if the train ranks do not hold all that is needed.
+    Raises ValueError, naming tensor and ranks, if no train rank holds a part of a needed box.
     """
     held_box, needed_box = _pairs(held.boxes, needed.boxes)
     offset = np.maximum(held.boxes.offset[held_box], needed.boxes.offset[needed_box])
@@ -160,13 +160,13 @@ def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine
     return _pieces(needed_box, held_box, offset, size, len(needed.boxes))
 
 
-def split(whole: Pieces, limit: np.ndarray) -> Pieces:
+def split(pieces: Pieces, limit: np.ndarray) -> Pieces:
     """Return the same boxes in smaller pieces. limit: [n], entries of a piece of each.
 
     Cuts along the first dimension, so that rows stay whole, and along the next only if one row is too large.
     """
-    cell, offset, size = _split(whole.offset, whole.size, limit)
-    return _pieces(whole.needed[cell], whole.held[cell], offset, size, len(whole.start) - 1)
+    cell, offset, size = _split(pieces.offset, pieces.size, limit)
+    return _pieces(pieces.needed_box[cell], pieces.held_box[cell], offset, size, len(pieces.start) - 1)
 
 
 def _pieces(needed: np.ndarray, held: np.ndarray, offset: np.ndarray, size: np.ndarray, boxes: int) -> Pieces:
@@ -184,17 +184,17 @@ def lexicographic(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 def changes(*columns: np.ndarray) -> np.ndarray:
     """Return whether each row differs from the one before, [n] bool; True for the first."""
-    changed = np.zeros(len(columns[0]), bool)
-    changed[:1] = True
+    differs = np.zeros(len(columns[0]), bool)
+    differs[:1] = True
     for column in columns:
-        changed[1:] |= column[1:] != column[:-1]
-    return changed
+        differs[1:] |= column[1:] != column[:-1]
+    return differs
 
 
 def expand(start: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (i, number) for all `count[i]` numbers from `start[i]` on, for each i."""
-    which = np.repeat(np.arange(len(count)), count)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - start, count)
+    index = np.repeat(np.arange(len(count)), count)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(count) - count - start, count)
 
 
 def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -260,8 +260,8 @@ def _holder_sets(rows: Mapping[int, Rows], count: int) -> tuple[np.ndarray, list
 def _equal(a: LayoutTable, b: LayoutTable) -> bool:
     if a is b:
         return True
-    same = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("tensor", "offset", "size", "unit"))
-    return same and a.units == b.units
+    columns_equal = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("tensor", "offset", "size", "unit"))
+    return columns_equal and a.units == b.units
 
 
 # ---- intersections ------------------------------------------------------------------------------------------------------
@@ -301,10 +301,10 @@ def _split(offset: np.ndarray, size: np.ndarray, limit: np.ndarray) -> tuple[np.
         parts = np.where(size[:, dim] * inner > limit, -(-size[:, dim] // np.maximum(limit // inner, 1)), 1)
         if parts.max(initial=1) == 1:
             continue
-        which, part = expand(np.zeros_like(parts), parts)
-        whole = size[which, dim]
-        start, stop = part * whole // parts[which], (part + 1) * whole // parts[which]
-        source, offset, size, limit = source[which], offset[which], size[which], limit[which]
+        box, part = expand(np.zeros_like(parts), parts)
+        extent = size[box, dim]
+        start, stop = part * extent // parts[box], (part + 1) * extent // parts[box]
+        source, offset, size, limit = source[box], offset[box], size[box], limit[box]
         offset[:, dim] += start
         size[:, dim] = stop - start
     return source, offset, size

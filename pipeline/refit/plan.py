@@ -54,18 +54,18 @@ def schedule(
     """
     names = list(shapes)
     held, needed = intersection.held_boxes(train, names), intersection.needed_boxes(generate, engines)
-    whole = intersection.intersect(held, needed, names, engines[0])
+    uncut = intersection.intersect(held, needed, names, engines[0])
     ranks = np.array(sorted(train))
     sets = [np.searchsorted(ranks, members) for members in held.sets]
     width = np.array([served_bytes(name, itemsize) for name in names])
-    demand = _demand(held, needed, whole, width)
+    demand = _demand(held, needed, uncut, width)
     shares, load = balance.send_shares(sets, demand, len(ranks))
-    sent = load.max(initial=0.0)
-    received = np.bincount(needed.receiver, (needed.boxes.numel * width[needed.boxes.tensor])[needed.box]).max(initial=0)
-    groups = balance.sharing_groups(engines, nodes, network, sent, received)
+    send_bytes = load.max(initial=0.0)
+    receive_bytes = np.bincount(needed.receiver, (needed.boxes.numel * width[needed.boxes.tensor])[needed.box]).max(initial=0)
+    groups = balance.sharing_groups(engines, nodes, network, send_bytes, receive_bytes)
     members = [len(group) for group in groups]
-    bucket, limit = _sizes(bucket_bytes, int(width.max()), sent * len(groups), received, max(members))
-    pieces = intersection.split(whole, limit // width[needed.boxes.tensor[whole.needed]])
+    bucket, limit = _sizes(bucket_bytes, int(width.max()), send_bytes * len(groups), receive_bytes, max(members))
+    pieces = intersection.split(uncut, limit // width[needed.boxes.tensor[uncut.needed_box]])
     chunks = _chunks(held, needed, pieces, limit, width)
     source = _sources(chunks, sets, shares, len(groups))
     # Every member of a group is head for an equal part of each receiver's chunks, at all times.
@@ -80,7 +80,7 @@ def schedule(
         groups=groups,
         width=width,
         bucket_bytes=bucket,
-        lower_bound_bytes=max(received, balance.lower_bound(sets, demand, load) * len(groups)),
+        lower_bound_bytes=max(receive_bytes, balance.lower_bound(sets, demand, load) * len(groups)),
         source=ranks[source].astype(np.int32),
         head=head,
         round=_rounds(chunks, source, head, members, bucket),
@@ -90,18 +90,18 @@ def schedule(
 
 
 def _demand(
-    held: intersection.HeldBoxes, needed: intersection.NeededBoxes, whole: intersection.Pieces, width: np.ndarray
+    held: intersection.HeldBoxes, needed: intersection.NeededBoxes, pieces: intersection.Pieces, width: np.ndarray
 ) -> np.ndarray:
     """Return the bytes that one engine receives from each holder set, [sets] float64."""
     receivers = np.bincount(needed.box, minlength=len(needed.boxes))  # number of an engine's rows that need each box
-    size = whole.numel * width[needed.boxes.tensor[whole.needed]]
-    return np.bincount(held.holders[whole.held], size * receivers[whole.needed], len(held.sets))
+    size = pieces.numel * width[needed.boxes.tensor[pieces.needed_box]]
+    return np.bincount(held.holders[pieces.held_box], size * receivers[pieces.needed_box], len(held.sets))
 
 
-def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, members: int) -> tuple[int, int]:
-    """Return (bytes of a bucket, most bytes of a piece). sent, received: the most bytes of a train and of a generate rank."""
-    bucket = min(bucket_bytes, max(int(max(sent, received)) // _ROUNDS, _LEAST_BUCKET))
-    limit = min(bucket // (_CHUNKS_OF_BUCKET * members), max(int(sent) // _CHUNKS_OF_RANK, _LEAST_CHUNK))
+def _sizes(bucket_bytes: int, itemsize: int, send_bytes: float, receive_bytes: float, members: int) -> tuple[int, int]:
+    """Return (bytes of a bucket, most bytes of a piece). send_bytes, receive_bytes: of the busiest ranks."""
+    bucket = min(bucket_bytes, max(int(max(send_bytes, receive_bytes)) // _ROUNDS, _LEAST_BUCKET))
+    limit = min(bucket // (_CHUNKS_OF_BUCKET * members), max(int(send_bytes) // _CHUNKS_OF_RANK, _LEAST_CHUNK))
     limit = max(limit, itemsize)
     if bucket // members < 2 * limit:
         message = f"got {bucket_bytes}; expected at least {2 * itemsize * members}"
@@ -114,9 +114,9 @@ def _chunks(
 ) -> Chunks:
     """Return chunks of at most twice `limit` bytes, in the order of time. No piece is larger than `limit`."""
     row, piece = intersection.expand(pieces.start[needed.box], np.diff(pieces.start)[needed.box])
-    order = intersection.lexicographic([needed.unit[row], held.holders[pieces.held[piece]], needed.receiver[row]])
+    order = intersection.lexicographic([needed.unit[row], held.holders[pieces.held_box[piece]], needed.receiver[row]])
     row, piece = row[order], piece[order]
-    unit, receiver, holders = needed.unit[row], needed.receiver[row], held.holders[pieces.held[piece]]
+    unit, receiver, holders = needed.unit[row], needed.receiver[row], held.holders[pieces.held_box[piece]]
     size = pieces.numel[piece] * width[needed.boxes.tensor[needed.box[row]]]
 
     # A bundle is all of one unit, holder set and receiver. Cut each between pieces into equal parts of at most `limit` bytes.

@@ -49,7 +49,7 @@ class PlannedRefit(PreparedRefit):
     def prepare(self, regions: Sequence[Region], units: Sequence[str] | None, plan: RankPlan) -> None:
         """Prepare for a plan.
 
-        regions: those of this rank's table, in its order. units: of each region; None on a train rank.
+        regions: of this rank's table, in its order. units: of each region; None on a train rank.
         """
         settings = (regions, self._precision, self._world.device, self._config.digest)
         self._plan = plan

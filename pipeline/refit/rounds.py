@@ -21,10 +21,10 @@ def timeline(unit: np.ndarray, stream: np.ndarray, size: np.ndarray) -> tuple[np
     """
     order = lexicographic([stream, unit])
     unit, size, begins = unit[order], size[order], changes(stream[order])
-    first, which = np.flatnonzero(begins), np.cumsum(begins) - 1
+    first, index = np.flatnonzero(begins), np.cumsum(begins) - 1
     running, total = np.cumsum(size), np.add.reduceat(size, first)
-    end = (running - (running - size)[first][which]) / total[which]
-    begin = end - size / total[which]
+    end = (running - (running - size)[first][index]) / total[index]
+    begin = end - size / total[index]
     weight = np.bincount(unit, size)
     with np.errstate(invalid="ignore"):  # units without messages
         return np.bincount(unit, size * begin) / weight, np.bincount(unit, size * end) / weight

@@ -151,13 +151,13 @@ class RefitSchedule:
         hop = (p - self.head[chunk, q]) % len(ring)
         arrival = self.arrival[chunk, engine]
         before, after = ring[p - 1], ring[(p + 1) % len(ring)]
-        receives, received, _ = self._items(chunk, arrival, np.where(hop == 0, self.source[chunk, q], before))
-        receives.row[:] = self.needed.row[self.chunks.row[received]]
-        receives.key[:] = self.pieces.needed[self.chunks.piece[received]]
+        receives, pieces_in, _ = self._items(chunk, arrival, np.where(hop == 0, self.source[chunk, q], before))
+        receives.row[:] = self.needed.row[self.chunks.row[pieces_in]]
+        receives.key[:] = self.pieces.needed_box[self.chunks.piece[pieces_in]]
         forwards = hop < len(ring) - 1  # the last engine of the ring forwards nothing
-        sends, sent, _ = self._items(chunk[forwards], arrival[forwards] + 1, np.full(np.count_nonzero(forwards), after))
-        order = np.argsort(received)
-        sends.source[:] = order[np.searchsorted(received, sent, sorter=order)]
+        sends, pieces_out, _ = self._items(chunk[forwards], arrival[forwards] + 1, np.full(np.count_nonzero(forwards), after))
+        order = np.argsort(pieces_in)
+        sends.source[:] = order[np.searchsorted(pieces_in, pieces_out, sorter=order)]
         return RankPlan(self.rounds, sends, receives, *self._units(engine, g))
 
     def _sends(self, rank: int) -> TransferItems:
@@ -168,10 +168,10 @@ class RefitSchedule:
         box = self.chunks.piece[piece]
         rows = self.held.rows[rank]
         order = np.argsort(rows.box, kind="stable")
-        items.row[:] = rows.row[order[np.searchsorted(rows.box, self.pieces.held[box], sorter=order)]]
+        items.row[:] = rows.row[order[np.searchsorted(rows.box, self.pieces.held_box[box], sorter=order)]]
         # Hash each box once: on its way to the first rank that needs it, in one group. The groups take turns by chunk.
         hashed = (chunk % len(self.groups) == q)[flow] & self._first_needing[self.chunks.row[piece]]
-        items.key[:] = np.where(hashed, self.pieces.needed[box], -1)
+        items.key[:] = np.where(hashed, self.pieces.needed_box[box], -1)
         return items
 
     def _items(self, chunk: np.ndarray, number: np.ndarray, peer: np.ndarray) -> tuple[TransferItems, np.ndarray, np.ndarray]:
@@ -230,14 +230,14 @@ class RefitSchedule:
             {rank: self.rank(rank) for rank in ranks},
             keys=len(self.needed.boxes),
             key_tensor=self.needed.boxes.tensor,
-            chunk_bytes=int((self.pieces.numel * self.width[self.needed.boxes.tensor[self.pieces.needed]]).max(initial=0)),
+            chunk_bytes=int((self.pieces.numel * self.width[self.needed.boxes.tensor[self.pieces.needed_box]]).max(initial=0)),
             bucket_bytes=self.bucket_bytes,
         )
 
     def traffic(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (bytes out, bytes in) of each global rank in each round, [rounds, ranks] int64 each."""
-        ranks, sent = 1 + max([*self.held.rows, *self.member]), self.train_messages()
-        out = np.bincount(sent.round * ranks + sent.source, sent.bytes, self.rounds * ranks).astype(np.int64)
+        ranks, messages = 1 + max([*self.held.rows, *self.member]), self.train_messages()
+        out = np.bincount(messages.round * ranks + messages.source, messages.bytes, self.rounds * ranks).astype(np.int64)
         out = out.reshape(self.rounds, ranks)
         into = np.zeros_like(out)
         for q, group in enumerate(self.groups):

@@ -51,10 +51,10 @@ class MemoryHandle(msgspec.Struct):
 
 
 class StagingOffer(msgspec.Struct):
-    """A sender's message to a receiver: the handle of its staging memory and the places in it."""
+    """A sender's message to a receiver: the handle of its staging memory and the offsets in it."""
 
     handle: MemoryHandle
-    places: list[int]  # the receiver's part of `SendEndpoint.places`
+    offsets: list[int]  # the receiver's part of `SendEndpoint.staging_offsets`
 
 
 def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) -> None:
@@ -64,13 +64,13 @@ def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) 
     """
     memory, handle, descriptor = _shareable(BUFFERS * sends.round_bytes, world.device, world.info.node)
     sends.allocate(BUFFERS, memory)
-    offers = {peer: msgspec.msgpack.encode(StagingOffer(handle, places)) for peer, places in sends.places().items()}
+    offers = {peer: msgspec.msgpack.encode(StagingOffer(handle, offsets)) for peer, offsets in sends.staging_offsets().items()}
     with world.phase(f"share memory with ranks {_rank_list(sends.peers + receives.peers)}"):
         memories, answers = {}, {}
         for peer, body in _exchange(world, offers, receives.peers).items():
             offer = msgspec.msgpack.decode(body, type=StagingOffer)
             try:
-                memories[peer] = (_map_memory(offer.handle, world.device, world.info.node), offer.places)
+                memories[peer] = (_map_memory(offer.handle, world.device, world.info.node), offer.offsets)
                 answers[peer] = b""
             except (OSError, RuntimeError) as error:  # the pair uses messages instead
                 answers[peer] = str(error).encode()
@@ -150,13 +150,13 @@ def _inexpandable() -> Iterator[None]:
         yield
         return
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    before = next((settings[name] for name in names if settings.get(name)), f"{_EXPANDABLE}:True")
-    others = [setting for setting in before.split(",") if not setting.strip().startswith(_EXPANDABLE)]
-    torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{_EXPANDABLE}:False"]))
+    original = next((settings[name] for name in names if settings.get(name)), f"{_EXPANDABLE}:True")
+    other_settings = [setting for setting in original.split(",") if not setting.strip().startswith(_EXPANDABLE)]
+    torch._C._accelerator_setAllocatorSettings(",".join([*other_settings, f"{_EXPANDABLE}:False"]))
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+        torch._C._accelerator_setAllocatorSettings(original)
 
 
 # ---- messages -----------------------------------------------------------------------------------------------------------

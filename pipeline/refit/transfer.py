@@ -91,7 +91,7 @@ class PendingMessages:
     """Messages in transfer."""
 
     works: list[dist.Work]
-    held: PeerTensors  # memory of the carrier device, kept until the messages are sent or received
+    memory: PeerTensors  # memory of the carrier device, kept until the messages are sent or received
     landed: list[tuple[torch.Tensor, torch.Tensor]]  # (destination, memory that receives it)
     sources: list[int] = field(default_factory=list)  # ranks whose memory holds the messages that are not sent
     receipts: list[dist.Work] = field(default_factory=list)  # from ranks that read this rank's memory
@@ -136,7 +136,7 @@ class PeerChannel:
             [(peer, tensor) for peer, tensor in into if peer not in self._sources] + self._notices(sources),
         )
         receipts = self._notices(readers)
-        posted.held.extend(receipts)
+        posted.memory.extend(receipts)
         posted.sources.extend(sources)
         posted.receipts.extend(post(self._world, [], _add_tags(receipts, self._receipts_from, RECEIPT)))
         return posted
@@ -146,7 +146,7 @@ class PeerChannel:
         if posted.sources:
             self._settle()
             receipts = self._notices(posted.sources)
-            self._acknowledged.held.extend(receipts)
+            self._acknowledged.memory.extend(receipts)
             self._acknowledged.works.extend(post(self._world, _add_tags(receipts, self._receipts_to, RECEIPT), []))
 
     def close(self) -> None:

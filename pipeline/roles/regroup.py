@@ -22,14 +22,14 @@ def regroup(outputs: Sequence[Outputs], forward: Sequence[list[int]], update: Up
             of_sample |= dict(zip(members, map(list, parts), strict=True))
     nothing = [torch.zeros_like(tensor[:1]) for tensor in outputs[0].tensors()]
     return [
-        _like(outputs[0], [torch.cat(parts) for parts in zip(*(of_sample[i] for i in members), strict=True)] or nothing)
+        _replace(outputs[0], [torch.cat(parts) for parts in zip(*(of_sample[i] for i in members), strict=True)] or nothing)
         for members in update.train
     ]
 
 
-def _like(outputs: Outputs, tensors: list[torch.Tensor]) -> Outputs:
+def _replace(outputs: Outputs, tensors: list[torch.Tensor]) -> Outputs:
     """Return `outputs` with other tensors in place of `outputs.tensors()`."""
-    rest = iter(tensors)
+    stream = iter(tensors)
     names = ("logprobs", "entropy", "values", "full_logprobs")
-    fields = {name: next(rest) for name in names if getattr(outputs, name) is not None}
-    return Outputs(**fields, top_k=TopK(*rest) if outputs.top_k else None)
+    fields = {name: next(stream) for name in names if getattr(outputs, name) is not None}
+    return Outputs(**fields, top_k=TopK(*stream) if outputs.top_k else None)

@@ -37,7 +37,7 @@ class Scorer:
     @named_operators()
     def score(self, work: ScoreWork) -> list[float]:
         """Return the score of each sequence, in the order of the microbatches. Collective over the group."""
-        batches = [pack([_sample(tokens) for tokens in each], self._backend.device) for each in work.microbatches]
+        batches = [pack([_sample(tokens) for tokens in microbatch], self._backend.device) for microbatch in work.microbatches]
         scores: list[float] = []
         for sequences, batch, outputs in zip(work.microbatches, batches, self._backend.forward(batches), strict=True):
             assert outputs.values is not None  # the model has a value head
@@ -56,7 +56,7 @@ class RewardRole:
 
     @verb("setup")
     def setup(self) -> DataParallelRank:
-        """Build the model and return this rank among the data-parallel ones."""
+        """Build the model and return this rank's position among the data-parallel ranks."""
         with self._world.phase("load reward model"):
             self._scorer = Scorer(config.reward_model_policy(self._recipe), self._world.own, self._seed, offload=False)
         return self._scorer.place

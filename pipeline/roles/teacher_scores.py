@@ -23,28 +23,28 @@ def ask_teachers(
     """Return the training microbatches of each update with the outputs of each sample's teacher.
 
     teachers: by "teacher NAME", or "teacher" for the only one. top_k: the number of tokens to return; 0: the log-probs of the
-    samples' own tokens. A teacher scores all its samples of the step in one call, so that an offloaded one is fetched once.
+    samples' own tokens. A teacher scores all its samples of the step in one call, so that an offloaded teacher is fetched once.
     """
     forward: list[list[list[int]]] = [[] for _ in updates]
     outputs: list[list[Outputs]] = [[] for _ in updates]
     for name, model in teachers.items():
-        plans = [update.taught.get(name.removeprefix("teacher").strip(), []) or _all(update) for update in updates]
+        plans = [update.taught.get(name.removeprefix("teacher").strip(), []) or _shared_plan(update) for update in updates]
         packed = [pack_each(update.samples, plan, model.device) for update, plan in zip(updates, plans, strict=True)]
         if not any(packed):
             continue
         with phase(f"forward of the {name}"):
-            found = iter(model.forward(list(itertools.chain(*packed)), top_k=top_k))
+            results = iter(model.forward(list(itertools.chain(*packed)), top_k=top_k))
         for i, plan in enumerate(plans):
             forward[i] += plan
-            outputs[i] += itertools.islice(found, len(plan))
+            outputs[i] += itertools.islice(results, len(plan))
     regrouped = map(regroup, outputs, forward, updates)
     return [
-        [dataclasses.replace(batch, **_fields(out, top_k)) for batch, out in zip(of_update, found, strict=True)]
-        for of_update, found in zip(batches, regrouped, strict=True)
+        [dataclasses.replace(batch, **_fields(out, top_k)) for batch, out in zip(microbatches, scored, strict=True)]
+        for microbatches, scored in zip(batches, regrouped, strict=True)
     ]
 
 
-def _all(update: Update) -> list[list[int]]:
+def _shared_plan(update: Update) -> list[list[int]]:
     """Return the microbatches of an update whose samples all have the same teacher; none if they have several."""
     return [] if update.taught else update.forward
 

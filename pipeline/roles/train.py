@@ -50,7 +50,7 @@ from pipeline.types import (
 
 
 class TrainRole:
-    """Holds the models that learn, policy and critic, and the frozen ones: reference, teachers and reward model."""
+    """Holds the models that learn, policy and critic, and the frozen models: reference, teachers and reward model."""
 
     def __init__(self, recipe: Recipe, seed: int, world: World, algorithm: Algorithm, refit: Refit | None):
         self._recipe = recipe
@@ -72,14 +72,14 @@ class TrainRole:
 
     @verb("setup")
     def unlock(self, fingerprint: str) -> None:
-        """Obtain the key of checkpoints on this node. Raises RecipeError if it is not the one of rank 0."""
+        """Obtain the key of checkpoints on this node. Raises RecipeError if rank 0 has another key."""
         with self._world.phase("obtain the key"):
             self._key = verification.obtain_key(self._recipe.checkpointing)
             verification.check_same_key(self._key, fingerprint)
 
     @verb("setup")
     def setup(self) -> DataParallelRank:
-        """Build the models and return this rank among the data-parallel ones."""
+        """Build the models and return this rank's position among the data-parallel ranks."""
         recipe, needs = self._recipe, self._algorithm.needs
         role = ModelRole(needs.head, reference=needs.reference, entropy=needs.entropy, truncated=needs.truncated)
         role = dataclasses.replace(role, serves_adapters=refits_adapters(recipe))
@@ -131,7 +131,7 @@ class TrainRole:
             self._attach(lambda out: {"reference_logprobs": out.logprobs}, "policy", weights="reference")
         if needs.critic:
             self._attach(lambda out: {"old_values": out.values}, "critic")
-        if needs.taught:
+        if needs.has_teachers:
             teachers = {name: model for name, model in self._models.items() if name.split()[0] == "teacher"}
             self._batches = ask_teachers(teachers, self._updates, self._batches, needs.teacher_top_k, self._world.phase)
 
@@ -170,17 +170,17 @@ class TrainRole:
         Then advance these models' schedules, once for the step.
         """
         needs = self._algorithm.needs
-        found: dict[str, list[dict[str, float]]] = {model: [] for model in models}
+        metrics: dict[str, list[dict[str, float]]] = {model: [] for model in models}
         for epoch in range(1, needs.epochs + 1):
             for update, batches in zip(self._updates, self._batches, strict=True):
                 for model in models:
                     with self._world.phase(f"step of the {model}"):
                         loss = functools.partial(_loss, self._algorithm.losses[model], update.counts)
-                        found[model].append(self._models[model].step(batches, loss).metrics)
+                        metrics[model].append(self._models[model].step(batches, loss).metrics)
             if epoch == needs.epochs or needs.schedule_every_epoch:
                 for model in models:
                     self._models[model].advance_schedule()
-        return found
+        return metrics
 
     @verb("train")
     def examine_change(self, values: dict[str, Any]) -> str:
@@ -277,16 +277,16 @@ class TrainRole:
         """Write a checkpoint. With checkpointing.async_save, copy the state and write it in a thread."""
         behind = self._recipe.checkpointing.async_save
         with self._world.phase("write checkpoint"):
-            shards = {self._place(model, folder): self._models[model].shards(copy=behind) for model in self._algorithm.losses}
+            shards = {self._folder(model, folder): self._models[model].shards(copy=behind) for model in self._algorithm.losses}
 
             key = self._key if self._recipe.checkpointing.encryption.enabled else None
 
             def write() -> None:
                 self._digests = {}
-                for place, held in shards.items():
-                    written = held.write(place, self._world.own.rank(), self._retry, key)
-                    inside = place.relative_to(folder)
-                    self._digests |= {str(inside / name): digest for name, digest in written.items()}
+                for path, model_shards in shards.items():
+                    digests = model_shards.write(path, self._world.own.rank(), self._retry, key)
+                    inside = path.relative_to(folder)
+                    self._digests |= {str(inside / name): digest for name, digest in digests.items()}
 
             if behind:
                 self._background.start(write)
@@ -307,23 +307,23 @@ class TrainRole:
     @verb("save")
     def restore(self, folder: str) -> None:
         """Verify a checkpoint's files, a share on each rank, and then load the models from its folder."""
-        own = self._world.own
+        group = self._world.own
         with self._world.phase("verify"):
             if self._world.info.local_rank == 0:  # one rank looks for all of its node: there may be thousands of files
                 wait_until_seen(Path(folder))
-            dist.barrier(own)
+            dist.barrier(group)
             verification.check_share(read_record(Path(folder)), self._recipe.checkpointing.verify, self._share)
-            dist.barrier(own)
+            dist.barrier(group)
         with self._world.phase("read"):
             for model in self._algorithm.losses:
-                self._models[model].load(self._place(model, folder), self._key)
+                self._models[model].load(self._folder(model, folder), self._key)
 
     @property
     def _share(self) -> tuple[int, int]:
         """This rank's share of files to verify."""
         return self._world.own.rank(), self._world.own.size()
 
-    def _place(self, model: str, folder: str) -> Path:
+    def _folder(self, model: str, folder: str) -> Path:
         """Return a model's folder within a checkpoint."""
         return Path(folder) if model == "policy" else Path(folder) / model
 

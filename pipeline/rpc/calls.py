@@ -36,7 +36,7 @@ class RpcError(PeerError):
 
 
 class LeadingRole(Protocol):
-    """Rank 0's own role where it works between verbs, as the leader of an engine does."""
+    """Rank 0's own role if it works between verbs, as an engine's leader does."""
 
     def advance(self, stop: Callable[[], bool], look_s: float) -> None:
         """Work until `stop` returns True or nothing is left to do. look_s: longest wait between two calls of `stop`."""
@@ -57,7 +57,7 @@ class Call:
 
 
 class Future(Generic[Reply]):
-    """The replies of one call, from each of its ranks. Reply: what the verb returns."""
+    """The replies of one call, from each of its ranks. Reply: the type that the verb returns."""
 
     def __init__(self, client: RpcClient, number: int, call: Call, ranks: tuple[int, ...]):
         self.verb = call.verb
@@ -83,8 +83,8 @@ class Future(Generic[Reply]):
     def suspects(self) -> list[int]:
         """The ranks that may hold up a late reply.
 
-        For a reply in parts these are all ranks: those that follow an engine's leader end their own reply at once, and it may
-        wait for them.
+        For a reply in parts these are all ranks: an engine's other ranks end their replies at once, and its leader may wait for
+        them.
         """
         return list(self._ranks) if self.in_parts else self.missing
 
@@ -123,7 +123,7 @@ class Future(Generic[Reply]):
     @overload
     def result(self) -> list[Reply]: ...
     def result(self) -> list[Any]:
-        """Wait for every rank and return their replies in rank order. Raises RpcError if the verb raised on one."""
+        """Wait for every rank and return their replies in rank order. Raises RpcError if the verb raised on a rank."""
         while self._missing:
             self._client.receive(f"wait for {self.verb}", self)
         return [self._replies[rank] for rank in self._ranks]
@@ -150,7 +150,7 @@ class RpcClient:
         self._waiting_since: float | None = None  # since when rank 0 waits for a message, and its own role has nothing to do
         self._own_looked: float | None = None  # when rank 0's own role, which works, last called `stop`
         self._arriving: Arriving | None = None  # the body that rank 0 waits for
-        self.own: LeadingRole | None = None  # rank 0's role, if it works between verbs
+        self.leading_role: LeadingRole | None = None  # rank 0's role, if it works between verbs
         self._own_replied = False  # a reply in parts of `own` has new parts
         self._store = world.store.clone()
         self._asking = world.store.clone()  # the watchdog's connection
@@ -170,8 +170,8 @@ class RpcClient:
             if not ranks:
                 continue  # rank 0 is the only member
             follows = following(body)
-            who = tuple(ranks) if follows else ()
-            envelope = Envelope(future.number, future.verb, b"" if follows else body, settled, follows, digest(body), who)
+            receivers = tuple(ranks) if follows else ()
+            envelope = Envelope(future.number, future.verb, b"" if follows else body, settled, follows, digest(body), receivers)
             messages.append((ranks, msgspec.msgpack.encode(envelope)))
             if follows:
                 future.sends.append(send_body(self._world, as_tensor(body), future.number, ranks[0]))
@@ -180,17 +180,17 @@ class RpcClient:
             self._store.send(messaging.Send(future.number, piece, future.in_parts, last=piece is pieces[-1]))
 
     def receive(self, phase: str, awaited: Future[Any] | None = None) -> None:
-        """Wait for answers and assign them. awaited: the future that rank 0 waits for, if it is one.
+        """Wait for answers and assign them. awaited: the future that rank 0 waits for; None: any future.
 
-        Where rank 0 has a role of its own, that works meanwhile, and this may return without an answer after RETURN_S. Raises
-        RuntimeError where no call is open, so that no answer could arrive.
+        While it waits, rank 0's own role works if it has one; then `receive` may return without an answer after RETURN_S.
+        Raises RuntimeError if no call is open, because no answer could arrive.
         """
         if not self._futures:
             raise RuntimeError(f"{phase}: no call is open")
         self._awaited = awaited
         with self._world.phase(phase, verb="idle"):
-            if self.own:
-                answers = self._work_own(self.own)
+            if self.leading_role:
+                answers = self._work_leading_role(self.leading_role)
             else:
                 self._waiting_since = time.monotonic()
                 answers = self._store.collect()
@@ -198,7 +198,7 @@ class RpcClient:
         for answer in answers:
             self._sort(answer)
 
-    def _work_own(self, own: LeadingRole) -> list[messaging.VerbReply]:
+    def _work_leading_role(self, role: LeadingRole) -> list[messaging.VerbReply]:
         """Let rank 0's own role work until an answer arrives, it replies itself, or RETURN_S are over; return the answers."""
         answers: list[messaging.VerbReply] = []
         began, looked = time.monotonic(), 0.0
@@ -210,7 +210,7 @@ class RpcClient:
                 answers, looked = self._store.collect(0.0), now
             return bool(answers or self._own_replied or now - began > RETURN_S)
 
-        own.advance(stop, LOOK_S)
+        role.advance(stop, LOOK_S)
         self._own_looked = None
         if answers or self._own_replied or time.monotonic() - began > RETURN_S:
             self._waiting_since = None
@@ -221,9 +221,9 @@ class RpcClient:
         self._own_replied = False
         return answers
 
-    def run_own(self, role: Any, future: Future[Any], argument: Any) -> None:
+    def run_own_role(self, role: Any, future: Future[Any], argument: Any) -> None:
         """Run a verb of rank 0's own role; its reply, or each part of it, becomes rank 0's in the future."""
-        if role is self.own:
+        if role is self.leading_role:
             role.release()
         reply = run(self._world, role, future.verb, argument)
         if not future.in_parts:
@@ -270,9 +270,11 @@ class RpcClient:
     def overdue(self) -> Overdue | None:
         """Return a call past its deadline, if there is one.
 
-        A call with a reply in parts may run for any time, and its parts may be queued while rank 0 is busy. It is late when
-        rank 0 has waited for it, or for any message, longer than its timeout; or when one step of rank 0's own role takes
-        longer. The same holds for the body of any reply, of which the store only knows that it follows.
+        - A call with one reply is late after its timeout, if the store waits for ranks.
+        - A call with a reply in parts may run for any time, and its parts may be queued while rank 0 is busy. It is late when
+          rank 0 has waited for it, or for any message, longer than its timeout.
+        - A call of rank 0's own role is late when one step of the role takes longer than the timeout.
+        - A reply's body, of which the store only knows that it follows, is late when rank 0 receives it for longer than that.
         """
         now, since, awaited, arriving = time.monotonic(), self._waiting_since, self._awaited, self._arriving
         looked = self._own_looked
@@ -281,7 +283,7 @@ class RpcClient:
         for future in open_:
             if arriving and future.number == arriving.call and now > max(arriving.since + future.timeout_s, future.deadline):
                 return Overdue(future.verb, future.timeout_s, [arriving.rank])
-            if not future.in_parts and now > future.deadline and (missing := self._unanswered(future)):
+            if not future.in_parts and now > future.deadline and (missing := self._silent_ranks(future)):
                 return Overdue(future.verb, future.timeout_s, missing)
             if looked is not None and self._world.rank in future.missing and now > looked + future.timeout_s:
                 return Overdue(future.verb, future.timeout_s, future.suspects)
@@ -293,7 +295,7 @@ class RpcClient:
             return None
         return Overdue(late[0].verb, late[0].timeout_s, sorted({rank for future in late for rank in future.suspects}))
 
-    def _unanswered(self, future: Future[Any]) -> list[int]:
+    def _silent_ranks(self, future: Future[Any]) -> list[int]:
         """Return the ranks that the store waits for, and rank 0 while it runs its own part; none if the store is stuck."""
         try:
             return [*({self._world.rank} & set(future.missing)), *self._asking.unanswered(future.number)]
@@ -350,24 +352,24 @@ class RpcGroup(Generic[Role]):
 
     def scatter(self, verb: Callable[[Role, Part], Reply], parts: Sequence[Part]) -> Future[Reply]:
         """Call a verb of the role with one argument for each rank. Ranks that get the same object share one message."""
-        own = parts[self.ranks.index(self._world.rank)] if self._role is not None else None
-        return self._begin(verb, self._each(parts), own)
+        argument = parts[self.ranks.index(self._world.rank)] if self._role is not None else None
+        return self._begin(verb, self._distinct_arguments(parts), argument)
 
-    def _begin(self, verb: Callable[..., Any], messages: Iterable[tuple[list[int], bytes]], own: Any) -> Future[Any]:
-        """Send a call and run rank 0's own part. messages: (ranks, argument). own: rank 0's argument."""
+    def _begin(self, verb: Callable[..., Any], messages: Iterable[tuple[list[int], bytes]], argument: Any) -> Future[Any]:
+        """Send a call and run rank 0's own part. messages: (ranks, argument). argument: rank 0's."""
         name = verb.__name__
         if not any(vars(base).get(name) is verb for base in self._kind.__mro__):
-            raise TypeError(f"got verb {verb.__qualname__}; expected one of {self._kind.__name__}")
+            raise TypeError(f"got verb {verb.__qualname__}; expected a verb of {self._kind.__name__}")
         types = signature(verb)
         timeout_s = getattr(self._timeouts, types.timeout)
         future = self._client.open(Call(name, self._component, timeout_s, types.reply, types.in_parts), self.ranks)
         self._client.send(future, messages)
         if self._role is not None:
-            self._client.run_own(self._role, future, own)
+            self._client.run_own_role(self._role, future, argument)
         self._client.settle(future.number)
         return future
 
-    def _each(self, parts: Sequence[Any]) -> Iterable[tuple[list[int], bytes]]:
+    def _distinct_arguments(self, parts: Sequence[Any]) -> Iterable[tuple[list[int], bytes]]:
         """Return each distinct argument, encoded once, with its ranks."""
         members: dict[int, tuple[list[int], Any]] = {}
         for rank, part in zip(self.ranks, parts, strict=True):
@@ -376,9 +378,9 @@ class RpcGroup(Generic[Role]):
         return ((ranks, encode(part)) for ranks, part in members.values())
 
 
-def stop(world: World, own: LeadingRole | None = None) -> None:
-    """Send every other rank the message that ends `serve`. own: rank 0's role, if it works between verbs."""
-    if own:
-        own.release()
+def stop(world: World, role: LeadingRole | None = None) -> None:
+    """Send every other rank the message that ends `serve`. role: rank 0's, if it works between verbs."""
+    if role:
+        role.release()
     message = msgspec.msgpack.encode(Envelope(messaging.NO_CALL, STOP, b""))
     world.store.clone().send(messaging.Send(messaging.NO_CALL, [(list(range(1, world.size)), message)]))

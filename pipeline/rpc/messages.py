@@ -41,7 +41,7 @@ Sending = tuple[torch.Tensor, dist.Work]
 
 
 def following(body: bytes | memoryview) -> int:
-    """Return how many bytes follow a message over the spanning group: a large body whole, a small one not at all."""
+    """Return how many bytes follow a message over the spanning group: all of a large body, 0 of a small body."""
     return len(body) if len(body) > INLINE else 0
 
 
@@ -57,11 +57,11 @@ def send_body(world: World, body: torch.Tensor, call: int, to: int) -> Sending:
     return body, work
 
 
-def receive_body(world: World, size: int, expected: bytes, call: int, source: int) -> torch.Tensor:
-    """Wait for a body and return it as bytes of shape (size,). Raises AuthenticationError if its digest is not `expected`."""
+def receive_body(world: World, size: int, expected_digest: bytes, call: int, source: int) -> torch.Tensor:
+    """Wait for a body and return it as bytes of shape (size,). Raises AuthenticationError if its digest differs."""
     body = torch.empty(size, dtype=torch.uint8)
     dist.recv(body, source, group=world.spanning, tag=call % TAGS)
-    if not hmac.compare_digest(digest(memoryview(body.numpy().data)), expected):
+    if not hmac.compare_digest(digest(memoryview(body.numpy().data)), expected_digest):
         raise AuthenticationError(f"the body of {size} bytes received from {world.describe(source)} is not the one it sent")
     return body
 

@@ -35,14 +35,14 @@ class BackgroundRole(Protocol):
     wakeup: threading.Event  # set when a verb has arrived; the role sets it when it has work
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
-        """Work until a verb has arrived or nothing is left to do. verb_waits: returns whether one has arrived."""
+        """Work until a verb has arrived or nothing is left to do. verb_waits: returns whether a verb has arrived."""
 
     def close(self) -> None:
         """Release resources at the end of the run."""
 
 
 class _Inbox:
-    """A rank's calls. A thread fetches them, so that checking for one costs no request."""
+    """A rank's calls. A thread fetches them, so that checking for a call costs no request."""
 
     def __init__(self, world: World, wakeup: threading.Event):
         self._store = world.store.nearest(world.info.node)

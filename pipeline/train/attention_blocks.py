@@ -43,12 +43,12 @@ class AttentionKind:
 
     def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return which keys the queries see, [t, T] bool; queries [t], keys [T]: positions."""
-        seen = queries[:, None] >= keys
+        visible = queries[:, None] >= keys
         if self.window is not None:
-            seen &= queries[:, None] - keys < self.window
+            visible &= queries[:, None] - keys < self.window
         if self.chunk is not None:
-            seen &= queries[:, None] // self.chunk == keys // self.chunk
-        return seen
+            visible &= queries[:, None] // self.chunk == keys // self.chunk
+        return visible
 
 
 def causal(

@@ -135,8 +135,8 @@ def random_record() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state = np.random.get_state()
     assert isinstance(state, tuple)  # a dict only with legacy=False
-    kind, keys, *rest = state
-    return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), *rest]}
+    kind, keys, *fields = state
+    return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), *fields]}
 
 
 def load_random(device: torch.device, rank: int, reader: BoxReader, record: dict[str, Any]) -> None:
@@ -147,5 +147,5 @@ def load_random(device: torch.device, rank: int, reader: BoxReader, record: dict
         torch.set_rng_state(state) if kind == "torch" else torch.cuda.set_rng_state(state, device)
     version, words, gauss = record["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = record["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    kind, keys, *fields = record["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *fields))

@@ -69,12 +69,12 @@ def should_compile(policy: PolicyConfig, device: torch.device, mixture: bool) ->
 
 def _first_rank_without(lacking: str | None, device: torch.device) -> tuple[int, str] | None:
     """Return (rank, missing dependency) of the first rank that lacks one; None if no rank does. Collective."""
-    none = dist.get_world_size() * len(NEEDS)
-    mine = none if lacking is None else dist.get_rank() * len(NEEDS) + NEEDS.index(lacking)
+    nobody = dist.get_world_size() * len(NEEDS)
+    mine = nobody if lacking is None else dist.get_rank() * len(NEEDS) + NEEDS.index(lacking)
     least = torch.tensor(mine, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
-    rank, what = divmod(int(least), len(NEEDS))
-    return None if least == none else (rank, NEEDS[what])
+    rank, need = divmod(int(least), len(NEEDS))
+    return None if least == nobody else (rank, NEEDS[need])
 
 
 def compile_layers(layers: Iterable[nn.Module], deterministic: bool) -> None:

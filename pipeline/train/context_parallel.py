@@ -81,9 +81,9 @@ def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple
 
 def _gather_rows(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return [ranks * t, ...] from [t, ...] of each rank, without a graph."""
-    whole = local.new_empty(group.size() * len(local), *local.shape[1:])
-    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-    return whole
+    gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
+    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+    return gathered
 
 
 class GatherContextParallel(torch.autograd.Function):

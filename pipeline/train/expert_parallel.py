@@ -65,8 +65,8 @@ def check_experts(hf: PreTrainedModel, size: int, modules: dict[str, nn.Module])
     name = type(hf).__name__
     if not modules:
         mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
-        what = "has experts that transformers does not dispatch by token" if mixture else "has no experts"
-        raise RecipeError(Problem(KEY, "unsupported", f"got {size} for {name}, which {what}; expected 1"))
+        reason = "has experts that transformers does not dispatch by token" if mixture else "has no experts"
+        raise RecipeError(Problem(KEY, "unsupported", f"got {size} for {name}, which {reason}; expected 1"))
     for path, module in modules.items():
         count = int(module.num_experts)  # pyright: ignore[reportArgumentType] - every such module has this number
         if count % size:

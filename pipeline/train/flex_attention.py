@@ -111,14 +111,14 @@ def block_mask(low: torch.Tensor, high: torch.Tensor, keys: int) -> BlockMask:
     lows, highs = (torch.cat([x, x[-1:].expand(padding)]).view(-1, BLOCK) for x in (low, high))
     begins = torch.arange(0, keys, BLOCK, device=low.device)  # of blocks of keys
     ends = begins + BLOCK - 1
-    seen = (lows.amin(1)[:, None] <= ends) & (highs.amax(1)[:, None] >= begins)
+    visible = (lows.amin(1)[:, None] <= ends) & (highs.amax(1)[:, None] >= begins)
     full = (lows.amax(1)[:, None] <= begins) & (highs.amin(1)[:, None] >= ends)
 
     def mask(batch, head, query, key):
         return (key >= low[query]) & (key <= high[query])
 
     return BlockMask.from_kv_blocks(
-        *_block_order(seen & ~full), *_block_order(full), BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(count, keys)
+        *_block_order(visible & ~full), *_block_order(full), BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(count, keys)
     )
 
 

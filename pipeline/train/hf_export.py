@@ -140,20 +140,20 @@ def _generation_config(policy: PolicyConfig) -> dict[str, Any]:
 
     Read and written as JSON, because transformers refuses to save some that it loads.
     """
-    given = model_file(policy.model_name, GENERATION)
-    config = read_config(given) if given else {}
+    source = model_file(policy.model_name, GENERATION)
+    config = read_config(source) if source else {}
     stops = stop_tokens(policy)
     return {**config, "eos_token_id": stops.exported} if stops.tokens else config
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> list[str]:
     """Rename the shards to their final names, which contain the number of shards, write the index, and return the names."""
-    one, of = len(shards) == 1, f"of-{len(shards):05d}"
-    names = ["model.safetensors"] if one else [f"model-{i + 1:05d}-{of}.safetensors" for i in range(len(shards))]
+    single, of = len(shards) == 1, f"of-{len(shards):05d}"
+    names = ["model.safetensors"] if single else [f"model-{i + 1:05d}-{of}.safetensors" for i in range(len(shards))]
     for i, name in enumerate(names):
         if (folder / f"{i}.partial").exists():  # otherwise an earlier attempt renamed it
             (folder / f"{i}.partial").rename(folder / name)
-    if not one:
+    if not single:
         weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))

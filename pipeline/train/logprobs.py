@@ -126,8 +126,8 @@ class _Head(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, chunk, shard, with_entropy, candidates, truncation, function):
         ctx.temperature, ctx.chunk, ctx.shard, ctx.function = temperature, chunk, shard, function
         ctx.set_materialize_grads(False)  # unused outputs cost nothing
-        wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)  # [T, 1 + K]
-        logprobs = torch.empty(wanted.shape, dtype=torch.float32, device=hidden.device)  # without truncation
+        token_ids = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)  # [T, 1 + K]
+        logprobs = torch.empty(token_ids.shape, dtype=torch.float32, device=hidden.device)  # without truncation
         full_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # log sum exp of all
         normalizer, floor, drawn = full_normalizer, None, None
         if truncation is not None:
@@ -139,9 +139,9 @@ class _Head(torch.autograd.Function):
         keeps = keeps and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         for rows in _chunks(len(hidden), chunk):
             logits = _logits(hidden[rows], weight, temperature, function)
-            local, here = _local_targets(wanted[rows], len(weight), shard)
+            local, owned = _local_targets(token_ids[rows], len(weight), shard)
             picked = logits.gather(1, local)
-            full_normalizer[rows], picked = _normalize(logits, picked if here is None else picked.where(here, 0.0), shard)
+            full_normalizer[rows], picked = _normalize(logits, picked if owned is None else picked.where(owned, 0.0), shard)
             logprobs[rows] = picked - full_normalizer[rows, None]
             if truncation is not None:
                 assert floor is not None and drawn is not None
@@ -157,7 +157,7 @@ class _Head(torch.autograd.Function):
             if entropy is not None:
                 entropy[rows] = _sum_over_shards(torch.special.entr(probabilities).sum(1), shard)  # of p: -p log p, 0 at 0
         inside = None if drawn is None else drawn.isfinite()
-        ctx.save_for_backward(hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside)
+        ctx.save_for_backward(hidden, weight, token_ids, normalizer, entropy, softmax, full_normalizer, floor, inside)
         candidate_logprobs = None if candidates is None else logprobs[:, 1:]
         if truncation is None:
             return logprobs[:, 0], entropy, candidate_logprobs, None
@@ -165,11 +165,11 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_targets, grad_entropy, grad_candidates, grad_full):
-        hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside = ctx.saved_tensors
+        hidden, weight, token_ids, normalizer, entropy, softmax, full_normalizer, floor, inside = ctx.saved_tensors
         if inside is not None and grad_targets is not None:
             grad_targets = grad_targets.where(inside, 0.0)
-        grad_untruncated = _join_gradients(grad_full, grad_candidates, wanted)
-        grad_wanted = _join_gradients(grad_targets, None, wanted) + grad_untruncated
+        grad_untruncated = _join_gradients(grad_full, grad_candidates, token_ids)
+        grad_wanted = _join_gradients(grad_targets, None, token_ids) + grad_untruncated
         # The factor of the probability itself, which d log p / d z and d H / d z have in common.
         grad_softmax = -grad_wanted.sum(1) if floor is None else -(grad_wanted - grad_untruncated).sum(1)
         if grad_entropy is not None:
@@ -195,9 +195,9 @@ class _Head(torch.autograd.Function):
                 grad_logits.addcmul_(torch.special.entr(probabilities), grad_entropy[rows, None] / ctx.temperature)
             if two:
                 grad_logits.addcmul_(untruncated, -grad_untruncated[rows].sum(1, keepdim=True) / ctx.temperature)
-            local, here = _local_targets(wanted[rows], len(weight), ctx.shard)
+            local, owned = _local_targets(token_ids[rows], len(weight), ctx.shard)
             grad_local = grad_wanted[rows] / ctx.temperature
-            grad_logits.scatter_add_(1, local, grad_local if here is None else grad_local.where(here, 0.0))
+            grad_logits.scatter_add_(1, local, grad_local if owned is None else grad_local.where(owned, 0.0))
             if ctx.function != LINEAR:
                 grad_logits.mul_(slope)
             grad_logits = grad_logits.to(weight.dtype)
@@ -212,10 +212,10 @@ class _Head(torch.autograd.Function):
 
 
 def _join_gradients(
-    grad_targets: torch.Tensor | None, grad_candidates: torch.Tensor | None, wanted: torch.Tensor
+    grad_targets: torch.Tensor | None, grad_candidates: torch.Tensor | None, token_ids: torch.Tensor
 ) -> torch.Tensor:
     """Return gradients of the log-probs of target and candidates, [T, 1 + K] float32; 0 for outputs that the loss ignores."""
-    joined = torch.zeros(wanted.shape, dtype=torch.float32, device=wanted.device)
+    joined = torch.zeros(token_ids.shape, dtype=torch.float32, device=token_ids.device)
     if grad_targets is not None:
         joined[:, 0] = grad_targets
     if grad_candidates is not None:
@@ -247,8 +247,8 @@ def _normalize(logits: torch.Tensor, picked: torch.Tensor, shard: VocabularyShar
         return normalizer, picked
     highest = normalizer.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
-    both = _sum_over_shards(torch.cat([picked, (normalizer - highest).exp()[:, None]], 1), shard)
-    return highest + both[:, -1].log(), both[:, :-1]
+    sums = _sum_over_shards(torch.cat([picked, (normalizer - highest).exp()[:, None]], 1), shard)
+    return highest + sums[:, -1].log(), sums[:, :-1]
 
 
 def _local_targets(targets: torch.Tensor, rows: int, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -131,21 +131,21 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, Expe
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in heads]
     layers = [*linear, *experts]
     for key, allowed in (("target_modules", set(layers)), ("exclude_modules", heads.union(layers))):
-        for wanted in getattr(config, key):
-            matches = [name for name in (*modules, *experts) if _matches(name, wanted)]
+        for pattern in getattr(config, key):
+            matches = [name for name in (*modules, *experts) if _matches(name, pattern)]
             if not matches or not set(matches) <= allowed:
                 available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-                what = ", ".join(matches[:2]) or "no layer"
-                message = f"got '{wanted}', which is {what} of {type(hf).__name__}; expected names of {available}"
+                matched = ", ".join(matches[:2]) or "no layer"
+                message = f"got '{pattern}', which is {matched} of {type(hf).__name__}; expected names of {available}"
                 raise _problem(key, "not-a-choice", message)
     if config.match_all_linear == bool(config.target_modules):
         count = len(config.target_modules)
         choice = str(config.match_all_linear).lower()
         message = f"got {count} names with match_all_linear={choice}; expected either match_all_linear=true or names"
         raise _problem("target_modules", "contradiction", message)
-    if config.match_all_linear and (other := _other_experts(hf, experts)):
+    if config.match_all_linear and (names := _other_experts(hf, experts)):
         message = (
-            f"got true for {type(hf).__name__}, whose experts ({other}) transformers does not dispatch by token, so they cannot"
+            f"got true for {type(hf).__name__}, whose experts ({names}) transformers does not dispatch by token, so they cannot"
             " have adapters; expected false. Try false, with layers in target_modules"
         )
         raise _problem("match_all_linear", "unsupported", message)
@@ -166,8 +166,8 @@ def _other_experts(hf: PreTrainedModel, experts: Mapping[str, ExpertParameter]) 
     return next((name for name in stacked if name not in experts and name not in convolutions), None)
 
 
-def _matches(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}") or fnmatch.fnmatchcase(name, wanted)
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)
 
 
 class MergedWeights:

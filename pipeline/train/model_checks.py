@@ -35,10 +35,10 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
     head = "lm_head" if role.head == "logprobs" else "score"
     function = _head_function(hf.config.get_text_config()) if head == "lm_head" else LINEAR
     try:
-        known = _head_is(function, hf, head)
+        supported = _head_is(function, hf, head)
     except Exception as error:
         raise unsupported_model(f"{name} has a head whose trial fails: {error}") from error
-    if not known:
+    if not supported:
         raise unsupported_model(f"{name} has a head that computes more than hidden @ W^T with a bias and {function}")
     return function
 

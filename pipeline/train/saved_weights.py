@@ -45,10 +45,10 @@ def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "log
     record = records[0].get("lora")
     adapters = SavedAdapters(reader, record, meta_model(config, head)) if record else None
     adapted = adapters.weights(shapes) if adapters else {}
-    held = stored | adapted
-    expected = {name: shapes.get(name) for name in held} if adapters else shapes  # other weights are policy.model_name's
-    if held != expected:
-        wrong = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
+    tensors = stored | adapted
+    expected = {name: shapes.get(name) for name in tensors} if adapters else shapes  # other weights are policy.model_name's
+    if tensors != expected:
+        wrong = sorted(name for name in tensors.keys() | expected.keys() if tensors.get(name) != expected.get(name))
         message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
         raise RecipeError(Problem("policy.model_name", "contradiction", message))
     base = initial_weights(policy, config, record["random_seed"] or 0, head) if record else None

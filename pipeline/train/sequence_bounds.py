@@ -30,11 +30,11 @@ class ContextPart:
         """Return the part of a rank of `group`."""
         ranks, order = group.size(), sequence_order(lengths, group.size())
         spans, keys = [], []
-        for length, places in zip(lengths, order.split(lengths), strict=True):
+        for length, positions in zip(lengths, order.split(lengths), strict=True):
             chunk = length // (2 * ranks)
             for number in (group.rank(), 2 * ranks - 1 - group.rank()):
                 spans.append((chunk, (number + 1) * chunk))
-                keys.append(places[: (number + 1) * chunk])
+                keys.append(positions[: (number + 1) * chunk])
         starts = [torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32) for part in zip(*spans, strict=True)]
         on_device = (to_device(tensor, device) for tensor in (*starts, torch.cat(keys)))
         return ContextPart(group, lengths, tuple(spans), *on_device)
@@ -64,7 +64,7 @@ class Packing:
         cu_seqlens: their running sum, [S+1] int32 on the device. group: context-parallel ranks; None, or one rank: no
         context parallelism.
         """
-        runs = tuple((len(tuple(same)), length) for length, same in itertools.groupby(lengths))
+        runs = tuple((len(tuple(run)), length) for length, run in itertools.groupby(lengths))
         context = None
         if group is not None and group.size() > 1:
             context = ContextPart.of(group, lengths, cu_seqlens.device)

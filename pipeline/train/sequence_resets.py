@@ -55,9 +55,9 @@ def check_mixers(hf: PreTrainedModel) -> None:
         raise unsupported_model(f"{name} mixes tokens in {refused}, whose state cannot start anew in each packed sequence")
     inside = {id(mixer) for layer in decoder_layers(hf) for mixer in mixers(layer)}
     if any(id(mixer) not in inside for mixer in all_mixers) or (hf._is_stateful and not all_mixers):
-        what = next((type(mixer).__name__ for mixer in all_mixers if id(mixer) not in inside), "a state without a known module")
+        kind = next((type(mixer).__name__ for mixer in all_mixers if id(mixer) not in inside), "a state without a known module")
         raise unsupported_model(
-            f"{name} mixes tokens in {what}, outside of its layers or in an unknown way, so packed sequences would not be"
+            f"{name} mixes tokens in {kind}, outside of its layers or in an unknown way, so packed sequences would not be"
             " independent"
         )
 

@@ -107,7 +107,7 @@ class BoxReader:
         """
         if name not in self._pieces:
             raise ValueError(f"there is no tensor '{name}'")
-        out, found = None, 0
+        out, entries = None, 0
         for piece in self._pieces[name]:
             part = box if box.numel == 0 else box.intersect(piece.box)
             if part is None:
@@ -117,9 +117,9 @@ class BoxReader:
                 return data
             out = torch.empty(box.size, dtype=data.dtype) if out is None else out
             out[part.within(box)] = data
-            found += part.numel
-        if out is None or found != box.numel:
-            raise ValueError(f"'{name}': the files hold {found} of the {box.numel} elements of {box}")
+            entries += part.numel
+        if out is None or entries != box.numel:
+            raise ValueError(f"'{name}': the files hold {entries} of the {box.numel} elements of {box}")
         return out
 
     def _slice(self, piece: _StoredBox, part: Box) -> torch.Tensor:
@@ -130,8 +130,8 @@ class BoxReader:
             return file.get_tensor(piece.key)
         within = part.within(piece.box)
         if isinstance(file, EncryptedTensors):
-            rows, *others = within
-            return file.rows(piece.key, rows.start, rows.stop)[(slice(None), *others)]
+            rows, *columns = within
+            return file.rows(piece.key, rows.start, rows.stop)[(slice(None), *columns)]
         return file.get_slice(piece.key)[within]
 
     def _file(self, path: Path) -> Any:

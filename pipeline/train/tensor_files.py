@@ -90,8 +90,8 @@ class EncryptedTensors:
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
         row = math.prod(shape[1:]) * dtype.itemsize
         data = self._file.read(self._begin + entry["data_offsets"][0] + begin * row, (end - begin) * row)
-        found = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return found.view([end - begin, *shape[1:]] if shape else [])
+        values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return values.view([end - begin, *shape[1:]] if shape else [])
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor."""

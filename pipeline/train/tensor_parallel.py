@@ -73,10 +73,10 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
     partial, adapted, gathered = [], {}, []
-    whole = _parts(mixers(hf)) if sequence else set()
+    parts = _parts(mixers(hf)) if sequence else set()
     for name, style in expand(hf).items():
         module = hf.get_submodule(name)
-        if id(module) in whole:  # with sequence parallelism, each sequence of a mixer is computed on one rank
+        if id(module) in parts:  # with sequence parallelism, each sequence of a mixer is computed on one rank
             continue
         gathered += [name] if style == "colwise_gather_output" and _block(name) else []
         if style == "replicated_with_grad_allreduce":
@@ -154,8 +154,8 @@ def _gather_input(group: dist.ProcessGroup) -> Callable[..., tuple[tuple, dict]]
     return gather
 
 
-def _name(hf: PreTrainedModel, wanted: nn.Module) -> str:
-    return next(name for name, module in hf.named_modules() if module is wanted)
+def _name(hf: PreTrainedModel, target: nn.Module) -> str:
+    return next(name for name, module in hf.named_modules() if module is target)
 
 
 def vocabulary_shard(hf: PreTrainedModel, mesh: DeviceMesh) -> VocabularyShard:
@@ -218,10 +218,10 @@ def _style(name: str, style: str, module: nn.Module, size: int, sequence: bool) 
         message = f"got {size}; expected a divisor of dimension {cut} of {name}, which has {module.weight.shape[cut]} entries"
         raise RecipeError(Problem(KEY, "not-divisible", message))
     if style in ("rowwise", "rowwise_split_input"):
-        whole = {"input_layouts": Replicate()} if style == "rowwise_split_input" else {}
-        return RowwiseParallel(**whole, output_layouts=_between_blocks(sequence))
-    whole = {"output_layouts": Replicate()} if style == "colwise_gather_output" else {}
-    return _ColumnsOfGathered(**whole) if sequence and not vocabulary else ColwiseParallel(**whole)
+        options = {"input_layouts": Replicate()} if style == "rowwise_split_input" else {}
+        return RowwiseParallel(**options, output_layouts=_between_blocks(sequence))
+    options = {"output_layouts": Replicate()} if style == "colwise_gather_output" else {}
+    return _ColumnsOfGathered(**options) if sequence and not vocabulary else ColwiseParallel(**options)
 
 
 def _check_heads(hf: PreTrainedModel, size: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.algorithms.advantages import (
     GROUP_EPSILON,
-    centered,
+    center,
     group_advantages,
     leave_one_out,
     scaled_rewards,
@@ -40,7 +40,7 @@ def largest_differences() -> dict[str, tuple[int, float, float | None]]:
             expected = reference.group_advantages(rewards, left_out, normalize)
             differences.append(np.abs(group_advantages(rewards, left_out, normalize) - expected).max())
             if not normalize:
-                unscaled = leave_one_out(rewards) if left_out else centered(rewards)
+                unscaled = leave_one_out(rewards) if left_out else center(rewards)
                 differences.append(np.abs(unscaled - expected).max())
     lengths = np.arange(1, 30)
     expected = [0.0 if n <= 16 else (16 - n) / 4 for n in lengths]  # eq. 13, whose -1 beyond 20 the peers' codes do not have

@@ -168,7 +168,7 @@ def test_the_split_and_order_of_pairs_do_not_matter(config: DPOConfig):
 
 
 def test_half_a_pair_is_refused():
-    with pytest.raises(ValueError, match="3 sequences are no pairs"):
+    with pytest.raises(ValueError, match="got a microbatch of 3 sequences"):
         split(torch.zeros(3))
     chosen, rejected = split(torch.zeros(1))
     assert len(chosen) == len(rejected) == 0

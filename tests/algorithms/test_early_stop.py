@@ -16,7 +16,7 @@ def stopped_after(values: list[float], restart: bool = False, **keys) -> int | N
     config = EarlyStopConfig(stop_at_validation_metric=METRIC, **keys)
     stop = EarlyStop("grpo", config)
     for count, value in enumerate(values, 1):
-        stop.validated({METRIC: value, "val/reward": 0.0})
+        stop.record_validation({METRIC: value, "val/reward": 0.0})
         if restart:
             state = json.loads(json.dumps(stop.state_dict()))
             stop = EarlyStop("grpo", config)
@@ -55,7 +55,7 @@ def test_stops_at_a_threshold(restart):
 def test_a_resumed_run_follows_the_recipe_that_it_has_now():
     old = EarlyStop("grpo", EarlyStopConfig(stop_at_validation_metric=METRIC, stop_patience=1))
     for value in (0.5, 0.4):
-        old.validated({METRIC: value})
+        old.record_validation({METRIC: value})
     assert old.reason
     for metric, patience, goes_on in (
         (METRIC, 2, True),
@@ -74,7 +74,7 @@ def test_a_resumed_run_follows_the_recipe_that_it_has_now():
 def test_a_metric_that_validations_lack_is_named():
     stop = EarlyStop("sft", EarlyStopConfig(stop_at_validation_metric="val/accurcy", stop_patience=1))
     with refused(("sft.stop_at_validation_metric", "not-a-choice")):
-        stop.validated({"val/loss": 1.0})
+        stop.record_validation({"val/loss": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_another_metric_begins_anew():
     config = EarlyStopConfig(stop_at_validation_metric="val/loss", stop_patience=2, stop_higher_is_better=False)
     stop = EarlyStop("sft", config)
     for loss in (1.0, 2.0):
-        stop.validated({"val/loss": loss, "val/accuracy": 0.5})
+        stop.record_validation({"val/loss": loss, "val/accuracy": 0.5})
     config.stop_patience = 1
     assert stop.reason and "in 1 validations" in stop.reason
     config.stop_at_validation_metric = "val:accuracy"

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.loss import importance_log_weights, mask_mismatched_sequences, mismatch_metrics, policy_loss, truncated
+from pipeline.algorithms.loss import (
+    importance_log_weights,
+    mask_mismatched_sequences,
+    mismatch_metrics,
+    policy_loss,
+    truncate_weights,
+)
 from pipeline.config import LossConfig
 from pipeline.train.outputs import quantiles
 from pipeline.types import BIN_EDGES
@@ -84,7 +90,7 @@ def by_hand(weights: tuple[float, ...] = (0.5, 4.0, 1.1), lengths: tuple[int, ..
 def test_weights_by_hand(config, weights, outside):
     packed = by_hand()
     batch, mask = packed.batch, packed.batch.loss_mask
-    found, beyond = truncated(importance_log_weights(batch.old_logprobs, batch, config), batch, config)
+    found, beyond = truncate_weights(importance_log_weights(batch.old_logprobs, batch, config), batch, config)
     assert found[mask].tolist() == pytest.approx(weights)
     assert beyond[mask].tolist() == outside
 

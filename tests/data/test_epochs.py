@@ -114,7 +114,7 @@ class Run:
         parts = SimpleNamespace
         self.logged: list[dict[str, float]] = []
         clocks = {"clock": lambda _: contextlib.nullcontext(), "take_clocks": lambda: {"time/step": 1.0}, "close": lambda: None}
-        nothing = dict.fromkeys(("train", "places", "colocation", "checkpoints", "attempt", "saver"))
+        nothing = dict.fromkeys(("train", "data_ranks", "colocation", "checkpoints", "attempt", "saver"))
         self.run = TrainingRun(
             **nothing,
             recipe=recipe,

@@ -94,7 +94,7 @@ class Job:
         self.roles = [Engine(), Engine()]
         self.raised: list[Exception] = []
         self.client = RpcClient(self.worlds[0])
-        self.client.own = self.roles[0]
+        self.client.leading_role = self.roles[0]
         self.checks = 0
         groups = [
             RpcGroup(self.client, self.worlds[0], ranks, Engine, Timeouts(), self.roles[0] if 0 in ranks else None)
@@ -115,7 +115,7 @@ class Job:
             self.raised.append(error)
 
     def end(self) -> None:
-        stop(self.worlds[0], self.client.own)
+        stop(self.worlds[0], self.client.leading_role)
         self.thread.join(60)
         assert not self.thread.is_alive()
         self.process.stdin.close()

@@ -55,11 +55,11 @@ class FakeEngines:
     def check(self) -> None:
         pass
 
-    def generate(self, prompts: Sequence[Prompt], spec, seed, max_turns=1, kept=None):
+    def generate(self, prompts: Sequence[Prompt], spec, seed, max_turns=1, skip=None):
         for prompt in prompts:
             text = Letters().decode(prompt.tokens)
             self.asked.append(text)
-            held = (kept or {}).get(prompt.index, ())
+            held = (skip or {}).get(prompt.index, ())
             said = np.array([ord(letter) for letter in self.say(text)], np.int32)
             turn = Turn(Completion("", said, np.zeros(len(said), np.float32), (), self.finish))
             yield RolloutGroup(prompt, tuple(Rollout(() if i in held else (turn,), 0.0) for i in range(spec.samples)))

@@ -115,7 +115,7 @@ def test_the_random_cases_cover_all_kinds():
         found["early"] += (made.finish < made.rounds - 3).any()
         found["shared"] += len(made.needed.box) > len(made.needed.boxes)
         for i, name in enumerate(("rows", "columns")):
-            whole = np.minimum(made.held.boxes.size[made.pieces.held], made.needed.boxes.size[made.pieces.needed])
+            whole = np.minimum(made.held.boxes.size[made.pieces.held_box], made.needed.boxes.size[made.pieces.needed_box])
             found[name] += (made.pieces.size < whole)[:, i : i + 1].any()
     assert min(found.values()) >= 10, found
 

@@ -171,7 +171,7 @@ def test_verbs_of_other_roles_and_other_methods_are_refused(job):
         @verb("long")
         def ask(self, text: str) -> str: ...
 
-    with pytest.raises(TypeError, match=r"got verb .*Other\.ask; expected one of Counter"):
+    with pytest.raises(TypeError, match=r"got verb .*Other\.ask; expected a verb of Counter"):
         remote.call(Other.ask, "x")
     with pytest.raises(AttributeError, match=r"Counter\.close is not a verb"):
         remote.call(Counter.close)

@@ -81,8 +81,8 @@ def _sections(t: Translator, name: str, path: Path) -> None:
         critic_and_teacher_keys.critic(t)
     teacher_keys.translate(t)
     logger_keys.translate(t)
-    known = sorted(t.consumed)
-    for key, _ in t.unconsumed():
-        near = difflib.get_close_matches(key, known, 1, cutoff=0.8)
+    names = sorted(t.consumed)
+    for key, _ in t.unconsumed_leaves():
+        near = difflib.get_close_matches(key, names, 1, cutoff=0.8)
         hint = f"; did you mean '{near[0]}'?" if near else ". Try without it"
         t.problem(key, "unknown-key", f"is neither a key of NeMo-RL nor one of Hetstep{hint}")

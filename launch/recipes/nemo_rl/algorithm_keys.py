@@ -6,8 +6,8 @@ from typing import Any
 
 from launch.recipes.nemo_rl import single_controller
 from launch.recipes.nemo_rl.logger_keys import METRICS
-from launch.recipes.nemo_rl.rules import Done, Ignored, Only, Rule, Same, apply, given, under
-from launch.recipes.nemo_rl.translator import Translator, shown
+from launch.recipes.nemo_rl.rules import Done, Ignored, Only, Rule, Same, apply, if_set, under
+from launch.recipes.nemo_rl.translator import Translator, as_yaml
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import UNBOUNDED
 
@@ -39,14 +39,14 @@ ADVANTAGES = {
 }
 
 
-def bounded(value: int | None) -> int | None:
+def to_bound(value: int | None) -> int | None:
     """Convert max_num_steps or max_num_epochs: a value that is not positive means no bound."""
     return value if value is None or value > 0 else UNBOUNDED
 
 
 COMMON: tuple[Rule, ...] = (
     Same("val_at_start val_at_end seed"),
-    Same("max_num_steps max_num_epochs", bounded),
+    Same("max_num_steps max_num_epochs", to_bound),
     Same("val_period", lambda period: max(0, period or 0)),  # -1 also means never
 )
 OFFLINE_COMMON = (*COMMON, Ignored("val_micro_batch_size"))
@@ -61,7 +61,7 @@ REWARDED = (
     Same(
         "reward_shaping.enabled reward_shaping.overlong_buffer_length reward_shaping.overlong_buffer_penalty"
         " reward_shaping.max_response_length reward_shaping.stop_properly_penalty_coef",
-        given,
+        if_set,
     ),
     Ignored("calculate_advantages_on_gpu debug_payload_metrics"),
     Only("deduplicate_multimodal_data", (False, None), "images, sound or video"),
@@ -128,12 +128,16 @@ LOSSES: dict[str, tuple[Rule, ...]] = {
 
 def algorithm_name(t: Translator) -> str | None:
     """Return the algorithm whose section the recipe has. Sections of others may exist as null."""
-    found = [name for name in NAMES if t.get(name) is not None]
-    for other in (name for name in NAMES if name not in found[:1]):
-        t.consume(other)
-    if len(found) > 1:
-        t.problem(found[1], "contradiction", f"got a section, and one of {found[0]} too. Try null for all algorithms but one")
-    return found[0] if found else None
+    sections = [name for name in NAMES if t.get(name) is not None]
+    for section in (name for name in NAMES if name not in sections[:1]):
+        t.consume(section)
+    if len(sections) > 1:
+        t.problem(
+            sections[1],
+            "contradiction",
+            f"got a section, and {sections[0]} has one too; expected one algorithm. Try null for others",
+        )
+    return sections[0] if sections else None
 
 
 def translate(t: Translator, algorithm: str, validates: bool) -> None:
@@ -155,7 +159,7 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
     if algorithm not in OFFLINE:
         _early_stop(t, algorithm)
     if algorithm in ("grpo", "ppo"):
-        _rewarded(t, algorithm)
+        _rewards(t, algorithm)
         _differences(t, algorithm)
     if algorithm == "grpo":
         single_controller.translate(t)
@@ -166,13 +170,13 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
 
 def epochs(t: Translator, algorithm: str) -> int:
     """Return the passes over the samples of a step; NeMo-RL's PPO advances the schedules after each."""
-    given = t.get("ppo.ppo_epochs", DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
-    return given or 1  # null: the schema refuses it
+    count = t.get("ppo.ppo_epochs", DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
+    return count or 1  # null: the schema refuses it
 
 
 def max_num_steps(t: Translator, algorithm: str) -> int | None:
     """Return max_num_steps as translated; None if neither the recipe nor NeMo-RL's default has it."""
-    return bounded(t.get(f"{algorithm}.max_num_steps", DEFAULTS[algorithm].get("max_num_steps")))
+    return to_bound(t.get(f"{algorithm}.max_num_steps", DEFAULTS[algorithm].get("max_num_steps")))
 
 
 def _max_val_samples(t: Translator, algorithm: str) -> None:
@@ -209,7 +213,7 @@ def _whole(t: Translator, key: str, default: int) -> int:
     value = t.consume(key, default)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    t.problem(key, "wrong-type", f"got {shown(value)}; expected a whole number")
+    t.problem(key, "wrong-type", f"got {as_yaml(value)}; expected a whole number")
     return default
 
 
@@ -225,7 +229,7 @@ def _async(t: Translator, section: str) -> None:
         t.consume(f"{section}.recompute_kv_cache_after_weight_updates")
 
 
-def _rewarded(t: Translator, algorithm: str) -> None:
+def _rewards(t: Translator, algorithm: str) -> None:
     t.put_defaults({PENALTY: PENALTY_DEFAULT}, algorithm)
     estimator = f"{algorithm}.adv_estimator.name"
     if (name := t.get(estimator)) in ADVANTAGES:
@@ -246,7 +250,7 @@ def _differences(t: Translator, algorithm: str) -> None:
     shaping, estimator = f"{algorithm}.reward_shaping", t.get(f"{algorithm}.adv_estimator.name")
     shapes, kl = t.on(f"{shaping}.enabled"), t.on("loss_fn.use_kl_in_reward")
     stops = shapes and t.get(f"{shaping}.stop_properly_penalty_coef") is not None
-    whole = t.on("grpo.use_dynamic_sampling") and t.get("grpo.use_leave_one_out_baseline", True)
+    keeps = t.on("grpo.use_dynamic_sampling") and t.get("grpo.use_leave_one_out_baseline", True)
     cut = (
         "an answer is cut if its last turn reached the length limit; in NeMo-RL also if another turn did, or if the reply to"
         " it does not fit"
@@ -258,7 +262,7 @@ def _differences(t: Translator, algorithm: str) -> None:
             "groups whose rewards do not vary are sampled again; NeMo-RL trains on them",
         ),
         (
-            whole,
+            keeps,
             "grpo.use_dynamic_sampling",
             "a group is kept whole if its rewards vary; with grpo.use_leave_one_out_baseline=true NeMo-RL drops the one"
             " answer that differs from all others",
@@ -280,12 +284,12 @@ def _differences(t: Translator, algorithm: str) -> None:
     for name, always in KL_CLAMPS.items():
         clamp = t.get(f"loss_fn.{name}", always)
         bounds = f"bounds the KL in the reward too, which NeMo-RL always bounds by {always:g}"
-        message.append((kl and clamp != always, f"loss_fn.{name}={shown(clamp)}", bounds))
+        message.append((kl and clamp != always, f"loss_fn.{name}={as_yaml(clamp)}", bounds))
     for name in ("normalize_rewards", "use_leave_one_out_baseline"):
         key = f"grpo.adv_estimator.{name}"
-        own, made = t.get(f"grpo.{name}", True), t.get(key, True)
-        differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and own != made
-        message.append((differs, f"grpo.{name}={shown(own)}", f"advantages are made by {key}={shown(made)}, as in NeMo-RL"))
+        top, used = t.get(f"grpo.{name}", True), t.get(key, True)
+        differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and top != used
+        message.append((differs, f"grpo.{name}={as_yaml(top)}", f"advantages are made by {key}={as_yaml(used)}, as in NeMo-RL"))
     for applies, key, text in message:
         if applies:
             t.change(key, text)

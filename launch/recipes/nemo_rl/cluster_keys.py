@@ -93,13 +93,13 @@ def _split(t: Translator, nodes: int, gpus: int) -> None:
     its_nodes, its_gpus = t.get(f"{RESOURCES}.num_nodes"), t.get(f"{RESOURCES}.gpus_per_node")
     if nodes == 1:
         fits = its_gpus and its_gpus < gpus and its_nodes in (None, 1)
-        expected, left = f"num_nodes null, gpus_per_node from 1 to {gpus - 1}", (1, gpus - (its_gpus or 0))
+        expected, train = f"num_nodes null, gpus_per_node from 1 to {gpus - 1}", (1, gpus - (its_gpus or 0))
     else:
         fits = its_nodes and its_nodes < nodes and its_gpus == gpus
-        expected, left = f"num_nodes from 1 to {nodes - 1}, gpus_per_node {gpus}", (nodes - (its_nodes or 0), gpus)
+        expected, train = f"num_nodes from 1 to {nodes - 1}, gpus_per_node {gpus}", (nodes - (its_nodes or 0), gpus)
     if not fits:
         message = f"got num_nodes {its_nodes} and gpus_per_node {its_gpus} of {nodes} x {gpus} GPUs; expected {expected}"
         t.problem(RESOURCES, "not-divisible", message)
         return
-    _component(t, "train", left[0], NODES, left[1], GPUS)
+    _component(t, "train", train[0], NODES, train[1], GPUS)
     _component(t, "generate", its_nodes or 1, f"{RESOURCES}.num_nodes", its_gpus, f"{RESOURCES}.gpus_per_node")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from launch.recipes.nemo_rl import generation_keys, megatron_keys, policy_keys
-from launch.recipes.nemo_rl.rules import Only, Rule, Same, Switch, apply, fits, given, under
+from launch.recipes.nemo_rl.rules import Only, Rule, Same, Switch, apply, fits, if_set, under
 from launch.recipes.nemo_rl.translator import Translator
 
 LAYOUT = {
@@ -23,7 +23,7 @@ LAYOUT = {
 OWN = (
     Switch("dtensor_cfg.lora_cfg.*", policy_keys.LORA_OPTION, "false: only the policy has adapters"),
     Switch("megatron_cfg.peft.*", policy_keys.LORA_OPTION, "false: only the policy has adapters"),
-    Same("hf_config_overrides", given),
+    Same("hf_config_overrides", if_set),
     Same("precision hf_config_overrides.*"),
 )
 
@@ -34,9 +34,9 @@ def critic(t: Translator) -> None:
     if backend is None:
         return
     for name in ("train_global_batch_size", "max_total_sequence_length"):
-        ours, its = t.get(f"policy.{name}"), t.get(f"value.{name}")
-        if its not in (None, ours):
-            t.lacks(f"value.{name}", its, "separate batches of the critic", f"policy.{name}, {ours}")
+        policy_value, value = t.get(f"policy.{name}"), t.get(f"value.{name}")
+        if value not in (None, policy_value):
+            t.lacks(f"value.{name}", value, "separate batches of the critic", f"policy.{name}, {policy_value}")
     t.consume("value.reward_model_cfg.enabled")  # a critic always is one
     kind = t.consume("value.reward_model_cfg.reward_model_type", "regression")
     if kind != "regression":
@@ -51,44 +51,46 @@ def critic(t: Translator) -> None:
 
 
 def teacher(t: Translator) -> None:
-    """Translate the section `teacher`. The list `teachers` is of teachers with other tokenizers, which is not supported."""
-    if (several := t.get("teachers")) is not None:
+    """Translate the section `teacher`. The list `teachers` has teachers with other tokenizers, which are not supported."""
+    if (teachers := t.get("teachers")) is not None:
         instead = "the section teacher, with a model of the policy's vocabulary"
         t.lacks("teachers", "a list", "distillation between tokenizers", instead)
-        t.put("teacher.model_name", several[0].get("model_name") if several else None, "teachers")
+        t.put("teacher.model_name", teachers[0].get("model_name") if teachers else None, "teachers")
         for section in ("teachers", "teacher", "loss_fn"):
             t.consume(section)
         return
     if _model(t, "teacher", "the teacher") is None:
         return
     # In NeMo-RL each model's own temperature divides its logits; without `generation` none does.
-    ours, its = (t.get(f"{section}.generation.temperature", 1.0) for section in ("policy", "teacher"))
-    if ours != its:
-        message = f"got {its}; expected policy.generation.temperature, {ours}, which applies to the teacher too"
+    policy_value, value = (t.get(f"{section}.generation.temperature", 1.0) for section in ("policy", "teacher"))
+    if policy_value != value:
+        message = f"got {value}; expected policy.generation.temperature, {policy_value}, which applies to the teacher too"
         t.problem("teacher.generation.temperature", "contradiction", message)
     _rest(t, "teacher")
 
 
-def _model(t: Translator, section: str, what: str) -> str | None:
-    """Translate the model's name and note its layout. Return its backend in NeMo-RL; None if the section is not given."""
+def _model(t: Translator, section: str, model: str) -> str | None:
+    """Translate the model's name and note its layout. Return its backend in NeMo-RL; None if the recipe lacks the section."""
     if t.get(section) is None:
         t.consume(section)
-        t.problem(section, "missing-value", f"is not given; {section}.model_name selects {what}")
+        t.problem(section, "missing-value", f"is not given; {section}.model_name selects {model}")
         return None
     policy_keys.check_model_name(t, f"{section}.model_name")
     t.copy(f"{section}.model_name")
-    its, ours = ("megatron" if t.on(f"{s}.megatron_cfg.enabled") else "dtensor" for s in (section, "policy"))
-    sizes = {name: t.get(f"{section}.{its}_cfg.{name}") for name in LAYOUT[its]}
-    other = [
+    backend, policy_backend = ("megatron" if t.on(f"{s}.megatron_cfg.enabled") else "dtensor" for s in (section, "policy"))
+    sizes = {name: t.get(f"{section}.{backend}_cfg.{name}") for name in LAYOUT[backend]}
+    differing = [
         f"{name}={size}"
         for name, size in sizes.items()
-        if size is not None and (its != ours or size != t.get(f"policy.{its}_cfg.{name}"))
+        if size is not None and (backend != policy_backend or size != t.get(f"policy.{backend}_cfg.{name}"))
     ]
-    if other:
-        t.change(f"{section}.{its}_cfg", f"{what} has the parallel sizes of the policy; in NeMo-RL: {', '.join(other)}")
-    t.consume(f"{section}.{'dtensor' if its == 'megatron' else 'megatron'}_cfg")
+    if differing:
+        t.change(
+            f"{section}.{backend}_cfg", f"{model} has the parallel sizes of the policy; in NeMo-RL: {', '.join(differing)}"
+        )
+    t.consume(f"{section}.{'dtensor' if backend == 'megatron' else 'megatron'}_cfg")
     apply(t, under(section, OWN))
-    return its
+    return backend
 
 
 def _rest(t: Translator, section: str) -> None:
@@ -99,10 +101,10 @@ def _rest(t: Translator, section: str) -> None:
     apply(t, under(section, asking))
     rules += (*megatron_keys.OPTIMIZER_RULES, *megatron_keys.SCHEDULER_RULES, *policy_keys.LORA)
     rules += under("generation", (*generation_keys.GENERATION, *generation_keys.VLLM_RULES))
-    known = [pattern for rule in rules for pattern in rule.patterns] + ["generation.colocated.*"]
-    for key, _ in list(t.unconsumed()):
+    patterns = [pattern for rule in rules for pattern in rule.patterns] + ["generation.colocated.*"]
+    for key, _ in list(t.unconsumed_leaves()):
         below = key.removeprefix(f"{section}.")
-        if key.startswith(f"{section}.") and any(fits(pattern, below) for pattern in known):
+        if key.startswith(f"{section}.") and any(fits(pattern, below) for pattern in patterns):
             t.consumed.add(key)
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.recipes.nemo_rl.dataset_keys import Dataset
-from launch.recipes.nemo_rl.rules import Ignored, Only, Same, apply, given
+from launch.recipes.nemo_rl.rules import Ignored, Only, Same, apply, if_set
 from launch.recipes.nemo_rl.translator import Translator
 from pipeline.algorithms import PAIRED
 
 SEVERAL = {"data.train": "data.datasets", "data.validation": "data.validations"}
 DATA = (
     Same("data.shuffle"),
-    Same("data.max_input_seq_length", given),
+    Same("data.max_input_seq_length", if_set),
     Only("data.use_multiple_dataloader", (False, None), "a custom data loader", "false, which mixes them by their sizes"),
     Ignored("data.custom_dataloader data.num_prompts_per_dataloader data.num_workers"),
     # A few recipes set these next to data.train; NeMo-RL does not read them there.
@@ -31,22 +31,22 @@ DATA = (
 def translate(t: Translator, algorithm: str, path: Path) -> bool:
     """Translate the section, and return whether there are validation data."""
     default = t.consume("data.default") or {}
-    several = {key: _sets(t, key) for key in SEVERAL}
-    train, validation = several.values()
+    sets = {key: _sets(t, key) for key in SEVERAL}
+    train, validation = sets.values()
     if not train:
         message = "got no data set to train on. Try data.train.dataset_name=..., or data_path=FILE.jsonl"
         t.problem("data.train", "missing-value", message)
     names: set[str] = set()  # names of all data sets: a held-out split is validated under its data set's name
     held_out = 0
-    for key, those in several.items():
-        for place, fields in enumerate(those):
-            source, ours = key, key
-            if len(those) > 1:
-                source, ours = f"{key}[{place}]", f"{SEVERAL[key]}.{_named({**default, **fields}, names)}"
-            held_out += Dataset(t, algorithm, source, ours, fields, default, path).translate()
-        if len(those) > 1:
+    for key, datasets in sets.items():
+        for i, fields in enumerate(datasets):
+            source, target = key, key
+            if len(datasets) > 1:
+                source, target = f"{key}[{i}]", f"{SEVERAL[key]}.{_unique_name({**default, **fields}, names)}"
+            held_out += Dataset(t, algorithm, source, target, fields, default, path).translate()
+        if len(datasets) > 1:
             t.put(key, None)
-        if not isinstance(t.get(key), Mapping) or not those:
+        if not isinstance(t.get(key), Mapping) or not datasets:
             t.consume(key)
     if held_out + len(validation) > 1:
         t.change("data.validation", "each data set contributes as many records as all together do in NeMo-RL")
@@ -67,23 +67,23 @@ def translate(t: Translator, algorithm: str, path: Path) -> bool:
 def environments(t: Translator) -> list[str]:
     """Return the names of the environments that judge a data set's answers."""
     default = t.get("data.default.env_name")
-    names = [one.get("env_name", default) for key in SEVERAL for one in _sets(t, key)]
+    names = [dataset.get("env_name", default) for key in SEVERAL for dataset in _sets(t, key)]
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
 def _sets(t: Translator, key: str) -> list[dict[str, Any]]:
-    """Return the data sets of a key: one, a list of them, or none."""
-    found = t.get(key)
-    return [dict(found)] if isinstance(found, Mapping) and found else list(found or [])
+    """Return the data sets of a key, which has a data set, a list of data sets or nothing."""
+    value = t.get(key)
+    return [dict(value)] if isinstance(value, Mapping) and value else list(value or [])
 
 
-def _named(fields: Mapping[str, Any], names: set[str]) -> str:
+def _unique_name(fields: Mapping[str, Any], names: set[str]) -> str:
     """Return a unique name for one of several data sets, which becomes a part of metric names."""
-    where = Path(str(fields.get("data_path") or fields.get("dataset_name"))).stem
-    name = re.sub(r"[^A-Za-z0-9-]+", "_", where).strip("_-") or "data"
+    source = Path(str(fields.get("data_path") or fields.get("dataset_name"))).stem
+    name = re.sub(r"[^A-Za-z0-9-]+", "_", source).strip("_-") or "data"
     numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
-    names.add(found := next(one for one in numbered if one not in names))
-    return found
+    names.add(unique := next(candidate for candidate in numbered if candidate not in names))
+    return unique
 
 
 def _turns(t: Translator) -> None:
@@ -96,14 +96,14 @@ def _turns(t: Translator) -> None:
     if t.consume("data.add_generation_prompt", False) is not True:
         t.change("data.add_generation_prompt=false", "the loss does not cover what the template puts before an answer")
     key = "policy.tokenizer.chat_template"
-    ours = t.layer.get("policy", {}).get("tokenizer", {}).get("chat_template")
-    if ours is not None:
-        t.put(key, _framed(ours, bos, eos))
+    template = t.layer.get("policy", {}).get("tokenizer", {}).get("chat_template")
+    if template is not None:
+        t.put(key, _add_ends(template, bos, eos))
     elif bos or eos:
         t.change("data.add_bos, data.add_eos", "the first and last tokens come from the tokenizer's template only")
 
 
-def _framed(template: str, bos: bool, eos: bool) -> str:
+def _add_ends(template: str, bos: bool, eos: bool) -> str:
     """Return the template, extended to add a missing bos, and a missing eos after an answer."""
     before = "{% if bos_token and not rendered.startswith(bos_token) %}{{ bos_token }}{% endif %}" if bos else ""
     behind = (

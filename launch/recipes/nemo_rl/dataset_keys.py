@@ -52,42 +52,42 @@ def report_missing(t: Translator, key: str, name: str, recipe: Path) -> None:
 
 @dataclass
 class Dataset:
-    """One data set of a NeMo-RL recipe, and the fields of it that are still to be translated."""
+    """A data set of a NeMo-RL recipe, and its fields that are not translated yet."""
 
     t: Translator
     algorithm: str
     key: str  # NeMo-RL's key; `data.train[1]` in a list
     ours: str  # our key
-    given: Mapping[str, Any]  # the data set's own fields
+    own_fields: Mapping[str, Any]  # the data set's own fields
     default: Mapping[str, Any]  # the fields of data.default
     path: Path  # path of the recipe
     fields: dict[str, Any] = field(init=False)  # fields that are not translated yet
 
     def __post_init__(self) -> None:
-        self.fields = {**self.default, **self.given}
+        self.fields = {**self.default, **self.own_fields}
 
     def translate(self) -> bool:
         """Translate the data set, and return whether it holds out a validation split."""
         name = self._consume("dataset_name")
         if name not in NAMED_DATASETS and name not in READERS:
-            known = ", ".join((*NAMED_DATASETS, *READERS))
-            self.t.lacks(self.key, name, "this data set", f"{self.key}.dataset_name, one of: {known}")
+            names = ", ".join((*NAMED_DATASETS, *READERS))
+            self.t.lacks(self.key, name, "this data set", f"{self.key}.dataset_name, one of: {names}")
             self.t.consume(self.key)
             return False
-        self._where(name)
+        self._translate_source(name)
         for file in ("prompt_file", "system_prompt_file"):
-            if (given := self._consume(file)) is not None:
-                if (found := find(given, self.path)) is None:
-                    report_missing(self.t, self._source(file), given, self.path)
+            if (file_name := self._consume(file)) is not None:
+                if (path := find(file_name, self.path)) is None:
+                    report_missing(self.t, self._source(file), file_name, self.path)
                 else:
-                    self._put(file, str(found), file)
-        processor, ours = self._consume("processor"), PROCESSORS.get(self.algorithm)
-        if processor not in (None, ours):
-            wanted = f"{ours}, which {self.algorithm} has" if ours else "without it"
-            self.t.lacks(self._source("processor"), processor, "this data processor", wanted)
+                    self._put(file, str(path), file)
+        processor, expected = self._consume("processor"), PROCESSORS.get(self.algorithm)
+        if processor not in (None, expected):
+            remedy = f"{expected}, which {self.algorithm} has" if expected else "without it"
+            self.t.lacks(self._source("processor"), processor, "this data processor", remedy)
         held_out = self._held_out(name)
-        for same in ("subset", "max_samples", "repeat", "env_name"):
-            self._put(same, self._consume(same), same)
+        for same_name in ("subset", "max_samples", "repeat", "env_name"):
+            self._put(same_name, self._consume(same_name), same_name)
         for unknown in self.fields:
             if not self.t.has(f"{self.key}.{unknown}"):  # the field is from data.default, or in a list
                 self.t.problem(self._source(unknown), "unknown-key", "is not a known key of a data set. Try without it")
@@ -95,7 +95,7 @@ class Dataset:
 
     def _source(self, name: str) -> str:
         """Return the key that sets a field."""
-        return f"{self.key if name in self.given or name not in self.default else 'data.default'}.{name}"
+        return f"{self.key if name in self.own_fields or name not in self.default else 'data.default'}.{name}"
 
     def _consume(self, name: str) -> Any:
         if self.t.has(key := f"{self.key}.{name}"):
@@ -106,7 +106,7 @@ class Dataset:
         if value is not None:
             self.t.put(f"{self.ours}.{ours}", value, self._source(theirs))
 
-    def _where(self, name: str) -> None:
+    def _translate_source(self, name: str) -> None:
         split = self._consume("split")
         if name in NAMED_DATASETS:
             self._put("dataset_name", name, "dataset_name")
@@ -115,13 +115,13 @@ class Dataset:
                 self._put("output_key", answer, "output_key")  # leave out the data set's default
             return
         self._put("split", split, "split")
-        where = self._consume("data_path")
-        if where is None:
+        path = self._consume("data_path")
+        if path is None:
             message = "is not given; expected a JSONL file, or a data set's name on the Hugging Face Hub"
             self.t.problem(f"{self.key}.data_path", "missing-value", message)
-        file = find(str(where), self.path) if where else None
-        is_file = file or str(where).endswith((".json", ".jsonl"))
-        self._put("data_path" if is_file else "dataset_name", str(file) if file else where, "data_path")
+        file = find(str(path), self.path) if path else None
+        is_file = file or str(path).endswith((".json", ".jsonl"))
+        self._put("data_path" if is_file else "dataset_name", str(file) if file else path, "data_path")
         for theirs, (ours, usual) in READERS[name].items():
             self._put(ours, self._consume(theirs) or usual, theirs)
 

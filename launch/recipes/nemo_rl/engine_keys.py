@@ -7,7 +7,7 @@ by name.
 
 from __future__ import annotations
 
-from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Rule, Same, apply, given, under
+from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Rule, Same, apply, if_set, under
 from launch.recipes.nemo_rl.translator import Translator
 
 KEY = "policy.generation"
@@ -25,10 +25,10 @@ def _tuning(name: str) -> str:
 SGLANG = under(
     "sglang_cfg",
     (
-        Same("context_length", given, ours=f"{VLLM}.max_model_len"),
-        Same("mem_fraction_static", given, ours=f"{VLLM}.gpu_memory_utilization"),
-        Same("max_running_requests", given, ours=MOST),
-        Same("disable_cuda_graph", given, ours=f"{VLLM}.enforce_eager"),
+        Same("context_length", if_set, ours=f"{VLLM}.max_model_len"),
+        Same("mem_fraction_static", if_set, ours=f"{VLLM}.gpu_memory_utilization"),
+        Same("max_running_requests", if_set, ours=MOST),
+        Same("disable_cuda_graph", if_set, ours=f"{VLLM}.enforce_eager"),
         Same("disable_radix_cache", lambda off: not off, ours=f"{VLLM}.enable_prefix_caching"),
         Only("dtype", ("bfloat16", "float32", "float16", "auto", None), PRECISION, "policy.precision"),
         Only("kv_cache_dtype", ("auto", None), CACHE, "auto"),
@@ -54,10 +54,10 @@ SGLANG = under(
     ),
 )
 TRTLLM = (
-    Same("trtllm_cfg.gpu_memory_utilization", given, ours=f"{VLLM}.gpu_memory_utilization"),
-    Same("trtllm_cfg.max_model_len", given, ours=f"{VLLM}.max_model_len"),
-    Same("trtllm_cfg.max_batch_size", given, ours=MOST),
-    Same("trtllm_kwargs.kv_cache_config.mamba_ssm_cache_dtype", given, ours=f"{KEY}.vllm_kwargs.mamba_ssm_cache_dtype"),
+    Same("trtllm_cfg.gpu_memory_utilization", if_set, ours=f"{VLLM}.gpu_memory_utilization"),
+    Same("trtllm_cfg.max_model_len", if_set, ours=f"{VLLM}.max_model_len"),
+    Same("trtllm_cfg.max_batch_size", if_set, ours=MOST),
+    Same("trtllm_kwargs.kv_cache_config.mamba_ssm_cache_dtype", if_set, ours=f"{KEY}.vllm_kwargs.mamba_ssm_cache_dtype"),
     Only("trtllm_cfg.precision", ("bfloat16", "float32", "float16", "auto", None), PRECISION, "policy.precision"),
     Only("trtllm_kwargs.kv_cache_config.dtype", ("auto", None), CACHE, "auto"),
     Only("trtllm_cfg.tool_parser trtllm_cfg.reasoning_parser", (None,), "tools that an engine's server parses", "null"),
@@ -74,10 +74,10 @@ TRTLLM = (
 MEGATRON = under(
     "mcore_generation_config",
     (
-        Same("max_model_len", given, ours=f"{VLLM}.max_model_len"),
-        Same("enable_prefix_caching", given, ours=f"{VLLM}.enable_prefix_caching"),
-        Same("mamba_inference_ssm_states_dtype", given, ours=f"{KEY}.vllm_kwargs.mamba_ssm_cache_dtype"),
-        Same("mamba_inference_conv_states_dtype", given, ours=f"{KEY}.vllm_kwargs.mamba_cache_dtype"),
+        Same("max_model_len", if_set, ours=f"{VLLM}.max_model_len"),
+        Same("enable_prefix_caching", if_set, ours=f"{VLLM}.enable_prefix_caching"),
+        Same("mamba_inference_ssm_states_dtype", if_set, ours=f"{KEY}.vllm_kwargs.mamba_ssm_cache_dtype"),
+        Same("mamba_inference_conv_states_dtype", if_set, ours=f"{KEY}.vllm_kwargs.mamba_cache_dtype"),
         Only("moe_router_num_groups moe_router_group_topk", (None,), "experts that engines select otherwise", "null"),
         Changed("moe_router_dtype", (None,), "vLLM's router has its own precision"),
         Done("tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size"),
@@ -145,19 +145,19 @@ def translate(t: Translator, backend: str) -> None:
 
 
 def _megatron_key(t: Translator, name: str) -> str:
-    """Return the key of a size of Megatron-Core's engine: the policy's, unless the engine's section has its own."""
-    own = f"{KEY}.mcore_generation_config.{name}"
-    return own if t.has(own) else f"policy.megatron_cfg.{name}"
+    """Return the key of a size of Megatron-Core's engine: the policy's, unless the engine's section has the key."""
+    key = f"{KEY}.mcore_generation_config.{name}"
+    return key if t.has(key) else f"policy.megatron_cfg.{name}"
 
 
 def _size(t: Translator, tensor: str, pipeline: str, experts: str) -> None:
     """Translate the ranks of an engine. tensor, pipeline, experts: the keys of its sizes, or "" if it has no such key."""
-    ranks, held = t.get(tensor) or 1, t.get(experts) or 1
+    ranks, sharded = t.get(tensor) or 1, t.get(experts) or 1
     t.put(f"{VLLM}.tensor_parallel_size", ranks, tensor)
     t.put(f"{VLLM}.pipeline_parallel_size", t.get(pipeline) or 1, pipeline or tensor)
-    t.put(f"{VLLM}.expert_parallel_size", ranks if held == ranks else 1, experts)
-    if held not in (1, ranks):
-        t.change(f"{experts}={held}", "an engine shards each expert over its tensor-parallel ranks: equal results")
+    t.put(f"{VLLM}.expert_parallel_size", ranks if sharded == ranks else 1, experts)
+    if sharded not in (1, ranks):
+        t.change(f"{experts}={sharded}", "an engine shards each expert over its tensor-parallel ranks: equal results")
 
 
 def _precision(t: Translator, key: str) -> None:

@@ -54,10 +54,10 @@ def translate(t: Translator, names: list[str]) -> None:
             t.ignore(f"env.{name}", "no data set uses this environment")
     for name in names:
         if name in KINDS:
-            _known(t, name)
+            _built_in(t, name)
 
 
-def _known(t: Translator, name: str) -> None:
+def _built_in(t: Translator, name: str) -> None:
     key = f"env.{name}"
     if not isinstance(t.get(key), dict):
         t.problem(key, "missing-value", f"is not given, but a data set's env_name is {name}")
@@ -99,13 +99,13 @@ def _puzzle(t: Translator) -> None:
     NeMo-RL draws them in a separate script (run_grpo_sliding_puzzle.py) and ignores `data`.
     """
     key = f"env.{PUZZLE}"
-    given = (t.consume(key) or {}).get("cfg", {})
+    config = (t.consume(key) or {}).get("cfg", {})
     t.put(f"{key}.kind", "sliding_puzzle", key)
-    if "max_moves" in given:
-        t.put(f"{key}.kwargs.max_moves", given["max_moves"], f"{key}.cfg.max_moves")
+    if "max_moves" in config:
+        t.put(f"{key}.kwargs.max_moves", config["max_moves"], f"{key}.cfg.max_moves")
     prompts = t.get("grpo.num_prompts_per_step", 1) * t.get("grpo.max_num_steps", 1)
     for split, size in (("train", prompts), ("validation", t.get("grpo.max_val_samples") or 256)):
-        kwargs = {"size": size, "game_config": dict(given.get("game_config", {}))}
+        kwargs = {"size": size, "game_config": dict(config.get("game_config", {}))}
         dataset = {"dataset_name": "sliding_puzzle", "split": split, "env_name": PUZZLE, "prompt_file": PUZZLE_PROMPT}
         t.put(f"data.{split}", {**dataset, "kwargs": kwargs}, f"{key}.cfg.game_config")
     t.change(f"{key}.cfg.game_config", "the data set sliding_puzzle generates the boards of data.train and data.validation")

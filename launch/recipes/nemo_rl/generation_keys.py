@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launch.recipes.nemo_rl import engine_keys
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
-from launch.recipes.nemo_rl.rules import Done, Ignored, Only, Same, apply, given, under
+from launch.recipes.nemo_rl.rules import Done, Ignored, Only, Same, apply, if_set, under
 from launch.recipes.nemo_rl.translator import Translator
 
 KEY = "policy.generation"
@@ -31,7 +31,7 @@ VLLM_RULES = under(
     "vllm_cfg",
     (
         Same("tensor_parallel_size pipeline_parallel_size gpu_memory_utilization max_model_len enforce_eager"),
-        Same("enable_prefix_caching", given),  # null, or absent: on
+        Same("enable_prefix_caching", if_set),  # null, or absent: on
         Only("kv_cache_dtype", ("auto", None), "a KV cache in 8 bits", "auto, which uses policy.precision"),
         Ignored("use_deep_gemm"),  # a kernel of precision fp8
         Done("precision logprobs_mode expert_parallel_size env_vars.*"),
@@ -70,19 +70,19 @@ def translate(t: Translator, samples: bool) -> None:
 
 
 def _sampling(t: Translator) -> None:
-    """Translate sampling parameters. NeMo-RL allows other ones for validation only with NeMo Gym; Hetstep always does."""
-    own = []
+    """Translate sampling parameters. Validation may have its own; in NeMo-RL only with NeMo Gym."""
+    values = []
     for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
-        train = _unbounded(t.consume(f"{KEY}.{name}", default))
-        validation = _unbounded(t.consume(f"{KEY}.val_{name}", train))
+        train = _top_k(t.consume(f"{KEY}.{name}", default))
+        validation = _top_k(t.consume(f"{KEY}.val_{name}", train))
         if t.has(f"{KEY}.{name}"):
             t.put(f"{KEY}.{name}", train)
         if validation != train:
             t.put(f"{KEY}.val_{name}", validation)
-            own.append(f"val_{name}={validation}")
-    if own:
-        key = f"{KEY}.{own[0].partition('=')[0]}"
-        t.change(key, f"validation samples with {', '.join(own)}; in NeMo-RL only with NeMo Gym")
+            values.append(f"val_{name}={validation}")
+    if values:
+        key = f"{KEY}.{values[0].partition('=')[0]}"
+        t.change(key, f"validation samples with {', '.join(values)}; in NeMo-RL only with NeMo Gym")
     if t.get(f"{KEY}.stop_token_ids"):
         message = (
             "these, the tokenizer's end token, those of the model's configs and the end of a turn of the chat template end an"
@@ -94,20 +94,20 @@ def _sampling(t: Translator) -> None:
         t.change(f"{KEY}.stop_strings", message)
 
 
-def _unbounded(top_k: object) -> object:
+def _top_k(top_k: object) -> object:
     """Convert vLLM's -1, which means no top_k, to None."""
     return None if top_k == -1 else top_k
 
 
 def _transport(t: Translator) -> None:
     key = f"{KEY}.refit_transport"
-    theirs = t.consume(key)
-    if theirs in TRANSPORTS:
-        ours, how = TRANSPORTS[theirs]
-        t.put(key, ours)
-        t.change(f"{key}={theirs}", f"{ours}: {how}")
-    elif theirs is not None:
-        message = f"got '{theirs}'; expected null, or one of: {', '.join(TRANSPORTS)}"
+    transport = t.consume(key)
+    if transport in TRANSPORTS:
+        name, difference = TRANSPORTS[transport]
+        t.put(key, name)
+        t.change(f"{key}={transport}", f"{name}: {difference}")
+    elif transport is not None:
+        message = f"got '{transport}'; expected null, or one of: {', '.join(TRANSPORTS)}"
         t.problem(key, "not-a-choice", message)
 
 

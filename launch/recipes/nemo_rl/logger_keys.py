@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.recipes.nemo_rl.rules import Changed, Ignored, Only, Same, apply, given, under
+from launch.recipes.nemo_rl.rules import Changed, Ignored, Only, Same, apply, if_set, under
 from launch.recipes.nemo_rl.translator import Translator
 
 PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
@@ -55,15 +55,15 @@ def translate(t: Translator) -> None:
 
 
 def _translate_tracker(t: Translator, tracker: str, keys: str) -> None:
-    """Translate the switch of a tracker, and its section if it is on. keys: those of the section with the same meaning."""
+    """Translate the switch of a tracker, and its section if it is on. keys: keys of the section with the same meaning."""
     enabled, section = f"logger.{tracker}_enabled", f"logger.{tracker}"
     if t.consume(enabled) is not True:
         t.consume(section)
         return
     t.put(enabled, True)
-    same = " ".join(f"{section}.{key}" for key in keys.split())
-    apply(t, (Same(f"{same} {section}.tags.*", given),))
-    for key, value in list(t.unconsumed()):
+    patterns = " ".join(f"{section}.{key}" for key in keys.split())
+    apply(t, (Same(f"{patterns} {section}.tags.*", if_set),))
+    for key, value in list(t.unconsumed_leaves()):
         if key.startswith(f"{section}."):
             t.consume(key)
             if value is not None:

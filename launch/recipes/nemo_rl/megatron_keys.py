@@ -8,7 +8,7 @@ from launch.recipes.model_files import public_model_config, read_json
 from launch.recipes.nemo_rl.algorithm_keys import epochs, max_num_steps
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
 from launch.recipes.nemo_rl.logger_keys import TEXT
-from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
+from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
 from launch.recipes.nemo_rl.translator import ABSENT, Translator
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
@@ -29,7 +29,7 @@ MEGATRON = under(
         Same("expert_model_parallel_size expert_tensor_parallel_size activation_checkpointing empty_unused_memory_level"),
         Same("defer_fp32_logits pipeline_dtype freeze_moe_router moe_router_dtype moe_shared_expert_overlap"),
         Same("gradient_accumulation_fusion checkpoint.async_save"),
-        Same("attention_backend model_overrides", given),
+        Same("attention_backend model_overrides", if_set),
         Same("model_overrides.*"),
         Same("distributed_data_parallel_config.grad_reduce_in_fp32 distributed_data_parallel_config.overlap_grad_reduce"),
         Same("distributed_data_parallel_config.overlap_param_gather distributed_data_parallel_config.use_custom_fsdp"),
@@ -38,7 +38,7 @@ MEGATRON = under(
             "moe_permute_fusion moe_grouped_gemm apply_rope_fusion bias_activation_fusion",
             lambda on: False if on is False else ABSENT,
         ),
-        Same("recompute_granularity recompute_method recompute_num_layers recompute_modules", given),
+        Same("recompute_granularity recompute_method recompute_num_layers recompute_modules", if_set),
         Switch("fp8_cfg.*", "training in 8 bits", "false, which trains in policy.precision"),
         Only("mtp_num_layers", (0, None), "multi-token prediction", "0"),
         Only("virtual_pipeline_model_parallel_size", (1, None), "interleaved pipeline stages", "null"),
@@ -133,12 +133,12 @@ def _adapters(t: Translator) -> None:
     if start not in ("xavier", "kaiming", None):
         t.lacks(f"{peft}.lora_A_init_method", start, LORA_OPTION, "xavier or kaiming")
         t.consume(f"{peft}.lora_A_init_method")
-    whole = not t.get(f"{peft}.target_modules")
-    if whole:
+    all_layers = not t.get(f"{peft}.target_modules")
+    if all_layers:
         t.change(f"{peft}.target_modules=[]", "all linear layers except for the output layer, which gets no adapter")
     if not has_experts(t.get("policy.model_name")):
         return
-    if whole:
+    if all_layers:
         t.put(f"{peft}.exclude_modules", [*(t.consume(f"{peft}.exclude_modules") or ()), modules.EXPERTS])
     else:
         t.change(f"{peft}.target_modules", "each expert has its own adapter; NeMo-RL's experts of a rank share one")
@@ -168,14 +168,14 @@ def _schedule(t: Translator, algorithm: str) -> None:
             t.consume(OPTIMIZER)
             t.consume(SCHEDULER)
             return
-    start, end = (t.consume(f"{SCHEDULER}.{which}_weight_decay") for which in ("start", "end"))
+    start, end = (t.consume(f"{SCHEDULER}.{end_}_weight_decay") for end_ in ("start", "end"))
     if start != end:
         t.put(f"{SCHEDULER}.start_weight_decay", start)
         t.put(f"{SCHEDULER}.end_weight_decay", end)
     elif end is not None and end != t.get(f"{OPTIMIZER}.weight_decay"):
         t.put(f"{OPTIMIZER}.weight_decay", end, f"{SCHEDULER}.end_weight_decay")
-        own = t.consume(f"{OPTIMIZER}.weight_decay")
-        t.change(f"{OPTIMIZER}.weight_decay={own}", f"the schedule's {end} is what Megatron-Core takes")
+        dropped = t.consume(f"{OPTIMIZER}.weight_decay")
+        t.change(f"{OPTIMIZER}.weight_decay={dropped}", f"the schedule's {end} is what Megatron-Core takes")
     t.put_defaults({f"{OPTIMIZER}.clip_grad": 1.0, f"{SCHEDULER}.lr_decay_style": "linear"}, SCHEDULER)  # Megatron-Core's
     decay, warm = t.consume(f"{SCHEDULER}.lr_decay_iters"), f"{SCHEDULER}.lr_warmup_iters"
     if t.get(f"{SCHEDULER}.lr_decay_style", "linear") == "constant":

@@ -12,8 +12,8 @@ from launch.recipes.nemo_rl import megatron_keys
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
 from launch.recipes.nemo_rl.dataset_keys import find, report_missing
 from launch.recipes.nemo_rl.logger_keys import PRETRAINED, TEXT
-from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
-from launch.recipes.nemo_rl.translator import Translator, shown
+from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
+from launch.recipes.nemo_rl.translator import Translator, as_yaml
 from pipeline.config import Backend
 from pipeline.recipe import user_files
 
@@ -31,7 +31,7 @@ OF_FUSED_ADAM = ("master_weights", "store_param_remainders", "master_weight_dtyp
 OF_FUSED_ADAM += ("use_decoupled_grad", "capturable", "set_grad_none")
 
 MODEL = (
-    Same("hf_config_overrides tokenizer.chat_template_kwargs logprob_chunk_size", given),
+    Same("hf_config_overrides tokenizer.chat_template_kwargs logprob_chunk_size", if_set),
     Same("hf_config_overrides.* tokenizer.chat_template_kwargs.* tokenizer.name precision max_grad_norm"),
     Same("train_global_batch_size train_micro_batch_size logprob_batch_size max_total_sequence_length"),
     Switch("draft.*", "training of a draft model"),
@@ -53,7 +53,7 @@ DTENSOR = under(
     "dtensor_cfg",
     (
         Same("tensor_parallel_size activation_checkpointing cpu_offload"),
-        Same("automodel_kwargs.use_liger_kernel", given, ours="policy.dtensor_cfg.use_liger_kernel"),
+        Same("automodel_kwargs.use_liger_kernel", if_set, ours="policy.dtensor_cfg.use_liger_kernel"),
         Same("context_parallel_size expert_parallel_size", lambda size: 1 if size is None else size),
         Same("dp_replicate_size", lambda size: size or 1, ours="policy.dtensor_cfg.data_parallel_replicate_size"),
         Only("custom_parallel_plan", (None,), "a custom tensor-parallel plan", "null, which uses the model's"),
@@ -81,7 +81,7 @@ LORA = under(
         Same("enabled target_modules exclude_modules match_all_linear dim alpha"),
         # NeMo-RL has two: xavier, and peft's uniform one for any other value.
         Same("lora_A_init", lambda start: start if start == "xavier" else "kaiming"),
-        Same("dropout dropout_position", given),
+        Same("dropout dropout_position", if_set),
         Ignored("use_triton"),
     ),
 )
@@ -114,8 +114,8 @@ def _backend(t: Translator) -> Backend | None:
     on: list[Backend] = [backend for backend in backends if t.on(f"policy.{backend}_cfg.enabled")]
     if len(on) == 1:
         return on[0]
-    which = "is true too" if on else "is not true either"
-    message = f"got {'true' if on else 'false'}, and policy.dtensor_cfg.enabled {which}; expected one of the backends"
+    other = "is true too" if on else "is not true either"
+    message = f"got {'true' if on else 'false'}, and policy.dtensor_cfg.enabled {other}; expected one of the backends"
     t.problem("policy.megatron_cfg.enabled", "contradiction", message)
     for section in ("megatron_cfg", "dtensor_cfg", "optimizer", "scheduler"):
         t.consume(f"policy.{section}")
@@ -208,12 +208,12 @@ def _fused_adam(t: Translator) -> None:
     """Translate Transformer Engine's Adam into torch's, with its defaults."""
     key = "policy.optimizer.kwargs"
     kwargs = dict(t.get(key) or {})
-    own = {name: kwargs.pop(name, None) for name in OF_FUSED_ADAM}
+    values = {name: kwargs.pop(name, None) for name in OF_FUSED_ADAM}
     name = "AdamW" if kwargs.pop("adam_w_mode", True) else "Adam"
     if kwargs.pop("bias_correction", True) is False:
         t.lacks(f"{key}.bias_correction", False, "this optimizer", "true")
     t.put("policy.optimizer.name", f"torch.optim.{name}", "policy.optimizer.name")
     t.put(key, {"weight_decay": 0.0, **kwargs})
-    if given := [f"{name}={shown(value)}" for name, value in own.items() if value is not None]:
+    if texts := [f"{name}={as_yaml(value)}" for name, value in values.items() if value is not None]:
         text = "weights and state of the optimizer are float32: closer to the formula, with more memory"
-        t.change(f"{key}: {', '.join(given)}", text)
+        t.change(f"{key}: {', '.join(texts)}", text)

@@ -14,9 +14,9 @@ from pipeline.config.loading import Layers, layer
 from pipeline.config.schema import DatasetConfig
 
 
-def read(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> Layers:
-    """Translate a NeMo-RL recipe into our keys. A key of the command line is theirs if the files have it, else ours."""
-    theirs = [pair for pair in given if tree.find(pair[0]) is not None]
+def read(path: Path, tree: ConfigMapping, overrides: list[tuple[str, ConfigNode]]) -> Layers:
+    """Translate a NeMo-RL recipe into our keys. overrides: their keys are NeMo-RL's if the files have them, else ours."""
+    theirs = [pair for pair in overrides if tree.find(pair[0]) is not None]
     tree = config_tree.merge(tree, layer(theirs))
     named: dict[str, Any] = {}
     faults = interpolation.resolve(tree, named)
@@ -31,10 +31,10 @@ def read(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -
     problems += independent(translation.problems, faults)
     readers = replace(unused_keys.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` finds the algorithm
     for key, _ in theirs:
-        if why := readers.unread(key):
-            problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", config_tree.COMMAND_LINE))
+        if reason := readers.unread(key):
+            problems.append(Problem(key, "has-no-effect", f"{reason}; {readers.instead(key)}", config_tree.COMMAND_LINE))
     ours = config_tree.from_plain(interpolation.escaped(translation.layer), config_tree.short_path(path), translation.origins)
-    trees = [ours, layer([pair for pair in given if pair not in theirs])]
+    trees = [ours, layer([pair for pair in overrides if pair not in theirs])]
     return Layers(
         trees, [*translation.changed, *translation.ignored], problems, [problem.key for problem in problems], environment
     )
@@ -42,20 +42,20 @@ def read(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -
 
 def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
     """Return problems by key: a missing value, or a type that differs from ours if both have the key."""
-    found = schema_validation.coerce_types(Recipe, tree)
+    problems = schema_validation.coerce_types(Recipe, tree)
     for key, leaf in tree.leaves():
         if leaf.value == schema_validation.MISSING:
-            found[key] = Problem(key, "missing-value", "got no value; expected one, since the key has no default")
+            problems[key] = Problem(key, "missing-value", "got no value; expected a value, since the key has no default")
     for key in ("data.train", "data.validation"):  # lists of data sets are valid there
         value = getattr(tree.find(key), "value", None)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            found.pop(key)
+            problems.pop(key)
     for name in environment_keys.SWITCHES:
-        found.pop(f"env.{name}", None)
+        problems.pop(f"env.{name}", None)
     key, default = "data.default", tree.find("data.default")
     if isinstance(default, ConfigMapping):
         inside = schema_validation.coerce_types(DatasetConfig, default)
-        return found | {f"{key}.{name}": replace(one, key=f"{key}.{name}") for name, one in inside.items()}
+        return problems | {f"{key}.{name}": replace(problem, key=f"{key}.{name}") for name, problem in inside.items()}
     if default and default.value is not None:
-        found[key] = Problem(key, "wrong-type", f"got {default.value!r}; expected a mapping of keys")
-    return found
+        problems[key] = Problem(key, "wrong-type", f"got {default.value!r}; expected a mapping of keys")
+    return problems

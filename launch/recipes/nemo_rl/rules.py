@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from launch.recipes.nemo_rl.translator import ABSENT, Translator, shown
+from launch.recipes.nemo_rl.translator import ABSENT, Translator, as_yaml
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Changed(Rule):
 
     @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
-        if other := [f"{key}={shown(value)}" for key, value in leaves if value not in self.values]:
-            t.change(", ".join(other), self.how)
+        if values := [f"{key}={as_yaml(value)}" for key, value in leaves if value not in self.values]:
+            t.change(", ".join(values), self.how)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Switch(Rule):
             t.lacks(enabled, True, self.feature, self.instead)
 
 
-def given(value: Any) -> Any:
+def if_set(value: Any) -> Any:
     """Convert null to ABSENT."""
     return ABSENT if value is None else value
 
@@ -126,11 +126,11 @@ def fits(pattern: str, key: str) -> bool:
     """Return whether a dotted key matches a pattern."""
     if "*" not in pattern:
         return key == pattern
-    return f"{key}.*" == pattern or _compiled(pattern)(key) is not None
+    return f"{key}.*" == pattern or _compile(pattern)(key) is not None
 
 
 @functools.cache
-def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
+def _compile(pattern: str) -> Callable[[str], re.Match[str] | None]:
     """Return a function that matches a pattern. fnmatch's own cache is smaller than these tables."""
     return re.compile(fnmatch.translate(pattern)).match
 
@@ -140,7 +140,7 @@ def apply(t: Translator, rules: Iterable[Rule]) -> None:
     rules = tuple(rules)
     first = _first(tuple(rule.keys for rule in rules))
     by_rule: dict[int, list[tuple[str, Any]]] = {}
-    for key, value in list(t.unconsumed()):
+    for key, value in list(t.unconsumed_leaves()):
         if (number := first(key)) is not None:
             by_rule.setdefault(number, []).append((key, value))
             t.consumed.add(key)
@@ -155,6 +155,6 @@ def _first(tables: tuple[str, ...]) -> Callable[[str], int | None]:
 
     @functools.lru_cache(maxsize=4096)
     def first(key: str) -> int | None:
-        return next((number for number, those in enumerate(patterns) if any(fits(pattern, key) for pattern in those)), None)
+        return next((number for number, group in enumerate(patterns) if any(fits(pattern, key) for pattern in group)), None)
 
     return first

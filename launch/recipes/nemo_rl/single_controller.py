@@ -1,6 +1,6 @@
 """Translate `async_rl`, the section of NeMo-RL's single controller, into `grpo.async_grpo`.
 
-Its samplers select rollouts up to an age, as ours does; some select those that are complete first, so a note says which ours
+Its samplers select rollouts up to an age, as ours does; some select complete rollouts first, so a note says which rollouts ours
 selects. It updates weights in flight. Its streaming trainer accumulates the gradients of a step while rollouts are under way,
 which changes no result.
 """
@@ -56,17 +56,17 @@ def translate(t: Translator) -> None:
 
 def _age(t: Translator, name: str) -> None:
     key, selects = AGES[name]
-    given = f"{KEY}.sampler.{key}"
-    age = t.get(given, 1)
-    t.put(f"{OURS}.enabled", age != 0, given)  # our schema judges what is no whole number
+    age_key = f"{KEY}.sampler.{key}"
+    age = t.get(age_key, 1)
+    t.put(f"{OURS}.enabled", age != 0, age_key)  # our schema judges what is no whole number
     text = f"{OURS}.max_trajectory_age_steps={age}"
     if age == 0:
         t.change(f"{KEY}.sampler.name={name}", f"{text}, the synchronous algorithm")
         return
     t.change(f"{KEY}.sampler.name={name}", f"{text}; a step trains on the oldest prompts, and NeMo-RL {selects}")
-    dropped = f"{KEY}.rollout_failure.max_consecutive_dropped_prompts"
-    again = f"{KEY}.recompute_kv_cache_after_weight_updates"
-    t.put(f"{OURS}.max_trajectory_age_steps", age, given)
+    failures_key = f"{KEY}.rollout_failure.max_consecutive_dropped_prompts"
+    recompute_key = f"{KEY}.recompute_kv_cache_after_weight_updates"
+    t.put(f"{OURS}.max_trajectory_age_steps", age, age_key)
     t.put(f"{OURS}.in_flight_weight_updates", True, KEY)
-    t.put(f"{OURS}.recompute_kv_cache_after_weight_updates", t.get(again, False), again)
-    t.put(f"{OURS}.max_generation_failures", t.get(dropped, 0), dropped)
+    t.put(f"{OURS}.recompute_kv_cache_after_weight_updates", t.get(recompute_key, False), recompute_key)
+    t.put(f"{OURS}.max_generation_failures", t.get(failures_key, 0), failures_key)

@@ -1,6 +1,6 @@
 """Translate several teachers: `on_policy_distillation`, which GRPO with the advantage estimator opd reads.
 
-In NeMo-RL a teacher scores the rollouts of an agent of NeMo Gym, on nodes of its own. Here it scores those of an environment,
+In NeMo-RL a teacher scores the rollouts of an agent of NeMo Gym, on nodes of its own. Here it scores an environment's rollouts,
 on the train ranks and with the policy's layout.
 """
 
@@ -45,17 +45,17 @@ def translate(t: Translator) -> None:
     if t.get(PLACED):
         t.change(PLACED, "teachers take turns on the train ranks, with the policy's parallel sizes; in NeMo-RL they have nodes")
     _settings(t)
-    known = ("enabled", "teacher_model_by_agent_name", "default_teacher_alias", "strict_agent_name_match")
-    for name in (*known, "deduplicate_shared_teacher_checkpoints", "non_colocated_teachers"):
+    names = ("enabled", "teacher_model_by_agent_name", "default_teacher_alias", "strict_agent_name_match")
+    for name in (*names, "deduplicate_shared_teacher_checkpoints", "non_colocated_teachers"):
         t.consume(f"{SECTION}.{name}")
 
 
 def _settings(t: Translator) -> None:
     """Add a problem for each Megatron-Core key of a teacher that may change its log-probs and is not the policy's."""
     for key, name, value in _megatron_keys(t):
-        same = value == t.get(f"policy.megatron_cfg.{name}")
+        equal = value == t.get(f"policy.megatron_cfg.{name}")
         unread = any(fits(pattern, f"policy.megatron_cfg.{name}") for pattern in WITHOUT_EFFECT)
-        if not same and not unread and name not in (*SIZES, *SPEED, *UNREAD):
+        if not equal and not unread and name not in (*SIZES, *SPEED, *UNREAD):
             t.lacks(key, value, "a Megatron-Core setting of a teacher alone", "the policy's value")
 
 

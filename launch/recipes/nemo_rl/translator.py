@@ -59,7 +59,7 @@ class Translator:
             if not self.on(f"{section}.enabled"):
                 self.consume(section)
 
-    def unconsumed(self) -> Iterator[tuple[str, Any]]:
+    def unconsumed_leaves(self) -> Iterator[tuple[str, Any]]:
         """Yield (key, value) of the leaves that nothing has consumed."""
         return ((key, value) for key, value in leaves(self.theirs) if key not in self.consumed)
 
@@ -104,7 +104,7 @@ class Translator:
 
     def lacks(self, key: str, value: object, feature: str, instead: str = "") -> None:
         """Add a problem for a value that asks for an unsupported feature. instead: what to try."""
-        text = shown(value)
+        text = as_yaml(value)
         text = text if len(text) < LONGEST else f"{text[: LONGEST - 3]}..."
         hint = f". Try {instead}" if instead else ""
         self.problem(key, "unsupported", f"got {text}, which asks for {feature}; that is not supported{hint}")
@@ -119,6 +119,6 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def shown(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """Return a scalar as YAML writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -41,12 +41,12 @@ def check(loaded: LoadedSuite, folder: SweepFolder) -> CheckedSearch:
 def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, update_baseline: bool = False) -> int:
     """Begin or continue a search, wait for its end, and return the exit status: 1 if no trial is complete then.
 
-    dry_run: print what is known of it; write nothing. update_baseline: refused. Raises RecipeError.
+    dry_run: print the search; write nothing. update_baseline: refused. Raises RecipeError.
     """
     if update_baseline:
         raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
     search, overrides = _search(loaded.suite), _overrides(loaded.suite, loaded.overrides)
-    refuse(search_checks.installed(search))
+    refuse(search_checks.package_problems(search))
     checked = None if folder.begun else check(loaded, folder)
     if dry_run:
         return _show(loaded, folder, checked)
@@ -64,19 +64,19 @@ def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, updat
         print(f"{folder.title}: {space.trials(search)} trials, {search.parallel} at once, in {folder.path}", flush=True)
         if checked and checked.price:
             print(checked.price, flush=True)
-        opened = _open(folder)
-        SearchLoop(folder, search, opened.study, overrides, opened.write_page).run()
-        return _conclude(opened)
+        open_search = _open(folder)
+        SearchLoop(folder, search, open_search.study, overrides, open_search.write_page).run()
+        return _conclude(open_search)
 
 
 def report(folder: SweepFolder) -> int:
     """Write the report of a search as it stands, and return 0 if a trial is complete, else 1. Raises RecipeError."""
-    refuse(search_checks.installed(_search(folder.suite)))
-    opened = _open(folder)
-    opened.write_page()
-    found = opened.result()
-    print(f"{found.summary}\n{folder.path}/report.html")
-    return 0 if found.best else 1
+    refuse(search_checks.package_problems(_search(folder.suite)))
+    open_search = _open(folder)
+    open_search.write_page()
+    result = open_search.result()
+    print(f"{result.summary}\n{folder.path}/report.html")
+    return 0 if result.best else 1
 
 
 def _study():
@@ -88,7 +88,7 @@ def _study():
 def trials_of(folder: SweepFolder) -> list[Trial]:
     """Return the trials of a search that has begun, as they stand. Raises RecipeError without Optuna."""
     search = _search(folder.suite)
-    refuse(search_checks.installed(search))
+    refuse(search_checks.package_problems(search))
     return _study().snapshot(folder.path, search)
 
 
@@ -103,7 +103,7 @@ def _overrides(suite: Suite, command_line: list[str]) -> list[str]:
 
 
 def _show(loaded: LoadedSuite, folder: SweepFolder, checked: CheckedSearch | None) -> int:
-    """Print a search: its price and its corners; of one that has begun each trial with its recipe."""
+    """Print a search: its price and its corners; or, once it has begun, each trial with its recipe."""
     search = _search(loaded.suite)
     print(f"{folder.title}: {space.trials(search)} trials by {search.sampler}, {search.parallel} at once, in {folder.path}")
     if checked:
@@ -112,7 +112,7 @@ def _show(loaded: LoadedSuite, folder: SweepFolder, checked: CheckedSearch | Non
             values = [*_overrides(loaded.suite, loaded.overrides), *space.as_overrides(corner)]
             print(f"corner: recipe={search.recipe} {' '.join(values)}")
         return 0
-    outcomes = {each.name: each for each in trials_of(folder)}
+    outcomes = {outcome.name: outcome for outcome in trials_of(folder)}
     for job in folder.plan.jobs:
         trial = outcomes.get(job.name)
         ending = f"  {trial.state}{'' if trial.value is None else f' {trial.value:.6g}'}" if trial else ""
@@ -151,29 +151,35 @@ def _open(folder: SweepFolder) -> OpenedSearch:
     return OpenedSearch(folder, suite, _study().TrialStudy(folder.path, _search(suite), max_steps), max_steps)
 
 
-def _conclude(opened: OpenedSearch) -> int:
+def _conclude(open_search: OpenedSearch) -> int:
     """Write the results of a search whose trials have ended, and return the exit status."""
-    opened.write_page()
-    found = opened.result()
-    best = found.best
+    open_search.write_page()
+    result = open_search.result()
+    best = result.best
     value = {
         "passed": best is not None,
-        "summary": found.summary,
+        "summary": result.summary,
         "judged": datetime.now(UTC).isoformat(timespec="seconds"),
         "verdicts": [],
         "best": _as_json(best) if best else None,
-        "importances": dict(found.importances),
-        "trials": [_as_json(each) for each in found.trials],
+        "importances": dict(result.importances),
+        "trials": [_as_json(entry) for entry in result.trials],
     }
-    small_files.write(found.folder / VERDICT, value)
-    print(found.summary)
+    small_files.write(result.folder / VERDICT, value)
+    print(result.summary)
     if best:
-        print(f"best: {found.search.metric} {best.trial.value:.6g} of {best.trial.name}")
-        print(f"python launch/submit.py recipe={found.search.recipe} {' '.join(space.as_overrides(best.trial.values))}")
-    print(f"{found.folder}/report.html", flush=True)
+        print(f"best: {result.search.metric} {best.trial.value:.6g} of {best.trial.name}")
+        print(f"python launch/submit.py recipe={result.search.recipe} {' '.join(space.as_overrides(best.trial.values))}")
+    print(f"{result.folder}/report.html", flush=True)
     return 0 if best else 1
 
 
-def _as_json(each: TrialResult) -> dict[str, object]:
-    reports = {step: value if math.isfinite(value) else None for step, value in each.trial.reports.items()}
-    return {**asdict(each.trial), "reports": reports, "name": each.trial.name, "seconds": each.seconds, "devices": each.devices}
+def _as_json(entry: TrialResult) -> dict[str, object]:
+    reports = {step: value if math.isfinite(value) else None for step, value in entry.trial.reports.items()}
+    return {
+        **asdict(entry.trial),
+        "reports": reports,
+        "name": entry.trial.name,
+        "seconds": entry.seconds,
+        "devices": entry.devices,
+    }

@@ -15,7 +15,7 @@ NAME = re.compile(r"[A-Za-z_][\w./:-]*")
 
 
 def parse(text: str) -> Expression:
-    """Return the expression of a search's metric; of a metric's name alone its last value. Raises expressions.Malformed."""
+    """Return the expression of a search's metric; for a metric's name alone, its last value. Raises expressions.Malformed."""
     return expressions.parse(f"last({text})" if NAME.fullmatch(text.strip()) else text)
 
 
@@ -24,25 +24,25 @@ def curves(run_dir: Path) -> dict[str, Curve]:
     return measurements.curves(metrics.read(run_dir / "metrics.jsonl"))
 
 
-def by_step(expression: Expression, found: Mapping[str, Curve], after: int = -1) -> Iterator[tuple[int, float]]:
+def by_step(expression: Expression, curves: Mapping[str, Curve], after: int = -1) -> Iterator[tuple[int, float]]:
     """Yield (step, the expression over the steps up to it) for each step > `after` at which one of its metrics has a value.
 
     Steps without a value of the expression are left out, such as those before `last=10` has ten values; NaN stands where a
     metric is not finite.
     """
-    names = [name for name in dict.fromkeys(expressions.metrics(expression)) if name in found]
-    steps = sorted({step for name in names for step in found[name].steps if step > after})
+    names = [name for name in dict.fromkeys(expressions.metrics(expression)) if name in curves]
+    steps = sorted({step for name in names for step in curves[name].steps if step > after})
     for step in steps:
-        seen = {name: _until(found[name], step) for name in names}
-        if any(curve.steps and curve.steps[-1] == step and curve.values[-1] is None for curve in seen.values()):
+        so_far = {name: _until(curves[name], step) for name in names}
+        if any(curve.steps and curve.steps[-1] == step and curve.values[-1] is None for curve in so_far.values()):
             yield step, math.nan
             continue
         try:
-            yield step, expressions.evaluate(expression, {name: curve for name, curve in seen.items() if curve.steps})
+            yield step, expressions.evaluate(expression, {name: curve for name, curve in so_far.items() if curve.steps})
         except expressions.NoValue:
             continue
 
 
 def _until(curve: Curve, step: int) -> Curve:
-    count = sum(each <= step for each in curve.steps)
+    count = sum(other <= step for other in curve.steps)
     return Curve(curve.steps[:count], curve.values[:count])

@@ -30,17 +30,17 @@ class Price:
 
     def __str__(self) -> str:
         steps = f"{self.steps:,} steps of {self.step_seconds:.3g} s on {self.gpus} GPUs"
-        one = f"{self.trial_gpu_hours:,.4g} GPU-hours with validations"
-        return f"{self.gpu_hours:,.4g} GPU-hours by the plan: {self.trials} trials x {one} ({steps})"
+        trial = f"{self.trial_gpu_hours:,.4g} GPU-hours with validations"
+        return f"{self.gpu_hours:,.4g} GPU-hours by the plan: {self.trials} trials x {trial} ({steps})"
 
 
 def of(search: SearchConfig, plans: Sequence[Plan | None]) -> Price | None:
-    """Return the price of a search by the plans of some corners; None if one of them has no times or no last step."""
-    known = [(plan.gpu_hours, plan) for plan in plans if plan is not None and plan.phases]
-    priced = [(hours, plan) for hours, plan in known if hours is not None and plan.steps is not None]
+    """Return the price of a search by the plans of some corners; None if a plan has no times or no last step."""
+    hours_and_plans = [(plan.gpu_hours, plan) for plan in plans if plan is not None and plan.phases]
+    priced = [(hours, plan) for hours, plan in hours_and_plans if hours is not None and plan.steps is not None]
     if not priced or len(priced) < len(plans):
         return None
-    hours, plan = max(priced, key=lambda each: each[0])
+    hours, plan = max(priced, key=lambda pair: pair[0])
     return Price(space.trials(search), plan.steps or 0, plan.step, plan.gpus, hours)
 
 
@@ -50,8 +50,8 @@ def problems(search: SearchConfig, price: Price | None) -> Iterator[Problem]:
     if budget is None:
         return
     if price is None:
-        why = "the plan has no GPU-hours of a trial: without GPUs, without a known model or without a last step. Try null"
-        yield Problem(KEY, "has-no-effect", why)
+        message = "the plan has no GPU-hours of a trial: without GPUs, without a known model or without a last step. Try null"
+        yield Problem(KEY, "has-no-effect", message)
     elif price.gpu_hours > budget:
         most = int(budget / price.trial_gpu_hours)
         cure = f"at most {most} trials" if most else "fewer steps"

@@ -30,70 +30,70 @@ class CheckedSearch:
     max_steps: int | None  # of a trial; None if only its data bound it
 
 
-def check(search: SearchConfig, overrides: list[str], own: list[str]) -> CheckedSearch:
+def check(search: SearchConfig, overrides: list[str], run_dir: list[str]) -> CheckedSearch:
     """Check a search whose keys fit the schema. Raises RecipeError with all problems; writes nothing.
 
-    overrides: of every trial. own: `key=value` of a run folder, which does not exist.
+    overrides: of every trial. run_dir: `run_dir=FOLDER` of a folder that does not exist.
     """
     corners = space.corners(search)
-    refuse([*installed(search), *_corners(search, overrides, corners)])
+    refuse([*package_problems(search), *_corners(search, overrides, corners)])
     lowest: list[Prepared] = []
-    found: list[Problem] = []
+    recipe_problems: list[Problem] = []
     try:
-        lowest = prepare(search.recipe, [*overrides, *space.as_overrides(corners[0]), *own])
+        lowest = prepare(search.recipe, [*overrides, *space.as_overrides(corners[0]), *run_dir])
     except RecipeError as error:
-        found += [_at_parameter(search, each) for each in error.problems]
+        recipe_problems += [_at_parameter(search, fault) for fault in error.problems]
     plans, problems = _plans(search, overrides, corners)
     priced = price.of(search, plans)
-    known = {(each.key, each.code) for each in found}
-    refuse([*price.problems(search, priced), *found, *(each for each in problems if (each.key, each.code) not in known)])
+    reported = {(fault.key, fault.code) for fault in recipe_problems}
+    refuse([*price.problems(search, priced), *recipe_problems, *(p for p in problems if (p.key, p.code) not in reported)])
     main = lowest[-1].recipe
     max_steps = bound(section(main).max_num_steps)
     refuse(_steps(search, max_steps))
     return CheckedSearch(lowest, priced, max_steps)
 
 
-def installed(search: SearchConfig) -> Iterator[Problem]:
+def package_problems(search: SearchConfig) -> Iterator[Problem]:
     """Yield a problem if Optuna is missing, or is of another version; likewise the package of CMA-ES."""
-    wanted = {**PACKAGES, **({"cmaes": ""} if search.sampler == "cmaes" else {})}
-    for package, version in wanted.items():
+    versions = {**PACKAGES, **({"cmaes": ""} if search.sampler == "cmaes" else {})}
+    for package, version in versions.items():
         try:
-            found = importlib.metadata.version(package)
+            present = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found = "none"
-        if found == "none" or not found.startswith(version):
+            present = "none"
+        if present == "none" or not present.startswith(version):
             expected = f"{package} {version}*" if version else package
-            yield Problem("search", "not-installed", f"got {found}; expected the package {expected}. Try {INSTALL}")
+            yield Problem("search", "not-installed", f"got {present}; expected the package {expected}. Try {INSTALL}")
 
 
 # ---- the recipe at the corners ------------------------------------------------------------------------------------------
 
 
 def _corners(search: SearchConfig, overrides: list[str], corners: Sequence[space.Values]) -> Iterator[Problem]:
-    """Yield the problems of the recipe itself, then those that only corners have, each once."""
+    """Yield the problems of the recipe itself, then the problems of corners alone, without repetitions."""
     base = reading.inspect(search.recipe, overrides)
-    known = {(each.key, each.code) for each in base.problems if each.key not in search.parameters}
-    yield from (each.within("search.recipe") for each in base.problems if each.key not in search.parameters)
+    reported = {(problem.key, problem.code) for problem in base.problems if problem.key not in search.parameters}
+    yield from (problem.within("search.recipe") for problem in base.problems if problem.key not in search.parameters)
     for corner in corners:
         loaded = reading.inspect(search.recipe, [*overrides, *space.as_overrides(corner)])
-        yield from (_of_corner(search, each, corner) for each in loaded.problems if _is_new(each, known))
+        yield from (_of_corner(search, problem, corner) for problem in loaded.problems if _is_new(problem, reported))
 
 
-def _is_new(problem: Problem, known: set[tuple[str, str]]) -> bool:
-    """Return whether a problem is new, and add it to the known ones."""
-    is_new = (problem.key, problem.code) not in known
-    known.add((problem.key, problem.code))
+def _is_new(problem: Problem, reported: set[tuple[str, str]]) -> bool:
+    """Return whether a problem is new, and add it to `reported`."""
+    is_new = (problem.key, problem.code) not in reported
+    reported.add((problem.key, problem.code))
     return is_new
 
 
 def _of_corner(search: SearchConfig, problem: Problem, corner: space.Values) -> Problem:
-    """Return a problem at its parameter; one of another key with the values of the corner."""
-    own = _at_parameter(search, problem)
-    return own if own != problem else problem.within(f"with {space.shown(corner)}")
+    """Return the problem at its parameter; a problem of another key with the values of the corner."""
+    at_parameter = _at_parameter(search, problem)
+    return at_parameter if at_parameter != problem else problem.within(f"with {space.as_text(corner)}")
 
 
 def _at_parameter(search: SearchConfig, problem: Problem) -> Problem:
-    """Return a problem of a parameter, or of a section above it that is no key, at its key in the suite; others unchanged."""
+    """Return a problem of a parameter, or of a section above it, at the parameter's key in the suite; others unchanged."""
     is_section = problem.code == "unknown-key"
     for key in search.parameters:
         if key == problem.key or (is_section and key.startswith(f"{problem.key}.")):
@@ -105,21 +105,21 @@ def _at_parameter(search: SearchConfig, problem: Problem) -> Problem:
 def _plans(
     search: SearchConfig, overrides: list[str], corners: Sequence[space.Values]
 ) -> tuple[list[Plan | None], list[Problem]]:
-    """Return the plans of up to MOST_PLANS corners, None where there is none, and the problems of recipes and plans there."""
+    """Return (the plans of up to MOST_PLANS corners, None for a corner without a plan; the problems of these corners)."""
     chosen = corners if len(corners) <= MOST_PLANS else [corners[0], corners[-1]]
     plans: list[Plan | None] = []
     problems: dict[tuple[str, str], Problem] = {}
     for corner in chosen:
         try:
-            found = examine(search.recipe, [*overrides, *space.as_overrides(corner)], dry=True)
+            examined = examine(search.recipe, [*overrides, *space.as_overrides(corner)], dry=True)
         except RecipeError as error:
             plans.append(None)
-            problems |= {(each.key, each.code): _of_corner(search, each, corner) for each in error.problems}
+            problems |= {(problem.key, problem.code): _of_corner(search, problem, corner) for problem in error.problems}
             continue
-        planned = found.prepared[-1].plan if found.prepared else None
+        planned = examined.prepared[-1].plan if examined.prepared else None
         plans.append(planned if isinstance(planned, Plan) else None)
-        for each in found.problems:
-            problems.setdefault((each.key, each.code), _of_corner(search, each, corner))
+        for problem in examined.problems:
+            problems.setdefault((problem.key, problem.code), _of_corner(search, problem, corner))
     return plans, [*problems.values()]
 
 
@@ -128,7 +128,7 @@ def _steps(search: SearchConfig, max_steps: int | None) -> Iterator[Problem]:
     if search.pruner == "none":
         return
     if max_steps is not None and search.min_steps >= max_steps:
-        why = f"got {search.min_steps}; expected below the {max_steps} steps of a trial, or nothing is pruned"
-        yield Problem("search.min_steps", "too-large", why)
+        message = f"got {search.min_steps}; expected below the {max_steps} steps of a trial, or nothing is pruned"
+        yield Problem("search.min_steps", "too-large", message)
     if max_steps is None and search.pruner == "hyperband":
         yield Problem("search.pruner", "unsupported", "hyperband needs trials with a last step. Try asha, or max_num_steps")

@@ -1,7 +1,7 @@
 """Run a search: ask for trials, submit each once, prune and tell them, until all have ended.
 
 A trial's job is in sweep.json before it is submitted, and a decision to prune is in the study before it is carried out. So a
-search that was killed at any moment goes on: a job that runs is found by its run folder, and one that was never submitted is
+search that was killed at any moment goes on: a job that runs is found by its run folder, and a job that was never submitted is
 submitted then.
 """
 
@@ -48,7 +48,7 @@ class SearchLoop:
     after_end: Callable[[], None]  # called after trials have ended, to write the report
 
     def run(self) -> None:
-        """Run the needed recipes, then all trials, to the end. Raises RecipeError if a needed one or Slurm refuses."""
+        """Run the needed recipes, then all trials, to the end. Raises RecipeError if a needed run fails or Slurm refuses."""
         self._patiently(self._needed_turn)
         self._patiently(self._turn)
 
@@ -61,7 +61,7 @@ class SearchLoop:
         return objective.parse(self.search.metric)
 
     def _patiently(self, turn: Callable[[], bool]) -> None:
-        """Take turns while one returns True. A Slurm that does not answer only delays the next one."""
+        """Repeat a turn while it returns True. A Slurm that does not answer only delays the next one."""
         silent = False
         while True:
             self.folder.refuse_cancelled()
@@ -80,32 +80,32 @@ class SearchLoop:
     # ---- needed recipes -----------------------------------------------------------------------------------------------------
 
     def _needed_turn(self) -> bool:
-        """Start the needed runs that can start, and return whether one is live then. Raises RecipeError if one has failed."""
+        """Start the needed runs that can start, and return whether any is live then. Raises RecipeError if one has failed."""
         queue, retries = Queue(self._executor), self.folder.suite.retries
         states = [self.folder.job_state(job, queue) for job in self.folder.plan.jobs if job.run is None]
-        done = {each.job.name for each in states if each.state == "done"}
-        ready = [each for each in job_submission.due(states, retries) if done.issuperset(each.job.needs)]
-        for each in ready:
-            job_submission.start(self.folder, each)
-        live = any(each.state == "live" for each in states)
-        if not live and not ready and (lost := [each for each in states if each.state != "done"]):
-            why = main_line(job_submission.why_failed(lost[0]))
-            raise RecipeError(Problem("search.recipe", "run-failed", f"{lost[0].job.name}, which it needs, failed: {why}"))
+        complete = {state.job.name for state in states if state.state == "done"}
+        ready = [state for state in job_submission.due(states, retries) if complete.issuperset(state.job.needs)]
+        for state in ready:
+            job_submission.start(self.folder, state)
+        live = any(state.state == "live" for state in states)
+        if not live and not ready and (failed := [state for state in states if state.state != "done"]):
+            reason = main_line(job_submission.why_failed(failed[0]))
+            raise RecipeError(Problem("search.recipe", "run-failed", f"{failed[0].job.name}, which it needs, failed: {reason}"))
         return live or bool(ready)
 
     # ---- trials -------------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> bool:
-        """Look at every trial that runs, begin others in the free places, and return whether one runs then."""
+        """Look at every trial that runs, begin others up to `parallel`, and return whether any runs then."""
         queue, jobs = Queue(self._executor), {job.name: job for job in self.folder.plan.jobs}
-        before = [each for each in self.study.trials() if each.state == "running"]
+        before = [entry for entry in self.study.trials() if entry.state == "running"]
         for trial in before:
             if (job := jobs.get(trial.name)) is None:  # its process was killed before it recorded the job
                 self._begin(trial)
             else:
                 self._look(trial, self.folder.job_state(job, queue))
         trials = self.study.trials()
-        live, missing = sum(each.state == "running" for each in trials), space.trials(self.search) - len(trials)
+        live, missing = sum(entry.state == "running" for entry in trials), space.trials(self.search) - len(trials)
         if live < len(before):
             self.after_end()
         for _ in range(min(self.search.parallel - live, missing)):
@@ -119,7 +119,7 @@ class SearchLoop:
         job = SweepJob(trial.name, self.search.recipe, [*self.overrides, *values], str(run_dir), trial.name)
         self.study.note_folder(trial.number, str(run_dir))
         self.folder.add_job(job)
-        print(on_one_line(f"{trial.name}: {space.shown(trial.values)}"), flush=True)
+        print(on_one_line(f"{trial.name}: {space.as_text(trial.values)}"), flush=True)
         self._submit(trial, JobState(job, "missing"))
 
     def _submit(self, trial: Trial, job_state: JobState) -> None:
@@ -128,9 +128,9 @@ class SearchLoop:
             job_submission.start(self.folder, job_state)
         except RecipeError:
             job = job_state.job
-            if not (own := examine(job.recipe, job.overrides, dry=True).problems):
+            if not (problems := examine(job.recipe, job.overrides, dry=True).problems):
                 raise
-            self._fail(trial, "; ".join(map(str, own)))
+            self._fail(trial, "; ".join(map(str, problems)))
 
     def _look(self, trial: Trial, job_state: JobState) -> None:
         """Report, prune, tell or submit a trial by the state of its job."""
@@ -172,12 +172,12 @@ class SearchLoop:
         self.study.complete(trial.number, value)
         self._tell(trial, f"{self.search.metric} {value:.6g}")
 
-    def _fail(self, trial: Trial, why: str) -> None:
-        self.study.fail(trial.number, on_one_line(why))
-        self._tell(trial, f"failed: {why}")
+    def _fail(self, trial: Trial, reason: str) -> None:
+        self.study.fail(trial.number, on_one_line(reason))
+        self._tell(trial, f"failed: {reason}")
 
-    def _tell(self, trial: Trial, what: str) -> None:
-        console.print_field(trial.name, on_one_line(what), on_one_line(f"{trial.name}: {what}"))
+    def _tell(self, trial: Trial, message: str) -> None:
+        console.print_field(trial.name, on_one_line(message), on_one_line(f"{trial.name}: {message}"))
 
 
 def _ask_to_stop(run_dir: Path, job_state: JobState) -> None:

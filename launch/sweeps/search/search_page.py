@@ -24,7 +24,7 @@ def page(result: SearchResult, suite: Suite) -> str:
     """Return the report's HTML."""
     intro = tag("p", f"{result.summary} · {result.search.metric}, {result.search.direction} · {result.search.sampler}")
     sections = [*_best(result), *_over_trials(result), *_parallel(result), *_importances(result), *_curves(result)]
-    names = [each.trial.name for each in result.trials]
+    names = [entry.trial.name for entry in result.trials]
     resolved = Section("Suite", [details("suite.yaml, resolved", tag("pre", suites.to_yaml(suite)))])
     return document(result.title, [*sections, _trials(result), resolved], names, intro)
 
@@ -33,8 +33,8 @@ def _number(value: Any) -> str:
     return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
 
 
-def _link(result: SearchResult, each: TrialResult) -> Html:
-    return tag("a", each.trial.name, href=f"{each.run_dir.relative_to(result.folder)}/")
+def _link(result: SearchResult, entry: TrialResult) -> Html:
+    return tag("a", entry.trial.name, href=f"{entry.run_dir.relative_to(result.folder)}/")
 
 
 def _best(result: SearchResult) -> Iterator[Section]:
@@ -50,13 +50,13 @@ def _best(result: SearchResult) -> Iterator[Section]:
 
 
 def _over_trials(result: SearchResult) -> Iterator[Section]:
-    complete = [each for each in result.trials if each.trial.state == "complete"]
+    complete = [entry for entry in result.trials if entry.trial.state == "complete"]
     if not complete:
         return
     sign = max if result.search.direction == "maximize" else min
-    values = [each.trial.value or 0.0 for each in complete]
+    values = [entry.trial.value or 0.0 for entry in complete]
     line = {
-        "x": [each.trial.number for each in complete],
+        "x": [entry.trial.number for entry in complete],
         "y": [sign(values[: i + 1]) for i in range(len(values))],
         "mode": "lines",
         "line": {"color": "var(--c0)", "width": 2, "shape": "hv"},
@@ -74,20 +74,23 @@ def _over_trials(result: SearchResult) -> Iterator[Section]:
 
 
 def _dots(result: SearchResult, state: str, colour: str, symbol: str) -> dict[str, Any]:
-    found = [each for each in result.trials if each.trial.state == state and each.trial.value is not None]
+    trials = [entry for entry in result.trials if entry.trial.state == state and entry.trial.value is not None]
     return {
-        "x": [each.trial.number for each in found],
-        "y": [each.trial.value for each in found],
-        "text": [_hover(result, each) for each in found],
+        "x": [entry.trial.number for entry in trials],
+        "y": [entry.trial.value for entry in trials],
+        "text": [_hover(result, entry) for entry in trials],
         "mode": "markers",
         "marker": {"color": colour, "size": 7, "symbol": symbol},
         "hovertemplate": "%{text}<extra></extra>",
     }
 
 
-def _hover(result: SearchResult, each: TrialResult) -> str:
-    lines = [f"{each.trial.name}, {each.trial.state}", *(f"{key} {_number(value)}" for key, value in each.trial.values.items())]
-    lines.append(f"{result.search.metric} {_number(each.trial.value)}")
+def _hover(result: SearchResult, entry: TrialResult) -> str:
+    lines = [
+        f"{entry.trial.name}, {entry.trial.state}",
+        *(f"{key} {_number(value)}" for key, value in entry.trial.values.items()),
+    ]
+    lines.append(f"{result.search.metric} {_number(entry.trial.value)}")
     return "<br>".join(map(plotly_text, lines))
 
 
@@ -96,21 +99,21 @@ def _hover(result: SearchResult, each: TrialResult) -> str:
 
 def _parallel(result: SearchResult) -> Iterator[Section]:
     """Yield a line per trial over the parameters and the metric, each on an axis from its lowest to its highest value."""
-    drawn = [each for each in result.trials if each.trial.value is not None]
-    if not drawn:
+    trials = [entry for entry in result.trials if entry.trial.value is not None]
+    if not trials:
         return
     keys = [*result.search.parameters]
-    measured = [each.trial.value or 0.0 for each in drawn]
+    measured = [entry.trial.value or 0.0 for entry in trials]
     low, high = min(measured), max(measured)
     good = _good(result)
     traces = []
-    for each in sorted(drawn, key=lambda each: each.trial.number in good):  # the best above the others
-        heights = [_height(result.search.parameters[key], each.trial.values[key]) for key in keys]
-        heights.append(0.5 if high == low else ((each.trial.value or 0.0) - low) / (high - low))
-        colour = "var(--c1)" if each.trial.number in good else "var(--c0)"
-        dash = "dot" if each.trial.state == "pruned" else "solid"
-        look = {"color": colour, "width": 2 if each.trial.number in good else 1, "dash": dash}
-        text = [_hover(result, each)] * len(heights)
+    for entry in sorted(trials, key=lambda entry: entry.trial.number in good):  # the best above the others
+        heights = [_height(result.search.parameters[key], entry.trial.values[key]) for key in keys]
+        heights.append(0.5 if high == low else ((entry.trial.value or 0.0) - low) / (high - low))
+        colour = "var(--c1)" if entry.trial.number in good else "var(--c0)"
+        dash = "dot" if entry.trial.state == "pruned" else "solid"
+        look = {"color": colour, "width": 2 if entry.trial.number in good else 1, "dash": dash}
+        text = [_hover(result, entry)] * len(heights)
         traces.append(
             {
                 "x": list(range(len(heights))),
@@ -130,7 +133,7 @@ def _parallel(result: SearchResult) -> Iterator[Section]:
 
 def _good(result: SearchResult) -> set[int]:
     """Return the numbers of the best of the complete trials."""
-    complete = [each.trial for each in result.trials if each.trial.state == "complete"]
+    complete = [entry.trial for entry in result.trials if entry.trial.state == "complete"]
     ordered = sorted(complete, key=lambda trial: trial.value or 0.0, reverse=result.search.direction == "maximize")
     return {trial.number for trial in ordered[: math.ceil(len(ordered) / BEST_SHARE)]}
 
@@ -162,8 +165,8 @@ def _axes(names: Sequence[str], ends: Sequence[tuple[str, str]]) -> dict[str, An
         {"type": "line", "x0": i, "x1": i, "y0": 0, "y1": 1, "line": {"color": "var(--line)", "width": 1}, "layer": "below"}
         for i in range(len(names))
     ]
-    shown = [plotly_text(name.rpartition(".")[2]) for name in names]
-    ticks = {"tickvals": [*range(len(names))], "ticktext": shown, "showgrid": False, "range": [-0.1, len(names) - 0.6]}
+    labels = [plotly_text(name.rpartition(".")[2]) for name in names]
+    ticks = {"tickvals": [*range(len(names))], "ticktext": labels, "showgrid": False, "range": [-0.1, len(names) - 0.6]}
     return {
         "height": 320,
         "xaxis": ticks,
@@ -179,16 +182,16 @@ def _axes(names: Sequence[str], ends: Sequence[tuple[str, str]]) -> dict[str, An
 def _importances(result: SearchResult) -> Iterator[Section]:
     if not result.importances:
         return
-    found = dict(reversed([*result.importances.items()]))  # Plotly draws bars from the bottom up
+    shares = dict(reversed([*result.importances.items()]))  # Plotly draws bars from the bottom up
     bars = {
         "type": "bar",
         "orientation": "h",
-        "x": [*found.values()],
-        "y": [plotly_text(key) for key in found],
+        "x": [*shares.values()],
+        "y": [plotly_text(key) for key in shares],
         "marker": {"color": "var(--c0)"},
         "hovertemplate": "%{x:.3f}<extra></extra>",
     }
-    layout = {"height": 90 + 28 * len(found), "xaxis": {"range": [0, 1], "title": {"text": "share"}}}
+    layout = {"height": 90 + 28 * len(shares), "xaxis": {"range": [0, 1], "title": {"text": "share"}}}
     note = "Shares by PED-ANOVA: how much the better trials gather in values of each parameter. Few trials say little."
     yield Section("Importance", [drawing("Importance of the parameters", [bars], layout)], note)
 
@@ -196,24 +199,24 @@ def _importances(result: SearchResult) -> Iterator[Section]:
 def _curves(result: SearchResult) -> Iterator[Section]:
     """Yield the metric of every trial over its steps, as it was reported for pruning."""
     series = [
-        Series(each.trial.name, [*each.trial.reports], [*each.trial.reports.values()], i)
-        for i, each in enumerate(result.trials)
-        if each.trial.reports
+        Series(entry.trial.name, [*entry.trial.reports], [*entry.trial.reports.values()], i)
+        for i, entry in enumerate(result.trials)
+        if entry.trial.reports
     ]
     if series:
-        names = [each.trial.name for each in result.trials]
+        names = [entry.trial.name for entry in result.trials]
         yield Section("Curves", [figures([Chart(result.search.metric, series)], names)], "The metric of each trial by step.")
 
 
 def _trials(result: SearchResult) -> Section:
     header = ["trial", "", result.search.metric, *result.search.parameters, "step", f"{result.unit}-seconds", "recipe", "why"]
     rows = []
-    for each in result.trials:
-        trial, cost = each.trial, f"{each.seconds * each.devices:.0f}"
+    for entry in result.trials:
+        trial, cost = entry.trial, f"{entry.seconds * entry.devices:.0f}"
         state = tag("span", trial.state, class_=CLASSES.get(trial.state))
         value = "" if trial.value is None else _number(trial.value)
-        why = f"pruned at step {trial.pruned_at}" if trial.state == "pruned" else trial.why
-        recipe = tag("a", "recipe.yaml", href=f"{each.run_dir.relative_to(result.folder)}/recipe.yaml")
+        reason = f"pruned at step {trial.pruned_at}" if trial.state == "pruned" else trial.why
+        recipe = tag("a", "recipe.yaml", href=f"{entry.run_dir.relative_to(result.folder)}/recipe.yaml")
         values = [_number(trial.values[key]) for key in result.search.parameters]
-        rows.append([_link(result, each), state, value, *values, each.step, cost, recipe, why])
+        rows.append([_link(result, entry), state, value, *values, entry.step, cost, recipe, reason])
     return Section("Trials", [table(header, rows)])

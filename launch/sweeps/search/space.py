@@ -39,27 +39,27 @@ def is_whole(key: str, parameter: ParameterConfig) -> bool:
     return all(end is not None and float(end).is_integer() for end in ends)
 
 
-def number(value: float, whole: bool) -> float:
-    """Return a number of a range; as an int if the range is of whole numbers and it is one."""
-    return int(value) if whole and float(value).is_integer() else float(value)
+def number(value: float, integer: bool) -> float:
+    """Return a number of a range, as an int if the range has whole numbers and the number is whole."""
+    return int(value) if integer and float(value).is_integer() else float(value)
 
 
 def ends(key: str, parameter: ParameterConfig) -> list[Any]:
     """Return both ends of a range, or all choices."""
     if parameter.choices is not None:
         return parameter.choices
-    whole = is_whole(key, parameter)
+    integer = is_whole(key, parameter)
     assert parameter.low is not None and parameter.high is not None, "`checks.structure` requires them"
-    return list(dict.fromkeys([number(parameter.low, whole), number(parameter.high, whole)]))
+    return list(dict.fromkeys([number(parameter.low, integer), number(parameter.high, integer)]))
 
 
 def corners(search: SearchConfig) -> list[dict[str, Any]]:
-    """Return the corners of the space, the lowest first and the highest last; of a large space only some."""
-    found = {key: ends(key, parameter) for key, parameter in search.parameters.items()}
-    if math.prod(map(len, found.values())) <= MOST_CORNERS:
-        return [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
-    lowest, highest = ({key: values[i] for key, values in found.items()} for i in (0, -1))
-    return [lowest, *({**lowest, key: value} for key, values in found.items() for value in values[1:]), highest]
+    """Return the corners of the space, the lowest first and the highest last; a large space has only some of them."""
+    ends_by_key = {key: ends(key, parameter) for key, parameter in search.parameters.items()}
+    if math.prod(map(len, ends_by_key.values())) <= MOST_CORNERS:
+        return [dict(zip(ends_by_key, values, strict=True)) for values in itertools.product(*ends_by_key.values())]
+    lowest, highest = ({key: values[i] for key, values in ends_by_key.items()} for i in (0, -1))
+    return [lowest, *({**lowest, key: value} for key, values in ends_by_key.items() for value in values[1:]), highest]
 
 
 def points(key: str, parameter: ParameterConfig) -> list[Any]:
@@ -67,8 +67,8 @@ def points(key: str, parameter: ParameterConfig) -> list[Any]:
     if parameter.choices is not None:
         return parameter.choices
     low, _, step = _decimals(parameter)
-    whole = is_whole(key, parameter)
-    return [number(float(low + i * step), whole) for i in range(count(parameter))]
+    integer = is_whole(key, parameter)
+    return [number(float(low + i * step), integer) for i in range(count(parameter))]
 
 
 def count(parameter: ParameterConfig) -> int:
@@ -81,15 +81,15 @@ def count(parameter: ParameterConfig) -> int:
 
 def _decimals(parameter: ParameterConfig) -> tuple[Decimal, Decimal, Decimal]:
     """Return (low, high, step) of a range as written: in binary, three steps of 0.1 pass an upper end of 0.3."""
-    low, high, step = (None if each is None else Decimal(str(each)) for each in (parameter.low, parameter.high, parameter.step))
+    low, high, step = (None if end is None else Decimal(str(end)) for end in (parameter.low, parameter.high, parameter.step))
     assert low is not None and high is not None and step is not None, "`structure` requires them"
     return low, high, step
 
 
 def grid(search: SearchConfig) -> list[dict[str, Any]]:
     """Return every combination of the parameters' points, the last parameter fastest."""
-    found = {key: points(key, parameter) for key, parameter in search.parameters.items()}
-    return [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
+    points_by_key = {key: points(key, parameter) for key, parameter in search.parameters.items()}
+    return [dict(zip(points_by_key, values, strict=True)) for values in itertools.product(*points_by_key.values())]
 
 
 def trials(search: SearchConfig) -> int:
@@ -102,6 +102,6 @@ def as_overrides(values: Values) -> list[str]:
     return [f"{key}={yaml_text.dump([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
 
 
-def shown(values: Values) -> str:
-    """Return values for people: `policy.optimizer.kwargs.lr=0.000123 ...` with four significant digits."""
+def as_text(values: Values) -> str:
+    """Return the values as text: `policy.optimizer.kwargs.lr=0.000123 ...` with four significant digits."""
     return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())

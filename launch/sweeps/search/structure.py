@@ -24,7 +24,7 @@ def problems(
 ) -> Iterator[Problem]:
     """Yield the problems across keys of a search that fits the schema.
 
-    suite, default: the values of its suite, and those of a suite without keys. set_by_sweep: keys of a recipe that no trial may
+    suite, default: the values of its suite, and the defaults of a suite. set_by_sweep: keys of a recipe that no trial may
     set.
     """
     for key, value in suite.items():
@@ -41,64 +41,64 @@ def problems(
         yield Problem("search.parameters", "missing-value", f"got none; expected at least one, {example}")
     wrong = False
     for key, parameter in search.parameters.items():
-        where = f"search.parameters.{key}"
+        path = f"search.parameters.{key}"
         if key in set_by_sweep:
-            yield Problem(where, "contradiction", "the sweep sets this for each trial")
-        for other in search.parameters:
-            if other.startswith(f"{key}."):
-                yield Problem(where, "contradiction", f"got {other} too, which is inside; expected one of them")
-        found = list(_choices(where, parameter) if parameter.choices is not None else _range(where, key, parameter))
-        wrong = wrong or bool(found)
-        yield from found
+            yield Problem(path, "contradiction", "the sweep sets this for each trial")
+        for inner in search.parameters:
+            if inner.startswith(f"{key}."):
+                yield Problem(path, "contradiction", f"got {inner} too, which is inside; expected one of them")
+        faults = list(_choices(path, parameter) if parameter.choices is not None else _range(path, key, parameter))
+        wrong = wrong or bool(faults)
+        yield from faults
     yield from _metric(search.metric)
     yield from _pruner(search)
     if search.parameters and not wrong:
         yield from _sampler(search)
 
 
-def _choices(where: str, parameter: ParameterConfig) -> Iterator[Problem]:
+def _choices(path: str, parameter: ParameterConfig) -> Iterator[Problem]:
     choices: list[Any] = parameter.choices or []
     if not choices:
-        yield Problem(f"{where}.choices", "missing-value", "got none; expected at least one")
+        yield Problem(f"{path}.choices", "missing-value", "got none; expected at least one")
     for choice in choices:
         if not isinstance(choice, str | int | float | None) or (isinstance(choice, float) and not math.isfinite(choice)):
-            yield Problem(f"{where}.choices", "wrong-type", f"got {choice}; expected texts, numbers, true, false or null")
+            yield Problem(f"{path}.choices", "wrong-type", f"got {choice}; expected texts, numbers, true, false or null")
             return
-    if doubles := [each for i, each in enumerate(choices) if each in choices[:i]]:
-        yield Problem(f"{where}.choices", "given-twice", f"got {doubles[0]} twice; expected distinct choices")
+    if doubles := [item for i, item in enumerate(choices) if item in choices[:i]]:
+        yield Problem(f"{path}.choices", "given-twice", f"got {doubles[0]} twice; expected distinct choices")
     for name in ("low", "high", "step"):
         if getattr(parameter, name) is not None:
-            yield Problem(f"{where}.{name}", "contradiction", "got choices too; expected a range or choices")
+            yield Problem(f"{path}.{name}", "contradiction", "got choices too; expected a range or choices")
     if parameter.log:
-        yield Problem(f"{where}.log", "has-no-effect", "choices are drawn as they are")
+        yield Problem(f"{path}.log", "has-no-effect", "choices are drawn as they are")
 
 
-def _range(where: str, key: str, parameter: ParameterConfig) -> Iterator[Problem]:
+def _range(path: str, key: str, parameter: ParameterConfig) -> Iterator[Problem]:
     low, high, step = parameter.low, parameter.high, parameter.step
     if low is None or high is None:
         lacking = "low" if low is None else "high"
-        yield Problem(f"{where}.{lacking}", "missing-value", "got none; expected both ends of the range, or a list of choices")
+        yield Problem(f"{path}.{lacking}", "missing-value", "got none; expected both ends of the range, or a list of choices")
         return
     if low >= high:
-        yield Problem(f"{where}.low", "contradiction", f"got {low:g}; expected below high, {high:g}")
+        yield Problem(f"{path}.low", "contradiction", f"got {low:g}; expected below high, {high:g}")
         return
     if parameter.log and low <= 0:
-        yield Problem(f"{where}.low", "too-small", f"got {low:g}; expected above 0, since log is true")
+        yield Problem(f"{path}.low", "too-small", f"got {low:g}; expected above 0, since log is true")
     if parameter.log and step is not None:
-        yield Problem(f"{where}.step", "contradiction", f"got {step:g}; expected null, as log is true. Try a list of choices")
+        yield Problem(f"{path}.step", "contradiction", f"got {step:g}; expected null, as log is true. Try a list of choices")
     if step is not None and space.count(parameter) < 2:
-        yield Problem(f"{where}.step", "too-large", f"got {step:g}; expected at most the range, {high - low:g}")
+        yield Problem(f"{path}.step", "too-large", f"got {step:g}; expected at most the range, {high - low:g}")
     if space.is_whole(key, parameter):
         for name, value in {"low": low, "high": high, "step": step}.items():
             if value is not None and not float(value).is_integer():
-                yield Problem(f"{where}.{name}", "wrong-type", f"got {value:g}; expected a whole number, as {key} takes")
+                yield Problem(f"{path}.{name}", "wrong-type", f"got {value:g}; expected a whole number, as {key} takes")
 
 
 def _metric(metric: str) -> Iterator[Problem]:
     try:
         if not any(expressions.metrics(objective.parse(metric))):
-            what = f"got '{metric}', which is a constant; expected a metric such as val/accuracy, or an expression over metrics"
-            yield Problem("search.metric", "bad-format", what)
+            message = f"got '{metric}', a constant; expected a metric such as val/accuracy, or an expression over metrics"
+            yield Problem("search.metric", "bad-format", message)
     except expressions.Malformed as error:
         yield Problem("search.metric", "bad-format", str(error))
 
@@ -118,10 +118,10 @@ def _sampler(search: SearchConfig) -> Iterator[Problem]:
 
 
 def _grid(search: SearchConfig) -> Iterator[Problem]:
-    without = [key for key, each in search.parameters.items() if each.choices is None and each.step is None]
+    without = [key for key, item in search.parameters.items() if item.choices is None and item.step is None]
     for key in without:
-        why = "got none; expected the distance of the grid's points, or a list of choices in place of the range"
-        yield Problem(f"search.parameters.{key}.step", "missing-value", why)
+        message = "got none; expected the distance of the grid's points, or a list of choices in place of the range"
+        yield Problem(f"search.parameters.{key}.step", "missing-value", message)
     if without:
         return
     size = math.prod(space.count(parameter) for parameter in search.parameters.values())

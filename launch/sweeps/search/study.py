@@ -1,7 +1,7 @@
 """Keep a search's trials in Optuna's study, a journal in the sweep's folder. The only module that imports Optuna.
 
 Whoever opens the study holds the lock of the sweep's folder, so one process writes at a time; others read a `snapshot`. The
-sampler is made anew for each trial, with a seed of its own, so a search that was killed draws on as one that was not.
+sampler is made anew for each trial, with a seed of its own, so a killed search continues with the same draws.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrialStudy:
     def __init__(self, folder: Path, search: SearchConfig, max_steps: int | None):
         """Open the study in a sweep's folder, or create it. max_steps: of a trial; None if only its data bound it."""
         self._search, self._max_steps = search, max_steps
-        self._distributions = {key: _distribution(key, each) for key, each in search.parameters.items()}
+        self._distributions = {key: _distribution(key, parameter) for key, parameter in search.parameters.items()}
         path = folder / JOURNAL
         _mend(path)
         self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
@@ -76,11 +76,11 @@ class TrialStudy:
 
     def trials(self) -> list[Trial]:
         """Return all trials that have values, in order."""
-        return [_trial(each) for each in self._frozen()]
+        return [_trial(trial) for trial in self._valid_trials()]
 
-    def _frozen(self) -> list[Any]:
-        found = self._study.get_trials(deepcopy=False)
-        return [each for each in found if each.state in STATES and LOST not in each.user_attrs]
+    def _valid_trials(self) -> list[Any]:
+        trials = self._study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state in STATES and LOST not in trial.user_attrs]
 
     def ask(self) -> Trial:
         """Return a new trial with its values."""
@@ -94,9 +94,9 @@ class TrialStudy:
         """Queue the first point of the grid that no trial has, unless a killed process has queued one."""
         if self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             return
-        taken = {each.user_attrs[POINT] for each in self._frozen()}
+        used = {trial.user_attrs[POINT] for trial in self._valid_trials()}
         points = space.grid(self._search)
-        point = next(i for i in range(len(points)) if i not in taken)
+        point = next(i for i in range(len(points)) if i not in used)
         self._study.enqueue_trial(points[point], user_attrs={POINT: point})
 
     def report(self, number: int, step: int, value: float) -> bool:
@@ -118,12 +118,12 @@ class TrialStudy:
         self._study.tell(number, value)
 
     def prune(self, number: int) -> None:
-        """Record that a pruned trial's run has stopped. Its value is the last one reported."""
+        """Record that a pruned trial's run has stopped. Its value is the last reported value."""
         self._study.tell(number, state=TrialState.PRUNED)
 
-    def fail(self, number: int, why: str) -> None:
-        """Record that a trial has no value. why: for people, on one line."""
-        self._mark(number, WHY, why)
+    def fail(self, number: int, reason: str) -> None:
+        """Record that a trial has no value. reason: one line of text."""
+        self._mark(number, WHY, reason)
         self._study.tell(number, state=TrialState.FAIL)
 
     def note_folder(self, number: int, run_dir: str) -> None:
@@ -140,8 +140,8 @@ class TrialStudy:
 
         By PED-ANOVA (https://arxiv.org/abs/2304.10255), which needs no further package, unlike fANOVA.
         """
-        complete = [each for each in self.trials() if each.state == "complete"]
-        if len(complete) < 2 or len({each.value for each in complete}) < 2:
+        complete = [trial for trial in self.trials() if trial.state == "complete"]
+        if len(complete) < 2 or len({trial.value for trial in complete}) < 2:
             return {}
         return dict(optuna.importance.get_param_importances(self._study))
 
@@ -189,9 +189,9 @@ def _distribution(key: str, parameter: ParameterConfig) -> BaseDistribution:
     return FloatDistribution(low, high, parameter.log, step)
 
 
-def _sampler(search: SearchConfig, asked: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler of the next trial. asked: number of trials before it."""
-    seed = search.seed * STREAM + asked
+def _sampler(search: SearchConfig, earlier: int) -> optuna.samplers.BaseSampler:
+    """Return the sampler of the next trial. earlier: number of trials before it."""
+    seed = search.seed * STREAM + earlier
     if search.sampler == "tpe":
         first = min(RANDOM_FIRST, max(1, space.trials(search) // 4))
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=first)

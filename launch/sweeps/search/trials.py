@@ -55,27 +55,27 @@ class SearchResult:
 
     @property
     def best(self) -> TrialResult | None:
-        """The complete trial with the best value, the earliest of equals; None without one."""
-        complete = [each for each in self.trials if each.trial.state == "complete" and each.trial.value is not None]
+        """The complete trial with the best value, the earliest of equals; None without a complete trial."""
+        complete = [entry for entry in self.trials if entry.trial.state == "complete" and entry.trial.value is not None]
         sign = 1 if self.search.direction == "maximize" else -1
-        return max(complete, key=lambda each: sign * (each.trial.value or 0.0), default=None)
+        return max(complete, key=lambda entry: sign * (entry.trial.value or 0.0), default=None)
 
     def count(self, state: str) -> int:
         """Return the number of trials in a state."""
-        return sum(each.trial.state == state for each in self.trials)
+        return sum(entry.trial.state == state for entry in self.trials)
 
     @property
     def used(self) -> float:
         """Device-seconds of all runs."""
-        return sum(each.seconds * each.devices for each in self.trials)
+        return sum(entry.seconds * entry.devices for entry in self.trials)
 
     @property
     def saved(self) -> float:
-        """Device-seconds that pruned trials did not use: their steps that are left, at their own median step time."""
+        """Device-seconds that pruned trials did not use: the steps that they did not run, at their own median step time."""
         if self.max_steps is None:
             return 0.0
-        pruned = [each for each in self.trials if each.trial.state == "pruned"]
-        return sum((self.max_steps - each.step) * (each.step_seconds or 0.0) * each.devices for each in pruned)
+        pruned = [entry for entry in self.trials if entry.trial.state == "pruned"]
+        return sum((self.max_steps - entry.step) * (entry.step_seconds or 0.0) * entry.devices for entry in pruned)
 
     @property
     def summary(self) -> str:
@@ -96,19 +96,19 @@ def result(
     max_steps: int | None,
 ) -> SearchResult:
     """Read the runs of all trials. max_steps: of a trial. Raises RecipeError for a malformed metrics.jsonl."""
-    found, units = [], set()
+    results, units = [], set()
     for trial in trials:
         run_dir = folder.path / "runs" / trial.name
         measured = measurements.measure(run_dir)
         devices, unit = _devices(run_dir)
         units |= {unit} - {""}
-        found.append(TrialResult(trial, run_dir, measured.curves, measured.seconds, devices))
+        results.append(TrialResult(trial, run_dir, measured.curves, measured.seconds, devices))
     unit = units.pop() if len(units) == 1 else "device"
-    return SearchResult(folder.title, folder.path, search, space.trials(search), found, importances, max_steps, unit)
+    return SearchResult(folder.title, folder.path, search, space.trials(search), results, importances, max_steps, unit)
 
 
 def _devices(run_dir: Path) -> tuple[int, str]:
-    """Return (GPUs of a run, "GPU"); of a run without GPUs (its ranks, "rank"); of one that was never submitted (0, "")."""
+    """Return (GPUs of a run, "GPU"); of a run without GPUs (its ranks, "rank"); of a trial that was never submitted (0, "")."""
     path = run_dir / "recipe.yaml"
     if not path.exists():
         return 0, ""
@@ -120,4 +120,4 @@ def _devices(run_dir: Path) -> tuple[int, str]:
 def _gpus(recipe: Recipe) -> int:
     """Return the GPUs of a job; colocated components count once."""
     guests = {"generate"} if config.colocated(recipe) else set()
-    return sum(each.nodes * each.gpus_per_node for name, each in config.components(recipe).items() if name not in guests)
+    return sum(part.nodes * part.gpus_per_node for name, part in config.components(recipe).items() if name not in guests)

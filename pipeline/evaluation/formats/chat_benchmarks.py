@@ -62,7 +62,7 @@ class ArenaHard(Format):
         name = str(record.get("uid") or record.get("question_id") or "")
         if not name:
             raise ValueError("has neither 'uid' nor 'question_id'")
-        asked = text_of(record, "prompt") if "prompt" in record else _content(value_of(record, "turns"))
+        prompt = text_of(record, "prompt") if "prompt" in record else _content(value_of(record, "turns"))
         if "baseline" in record:
             baseline = text_of(record, "baseline")
         elif self.arguments.baseline_file is None:
@@ -71,7 +71,7 @@ class ArenaHard(Format):
             raise ValueError(f"{self.arguments.baseline_file} has no answer to question {name}")
         task = {"baseline": baseline, "difficulty": _difficulty(record, self.arguments.difficulty_key)}
         group = str(record.get("category") or record.get("cluster") or "")
-        return Question(name, asked, task=task, group=group)
+        return Question(name, prompt, task=task, group=group)
 
 
 class MTBench(Format):

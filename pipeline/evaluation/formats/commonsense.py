@@ -23,7 +23,7 @@ class HellaSwag(Format):
     @override
     def question(self, record: Record, index: int) -> Question:
         context = f"{text_of(record, 'activity_label')}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-        return chosen(_cleaned(context), [_cleaned(ending) for ending in record["endings"]], int(record["label"]))
+        return choice_question(_clean(context), [_clean(ending) for ending in record["endings"]], int(record["label"]))
 
 
 class WinoGrande(Format):
@@ -50,7 +50,7 @@ class PIQA(Format):
 
     @override
     def question(self, record: Record, index: int) -> Question:
-        return chosen(f"Question: {record['goal']}\nAnswer:", [record["sol1"], record["sol2"]], int(record["label"]))
+        return choice_question(f"Question: {record['goal']}\nAnswer:", [record["sol1"], record["sol2"]], int(record["label"]))
 
 
 class OpenBookQA(Format):
@@ -60,7 +60,7 @@ class OpenBookQA(Format):
 
     @override
     def question(self, record: Record, index: int) -> Question:
-        return chosen(text_of(record, "question_stem"), *labelled(record))
+        return choice_question(text_of(record, "question_stem"), *labelled_choices(record))
 
 
 class BoolQ(Format):
@@ -72,7 +72,7 @@ class BoolQ(Format):
     @override
     def question(self, record: Record, index: int) -> Question:
         prompt = f"{record['passage']}\nQuestion: {record['question']}?\nAnswer:"
-        return chosen(prompt, ["no", "yes"], int(record["label"]))
+        return choice_question(prompt, ["no", "yes"], int(record["label"]))
 
 
 class Lambada(Format):
@@ -83,13 +83,13 @@ class Lambada(Format):
     @override
     def question(self, record: Record, index: int) -> Question:
         before, _, word = text_of(record, "text").rpartition(" ")
-        return chosen(before, [word], 0)
+        return choice_question(before, [word], 0)
 
 
-def chosen(prompt: str, choices: Sequence[str], right: int, group: str = "", description: str = "") -> Question:
-    """Return a question whose choices continue its prompt. Raises ValueError unless `right` is the place of one of them."""
+def choice_question(prompt: str, choices: Sequence[str], right: int, group: str = "", description: str = "") -> Question:
+    """Return a question whose choices continue its prompt. Raises ValueError unless `right` is the index of a choice."""
     if not 0 <= right < len(choices):
-        raise ValueError(f"got choice {right} as the right one; expected 0 to {len(choices) - 1}")
+        raise ValueError(f"got right choice {right}; expected 0 to {len(choices) - 1}")
     return Question(
         "",
         prompt,
@@ -101,14 +101,14 @@ def chosen(prompt: str, choices: Sequence[str], right: int, group: str = "", des
     )
 
 
-def labelled(record: Record) -> tuple[list[str], int]:
-    """Return choices {"text": [..], "label": [..]} as texts, and the place of the one that answerKey labels."""
+def labelled_choices(record: Record) -> tuple[list[str], int]:
+    """Return choices {"text": [..], "label": [..]} as texts, and the index of the choice that answerKey labels."""
     choices, key = record["choices"], text_of(record, "answerKey").lstrip()
     if key not in choices["label"]:
         raise ValueError(f"'answerKey' is '{key}'; expected one of {', '.join(choices['label'])}")
     return list(choices["text"]), list(choices["label"]).index(key)
 
 
-def _cleaned(text: str) -> str:
+def _clean(text: str) -> str:
     """Return a text of WikiHow without marks of its layout."""
     return _ARTIFACT.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")

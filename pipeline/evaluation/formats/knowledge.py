@@ -7,7 +7,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pipeline.data.records import text_of
-from pipeline.evaluation.formats.commonsense import chosen, labelled
+from pipeline.evaluation.formats.commonsense import choice_question, labelled_choices
 from pipeline.evaluation.questions import Format, Question, Record
 
 LETTERS = "ABCD"
@@ -20,7 +20,7 @@ class ARC(Format):
 
     @override
     def question(self, record: Record, index: int) -> Question:
-        return chosen(f"Question: {record['question']}\nAnswer:", *labelled(record))
+        return choice_question(f"Question: {record['question']}\nAnswer:", *labelled_choices(record))
 
 
 class MMLU(Format):
@@ -37,4 +37,4 @@ class MMLU(Format):
         lines = "".join(f"{letter}. {choice}\n" for letter, choice in zip(LETTERS, choices, strict=True))
         about = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
         prompt = f"{text_of(record, 'question').strip()}\n{lines}Answer:"
-        return chosen(prompt, LETTERS, int(record["answer"]), subject, about)
+        return choice_question(prompt, LETTERS, int(record["answer"]), subject, about)

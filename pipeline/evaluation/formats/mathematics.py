@@ -71,12 +71,12 @@ class _Problems(Format):
         return Question(
             id=_text(record, self.id),
             prompt=self.arguments.prompt_text.replace("{question}", text_of(record, self.problem)),
-            target=f" {self.worked(record)}",
+            target=f" {self.worked_answer(record)}",
             task={"answer": answer},
             group=_text(record, self.group),
         )
 
-    def worked(self, record: Record) -> str:
+    def worked_answer(self, record: Record) -> str:
         r"""Return the answer as a worked example shows it."""
         return f"{record['solution']}" if record.get("solution") else f"\\boxed{{{record[self.answer]}}}"
 

@@ -51,15 +51,15 @@ class HumanEval(Format):
         code, name, style = record["prompt"], record["entry_point"], self.arguments.style
         if "def check(" not in record["test"]:
             raise ValueError("test does not define check(candidate)")
-        asked = f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{code}\n```\n"
-        begun = f"Here is the completed function:\n```python\n{code}\n"
-        prompts: dict[str, str | list[Message]] = {"completion": code, "chat": asked, "instruct": _begun(asked, begun)}
+        request = f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{code}\n```\n"
+        start = f"Here is the completed function:\n```python\n{code}\n"
+        prompts: dict[str, str | list[Message]] = {"completion": code, "chat": request, "instruct": _continue(request, start)}
         tests = {"program": f"{record['test']}\n\ncheck({name})\n", "setup": code, "entry_point": name}
         return Question(
             id=str(record["task_id"]),
             prompt=prompts[style],
             target=record["canonical_solution"],
-            task=_task(tests, "blocks" if style == "chat" else "continuation", given=code),
+            task=_task(tests, "blocks" if style == "chat" else "continuation", code=code),
         )
 
 
@@ -118,32 +118,32 @@ class MBPP(Format):
         text = record.get("prompt") or record.get("text")
         if not text:
             raise ValueError("got neither text nor prompt")
-        style, shown = self.arguments.style, record["test_list"][:3]
+        style, examples = self.arguments.style, record["test_list"][:3]
         setup = [*(record.get("test_imports") or []), record.get("test_setup_code") or ""]
         program = "\n".join([*setup, record.get("test") or "\n".join(record["test_list"])])
-        name = _called("\n".join([*setup, *record["test_list"]]), record["code"])
+        name = _called_function("\n".join([*setup, *record["test_list"]]), record["code"])
         return Question(
             id=str(record["task_id"]),
-            prompt=_mbpp_prompt(text, shown, style, plus="test" in record),
+            prompt=_mbpp_prompt(text, examples, style, plus="test" in record),
             target=f"{record['code']}\n[DONE]" if style == "completion" else f"```python\n{record['code']}\n```",
             task=_task({"program": program, "setup": "", "entry_point": name}, "blocks" if style == "chat" else "open_block"),
         )
 
 
 def _mbpp_prompt(text: str, tests: Sequence[str], style: str, plus: bool) -> str | list[Message]:
-    shown, begin = "\n".join(tests), "You are an expert Python programmer, and here is your task:"
+    examples, begin = "\n".join(tests), "You are an expert Python programmer, and here is your task:"
     if style == "completion":
-        return f"{begin} {text} Your code should pass these tests:\n\n{shown}\n[BEGIN]\n"
-    asked = f"{begin}\n{text}\nYour code should pass these tests:\n{shown}"
+        return f"{begin} {text} Your code should pass these tests:\n\n{examples}\n[BEGIN]\n"
+    request = f"{begin}\n{text}\nYour code should pass these tests:\n{examples}"
     if style == "chat":
-        return f"{asked}\nAnswer with the code in a Python block."
+        return f"{request}\nAnswer with the code in a Python block."
     if not plus:
-        return _begun(asked, "\n```python\n")
-    asked = f"{text} Your code should satisfy the following assertion:\n{tests[0]}"
-    return _begun(asked, "Here is a solution to this programming problem:\n```python\n")
+        return _continue(request, "\n```python\n")
+    request = f"{text} Your code should satisfy the following assertion:\n{tests[0]}"
+    return _continue(request, "Here is a solution to this programming problem:\n```python\n")
 
 
-def _called(tests: str, code: str) -> str:
+def _called_function(tests: str, code: str) -> str:
     """Return the first function that the tests call and do not define. Raises ValueError if there is none.
 
     code: a solution. A function of it may have the name of a built-in one: task 126 asks for `sum`.
@@ -154,10 +154,10 @@ def _called(tests: str, code: str) -> str:
         }
     except SyntaxError as error:
         raise ValueError(f"the tests are not Python: {error}") from error
-    places = {found.start(): name for name in names if (found := re.search(rf"\b{name}\s*\(", tests))}
-    if not places:
+    by_position = {match.start(): name for name in names if (match := re.search(rf"\b{name}\s*\(", tests))}
+    if not by_position:
         raise ValueError("the tests call no function of the answer")
-    return places[min(places)]
+    return by_position[min(by_position)]
 
 
 # ---- LiveCodeBench -----------------------------------------------------------------------------------------------------------
@@ -240,10 +240,10 @@ class LiveCodeBench(Format):
         )
 
 
-def _begun(asked: str, begun: str) -> list[Message]:
+def _continue(request: str, beginning: str) -> list[Message]:
     """Return a conversation in which the model continues its answer."""
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": begun}]
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": beginning}]
 
 
-def _task(tests: dict[str, Any], style: str, given: str = "") -> dict[str, Any]:
-    return {"answer": json.dumps(tests), "style": style, "given": given}
+def _task(tests: dict[str, Any], style: str, code: str = "") -> dict[str, Any]:
+    return {"answer": json.dumps(tests), "style": style, "given": code}

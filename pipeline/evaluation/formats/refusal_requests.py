@@ -48,8 +48,8 @@ class Requests(Format):
         if keys.label_key is not None:
             label = str(value_of(record, keys.label_key))
             if label not in (*keys.harmful_labels, *keys.harmless_labels):
-                known = ", ".join((*keys.harmful_labels, *keys.harmless_labels))
-                raise ValueError(f"'{keys.label_key}' is {label}; expected one of {known}")
+                labels = ", ".join((*keys.harmful_labels, *keys.harmless_labels))
+                raise ValueError(f"'{keys.label_key}' is {label}; expected one of {labels}")
             harmful = label in keys.harmful_labels
         return Question(
             id=str(value_of(record, keys.id_key)) if keys.id_key is not None else "",

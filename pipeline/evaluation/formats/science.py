@@ -1,4 +1,4 @@
-"""Questions with lettered choices, answered in words: GPQA, MMLU, MMLU-Pro and ARC. `knowledge.py` has those by likelihood.
+"""Questions with lettered choices, answered in words: GPQA, MMLU, MMLU-Pro and ARC. `knowledge.py` asks them by likelihood.
 
 Each class names the repository whose columns it reads. The environment `multiple_choice` scores the answers.
 """
@@ -66,10 +66,10 @@ class _Lettered(Format):
             raise ValueError(f"its answer is choice {read.right + 1} of {len(read.choices)}")
         letters = string.ascii_uppercase[: len(read.choices)]
         lines = [
-            _filled(self.arguments.choice_text, letter=letter, choice=choice)
+            _fill(self.arguments.choice_text, letter=letter, choice=choice)
             for letter, choice in zip(letters, read.choices, strict=True)
         ]
-        asked = _filled(
+        prompt = _fill(
             self.arguments.prompt_text,
             question=read.question,
             choices="\n".join(lines),
@@ -78,17 +78,17 @@ class _Lettered(Format):
         )
         return Question(
             id=read.id,
-            prompt=asked,
+            prompt=prompt,
             target=f" {read.solution or letters[read.right]}",
             task={"answer": letters[read.right]},
             group=read.subject,
-            description=_filled(self.arguments.description, subject=read.subject.replace("_", " ")),
+            description=_fill(self.arguments.description, subject=read.subject.replace("_", " ")),
         )
 
 
-def _filled(text: str, **values: str) -> str:
+def _fill(text: str, **values: str) -> str:
     """Return a text with {name} replaced by its value; other braces stay."""
-    return re.sub("|".join(rf"\{{{name}\}}" for name in values), lambda found: values[found[0][1:-1]], text)
+    return re.sub("|".join(rf"\{{{name}\}}" for name in values), lambda match: values[match[0][1:-1]], text)
 
 
 class GPQA(_Lettered):
@@ -98,19 +98,19 @@ class GPQA(_Lettered):
 
     @override
     def read(self, record: Record, index: int) -> _Choices:
-        question, *choices = (_cleaned(text_of(record, column)) for column in self.columns)
+        question, *choices = (_clean(text_of(record, column)) for column in self.columns)
         order = list(range(len(choices)))
         random.Random(f"{self.arguments.shuffle_seed} {question}").shuffle(order)
         return _Choices(
             question,
-            tuple(choices[place] for place in order),
+            tuple(choices[i] for i in order),
             order.index(0),
             str(record.get("Record ID") or ""),
             str(record.get("High-level domain") or ""),
         )
 
 
-def _cleaned(text: str) -> str:
+def _clean(text: str) -> str:
     """Return a text of GPQA without the marks of its forms."""
     return text.strip().replace(" [title]", ". ").replace("  ", " ")
 

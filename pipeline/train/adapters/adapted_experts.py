@@ -99,20 +99,22 @@ class AdaptedExperts(nn.Module):
         spec, (a, b, magnitude) = self.adapter_spec, adapter
         drops = self.adapter_switch.dropout and spec.dropout > 0
         dropped = _dropout(rows, spec.dropout) if drops and spec.dropout_input else rows
-        added = _grouped_linear(_grouped_linear(dropped, _aligned(a, 1), ends), _aligned(b, 2), ends) * spec.scale
+        added = _grouped_linear(_grouped_linear(dropped, _align(a, 1), ends), _align(b, 2), ends) * spec.scale
         if drops and not spec.dropout_input:
             added = _dropout(added, spec.dropout)
         if magnitude is None:
             return output + added
         # As in peft: dropout of the input applies to the part of W x that the magnitudes change, too.
         scaled = output if dropped is rows else _grouped_linear(dropped, weight, ends, is_transposed=self.is_transposed)
-        each = zip(weight.detach(), a.detach(), b.detach(), strict=True)  # one expert's norms at a time, to save memory
-        norms = torch.stack([adapter_weights.row_norms(w.T if self.is_transposed else w, x, y, spec.scale) for w, x, y in each])
+        factors = zip(weight.detach(), a.detach(), b.detach(), strict=True)  # one expert's norms at a time, to save memory
+        norms = torch.stack(
+            [adapter_weights.row_norms(w.T if self.is_transposed else w, x, y, spec.scale) for w, x, y in factors]
+        )
         factor = (magnitude.to(norms.dtype) / norms).to(output.dtype)[experts]
         return output + (factor - 1) * scaled + factor * added
 
 
-def _aligned(matrices: torch.Tensor, dim: int) -> torch.Tensor:
+def _align(matrices: torch.Tensor, dim: int) -> torch.Tensor:
     """Return A [E, dim, in] or B [E, out, dim] with zeros up to a rank that grouped products take. dim: of the rank."""
     short = -matrices.shape[dim] % (ALIGNED // matrices.element_size())
     return F.pad(matrices, (0, 0, 0, short) if dim == 1 else (0, short)) if short else matrices
@@ -126,5 +128,5 @@ def _dropout(rows: torch.Tensor, probability: float) -> torch.Tensor:
     """
     seed = int(torch.randint(1 << 62, (), device="cpu")) ^ dist.get_rank()
     generator = torch.Generator(rows.device).manual_seed(seed)
-    kept = torch.empty_like(rows).bernoulli_(1 - probability, generator=generator)
-    return rows * kept / (1 - probability)
+    mask = torch.empty_like(rows).bernoulli_(1 - probability, generator=generator)
+    return rows * mask / (1 - probability)

@@ -36,21 +36,21 @@ class DescribedExperts:
     columns: int  # in
 
 
-def experts(found: Iterable[Tensor]) -> list[DescribedExperts]:
-    """Return the parameters of experts. found: the model's tensors on disk."""
+def experts(tensors: Iterable[Tensor]) -> list[DescribedExperts]:
+    """Return the parameters of experts. tensors: the model's, on disk."""
     sizes: dict[str, tuple[int, int, int]] = {}
-    routed = [tensor for tensor in found if tensor.part == "routed"]
+    routed = [tensor for tensor in tensors if tensor.part == "routed"]
     gated = any(re.search(r"\.(gate_proj|w1)\.weight$", tensor.name) for tensor in routed)
     for tensor in routed:
         if len(tensor.shape) == 3:  # of all experts, as in memory
             count, columns, rows = tensor.shape
             sizes[tensor.name] = count, rows, columns
-        elif one := _EXPERT.fullmatch(tensor.name):
-            kind = "gate_up_proj" if gated and one[3] == "up_proj" else _JOINED.get(one[3], one[3])
-            name = f"{in_transformers(one[1])}.{kind}"
+        elif match := _EXPERT.fullmatch(tensor.name):
+            kind = "gate_up_proj" if gated and match[3] == "up_proj" else _JOINED.get(match[3], match[3])
+            name = f"{in_transformers(match[1])}.{kind}"
             count, rows, columns = sizes.get(name, (0, 0, tensor.shape[1]))
-            first = int(one[2]) == 0
-            sizes[name] = max(count, int(one[2]) + 1), rows + (tensor.shape[0] if first else 0), columns
+            first = int(match[2]) == 0
+            sizes[name] = max(count, int(match[2]) + 1), rows + (tensor.shape[0] if first else 0), columns
     return [DescribedExperts(name, *of) for name, of in sizes.items()]
 
 
@@ -63,10 +63,10 @@ def is_adapted(layer: str, config: LoRAConfig) -> bool:
     return (config.match_all_linear or among(config.target_modules)) and not among(config.exclude_modules)
 
 
-def expert_entries(found: Iterable[Tensor], config: LoRAConfig) -> int:
+def expert_entries(tensors: Iterable[Tensor], config: LoRAConfig) -> int:
     """Return the number of entries of A and B of all experts."""
-    adapted = [one for one in experts(found) if is_adapted(one.name, config)]
-    return config.dim * sum(one.experts * (one.rows + one.columns) for one in adapted)
+    adapted = [layer for layer in experts(tensors) if is_adapted(layer.name, config)]
+    return config.dim * sum(layer.experts * (layer.rows + layer.columns) for layer in adapted)
 
 
 def family_not_served(model_type: str | None) -> Iterator[Problem]:

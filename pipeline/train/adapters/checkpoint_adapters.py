@@ -28,12 +28,12 @@ def saved_spec(record: Mapping[str, Any]) -> AdapterSpec:
 
 def adapted_layers(reader: BoxReader) -> dict[str, Shape]:
     """Return {layer: [out, in]} of the layers that have an adapter in a checkpoint."""
-    found = {}
+    layers = {}
     for name, shape in reader.shapes.items():
         if name.startswith(PREFIX) and name.endswith(A):
             layer = name.removeprefix(PREFIX).removesuffix(A)
-            found[layer] = (reader.shapes[PREFIX + layer + B][0], shape[1])
-    return found
+            layers[layer] = (reader.shapes[PREFIX + layer + B][0], shape[1])
+    return layers
 
 
 class SavedAdapters:
@@ -56,28 +56,28 @@ class SavedAdapters:
 
     def of_experts(self) -> dict[str, ExpertParameter]:
         """Return {parameter in memory: its description} of experts, of which some are adapted under one A for all rows."""
-        held = {found[0] for layer in self.layers if (found := parameter_of(layer))}
-        return {name: parameter for name, parameter in self._experts.items() if name in held}
+        parameters = {match[0] for layer in self.layers if (match := parameter_of(layer))}
+        return {name: parameter for name, parameter in self._experts.items() if name in parameters}
 
     def weights(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return {weight on disk: shape} of the adapted weights. shapes: of the model's tensors on disk.
 
         A layer that is not of this model is found under its own name, with the shape of its adapter.
         """
-        found: dict[str, Shape] = {}
+        tensors: dict[str, Shape] = {}
         adapted: dict[str, set[int]] = {}
         for layer, shape in self.layers.items():
             name, expert = parameter_of(layer) or ("", 0)
             if (parameter := self._experts.get(name)) is None:
-                found[f"{layer}.weight"] = shape
+                tensors[f"{layer}.weight"] = shape
             elif shape != (parameter.rows, parameter.columns) or expert >= parameter.experts:
-                found[layer] = shape
+                tensors[layer] = shape
             else:
                 adapted.setdefault(name, set()).add(expert)
         for stored, pieces in self._parts.items():
             if any(not adapted.get(piece.name, set()).isdisjoint(_experts(piece)) for piece in pieces):
-                found[stored] = shapes[stored]
-        return found
+                tensors[stored] = shapes[stored]
+        return tensors
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Merge a whole weight on disk, one of `weights`, with its adapters."""
@@ -86,13 +86,13 @@ class SavedAdapters:
             return self._merge(layer, weight, slice(None), slice(None))
         merged = weight.clone()
         for piece in self._parts[name]:
-            parameter, place = self._experts[piece.name], piece.target.within(whole(tuple(weight.shape)))
-            part = merged[place].reshape(piece.source.size)
-            for one, expert in zip(part, _experts(piece), strict=True):
+            parameter, box = self._experts[piece.name], piece.target.within(whole(tuple(weight.shape)))
+            part = merged[box].reshape(piece.source.size)
+            for matrix, expert in zip(part, _experts(piece), strict=True):
                 if (layer := parameter.layer(expert)) in self.layers:
-                    own = one.T if parameter.transposed else one
-                    own.copy_(self._merge(layer, own, *parameter.part(piece.source)))
-            merged[place] = part.reshape(piece.target.size)
+                    oriented = matrix.T if parameter.transposed else matrix
+                    oriented.copy_(self._merge(layer, oriented, *parameter.part(piece.source)))
+            merged[box] = part.reshape(piece.target.size)
         return merged
 
     def read(self, name: str) -> torch.Tensor:

@@ -42,7 +42,7 @@ class ExpertParameter:
 
 def expert_parameters(hf: PreTrainedModel) -> dict[str, ExpertParameter]:
     """Return the parameters of all experts of a model, by name."""
-    found = {}
+    parameters = {}
     for path, module in hf.named_modules():
         if not hasattr(module, "_is_expert_parallel"):  # of the classes whose implementation transformers lets one choose
             continue
@@ -51,14 +51,14 @@ def expert_parameters(hf: PreTrainedModel) -> dict[str, ExpertParameter]:
             if parameter.dim() == 3:
                 experts, *shape = parameter.shape
                 rows, columns = reversed(shape) if transposed else shape
-                found[f"{path}.{kind}"] = ExpertParameter(f"{path}.{kind}", experts, rows, columns, transposed)
-    return found
+                parameters[f"{path}.{kind}"] = ExpertParameter(f"{path}.{kind}", experts, rows, columns, transposed)
+    return parameters
 
 
 def parameter_of(layer: str) -> tuple[str, int] | None:
     """Return (name of the parameter in memory, expert) of an expert's layer; None for other names."""
-    found = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", layer)
-    return (f"{found[1]}.{found[3]}", int(found[2])) if found else None
+    match = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", layer)
+    return (f"{match[1]}.{match[3]}", int(match[2])) if match else None
 
 
 def stack_for_peft(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

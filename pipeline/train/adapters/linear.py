@@ -96,8 +96,8 @@ class AdaptedLinear(nn.Module):
         (layout,) = style.output_layouts
         parallelize_module(self.lora_A, mesh, RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=layout))
         self.sum_columns = _Sum(mesh.get_group())
-        whole = ["lora_B.weight", *(["lora_magnitude_vector"] if self.lora_magnitude_vector is not None else [])]
-        return whole if _cuts_tokens(layout) else []
+        uncut = ["lora_B.weight", *(["lora_magnitude_vector"] if self.lora_magnitude_vector is not None else [])]
+        return uncut if _cuts_tokens(layout) else []
 
 
 class _Sum:

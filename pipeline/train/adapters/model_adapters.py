@@ -66,9 +66,9 @@ class LinearAdapter:
 
     def layout(self, of: AdapterSpec) -> dict[str, list[Piece]]:
         """Return {parameter in memory: its tensor on disk}."""
-        held = [name for name in (self.a, self.b, self.magnitude) if name]
+        names = [name for name in (self.a, self.b, self.magnitude) if name]
         stored = self.shapes(of).items()
-        return {name: [Piece(own, whole(shape), whole(shape))] for name, (own, shape) in zip(held, stored, strict=True)}
+        return {name: [Piece(source, whole(shape), whole(shape))] for name, (source, shape) in zip(names, stored, strict=True)}
 
     def initialize(self, of: AdapterSpec, parameters: Parameters, seed: int) -> None:
         """Give this rank's part its initial values."""
@@ -106,23 +106,23 @@ class ExpertsAdapter:
         return self.parameter.name
 
     def shapes(self, of: AdapterSpec) -> dict[str, tuple[int, ...]]:
-        """Return {name on disk: shape} of its tensors, which are those of each expert."""
-        found = {}
+        """Return {name on disk: shape} of the tensors of all experts."""
+        shapes = {}
         for expert in range(self.parameter.experts):
-            found |= of.shapes(self.parameter.layer(expert), self.parameter.rows, self.parameter.columns)
-        return found
+            shapes |= of.shapes(self.parameter.layer(expert), self.parameter.rows, self.parameter.columns)
+        return shapes
 
     def layout(self, of: AdapterSpec) -> dict[str, list[Piece]]:
         """Return {parameter in memory: the tensors on disk that it consists of}."""
         shapes = self.shapes(of)
         suffixes = {self.a: spec.A, self.b: spec.B} | ({self.magnitude: spec.MAGNITUDE} if self.magnitude else {})
-        found: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for name, suffix in suffixes.items():
             for expert in range(self.parameter.experts):
-                own = self.parameter.layer(expert) + suffix
-                place = Box((expert, *(0 for _ in shapes[own])), (1, *shapes[own]))
-                found.setdefault(name, []).append(Piece(own, whole(shapes[own]), place))
-        return found
+                stored_name = self.parameter.layer(expert) + suffix
+                box = Box((expert, *(0 for _ in shapes[stored_name])), (1, *shapes[stored_name]))
+                pieces.setdefault(name, []).append(Piece(stored_name, whole(shapes[stored_name]), box))
+        return pieces
 
     def initialize(self, of: AdapterSpec, parameters: Parameters, seed: int) -> None:
         """Give this rank's part its initial values."""
@@ -136,14 +136,14 @@ class ExpertsAdapter:
 
     def merged(self, of: AdapterSpec, parameters: Parameters, device: torch.device) -> torch.Tensor:
         """Return this rank's part of W, merged one expert at a time, in the order of W's dimensions."""
-        found = torch.empty_like(local(parameters[self.weight]), device=device)
+        merged = torch.empty_like(local(parameters[self.weight]), device=device)
         a, b = (local(parameters[name]) for name in (self.a, self.b))
         magnitudes = local(parameters[self.magnitude]) if self.magnitude else [None] * len(a)
         for i, (weight, magnitude) in enumerate(zip(self._experts(parameters), magnitudes, strict=True)):
-            own = (a[i].to(device), b[i].to(device), of.scale, None if magnitude is None else magnitude.to(device))
-            one = adapter_weights.merge(weight.to(device), *own)
-            found[i].copy_(one.T if self.parameter.transposed else one)
-        return found
+            factors = (a[i].to(device), b[i].to(device), of.scale, None if magnitude is None else magnitude.to(device))
+            matrix = adapter_weights.merge(weight.to(device), *factors)
+            merged[i].copy_(matrix.T if self.parameter.transposed else matrix)
+        return merged
 
     def _experts(self, parameters: Parameters) -> Iterator[torch.Tensor]:
         """Yield W [out, in] of each expert that this rank holds."""

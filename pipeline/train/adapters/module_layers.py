@@ -37,7 +37,7 @@ class AdaptedModule:
         shared = "own" not in chosen.choices
         if weight.expert is not None and shared:
             return cls(chosen.name, weight, (_expert_layer(layers),), True, (sum(rows),))
-        adapted = tuple(layer if one else None for layer, one in zip(layers, chosen.choices, strict=True))
+        adapted = tuple(layer if is_chosen else None for layer, is_chosen in zip(layers, chosen.choices, strict=True))
         return cls(chosen.name, weight, adapted, shared, rows)
 
     @property
@@ -47,10 +47,10 @@ class AdaptedModule:
 
     def tensors(self, spec: AdapterSpec, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return {name on disk: shape} of the adapters. shapes: of the model's tensors on disk."""
-        found, columns = {}, shapes[self.weight.sources[0]][1]
+        tensors, columns = {}, shapes[self.weight.sources[0]][1]
         for layer, rows in zip(self.layers, self.rows, strict=True):
-            found |= spec.shapes(layer, rows, columns) if layer else {}
-        return found
+            tensors |= spec.shapes(layer, rows, columns) if layer else {}
+        return tensors
 
 
 def options(config: MegatronLoRAConfig) -> LoRAConfig:
@@ -86,6 +86,6 @@ def _expert_layer(layers: list[str]) -> str:
     """
     expert = expert_of(layers[0])
     assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it
-    own = layers[0].rpartition(".")[2]
-    kind = "gate_up_proj" if len(layers) > 1 else {"w2": "down_proj"}.get(own, own)
+    suffix = layers[0].rpartition(".")[2]
+    kind = "gate_up_proj" if len(layers) > 1 else {"w2": "down_proj"}.get(suffix, suffix)
     return f"{in_transformers(expert)}.{kind}"

@@ -35,39 +35,39 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
     parameters: of the whole model. Raises RecipeError for names that match no module, and for modules that can have no adapter.
     """
     if not config.target_modules and any(name.endswith(".in_proj.weight") for name in parameters):
-        others = ", ".join(sorted({name.rpartition(".")[2] for name, _ in _linear(parameters, prefix)}))
+        suffixes = ", ".join(sorted({name.rpartition(".")[2] for name, _ in _linear(parameters, prefix)}))
         message = "got no names for a model with recurrent states, whose projections cannot have adapters; expected some of:"
-        raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", f"{message} {others}"))
+        raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", f"{message} {suffixes}"))
     unmatched = {("target_modules", name) for name in config.target_modules}
     if not config.target_modules:  # else one of the two is refused before
         unmatched |= {("exclude_modules", name) for name in config.exclude_modules}
-    found, names = [], set[str]()
+    modules, names = [], set[str]()
     for module, weight in _linear(parameters, prefix):
         names.update(_names(module, len(weight.sources)))
         choices, used = _choices(config, module, len(weight.sources))
         unmatched -= used
         if any(choices):
-            found.append(ChosenModule(module, weight, choices))
+            modules.append(ChosenModule(module, weight, choices))
     if unmatched:
         key, name = sorted(unmatched)[0]
         message = f"got '{name}', which no linear layer of the model matches; expected some of: {', '.join(sorted(names))}"
         raise RecipeError(Problem(f"{KEY}.{key}", "not-a-choice", message))
-    if not found:
+    if not modules:
         message = f"got {config.exclude_modules}, which excludes all layers; expected at least one left"
         raise RecipeError(Problem(f"{KEY}.exclude_modules", "contradiction", message))
-    _check_experts(config, found)
-    return found
+    _check_experts(config, modules)
+    return modules
 
 
-def _check_experts(config: MegatronLoRAConfig, found: list[ChosenModule]) -> None:
+def _check_experts(config: MegatronLoRAConfig, modules: list[ChosenModule]) -> None:
     """Refuse adapters of experts that are one tensor on disk (gpt-oss)."""
-    if all(module.weight.expert is None or expert_of(module.weight.sources[0]) for module in found):
+    if all(module.weight.expert is None or expert_of(module.weight.sources[0]) for module in modules):
         return
-    key, got, hint = "target_modules", ", ".join(config.target_modules), "names of attention's layers"
+    key, value, hint = "target_modules", ", ".join(config.target_modules), "names of attention's layers"
     if not config.target_modules:
-        key, got, hint = "exclude_modules", config.exclude_modules, f"{KEY}.exclude_modules='[\"{EXPERTS}\"]'"
+        key, value, hint = "exclude_modules", config.exclude_modules, f"{KEY}.exclude_modules='[\"{EXPERTS}\"]'"
     message = (
-        f"got {got} for a model whose experts are one tensor, which cannot have adapters; expected names that leave them out"
+        f"got {value} for a model whose experts are one tensor, which cannot have adapters; expected names that leave them out"
     )
     raise RecipeError(Problem(f"{KEY}.{key}", "unsupported", f"{message}. Try {hint}"))
 
@@ -79,14 +79,14 @@ def adapts_experts(config: MegatronLoRAConfig, layers: Iterable[int], prefix: st
     """
     experts = [f"{prefix}layers.{layer}.mlp.experts.local_experts.0" for layer in layers]
     fused = (_choices(config, f"{expert}.linear_fc1", 2)[0] for expert in experts)
-    others = (_choices(config, f"{expert}.linear_fc2", 1)[0] for expert in experts)
-    return any(map(any, fused)) or any(map(any, others))
+    choices = (_choices(config, f"{expert}.linear_fc2", 1)[0] for expert in experts)
+    return any(map(any, fused)) or any(map(any, choices))
 
 
 def expert_of(source: str) -> str | None:
-    """Return the expert that a tensor on disk belongs to, as `model.layers.3.mlp.experts.17`; None if it is not of one."""
-    found = re.match(r"(.+\.experts\.\d+)\.", source)
-    return found and found[1]
+    """Return the expert of a tensor on disk, as `model.layers.3.mlp.experts.17`; None if it belongs to no expert."""
+    match = re.match(r"(.+\.experts\.\d+)\.", source)
+    return match and match[1]
 
 
 def _linear(parameters: Mapping[str, Parameter], prefix: str) -> Iterator[tuple[str, Parameter]]:
@@ -104,23 +104,23 @@ def _choices(config: MegatronLoRAConfig, module: str, sources: int) -> tuple[tup
     if not config.target_modules:
         excluding = {("exclude_modules", name) for name in config.exclude_modules if _matches(name, module)}
         return (None if excluding else "shared",) * sources, excluding
-    whole = {name for name in config.target_modules if _matches(name, module)}
+    matches = {name for name in config.target_modules if _matches(name, module)}
     of_parts = [{name for name in config.target_modules if _matches(name, f"{path}.{part}")} for part in parts]
-    matching = whole.union(*of_parts)
-    if whole and len(matching) > len(whole):
+    matching = matches.union(*of_parts)
+    if matches and len(matching) > len(matches):
         message = (
             f"got {', '.join(sorted(matching))}, which give {module} both a shared A and an own one; expected one of the two"
         )
         raise RecipeError(Problem(f"{KEY}.target_modules", "contradiction", message))
-    if whole:
+    if matches:
         return ("shared",) * sources, {("target_modules", name) for name in matching}
     return tuple("own" if names else None for names in of_parts), {("target_modules", name) for name in matching}
 
 
 def _names(module: str, sources: int) -> tuple[str, ...]:
     """Return the last part of a module's name, then the names of its parts if its weight has several sources."""
-    own = module.rpartition(".")[2]
-    return own, *(FUSED.get(own, ()) if sources > 1 else ())
+    suffix = module.rpartition(".")[2]
+    return suffix, *(FUSED.get(suffix, ()) if sources > 1 else ())
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -77,7 +77,7 @@ def export_adapters(
 def _modules(policy: PolicyConfig, head: Head) -> dict[str, str]:
     """Return {layer on disk: transformers' name of the module} of the weights that are one tensor on disk and in memory."""
     pieces = layout(meta_model(model_config(policy, head), head))
-    single = {name: held[0].name for name, held in pieces.items() if len(held) == 1 and name.endswith(".weight")}
+    single = {name: parts[0].name for name, parts in pieces.items() if len(parts) == 1 and name.endswith(".weight")}
     return {stored.removesuffix(".weight"): name.removesuffix(".weight") for name, stored in single.items()}
 
 
@@ -125,8 +125,8 @@ def _config(saved: SavedAdapters, policy: PolicyConfig, modules: Mapping[str, st
 
 
 def _is_of(layer: str, experts: Mapping[str, ExpertParameter]) -> bool:
-    found = parameter_of(layer)
-    return found is not None and found[0] in experts
+    parameter = parameter_of(layer)
+    return parameter is not None and parameter[0] in experts
 
 
 def _linear(saved: SavedAdapters, modules: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -146,7 +146,7 @@ def _stacked(saved: SavedAdapters, config: LoraConfig, policy: PolicyConfig, hea
         return {}
     with torch.device("meta"):
         peft = get_peft_model(meta_model(model_config(policy, head), head), copy.copy(config))
-    found = {}
+    state = {}
     for name, module in peft.named_modules():
         if not isinstance(module, ParamWrapper):
             continue
@@ -156,11 +156,11 @@ def _stacked(saved: SavedAdapters, config: LoraConfig, policy: PolicyConfig, hea
             continue  # a linear layer
         a, b = [], []
         for layer in map(parameter.layer, range(parameter.experts)):
-            own = saved.spec.shapes(layer, parameter.rows, parameter.columns)
-            tensors = [saved.read(one) if layer in saved.layers else torch.zeros(shape) for one, shape in own.items()]
+            shapes = saved.spec.shapes(layer, parameter.rows, parameter.columns)
+            tensors = [saved.read(stored) if layer in saved.layers else torch.zeros(shape) for stored, shape in shapes.items()]
             a.append(tensors[0])
             b.append(tensors[1])
         stacked = stack_for_peft(a, b)
-        found |= {name + suffix: tensor for suffix, tensor in zip((A, B), stacked, strict=True)}
-    assert len(found) == 2 * len(experts), "peft's model has no adapters of some experts"
-    return found
+        state |= {name + suffix: tensor for suffix, tensor in zip((A, B), stacked, strict=True)}
+    assert len(state) == 2 * len(experts), "peft's model has no adapters of some experts"
+    return state

@@ -25,8 +25,8 @@ def served_adapters(policy: PolicyConfig) -> ServedAdapters:
         return _of_megatron(policy)
     hf = meta_model(config)
     adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, layout(hf))
-    experts = [one.weight for one in adapters.items if isinstance(one, ExpertsAdapter)]
-    linear = [one.stored for one in adapters.items if isinstance(one, LinearAdapter)]
+    experts = [adapter.weight for adapter in adapters.items if isinstance(adapter, ExpertsAdapter)]
+    linear = [adapter.stored for adapter in adapters.items if isinstance(adapter, LinearAdapter)]
     refuse(not_served(experts, linear))
     return ServedAdapters(adapters.spec.dim, adapters.spec.alpha, adapters.spec.rslora, adapters.shapes)
 
@@ -35,7 +35,7 @@ def _of_megatron(policy: PolicyConfig) -> ServedAdapters:
     config, peft = model_config(policy), policy.megatron_cfg.peft
     chosen = modules.choose(peft, models.family(config.model_type).parameters(config))
     refuse(not_served_modules(chosen))
-    spec, (shapes, _), found = AdapterSpec.of(options(peft)), checkpoint_shapes(config), {}
+    spec, (shapes, _), tensors = AdapterSpec.of(options(peft)), checkpoint_shapes(config), {}
     for module in chosen:
-        found |= AdaptedModule.of(module, shapes).tensors(spec, shapes)
-    return ServedAdapters(spec.dim, spec.alpha, spec.rslora, found)
+        tensors |= AdaptedModule.of(module, shapes).tensors(spec, shapes)
+    return ServedAdapters(spec.dim, spec.alpha, spec.rslora, tensors)

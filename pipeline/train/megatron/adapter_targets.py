@@ -64,8 +64,8 @@ class Target(AdaptedModule):
 
     def duplicates(self) -> dict[str, list[str]]:
         """Return {name of a stored A: names under which the same A is stored too}."""
-        first, *others = self.names
-        return {first + A: [layer + A for layer in others]} if self.shared and others else {}
+        first, *copies = self.names
+        return {first + A: [layer + A for layer in copies]} if self.shared and copies else {}
 
     def _zeros(self) -> tuple[int | None, ...]:
         """Return for each source the number of its rows if it has no adapter, else None."""
@@ -73,8 +73,8 @@ class Target(AdaptedModule):
 
 
 def _stack(*matrices: torch.Tensor) -> torch.Tensor:
-    first, *others = matrices
-    return torch.cat(matrices) if others else first
+    first, *tail = matrices
+    return torch.cat(matrices) if tail else first
 
 
 def _rows(function, zeros: tuple[int | None, ...], *sources: torch.Tensor) -> torch.Tensor:

@@ -87,9 +87,9 @@ class ModuleAdapter(nn.Module):
 
     def _mark(self, reduced_densely: bool) -> None:
         """Set the attributes by which Megatron-Core reduces gradients and counts them once in the norm."""
-        whole = {"rows": (self.lora_A,), "columns": (self.lora_B, self.magnitude), "none": (*self.parameters(),)}[self._cut]
+        uncut = {"rows": (self.lora_A,), "columns": (self.lora_B, self.magnitude), "none": (*self.parameters(),)}[self._cut]
         for parameter in self.parameters():
-            duplicate = any(parameter is other for other in whole) and self._group.rank() > 0
+            duplicate = any(parameter is copy for copy in uncut) and self._group.rank() > 0
             attributes = {"allreduce": reduced_densely, "tensor_model_parallel": True, "shared": duplicate}
             for name, value in attributes.items():
                 setattr(parameter, name, value)
@@ -105,11 +105,11 @@ class ModuleAdapter(nn.Module):
         if self._norm is not None:
             inputs = self._norm(inputs)
         if self._spec.dropout_input:
-            inputs = self._dropout(inputs, same=self._cut != "columns" and not self._sequence)
+            inputs = self._dropout(inputs, shared=self._cut != "columns" and not self._sequence)
         product = self._exchange(F.linear(inputs, self.lora_A))
         delta = F.linear(product, self._b())
         if not self._spec.dropout_input:
-            delta = self._dropout(delta, same=self._cut != "rows" and not self._sequence)
+            delta = self._dropout(delta, shared=self._cut != "rows" and not self._sequence)
         delta = delta * self._spec.scale
         if self.magnitude is None:
             return output + delta
@@ -168,11 +168,11 @@ class ModuleAdapter(nn.Module):
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(product, group=group)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(product, group=group)
 
-    def _dropout(self, tensor: torch.Tensor, same: bool) -> torch.Tensor:
-        """Drop entries in training passes. same: ranks of the group have the same entries, and must drop the same."""
+    def _dropout(self, tensor: torch.Tensor, shared: bool) -> torch.Tensor:
+        """Drop entries in training passes. shared: ranks of the group have the same entries, and must drop the same."""
         if not (self._switch.dropout and self._spec.dropout):
             return tensor
-        if same and not self._expert:
+        if shared and not self._expert:
             return F.dropout(tensor, self._spec.dropout)
         names = (get_expert_parallel_rng_tracker_name(),) if self._expert else ()
         tracker: Any = get_cuda_rng_tracker()

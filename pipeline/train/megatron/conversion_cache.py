@@ -80,8 +80,8 @@ class ConversionCache:
     @property
     def _folder(self) -> Path:
         short = self._fingerprint[:16]
-        same = sorted(self._root.glob(f"*-{short}"))  # another job may have created it under another name
-        return same[0] if same else self._root / f"{self._name}-{short}"
+        existing = sorted(self._root.glob(f"*-{short}"))  # another job may have created it under another name
+        return existing[0] if existing else self._root / f"{self._name}-{short}"
 
     def find(self) -> str | None:
         """Return the folder of the newest complete conversion; None if there is none."""
@@ -147,9 +147,9 @@ class ConversionCache:
         partial.rename(folder)
         sync(self._folder)
         self._found = Conversion(folder)
-        for other in self._complete_folders():
-            if other != folder:
-                _remove_unless_read(other)
+        for complete in self._complete_folders():
+            if complete != folder:
+                _remove_unless_read(complete)
         return str(folder)
 
     def _complete_folders(self) -> list[Path]:

@@ -150,10 +150,10 @@ class ScheduledOptimizer:
         """Yield the ranges that this rank updates."""
         for part in self._parts():
             for parameter, (group, index) in part.model_param_group_index_map.items():
-                where = part._get_model_param_range_map(parameter)["param"]
+                bounds = part._get_model_param_range_map(parameter)["param"]
                 main = part.optimizer.param_groups[group]["params"][index]
                 state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if torch.is_tensor(v) and v.dim()}
-                yield ParameterRange(parameter, where.start, where.end, main.detach(), state)
+                yield ParameterRange(parameter, bounds.start, bounds.end, main.detach(), state)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors of the optimizer. With a single precision, its weights are views of the model's."""

@@ -52,14 +52,14 @@ def fingerprint(
     of a tensor; else empty, so that the fingerprint does not depend on the index. The configuration
     matters only through the layout of the parameters' functions.
     """
-    whole = hashlib.sha256(json.dumps([CONVERTER, sorted(digests)]).encode())
+    combined = hashlib.sha256(json.dumps([CONVERTER, sorted(digests)]).encode())
     if chosen:
-        whole.update(json.dumps(sorted(chosen.items())).encode())
+        combined.update(json.dumps(sorted(chosen.items())).encode())
     for name, parameter in parameters.items():
         shape, pieces = record(parameter.function, [(source, shapes[source]) for source in parameter.sources])
         boxes = [[p.name, p.source.offset, p.source.size, p.target.offset, p.target.size] for p in pieces]
-        whole.update(json.dumps([name, shape, boxes]).encode())
-    return whole.hexdigest()
+        combined.update(json.dumps([name, shape, boxes]).encode())
+    return combined.hexdigest()
 
 
 def _digest(file: Path, cache: Path) -> str:
@@ -68,8 +68,8 @@ def _digest(file: Path, cache: Path) -> str:
         return real.name
     state = _state(real)
     cached = cache / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
-    if known := _cached_digest(cached, state):
-        return known
+    if cached_digest := _cached_digest(cached, state):
+        return cached_digest
     settled = time.time() - state["mtime_ns"] / 1e9 > SETTLED_S
     with open(real, "rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()

@@ -59,7 +59,7 @@ class GradientNorm:
         parameters' names, on all ranks.
         """
         gradients = list(gradients)
-        other = of_megatron()
+        reference = of_megatron()
         miscounted = [
             name
             for parameter, main, _ in gradients
@@ -80,9 +80,9 @@ class GradientNorm:
             raise RuntimeError(f"Megatron-Core's gradient norm counts {_name_list(miscounted)} twice or never")
         if self._device.type == "cpu":
             norm = self._with_float32_sums(gradients)
-        if not math.isclose(norm, other, rel_tol=SAME):
+        if not math.isclose(norm, reference, rel_tol=SAME):
             raise RuntimeError(
-                f"Megatron-Core's gradient norm is {other:.6g}; by the layout of the parameters it is {norm:.6g}"
+                f"Megatron-Core's gradient norm is {reference:.6g}; by the layout of the parameters it is {norm:.6g}"
             )
 
     def _with_float32_sums(self, gradients: Iterable[Gradient]) -> float:

@@ -82,9 +82,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_rows(function, rows: int, *sources: torch.Tensor) -> torch.Tensor:
-    whole = function(*sources)
-    missing = rows - whole.shape[0]
-    return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
+    tensor = function(*sources)
+    missing = rows - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 def _tensor_rank_and_size(parameter: Parameter) -> tuple[int, int]:
@@ -114,15 +114,15 @@ def global_name(stage: PipelineStage, name: str) -> str:
     if not match:
         return name
     layer = int(stage.decoder.layers[int(match[1])].layer_number) - 1  # pyright: ignore[reportArgumentType] - int, from 1
-    rest = _ENGINE_NAMES.get(match[2], match[2])
+    suffix = _ENGINE_NAMES.get(match[2], match[2])
     first = _first_expert(stage)
-    rest = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", rest)
-    rest = re.sub(
+    suffix = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", suffix)
+    suffix = re.sub(
         r"mlp\.experts\.(linear_fc\d)\.(weight|bias)(\d+)",
         lambda m: f"mlp.experts.local_experts.{int(m[3]) + first}.{m[1]}.{m[2]}",
-        rest,
+        suffix,
     )
-    return f"decoder.layers.{layer}.{rest}"
+    return f"decoder.layers.{layer}.{suffix}"
 
 
 def _first_expert(stage: PipelineStage) -> int:

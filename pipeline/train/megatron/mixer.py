@@ -171,8 +171,8 @@ class Mixer(MegatronModule, Generic[Sizes]):
         sent = torch.stack([torch.cat([convolved[:, s.channels], of_heads[..., s.heads].flatten(1)], -1) for s in shares])
         mine = shares[context.group.rank()]
         order = sequence_order(context.lengths, ranks).to(convolved.device, non_blocking=True)
-        whole = ExchangeRows.apply(sent, context.group).flatten(0, 1)[order]  # [T, C' + n R']
-        inputs, numbers = whole.tensor_split([len(mine.channels)], -1)
+        gathered = ExchangeRows.apply(sent, context.group).flatten(0, 1)[order]  # [T, C' + n R']
+        inputs, numbers = gathered.tensor_split([len(mine.channels)], -1)
         numbers = numbers.unflatten(-1, (-1, len(mine.heads)))
         mixed = self.mix(inputs, numbers, replace(packing, context=None), mine)
         rows = torch.empty_like(order)

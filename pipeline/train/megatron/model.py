@@ -210,8 +210,8 @@ def _layout(megatron: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
 def _fusions(megatron: MegatronConfig, engine: bool) -> dict[str, bool]:
     """Return which fusions to use. Where the recipe has null, they are on if their dependencies are available."""
     needs_engine = {"apply_rope_fusion": megatron.apply_rope_fusion, "moe_permute_fusion": megatron.moe_permute_fusion}
-    for name, wanted in needs_engine.items():
-        if wanted and not engine:
+    for name, enabled in needs_engine.items():
+        if enabled and not engine:
             raise _needs_engine(name, "true", "null or false")
     activation = megatron.bias_activation_fusion
     return {

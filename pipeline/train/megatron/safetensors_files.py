@@ -69,9 +69,11 @@ def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callab
     with open(path, "wb") as file:
         file.write(header)
         for name in names:
-            made = make(name).contiguous()
-            if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
-                raise AssertionError(f"{name} is {made.dtype} {made.shape}, not {tensors[name].dtype} {tensors[name].shape}")
-            file.write(bytes_of(made))
-            del made  # before the next one is made
+            tensor = make(name).contiguous()
+            if (tensor.dtype, tensor.shape) != (tensors[name].dtype, tensors[name].shape):
+                raise AssertionError(
+                    f"{name} is {tensor.dtype} {tensor.shape}, not {tensors[name].dtype} {tensors[name].shape}"
+                )
+            file.write(bytes_of(tensor))
+            del tensor  # before the next one is made
     sync(path)

@@ -66,10 +66,10 @@ class SavedState:
             part = tensor[piece.target.within(whole(tuple(tensor.shape)))].reshape(piece.source.size)
             name = prefix + piece.name if prefix else stored_name(piece.name)
             yield name, self.shapes[piece.name], piece.source, part
-            for other in () if prefix else self.copies.get(piece.name, ()):
+            for copy in () if prefix else self.copies.get(piece.name, ()):
                 yield (
-                    stored_name(other),
-                    self.shapes[other],
+                    stored_name(copy),
+                    self.shapes[copy],
                     piece.source,
                     part.clone(),
                 )  # files have no tensors that share memory
@@ -89,13 +89,13 @@ class SavedState:
         expected = {name: tuple(shape) for name, shape in self.shapes.items()}
         if on_disk != expected:
             raise checkpoint_state.other_model(folder, on_disk, expected)
-        for name, others in self.copies.items():
+        for name, copies in self.copies.items():
             box = whole(expected[name])
             first = reader.read(stored_name(name), box)
-            for other in others:
-                if not torch.equal(first, reader.read(stored_name(other), box)):
+            for copy in copies:
+                if not torch.equal(first, reader.read(stored_name(copy), box)):
                     message = (
-                        f"{folder} has other values in {name} than in {other}, so these were trained with an A each; linear_qkv"
+                        f"{folder} has other values in {name} than in {copy}, so these were trained with an A each; linear_qkv"
                         " and linear_fc1 share one. Try linear_q, linear_k, linear_v, linear_fc1_gate and linear_fc1_up"
                     )
                     raise RecipeError(Problem(f"{KEY}.target_modules", "contradiction", message))
@@ -111,10 +111,10 @@ def stored_name(name: str) -> str:
 
 def boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield the boxes of a flat range of a parameter, each with its view of `values` [stop - start]."""
-    done = 0
+    position = 0
     for box in flat_boxes(tuple(part.parameter.shape), part.start, part.stop):
-        yield box, values[done : done + box.numel].view(box.size)
-        done += box.numel
+        yield box, values[position : position + box.numel].view(box.size)
+        position += box.numel
 
 
 def layout_of(config: TransformerConfig) -> list[int]:

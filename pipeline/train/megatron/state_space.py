@@ -48,8 +48,8 @@ def scan(
     Neighbouring sequences of equal length are computed together. chunk: tokens that are computed by matrix products.
     """
     x, step, a, b, c = (tensor.float() for tensor in (x, step, a, b, c))
-    whole = by_runs(lambda x, step, b, c: _chunked_scan(x, step, a, b, c, chunk), packing, x, step, b, c)
-    return whole + d.float()[:, None] * x
+    result = by_runs(lambda x, step, b, c: _chunked_scan(x, step, a, b, c, chunk), packing, x, step, b, c)
+    return result + d.float()[:, None] * x
 
 
 def _chunked_scan(

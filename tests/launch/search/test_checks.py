@@ -169,10 +169,10 @@ def test_a_budget_without_a_price_is_refused(tmp_path):
 def test_a_missing_optuna_is_named_with_the_command(monkeypatch):
     versions = {"optuna": "4.1.0", "cmaes": "0.13"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
-    (found,) = search_checks.installed(SearchConfig())
+    (found,) = search_checks.package_problems(SearchConfig())
     assert found.code == "not-installed" and "got 4.1.0" in found.message and "pip install 'hetstep[search]'" in found.message
     versions["optuna"] = "5.0.1"
-    assert not [*search_checks.installed(SearchConfig(sampler="cmaes"))]
+    assert not [*search_checks.package_problems(SearchConfig(sampler="cmaes"))]
 
 
 # ---- the metric ---------------------------------------------------------------------------------------------------------
@@ -192,11 +192,13 @@ def test_the_metric_is_evaluated_over_the_steps_so_far():
 def test_the_suites_of_the_repository_have_a_search_that_fits():
     search = suite.load("tiny_search").suite.search
     assert search is not None and not [*search_checks._corners(search, [], space.corners(search))]
-    assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", space.shown(space.corners(search)[0]))
+    assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", space.as_text(space.corners(search)[0]))
 
 
 def test_the_jobs_of_a_search_have_states_where_optuna_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(search_checks, "installed", lambda search: iter([Problem("search", "not-installed", "got none")]))
+    monkeypatch.setattr(
+        search_checks, "package_problems", lambda search: iter([Problem("search", "not-installed", "got none")])
+    )
     folder = SweepFolder(tmp_path / "sweeps/some/x")
     folder.path.mkdir(parents=True)
     job = SweepJob("trial-0000", "tiny", [], str(folder.path / "runs/trial-0000"), run="trial")

@@ -5,7 +5,7 @@ import pytest
 from launch.sweeps.baseline import Baseline, Provenance, StoredGate, StoredRun, read, stored_curve, write
 from launch.sweeps.expressions import Curve, NoValue
 from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, judge
-from launch.sweeps.measurements import RunMeasurements, described
+from launch.sweeps.measurements import RunMeasurements, by_kind
 from launch.sweeps.suite import BandConfig, GateConfig, RunConfig, SameConfig, SpeedConfig, Suite
 from tests.problems import refused
 
@@ -242,7 +242,7 @@ def test_a_missing_metric_fails_the_gate_by_name(wanted, measured, said):
         (None, "there is no baseline yet; update_baseline=true writes it"),
         (StoredGate("last(loss)"), "the baseline does not have this gate"),
         (stored(1.0, value="mean(loss)"), "the baseline has mean(loss); expected last(loss)"),
-        (stored(1.0, relative_to="b"), "the baseline is relative to b; expected it absolute"),
+        (stored(1.0, relative_to="b"), "the baseline is relative to b; expected absolute"),
     ],
 )
 def test_a_metric_missing_from_the_baseline_fails_the_gate(gate, before, said):
@@ -299,10 +299,10 @@ def test_a_gate_stores_the_metrics_that_it_judges():
 
 def test_hardware_is_named_by_kind_and_count():
     h100 = [{"name": "NVIDIA H100 80GB HBM3"}] * 8
-    assert described([{"gpus": h100}, {"gpus": h100}]) == "2 x (8 x NVIDIA H100 80GB HBM3)"
-    assert described([{"gpus": h100}, {"gpus": [], "cpu": "4 x abacus"}]) == "4 x abacus; 8 x NVIDIA H100 80GB HBM3"
-    assert described([{"gpus": h100}, {"gpus": []}]) is None
-    assert described([]) is None
+    assert by_kind([{"gpus": h100}, {"gpus": h100}]) == "2 x (8 x NVIDIA H100 80GB HBM3)"
+    assert by_kind([{"gpus": h100}, {"gpus": [], "cpu": "4 x abacus"}]) == "4 x abacus; 8 x NVIDIA H100 80GB HBM3"
+    assert by_kind([{"gpus": h100}, {"gpus": []}]) is None
+    assert by_kind([]) is None
 
 
 def test_a_failed_band_names_its_first_failing_step():

@@ -156,7 +156,7 @@ def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[s
     role = TrainRole(recipe, SEED, world, algorithm, refit=None)
     train = AllRanks(role, reverse=setup.batching == "reversed")
     places = gathered(role.setup(), DataParallelRank)
-    run = SimpleNamespace(recipe=recipe, train=train, places=places, logger=SimpleNamespace(learned=lambda *_: None))
+    run = SimpleNamespace(recipe=recipe, train=train, data_ranks=places, logger=SimpleNamespace(note_learning=lambda *_: None))
     for number in range(cases.STEPS if generates(recipe) else cases.STEPS * cases.UPDATES):
         samples = cases.samples(recipe, algorithm, number)
         coordinator.learn(run, algorithm, samples, algorithm.trains(number) if generates(recipe) else ["policy"])
