@@ -59,10 +59,13 @@ class JudgeLimits:
 class Environment(Protocol):
     """Scores answers. Derive from it to inherit what is not abstract.
 
-    It is built once beside each engine. Each episode runs in a fork of that process, its judge, from `reset` to its last
-    `step`; then the judge takes the next episode. So an episode has a copy of the object, and no two of them share what they
-    change. A `step` that raises, ends its judge, or takes longer than `env.<name>.timeout_s`, makes its answer wrong, and the
-    judge is then killed. If the constructor starts a thread, each judge calls it for itself.
+    It is built once beside each engine. Each episode runs in a judge, a fork of that process, from `reset` to its last
+    `step`; then the judge takes the next episode. So an episode has a copy of the object, and episodes do not share what they
+    change. They share the processes and connections that the constructor opened. If the constructor starts a thread, each
+    judge calls it for itself.
+
+    A `step` that raises, ends its judge, or takes longer than `env.<name>.timeout_s`, makes its answer wrong. A judge that takes
+    longer is killed.
     """
 
     workers: int = 1

@@ -44,7 +44,7 @@ TOOLS: dict[str, type[Calculator] | type[PythonTool]] = {"calculator": Calculato
 """Built-in tools by name; users' tools have dotted paths."""
 WORKERS = 16
 CALL_SHARE = 0.9  # share of the time left that a call may take; its thread is abandoned after all of it
-MAX_ABANDONED = 64  # threads of unfinished calls on one engine; no call begins beyond
+MAX_ABANDONED = 64  # threads of unfinished calls in a judge; no call begins beyond
 TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 

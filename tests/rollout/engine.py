@@ -62,8 +62,11 @@ class ThreadJudges(Judges):
 
     def __init__(self, environments: dict[str, Environment], tokenizer, observations, wakeup: threading.Event):
         self._lock = threading.Lock()  # released in the environments' methods: a tokenizer is not thread-safe
-        unlocked = {name: _Unlocked(environment, self._lock) for name, environment in environments.items()}
-        self._stepper, self._wakeup = EnvStepper(unlocked, tokenizer, observations), wakeup
+        self._steppers = {
+            name: EnvStepper(_Unlocked(environment, self._lock), tokenizer, observations)
+            for name, environment in environments.items()
+        }
+        self._wakeup = wakeup
         self._threads = {name: ThreadPoolExecutor(environment.workers) for name, environment in environments.items()}
         self._answers: queue.SimpleQueue[tuple[str, StepOutcome | CallFailure]] = queue.SimpleQueue()
 
@@ -74,7 +77,7 @@ class ThreadJudges(Judges):
         parts = []
         try:
             with self._lock:
-                answer = self._stepper.step(request, parts.append)
+                answer = self._steppers[request.environment].step(request, parts.append)
         except BaseException as error:
             answer = failure_of(error, parts[-1])
         self._answers.put((request.episode, answer))
@@ -87,7 +90,8 @@ class ThreadJudges(Judges):
         return None
 
     def forget(self, episode: str) -> None:
-        self._stepper.forget(episode)
+        for stepper in self._steppers.values():
+            stepper.forget(episode)
 
 
 class _Unlocked(Environment):

@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ import numpy as np
 from pipeline.config import EnvironmentConfig, TokenizerConfig
 from pipeline.environments.environment import Environment, JudgeLimits, Outcome, ProcessStuck
 from pipeline.environments.python_tool import LIMITS, PythonArguments, PythonTool
-from pipeline.rollout.judges import group, pool
+from pipeline.rollout.judges import group, parent, pool
 from pipeline.rollout.judges.environment_steps import CallFailure, EnvironmentSettings, StepRequest
 from pipeline.rollout.judges.group import LOST_WITH_JUDGE
 from pipeline.rollout.judges.judge_process import frame
@@ -357,11 +358,162 @@ def deadly(folder: Path) -> None:
 
 
 class Parricide(Environment):
+    """An answer to prompt 0 kills the environments' process."""
+
+    workers = 3
+
     def step(self, prompt, text):
         if prompt.index == 0:
             os.kill(os.getppid(), signal.SIGKILL)
             NEVER.wait()
+        time.sleep(0.2)
         return Outcome(1.0)
+
+
+def deadly_among_others(folder: Path) -> None:
+    """An answer that kills the process is wrong, and those beside it are judged."""
+    for _ in range(3):
+        fork_early()
+    judges = started(settings(folder, f"{__name__}.Parricide"))
+    rewards = answers(judges, *(said(str(prompt.index), prompt) for prompt in reversed(prompts(6))))
+    assert rewards.pop("0") == CallFailure("the environments' process was killed by SIGKILL", of_answer=True)
+    assert [outcome.reward for outcome in rewards.values()] == [1.0] * 5
+
+
+class Forking(Environment):
+    """An answer to prompt 0 makes a copy of its judge that goes on too."""
+
+    def step(self, prompt, text):
+        if prompt.index == 0:
+            os.fork()
+        return Outcome(float(prompt.index))
+
+
+def forking(folder: Path) -> None:
+    """A copy that an answer makes of its judge gives no reply, or none that counts."""
+    fork_early()
+    judges = started(settings(folder, f"{__name__}.Forking"))
+    for number in (0, 1, 0, 2):
+        outcome = answers(judges, said(str(number), prompts(1, first=number)[0]))[str(number)]
+        assert outcome.reward == float(number), outcome
+
+
+class Slow(Environment):
+    """Takes so much CPU time that its judge is suspect."""
+
+    workers = 2
+    limits = JudgeLimits(suspect_s=0.001)
+
+    def step(self, prompt, text):
+        sum(range(1 << 20))
+        return Outcome(1.0, {}, {"role": "user", "content": "w21"})
+
+
+def forgotten(folder: Path) -> None:
+    """A suspect judge ends with its episode, also if that is forgotten."""
+    group.MOST_JUDGES = 3
+    fork_early()
+    judges = started(settings(folder, f"{__name__}.Slow"))
+    for number in range(8):
+        assert answers(judges, said(str(number), prompts(1)[0], last=False))[str(number)].reward == 1.0
+        judges.forget(str(number))
+
+
+class Broken(Environment):
+    """Has no valid outcome for answers that break their judge."""
+
+    def step(self, prompt, text):
+        if prompt.index == 0:
+            os._exit(1)
+        return Outcome(1.0)
+
+    def broken(self, how):
+        return Outcome(0.0, {"how": how})
+
+
+def broken(folder: Path) -> None:
+    """A fault in `broken` makes the answer wrong, and no more."""
+    fork_early()
+    judges = started(settings(folder, f"{__name__}.Broken"))
+    first, second = prompts(2)
+    assert answers(judges, said("0", first))["0"] == CallFailure("its judge ended with status 1", of_answer=True)
+    assert answers(judges, said("1", second))["1"].reward == 1.0
+
+
+class Daemons(Environment):
+    """An episode of prompt 0 has a program that goes on between its turns; others end their judge."""
+
+    workers = 2
+
+    def reset(self, prompt):
+        return {"index": prompt.index}
+
+    def step(self, episode, text):
+        if episode["index"]:
+            os._exit(3)
+        if "pid" in episode:
+            return Outcome(float(Path(f"/proc/{episode['pid']}").exists()))
+        command = "setsid sleep 300 >/dev/null 2>&1 & echo $!"
+        episode["pid"] = int(subprocess.run(command, shell=True, capture_output=True, check=True).stdout)
+        return Outcome(0.0, {}, {"role": "user", "content": "w21"})
+
+
+def daemons(folder: Path) -> None:
+    """The end of a judge ends what it has left behind, and no program of another episode."""
+    parent.ORPHANS_S = 0.1
+    fork_early()
+    judges = started(settings(folder, f"{__name__}.Daemons"))
+    first, second = prompts(2)
+    answers(judges, said("0", first, last=False))
+    assert answers(judges, said("1", second))["1"].of_answer
+    time.sleep(1.0)
+    assert answers(judges, said("0", None))["0"].reward == 1.0
+
+
+class Hanging(Environment):
+    """An answer to prompt 0 leaves a thread that later holds the GIL; an answer to prompt 1 leaves its process group, and hangs."""
+
+    def step(self, prompt, text):
+        if prompt.index == 0:
+            threading.Timer(0.1, hold_lock).start()
+        if prompt.index == 1:
+            os.setpgid(0, os.getpgid(os.getppid()))
+            NEVER.wait()
+        return Outcome(1.0)
+
+
+def hanging(folder: Path) -> None:
+    """An answer that leaves its judge hanging costs no later one, and a judge that leaves its process group is ended."""
+    fork_early()
+    judges = started(settings(folder, f"{__name__}.Hanging", limit_s=5.0))
+    assert answers(judges, said("0", prompts(1)[0]))["0"].reward == 1.0
+    time.sleep(0.5)
+    assert answers(judges, said("2", prompts(1, first=2)[0]))["2"].reward == 1.0
+    assert answers(judges, said("1", prompts(1, first=1)[0]))["1"].of_answer
+    deadline = time.monotonic() + 60
+    while pids_of(judges):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class LaterThreaded(Sums):
+    """Starts a thread as it is built, if a file exists."""
+
+    def __init__(self, path: str) -> None:
+        if Path(path).exists():
+            threading.Thread(target=NEVER.wait, daemon=True).start()
+
+
+def threaded_later(folder: Path) -> None:
+    """Turns are judged if only a replacement of the process starts threads."""
+    path = folder.parent / f"threads of {os.getpid()}"
+    for _ in range(3):
+        fork_early()
+    judges = started(settings(folder, f"{__name__}.LaterThreaded", path=str(path)))
+    path.touch()
+    judges._process.started.kill()
+    outcomes = answers(judges, *(said(str(prompt.index), prompt) for prompt in prompts(2)))
+    assert [outcome.reward for outcome in outcomes.values()] == [1.0, 1.0]
 
 
 def idle_deaths(folder: Path) -> None:

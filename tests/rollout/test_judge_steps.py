@@ -25,7 +25,7 @@ def test_the_turn_ends_once(last, finish):
     """The engine may stop at other tokens too: the "]" of a call, a second end-of-sequence token."""
     tokenizer = load_tokenizer(TokenizerConfig(name=str(RECIPES / "tiny"), chat_template=CHATML))
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    stepper = EnvStepper({"told": Answers()}, tokenizer, Observations(tokenizer, TokenizerConfig(), chat=True))
+    stepper = EnvStepper(Answers(), tokenizer, Observations(tokenizer, TokenizerConfig(), chat=True))
     said = np.asarray(tokenizer("[17+4" + last, add_special_tokens=False).input_ids, np.int32)
     prompt = Prompt(0, np.asarray([1], np.int32), "told", {"answer": "21"})
     work = RolloutWork(0, [prompt], 1, "train", 42, Sampling(max_new_tokens=20), max_turns=2)
@@ -53,5 +53,5 @@ def test_the_environment_gets_the_text_before_the_stop_string(ends):
     spans = (VersionSpan(0, len(said)),)
     stop = "; end" if "end" in ends else ""
     episode.completion = Completion("0", said, np.zeros(len(said), np.float32), spans, "stop", stop)
-    EnvStepper({"told": Listens()}, tokenizer, None).step(episode.step_request(1000), lambda part: None)
+    EnvStepper(Listens(), tokenizer, None).step(episode.step_request(1000), lambda part: None)
     assert seen == ["17 + 4"]

@@ -63,9 +63,6 @@ class StepRequest:
     room: int  # most tokens of an observation
     stop: str = ""  # the stop string that ends the tokens, see `Completion.stop`
 
-    def __str__(self) -> str:
-        return self.title
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
@@ -115,40 +112,25 @@ class Judges(Protocol):
         """Close the environments."""
 
 
-@dataclass(eq=False, slots=True)
-class _OpenEpisode:
-    """An episode that has not ended."""
-
-    prompt: Prompt
-    begun: bool = False
-    state: Any = None  # the environment's state, from `reset` on
-
-
 class EnvStepper:
-    """Steps environments with the policy's turns.
+    """Steps an environment with the policy's turns.
 
     observations: None if episodes have one turn.
     """
 
-    def __init__(
-        self, environments: dict[str, Environment], tokenizer: PreTrainedTokenizerBase, observations: Observations | None
-    ):
-        self._environments, self._tokenizer, self._observations = environments, tokenizer, observations
-        self._open: dict[str, _OpenEpisode] = {}
+    def __init__(self, environment: Environment, tokenizer: PreTrainedTokenizerBase, observations: Observations | None) -> None:
+        self.environment, self._tokenizer, self._observations = environment, tokenizer, observations
+        self._states: dict[str, Any] = {}  # of the environment, for each open episode
 
     def step(self, request: StepRequest, begin: Begin) -> StepOutcome:
         """Return the environment's answer to a turn. Raises its errors, and those of an outcome that is not valid."""
         if request.prompt is not None:
-            self._open[request.episode] = _OpenEpisode(request.prompt)
-        episode, environment = self._open[request.episode], self._environments[request.environment]
-        if not episode.begun:
             begin("reset")
-            episode.state = environment.reset(episode.prompt)
-            episode.begun = True
+            self._states[request.episode] = self.environment.reset(request.prompt)
         begin("decoding the answer")
         text = text_before_stop(self._tokenizer, request.tokens.tolist(), request.stop)
         begin("step")
-        outcome = environment.step(episode.state, text)
+        outcome = self.environment.step(self._states[request.episode], text)
         begin("its answer")
         checked = checked_outcome(outcome)
         if checked.over or request.last:
@@ -160,7 +142,7 @@ class EnvStepper:
 
     def forget(self, episode: str) -> None:
         """Drop the environment's state of an episode that has ended."""
-        self._open.pop(episode, None)
+        self._states.pop(episode, None)
 
 
 def checked_outcome(outcome: Outcome) -> StepOutcome:

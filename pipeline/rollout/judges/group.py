@@ -66,7 +66,7 @@ class ForkedJudge:
         if self._writer is not None and not self.ended.done():
             self._writer.write(content)
 
-    async def ask(self, content: bytes, limit_s: float) -> EnvReply | str:
+    async def ask(self, call: int, content: bytes, limit_s: float) -> EnvReply | str:
         """Return the judge's reply, or how it ended: "" if it exceeded its time. It then runs no more."""
         if self.progress.read()[0] != "build":
             self.progress.begin("")
@@ -87,7 +87,10 @@ class ForkedJudge:
         if not reading.done():
             reading.cancel()
         elif (error := reading.exception()) is None:
-            return reading.result()
+            if reading.result().call == call:
+                return reading.result()
+            self.kill()
+            return "replied to another call"
         elif not isinstance(error, asyncio.IncompleteReadError | OSError):
             self.kill()
             return f"gave an answer that cannot be read ({brief(error)})"
@@ -100,8 +103,9 @@ class ForkedJudge:
         """End the judge and its process group."""
         if self.ended.done():
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for end in (os.killpg, os.kill):  # the judge may have left its group
+            with contextlib.suppress(OSError):
+                end(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Release what belongs to a judge that has ended."""
@@ -153,6 +157,8 @@ class JudgeGroup:
         if (held := self._holders.pop(episode, None)) is not None:
             held.episodes.discard(episode)
             held.tell(content)
+            if held.suspect and not held.busy and not held.episodes:
+                self._retire(held)
 
     def gone(self, ended: ForkedJudge) -> None:
         """Notice that a judge has ended."""
@@ -173,6 +179,9 @@ class JudgeGroup:
                 self._holders.pop(call.command.episode, None)
                 self._fail(call, LOST_WITH_JUDGE, of_answer=False)
             except OSError as error:
+                if self._running:  # a process may be free when a call ends
+                    held_back.append(call)
+                    break
                 self._fail(call, f"no judge could be started: {brief(error)}", of_answer=False)
             else:
                 if chosen is None:
@@ -207,7 +216,7 @@ class JudgeGroup:
 
     async def _run(self, call: _WaitingCall, taken: ForkedJudge, fresh: bool) -> None:
         self._send_reply(call.command.call)
-        reply = await taken.ask(call.content, self._limit_s)
+        reply = await taken.ask(call.command.call, call.content, self._limit_s)
         lost = isinstance(reply, str)
         part, how = taken.progress.read()[0], reply if lost else reply.failure
         taken.busy = False
@@ -216,14 +225,15 @@ class JudgeGroup:
             taken.suspect = True
         # An earlier answer may be the cause, or something else, if the judge has not seen this one.
         another = not fresh or (part in ("", "build") and call.tries < MOST_TRIES)
-        again = call.command.begins and bool(how) and taken.suspect and another
+        unseen = lost and part == ""  # an earlier answer may have left the judge hanging
+        again = call.command.begins and (bool(how) or unseen) and taken.suspect and another
         if not lost and reply.open:
             taken.episodes.add(call.command.episode)
             self._holders[call.command.episode] = taken
         else:
             taken.episodes.discard(call.command.episode)
             self._holders.pop(call.command.episode, None)
-        if lost or (taken.suspect and not taken.episodes):
+        if lost or taken.ended.done() or (taken.suspect and not taken.episodes):
             self._retire(taken)
         if again:
             self._waiting.appendleft(_WaitingCall(call.command, call.content, call.tries + 1))
@@ -249,8 +259,12 @@ class JudgeGroup:
     def _outcome_of(self, how: str) -> StepOutcome | None:
         """Return the outcome that the environment has for an answer that broke its judge; None if it is a failure."""
         broken = getattr(self.environment, "broken", None)
-        outcome = broken(how) if broken is not None else None
-        return None if outcome is None else checked_outcome(outcome)
+        try:
+            outcome = broken(how) if broken is not None else None
+            return None if outcome is None else checked_outcome(outcome)
+        except Exception as error:
+            logger.warning(f"env.{self.name}: broken raised {brief(error)}; the answer counts as wrong")
+            return None
 
     def _retire(self, ending: ForkedJudge) -> None:
         if ending in self.judges:
@@ -261,6 +275,7 @@ class JudgeGroup:
 
     async def close(self) -> None:
         """Let the judges close the environment; kill those that do not end in time."""
+        self._waiting.clear()
         used = [one for one in self.judges if one.calls and not one.busy]
         for one in used:
             one.tell(frame(EnvCommand()))

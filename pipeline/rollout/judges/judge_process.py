@@ -99,21 +99,22 @@ class Progress:
         return PARTS[part], begun
 
 
-def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load: Callable[[], tuple[EnvStepper, Any]]) -> None:
+def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load: Callable[[], EnvStepper]) -> None:
     """Judge turns until the parent says that all is over.
 
-    load: returns the stepper and its environment.
+    load: builds the stepper.
     """
     parent = os.getppid()
     linux.die_with_parent()
     if os.getppid() != parent:
         return
     linux.prctl(linux.PR_SET_NAME, NAME)
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # orphans of an open episode stay this judge's until it ends
     with contextlib.suppress(OSError):
         linux.raise_oom_score(OOM_SCORE)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # as Python's own `random` does by itself; else all judges draw the same numbers
-    stepper, environment = load()
+    stepper, judge = load(), os.getpid()
     if limits.memory_bytes is not None:
         _bound_memory(limits.memory_bytes)
     if limits.variables is not None:
@@ -123,12 +124,14 @@ def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load
         if command.request:
             begun = time.process_time()
             reply = _judge(stepper, command, progress)
+            if os.getpid() != judge:
+                os._exit(0)  # a fork that the answer has made
             reply.cpu_s = time.process_time() - begun
             connection.sendall(frame(reply))
         elif command.episode:
             stepper.forget(command.episode)
         else:
-            environment.close()
+            stepper.environment.close()
             return
 
 

@@ -127,8 +127,10 @@ class Parent:
                 return
 
     def _note_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not self._failed.done():
-            self._failed.set_result(context.get("exception") or RuntimeError(context["message"]))
+        if "exception" not in context:
+            logger.warning(context["message"])
+        elif not self._failed.done():
+            self._failed.set_result(context["exception"])
 
     def _put(self, event: EnvReply | int) -> None:
         """Report a reply, or the number of a call that has begun."""
@@ -166,8 +168,8 @@ class Parent:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             asyncio._set_running_loop(None)  # the loop is the parent's
             asyncio.set_event_loop(None)
-            for other in (self._connection, ours, *(one.connection for _, one in self._by_pid.values())):
-                os.close(other.fileno())
+            for other in (self._connection, ours, *(judge.connection for _, judge in self._by_pid.values())):
+                other.close()
             judge_process.run(connection, progress, group.limits, functools.partial(self._stepper, group))
             status = 0
         except BaseException:
@@ -177,9 +179,9 @@ class Parent:
                 sys.stdout.flush()
             os._exit(status)
 
-    def _stepper(self, group: JudgeGroup) -> tuple[EnvStepper, Environment]:
+    def _stepper(self, group: JudgeGroup) -> EnvStepper:
         environment = group.environment or build_environments.build(self._settings.env, [group.name])[group.name]
-        return EnvStepper({group.name: environment}, self._tokenizer, self._observations), environment
+        return EnvStepper(environment, self._tokenizer, self._observations)
 
     def _reap(self) -> None:
         """Collect the children that have ended: judges, and what they left behind."""
@@ -198,7 +200,7 @@ class Parent:
         """Kill what ended judges have left behind; it has become this process's."""
         for child in {*processes.children(os.getpid())} - self._started - self._by_pid.keys():
             for pid in (child, *processes.descendants(child)):
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
@@ -242,12 +244,17 @@ def run(connection: socket.socket, rank: int) -> None:
             gc.freeze()  # else the first garbage collection of a judge copies all memory
             asyncio.run(parent.serve())
         parent.close()
+    except MemoryError:
+        raise  # another process may find the memory
     except Exception as error:
         connection.setblocking(True)
         connection.sendall(frame(EnvReport.of(error)))
 
 
 if __name__ == "__main__":
-    run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    inherited = int(sys.argv[1])
+    os.closerange(3, inherited)
+    os.closerange(inherited + 1, os.sysconf("SC_OPEN_MAX"))
+    run(socket.socket(fileno=inherited), int(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)  # threads of an environment may hang

@@ -1,8 +1,8 @@
 """The pool of an engine's judges, as the engine's rank sees it.
 
 The rank starts one process (`parent.py`), which forks the judges. What environments compute does not hold Python's lock in the
-engine's process. If that process dies, another one replaces it: turns that begin an episode are judged again; episodes whose
-judge it took along are left out. No answer runs in it; one that was being judged twice when it died is wrong all the same.
+engine's process. If that process dies, another one replaces it. First turns are judged again, alone if a judge had taken them;
+an answer during which the process dies again is wrong. Episodes of several turns that had begun are left out.
 
 Two threads of the rank carry the messages, so neither end ever waits for the other one to read.
 """
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,7 +198,9 @@ class JudgePool(Judges):
         self._number = 0
         self._calls: dict[int, StepRequest] = {}  # without an answer
         self._begun: set[int] = set()  # calls that a judge has taken
-        self._deaths_of: Counter[str] = Counter()  # episode -> processes that died while its turn was judged
+        self._waiting: deque[StepRequest] = deque()  # requests that are not sent yet
+        self._suspects: deque[StepRequest] = deque()  # requests that were judged when the process died; judged again, alone
+        self._alone = False  # the only open call is a suspect
         self._held: dict[str, _Process] = {}  # process of each episode that has not ended
         self._answers: list[tuple[str, StepOutcome | CallFailure]] = []  # that no judge gave
         self._deaths = 0
@@ -225,15 +227,29 @@ class JudgePool(Judges):
         if request.environment in self._elsewhere:
             self._answers.append((request.episode, SCORED_ELSEWHERE))
             return
+        self._waiting.append(request)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send the requests that wait; after a death, first the suspects, one at a time."""
+        if self._calls and (self._suspects or self._alone):
+            return
+        self._alone = bool(self._suspects)
+        if self._suspects:
+            self._send(self._suspects.popleft())
+        while self._waiting and not self._alone:
+            self._send(self._waiting.popleft())
+
+    def _send(self, request: StepRequest) -> None:
         assert self._process is not None
-        if request.prompt is not None:
+        begins = request.prompt is not None
+        if begins:
             self._held[request.episode] = self._process
         elif self._held[request.episode] is not self._process:
             self._answers.append((request.episode, CallFailure(LOST_WITH_PROCESS)))
             return
         self._number += 1
         self._calls[self._number] = request
-        begins = request.prompt is not None
         self._process.send(
             EnvCommand(self._number, request.episode, encode(request), request.environment, request.title, begins)
         )
@@ -244,6 +260,7 @@ class JudgePool(Judges):
         if self._process is not None and self._process.ended():
             answers += self._take_reports()
             self._replace(self._process.end())
+        self._dispatch()
         others, self._answers = self._answers, []
         for episode, _ in others:
             self.forget(episode)
@@ -281,9 +298,12 @@ class JudgePool(Judges):
             error.add_note(f"Traceback of the environments' process:\n{report.traceback}")
             raise error
         if report.apart:
-            self._process.end()
+            logger.info(f"{', '.join(report.apart)} started threads while loading, so each judge loads its own copy")
+            self._process.close()
             self._settings = dataclasses.replace(self._settings, apart=self._settings.apart | report.apart)
             self._process = self._next()
+            self._waiting.extendleft(reversed(self._calls.values()))
+            self._calls = {}
             return []
         self._process.loaded = True
         self._begun.update(report.begun)
@@ -294,7 +314,6 @@ class JudgePool(Judges):
     def _answer(self, reply: EnvReply) -> tuple[str, StepOutcome | CallFailure]:
         request = self._calls.pop(reply.call)
         self._begun.discard(reply.call)
-        self._deaths_of.pop(request.episode, None)
         answer = reply.outcome or CallFailure(reply.failure, reply.of_answer)
         if is_final(request.last, answer):
             self._held.pop(request.episode, None)
@@ -310,9 +329,11 @@ class JudgePool(Judges):
         logger.warning(f"{why} while it judged {len(begun)} turns; another process takes its place")
         self._process = self._next()
         for number, request in calls.items():
-            self._deaths_of[request.episode] += number in begun
-            if request.prompt is not None and self._deaths_of[request.episode] > 1:
+            begins = request.prompt is not None
+            if number in begun and (self._alone or (len(begun) == 1 and not begins)):
                 self._answers.append((request.episode, CallFailure(why, of_answer=True)))
                 self._deaths = 0
+            elif number in begun and begins:
+                self._suspects.append(request)
             else:
-                self.submit(request)
+                self._waiting.append(request)
