@@ -64,8 +64,8 @@ class Environment(Protocol):
     change. They share the processes and connections that the constructor opened. If the constructor starts a thread, each
     judge calls it for itself.
 
-    A `step` that raises, ends its judge, or takes longer than `env.<name>.timeout_s`, makes its answer wrong. A judge that takes
-    longer is killed.
+    A `step` that raises, ends its judge, or takes longer than `env.<name>.timeout_s`, makes its answer wrong. A judge is killed
+    after that time.
     """
 
     workers: int = 1

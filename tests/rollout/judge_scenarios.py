@@ -471,7 +471,7 @@ def daemons(folder: Path) -> None:
 
 
 class Hanging(Environment):
-    """An answer to prompt 0 leaves a thread that later holds the GIL; an answer to prompt 1 leaves its process group, and hangs."""
+    """Prompt 0: the answer leaves a thread that later holds the GIL. Prompt 1: it leaves its process group, and hangs."""
 
     def step(self, prompt, text):
         if prompt.index == 0:
