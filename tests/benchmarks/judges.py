@@ -72,6 +72,7 @@ WAYS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "fills memory": _fill_memory,
     "leaves a child": _leave_a_child,
+    "forks": lambda: Outcome(float(os.fork() == 0)),
     "floods": lambda: Outcome(1.0, {f"metric {n}": 1.0 for n in range(1 << 20)}),
 }
 
