@@ -41,6 +41,11 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, text) for language, text in found]
 
 
+def files(page: Path) -> list[str]:
+    """Return the files of the project that a page's worked example adds or changes."""
+    return list(dict.fromkeys(block.path for block in blocks(page) if block.path and "/" in block.path))
+
+
 def prose(page: Path) -> str:
     """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -1,5 +1,6 @@
 """The worked examples of the pages, run from the pages: put into a copy of the code, checked, and trained."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -59,6 +60,21 @@ def example(tmp_path_factory):
     return copy
 
 
+EXAMPLES = [page for page in pages.PAGES if pages.files(page)]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_pass_the_projects_lint(example, page):
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is absent: pip install '.[dev]'")
+    folder = example(page)
+    files = [file for file in pages.files(page) if file.endswith(".py")]
+    assert files
+    for command in (("check", "--no-cache"), ("format", "--check", "--no-cache")):
+        done = run(folder, "-m", "ruff", *command, "--config", "pyproject.toml", *files)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 # ---- an algorithm -----------------------------------------------------------------------------------------------------------
 
 ALGORITHMS = ROOT / "pipeline/algorithms/README.md"
@@ -102,7 +118,7 @@ JUDGE = """
 from pipeline.config import load
 from pipeline.environments.build_environments import build
 from pipeline.types import Prompt
-recipe = load("my_nearness")
+recipe = load("my_nearness.yaml")
 environment = build(recipe.env)["addition"]
 prompt = Prompt(0, None, "addition", {"answer": "19"})
 print([environment.step(environment.reset(prompt), text).reward for text in ("it is 19", "18", "100", "none")])
