@@ -1,17 +1,35 @@
 """The reference of the schema: help=, recipes/KEYS.md, and recipes/schema.json as an editor's validator reads it."""
 
 import json
+from dataclasses import dataclass
 
 import jsonschema
 import pytest
 
 from launch import submit
-from pipeline.config import RECIPES, reference, schema_validation, yaml_text
+from pipeline import config
+from pipeline.config import KINDS, RECIPES, reference, schema_validation, yaml_text
 from pipeline.config.schema import Recipe
+from pipeline.environments.environment import BuiltinEnvironment
+from tests.problems import named
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 SCHEMA = json.loads((RECIPES / "schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+@dataclass
+class RequiringArguments:
+    """The kwargs of `Requiring`."""
+
+    bonus: float
+    limit: int = 3
+
+
+class Requiring(BuiltinEnvironment):
+    """An environment with a required argument."""
+
+    Arguments = RequiringArguments
 
 
 def found(text: str) -> set[tuple[str, str]]:
@@ -101,7 +119,7 @@ def test_help_explains_a_section_and_a_key(capsys):
 def test_help_of_an_environments_kwargs_is_by_kind(capsys):
     assert submit.main(["help=env.math.kwargs"]) == 0
     _, _, judge = capsys.readouterr().out.partition("kind: llm_judge\n")
-    assert judge.startswith("env.NAME.kwargs.url: text\n")
+    assert judge.startswith("env.NAME.kwargs.url: text; required\n")
 
 
 def test_help_without_a_key_lists_the_sections(capsys):
@@ -124,3 +142,30 @@ def test_help_of_a_misspelt_key_suggests_a_similar_one(capsys):
 def test_help_of_another_librarys_key_names_ours(capsys, key):
     assert submit.main([f"help={key}"]) == 2
     assert "did you mean 'policy.optimizer.kwargs.lr'?" in capsys.readouterr().err
+
+
+@pytest.fixture
+def requiring(monkeypatch):
+    """Register the kind `requiring`."""
+    monkeypatch.setitem(KINDS, "requiring", f"{__name__}.Requiring")
+    reference.kwargs.cache_clear()
+    yield
+    reference.kwargs.cache_clear()
+
+
+def test_an_argument_without_default_is_required(requiring):
+    assert "env.NAME.kwargs.bonus: number; required" in reference.explained("env.x.kwargs")
+    assert "env.NAME.kwargs.limit: whole number; default 3" in reference.explained("env.x.kwargs")
+    assert "| `bonus` | number |  |" in reference.markdown()
+    assert "required" not in reference.json_schema()["$defs"]["RequiringArguments"]
+
+    def problems(kwargs):
+        override = f"env.addition={{_override_: true, kind: requiring, kwargs: {kwargs}}}"
+        return named(config.inspect("tiny_grpo", [override]).problems)
+
+    assert problems("{bonus: 1}") == set()
+    assert problems("{limit: 2}") == {("env.addition.kwargs.bonus", "missing-value")}
+    assert problems("{limit: x}") == {
+        ("env.addition.kwargs.bonus", "missing-value"),
+        ("env.addition.kwargs.limit", "wrong-type"),
+    }

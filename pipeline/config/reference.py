@@ -78,6 +78,7 @@ class _Generator(GenerateJsonSchema):
     def dataclass_schema(self, schema: Any) -> dict[str, Any]:
         found = super().dataclass_schema(schema)
         del found["title"]
+        found.pop("required", None)  # another file may give the value
         defaults = schema_validation.defaults(schema["cls"]).plain()
         for name, described in found["properties"].items():
             described.pop("default", None)
@@ -262,7 +263,11 @@ def _generic(key: str) -> str | None:
 
 
 def _paragraph(key: KeyReference) -> str:
-    head = f"{key.name}: {key.type}" + (f"; default {key.default}" if key.default else "")
+    head = f"{key.name}: {key.type}"
+    if key.default:
+        head += f"; default {key.default}"
+    elif not key.section and "Default:" not in key.meaning:
+        head += "; required"
     meaning = " ".join(key.meaning.split())
     return "\n".join([head, *textwrap.wrap(meaning, 100, initial_indent="    ", subsequent_indent="    ")])
 

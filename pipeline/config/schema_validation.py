@@ -55,10 +55,11 @@ def keys(section: type, prefix: str = "") -> tuple[str, ...]:
 
 @cache
 def defaults(section: type) -> ConfigMapping:
-    """Return the defaults of a section as a tree."""
+    """Return the defaults of a section as a tree; MISSING where a field has none."""
     tree = ConfigMapping()
     for field in dataclasses.fields(section):
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = MISSING if value is dataclasses.MISSING else value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         tree.children[field.name] = from_plain(value, None)
@@ -193,7 +194,8 @@ def adapter(section: type) -> TypeAdapter:
 def validate_tree(section: type, tree: ConfigMapping) -> tuple[Any, list[Problem]]:
     """Return the dataclass of a tree without interpolations, and the problems of its values.
 
-    The dataclass is None if there are problems other than missing values, which are "" in it. Unknown keys are ignored.
+    The dataclass is None if there are problems other than missing values, which are "" in it, or if one of a field without
+    default is missing. Unknown keys are ignored.
     """
     given = tree.copy()
     problems: dict[str, Problem] = {}
@@ -210,6 +212,8 @@ def validate_tree(section: type, tree: ConfigMapping) -> tuple[Any, list[Problem
     except ValidationError as error:
         for one in error.errors(include_url=False):
             key = ".".join(_printable(name) for name in one["loc"] if isinstance(name, str) and name != "[key]")
+            if one["type"] == "missing" and key in problems:
+                continue
             node = tree.find(key)
             problems.setdefault(key, _problem(key, one, node.origin if node else None))
     return None, list(problems.values())
