@@ -53,7 +53,7 @@ def _build(name: str, config: EnvironmentConfig, configs: Configs) -> Environmen
         elif unknown := not_a_kind(config.kind, KINDS):
             raise RecipeError(Problem(f"{key}.kind", "not-a-choice", unknown))
         else:
-            environment = custom.build(_load(f"{key}.kind", config.kind), config.kwargs)
+            environment = custom.build(name, _load(f"{key}.kind", config.kind), config.kwargs)
     except RecipeError:
         raise
     except (TypeError, ValueError, SandboxError) as error:

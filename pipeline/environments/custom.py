@@ -36,8 +36,9 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 class RewardFunction(Environment):
     """Computes the reward of an answer with a function."""
 
-    def __init__(self, function: Callable[..., float], kwargs: dict[str, Any]) -> None:
-        self._function, self._kwargs = function, kwargs
+    def __init__(self, name: str, function: Callable[..., float], kwargs: dict[str, Any]) -> None:
+        """Build the environment `env.<name>`."""
+        self._name, self._function, self._kwargs = name, function, kwargs
         self._first, self._names, self._required = _first_two(function), fields(function), required(function)
 
     @override
@@ -47,9 +48,9 @@ class RewardFunction(Environment):
         names = given if self._names is None else self._names
         taken = {name: value for name, value in given.items() if name in names and name not in self._first}
         if lacking := [name for name in self._required if name not in taken]:
-            raise Unjudged(
-                f"prompt {prompt.index}: the record has no '{lacking[0]}', which {self._function.__qualname__} needs"
-            )
+            field, function = lacking[0], f"{self._function.__module__}.{self._function.__qualname__}"
+            advice = f"Try env.{self._name}.kwargs.{field}=... or a column of that name"
+            raise Unjudged(f"the record has no '{field}', which {function} needs. {advice}")
         reward = self._function(_last_user_text(task), text, **taken)
         if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
             raise TypeError(f"{self._function.__qualname__} returned {reward!r}; expected a finite number")
@@ -62,12 +63,12 @@ def _last_user_text(task: dict[str, Any]) -> str:
     return next((message["content"] for message in reversed(task["messages"]) if message["role"] == "user"), "")
 
 
-def build(thing: Any, kwargs: dict[str, Any]) -> Environment:
-    """Return the environment of a class or a function. Raises ValueError with what is wrong."""
+def build(name: str, thing: Any, kwargs: dict[str, Any]) -> Environment:
+    """Return the environment `env.<name>` of a class or a function. Raises ValueError with what is wrong."""
     if wrong := problem(thing, kwargs):
         raise ValueError(wrong)
     make: Callable[..., Environment] = thing
-    return make(**kwargs) if inspect.isclass(thing) else RewardFunction(thing, kwargs)
+    return make(**kwargs) if inspect.isclass(thing) else RewardFunction(name, thing, kwargs)
 
 
 def problem(thing: Any, kwargs: Collection[str]) -> str | None:

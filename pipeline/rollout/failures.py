@@ -49,7 +49,8 @@ class FailureMonitor:
         self._row = self._row + 1 if len(failed) == len(begun) else 0
         if self._row > self._most:
             raise RuntimeError(
-                f"{where}: {why}; all episodes of {self._row} consecutive groups failed; {self._most} may ({self._key})"
+                f"{where}: {why}. With this group, all episodes of {self._row} consecutive groups failed; {self._most} may fail"
+                f" ({self._key})"
             )
 
     def _record_broken(self, group: RolloutGroup, begun: list[Rollout]) -> None:

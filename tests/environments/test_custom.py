@@ -139,6 +139,6 @@ def test_columns_that_cannot_be_sent_are_omitted():
 
 def test_a_record_without_a_required_field_is_not_judged():
     environment = built(as_in_trl)
-    with pytest.raises(Unjudged, match="the record has no 'answer', which as_in_trl needs"):
+    with pytest.raises(Unjudged, match=r"no 'answer', which .*\.as_in_trl needs\. Try env\.x\.kwargs\.answer="):
         environment.step(prompt({"text": "2+2=", "record": {"input": "2+2="}}), "4")
     assert built(as_in_trl, answer="4").step(prompt({"text": "2+2=", "record": {}}), "4").reward == 1.0
