@@ -52,7 +52,8 @@ class Needs:
 class Algorithm:
     """The algorithm of one recipe. This class learns from a data set; `OnlineAlgorithm` learns from what the policy samples.
 
-    An algorithm does not depend on a backend. It reads samples, packed batches and the outputs of models.
+    An algorithm does not depend on a backend. It reads samples, packed batches and the outputs of models. `CLASSES`
+    (`pipeline/algorithms/__init__.py`) names all algorithms.
     """
 
     Section: ClassVar[type[Any]]  # the recipe's section of the algorithm's name

@@ -44,7 +44,10 @@ SelectGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
 
 
 class Collector(ABC):
-    """Collects groups. A step calls `send` and `collect`, learns, and calls `before_refit` and then refits."""
+    """Collects groups: SyncCollector, AsyncCollector.
+
+    A step calls `send` and `collect`, learns, and calls `before_refit` and then refits.
+    """
 
     def __init__(self, section: OnlineConfig, dispatch: Dispatcher, judge: ScoreGroups | None, *specs: RolloutSpec, name: str):
         """Bind a collector to the recipe's section `name`.

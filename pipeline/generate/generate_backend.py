@@ -60,7 +60,9 @@ class WeightUpdate(Protocol):
 
 
 class GenerateBackend(Protocol):
-    """An engine. A request is pending from `add` until `step` or `cut` returns its completion.
+    """An engine: VLLMBackend, TransformersBackend.
+
+    A request is pending from `add` until `step` or `cut` returns its completion.
 
     `add`, `step`, `cut` and `likelihoods` raise RuntimeError before the first commit, from an update to its commit, and while
     memory is released by `sleep`.

@@ -44,7 +44,7 @@ class ModelRole:
 
 
 class TrainBackend(Protocol):
-    """One rank's part of a model, and of its optimizer if it is trained."""
+    """One rank's part of a model, and of its optimizer if it is trained: FSDPBackend, MegatronBackend."""
 
     data_rank: int  # among the data-parallel ranks
     data_size: int  # number of data-parallel ranks

@@ -275,6 +275,9 @@ CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
 def test_the_check_refuses(example):
     folder = example(CONTRIBUTING)
     (command,) = page_commands(CONTRIBUTING, folder)
-    refused = run(folder, *command[: command.index("#")])
+    command = command[: command.index("#")]
+    refused = run(folder, *command)
     assert refused.returncode == 2 and "cluster.time_min: got 5; expected more than" in refused.stderr, refused.stderr
     assert refused.stderr.count("[too-small]") == 1
+    local = run(folder, *command, "cluster.executor=local")
+    assert local.returncode == 0, local.stderr
