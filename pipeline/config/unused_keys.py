@@ -1,7 +1,7 @@
 """Find keys of a recipe that nothing reads: those of the other backend, and of other algorithms.
 
 On the command line such a key is an error, because the user expects an effect. In the recipe's own file it is a note: a file
-may hold the sections of both backends, so that one key switches the backend. Inherited keys are not reported.
+may hold the sections of both backends or of several algorithms, so that one key switches. Inherited keys are not reported.
 """
 
 from __future__ import annotations
@@ -154,13 +154,20 @@ def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: Re
 
 
 def notes(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[str]:
-    """Yield a note on keys in the recipe's own file for the other backend. file: its name in `origins`."""
+    """Yield notes on keys in the recipe's own file for the other backend or another algorithm. file: its name in `origins`."""
     readers = Readers.of(recipe)
-    given = _given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file)
-    unread = [key for key in given if _within(key, SECTIONS.values()) and readers.unread(key)]
-    if unread and readers.backend:
+    given = list(_given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file))
+    if readers.backend:
+        unread = [key for key in given if _within(key, SECTIONS.values()) and readers.unread(key)]
+        yield from _note(file, unread, f"{NAMES[readers.backend]} trains")
+    unread = [key for key in given if readers.algorithm not in read_by(key)]
+    yield from _note(file, unread, f"the algorithm is {readers.algorithm}")
+
+
+def _note(file: str, unread: list[str], why: str) -> Iterator[str]:
+    if unread:
         more = f" and {len(unread) - NOTED} more" if len(unread) > NOTED else ""
-        yield f"{file}: {', '.join(unread[:NOTED])}{more}: not read, because {NAMES[readers.backend]} trains"
+        yield f"{file}: {', '.join(unread[:NOTED])}{more}: not read, because {why}"
 
 
 def _given(recipe: Recipe, origins: Mapping[str, str], references: References, wanted: Callable[[str], bool]) -> Iterator[str]:

@@ -81,6 +81,17 @@ def test_a_file_may_have_the_sections_of_both(tmp_path):
     assert unread(str(tmp_path / "child.yaml")) == ([], [])
 
 
+def test_sections_of_other_algorithms_in_a_file_are_noted(tmp_path):
+    sections = "sft: {max_num_steps: 7}\nppo: {max_num_steps: 7}\nloss_fn: {zero_outside_topk: true}"
+    (tmp_path / "two.yaml").write_text(f"defaults: {config.find('tiny_sft').resolve()}\n{sections}\n")
+    own = str(tmp_path / "two.yaml")
+    problems, (note,) = unread(own)
+    unread_keys = "ppo.max_num_steps, loss_fn.zero_outside_topk"
+    assert problems == [] and note == f"{own}: {unread_keys}: not read, because the algorithm is sft"
+    (note,) = unread(own, "algorithm=rm", "data.train.dataset_name=scratchpad_preferences", "data.validation=null")[1]
+    assert note.startswith(f"{own}: sft.max_num_steps, ppo.max_num_steps")
+
+
 def test_on_the_command_line_of_a_recipe_of_nemo_rls():
     theirs = str(config.RECIPES.parent / "tests/nemo_rl/recipes/grpo.yaml")
     before = reading.inspect(theirs)
