@@ -220,11 +220,11 @@ def sweep(
     update_baseline: bool = False,
     **keywords: Any,
 ) -> SweepRun:
-    """Begin or continue a sweep, and return it while it goes on.
+    """Begin or continue a sweep, and return it without waiting for its end.
 
-    `python launch/sweep.py` submits the jobs, as a process of its own that outlives this program; its output is in sweep.log of
-    the sweep's folder. On Slurm it ends when all jobs and the check are submitted; elsewhere it runs all jobs, then the check.
-    The process of a search stays until its trials have ended.
+    A process of `python launch/sweep.py` submits the jobs. It outlives this program and writes to sweep.log in the sweep's
+    folder. On Slurm it ends once it has submitted all jobs and the check, or once the trials of a search have ended; elsewhere
+    it runs all jobs, then the check.
 
     Args:
         name: a name in recipes/sweeps/, or a path.

@@ -84,7 +84,7 @@ class Engine:
     def read(self, context: float) -> float:
         """Return the bytes of cache that a rank moves to add a token to a sequence of `context` tokens.
 
-        Of layers with a sliding window these are the tokens in it. States are read and written.
+        A layer with a sliding window reads only the window's tokens. A layer with a state reads and writes the state.
         """
         states = self.shape.state_layers * kept_bytes(self.shape.state, self.itemsize) if self.shape.state else 0.0
         return self.shape.cached_tokens(context) * self.cached + 2 * states / self.ranks

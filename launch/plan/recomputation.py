@@ -143,7 +143,7 @@ def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory 
 
 
 def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMemory | None) -> float:
-    """Return the bytes of the fullest GPU in the train rank's turn: other turns are the same with all settings."""
+    """Return the bytes of the fullest GPU while the train rank trains. Settings change no other turn of a shared GPU."""
     train = memory.train(recipe, shapes)
     turns = {turn.name: turn.total for turn in shared_gpus.turns(recipe, train, engine)} if engine else {}
     return turns.get("training", train.total)

@@ -124,9 +124,10 @@ class RefusalExaminer:
             )
 
     def _diagnosis(self, request: ComponentRequest, message: str) -> Iterator[Problem]:
-        """Yield the demands because of which Slurm refuses a request. message: Slurm's refusal of the whole request.
+        """Yield a problem for each key that makes Slurm refuse a request. message: Slurm's refusal of the whole request.
 
-        Tests each demand together with the previous ones, each at the largest value that Slurm accepts.
+        First tests the options that are no demands. If Slurm accepts these, adds the demands in turn; one that Slurm refuses is
+        reported, and stays at the largest value that it accepts. If it refuses none of them, the time is too long.
         """
         demands = _demands(request)
         tested = {option_name(option) for demand in demands for option in demand.options(demand.value)}

@@ -261,7 +261,7 @@ class Evaluate(OnlineAlgorithm):
         for name, task in self.section.tasks.items():
             if task.kind in SAMPLED and task.env_name not in self.recipe.env:
                 environments = ", ".join(self.recipe.env) or "none"
-                message = f"got {task.env_name}; expected a key of env, which scores the answers: {environments}"
+                message = f"got {task.env_name}; expected an environment of env, since it scores the answers: {environments}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
             metrics = METRICS.get(task.kind, ())
             if metrics and task.metric not in (None, *metrics):

@@ -65,7 +65,10 @@ def _variable(name: str, *default: Any) -> Any:
 
 @contextlib.contextmanager
 def without_environment() -> Iterator[None]:
-    """Refuse `oc.env` in a block, however a text leads to it: somebody else wrote the text, and may not see the values."""
+    """Refuse to resolve `oc.env` in a block, also through other keys.
+
+    For a text by somebody who must not see this process's variables.
+    """
     token = _open.set(False)
     try:
         yield

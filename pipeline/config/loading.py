@@ -98,9 +98,9 @@ def inspect(
 
 
 def read(path: Path) -> Recipe:
-    """Return the resolved recipe that `write` saved in a run folder. Raise RecipeError.
+    """Return the recipe that `write` saved in a run folder. Raise RecipeError.
 
-    It refers to no variable of the environment; one that somebody wrote there since is not resolved.
+    `write` saves resolved values. So a reference to an environment variable is somebody's later edit, and is refused.
     """
     tree = config_tree.load_with_parents(path)
     for _, leaf in tree.leaves():

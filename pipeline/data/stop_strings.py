@@ -46,10 +46,10 @@ class StopStrings:
         return load_tokenizer(self._config)
 
     def find(self, tokens: Sequence[int], new: int, stop: Sequence[str]) -> FoundStop | None:
-        """Return the first stop string that the last `new` of a completion's tokens complete.
+        """Return the first stop string that the last `new` tokens complete; None if they complete none.
 
-        The tokens before them complete none. Only tokens that may end a string are decoded together with those before them, and
-        only as many of these as the string can span, so a step does not take longer as the completion grows.
+        tokens: of a completion; those before the last `new` must complete no stop string. Decodes only if a new token may
+        complete one, and then only as many tokens as the longest one can span. So the time does not grow with the completion.
         """
         begin = len(tokens) - new
         if not any(self._may_complete(tokens[at], stop) for at in range(begin, len(tokens))):

@@ -111,16 +111,16 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         try:
             return Fraction(float(base) ** float(exponent))
         except OverflowError:
-            raise ValueError("a number on the way is too large") from None
+            raise ValueError("an intermediate result is too large") from None
     bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1  # 2 ** bits is a lower bound
     if abs(exponent) * bits > MAX_BITS:
-        raise ValueError("a number on the way is too large")
+        raise ValueError("an intermediate result is too large")
     return base ** int(exponent)
 
 
 def _bounded(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise ValueError("a number on the way is too large")
+        raise ValueError("an intermediate result is too large")
     return value
 
 

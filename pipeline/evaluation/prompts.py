@@ -85,9 +85,7 @@ class PromptEncoder:
             context["text"] = self.text(question, examples)
         tokens = self.tokenize(self.text(question, examples))
         if not len(tokens):
-            raise self._bad_record(
-                question, "the prompt is empty: it has no tokens, and the tokenizer adds no token before a text"
-            )
+            raise self._bad_record(question, "the prompt is empty: it has no tokens, and the tokenizer adds no BOS token")
         return Prompt(question.index, tokens, self._task.env_name or "", {**context, **question.task})
 
     def text(self, question: Question, examples: Sequence[Question] = ()) -> str:

@@ -76,7 +76,7 @@ class Gradients:
         return squared_norm(counted, self._device)
 
     def clip(self, norm: float, limit: float | None) -> None:
-        """Scale the gradients, of this norm, to the limit if they are above it."""
+        """Scale the gradients so that their norm is at most `limit`. norm: that of the whole gradient. None: no limit."""
         if limit is not None and norm > limit:
             gradients = list(self.local().values())
             torch._foreach_mul_(gradients, limit / norm)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it

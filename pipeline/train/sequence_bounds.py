@@ -13,21 +13,22 @@ from pipeline.types import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class ContextPart:
-    """The part of packed sequences that a context-parallel rank holds: chunks r and 2 ranks - 1 - r of each sequence.
+    """The part of packed sequences that a context-parallel rank holds.
 
-    The chunks of a sequence are equal, so padded lengths are multiples of 2 ranks. This balances the work of a causal mask.
+    Each sequence is padded to a multiple of 2 R and cut into 2 R equal chunks, for R ranks. Rank r holds chunks r and
+    2 R - 1 - r: so all ranks have equal work under a causal mask.
     """
 
     group: dist.ProcessGroup  # of context-parallel ranks
     lengths: tuple[int, ...]  # of the S padded sequences, over all ranks
     spans: tuple[tuple[int, int], ...]  # (queries, keys) of each of this rank's 2 S chunks; its last query sees all of its keys
-    query_starts: torch.Tensor  # [2 S + 1] int32, on the device: the running sum of the spans' queries
-    key_starts: torch.Tensor  # [2 S + 1] int32, on the device: that of their keys
-    key_rows: torch.Tensor  # [keys] int64, on the device: the spans' keys, among the rows of all ranks
+    query_starts: torch.Tensor  # [2 S + 1] int32, on the device: cumulative number of the spans' queries
+    key_starts: torch.Tensor  # [2 S + 1] int32, on the device: cumulative number of the spans' keys
+    key_rows: torch.Tensor  # [keys] int64, on the device: row of each of the spans' keys in the gathered keys of all ranks
 
     @staticmethod
     def of(group: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device) -> ContextPart:
-        """Return the part of a rank of `group`."""
+        """Return the part that this rank of `group` holds."""
         ranks, order = group.size(), sequence_order(lengths, group.size())
         spans, keys = [], []
         for length, positions in zip(lengths, order.split(lengths), strict=True):

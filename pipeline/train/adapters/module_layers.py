@@ -80,9 +80,10 @@ def not_served_modules(chosen: list[ChosenModule]) -> Iterator[Problem]:
 
 
 def _expert_layer(layers: list[str]) -> str:
-    """Return the one layer of an expert's projections that share an A. Gate and up projections are gate_up_proj.
+    """Return the name of the adapted layer that stands for an expert's projections, which share an A.
 
-    It has transformers' name, which differs from that on disk for Mixtral and Nemotron-H.
+    The name is transformers', which differs from that on disk for Mixtral and Nemotron-H. layers: on disk; gate and up
+    projections together are gate_up_proj.
     """
     expert = expert_of(layers[0])
     assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it
