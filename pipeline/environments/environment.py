@@ -108,7 +108,8 @@ class Configurable:
     Arguments: ClassVar[type] = NoArguments
     """A dataclass with type, range, default and description of each of the kwargs at its field.
 
-    A field `judge` names the environment that judges the final answer.
+    A field without a default is a required argument: submission refuses a recipe that lacks it. A field `judge` names the
+    environment that judges the final answer.
     """
 
     @classmethod
