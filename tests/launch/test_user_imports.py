@@ -197,7 +197,7 @@ SMALL = [  # a step of it on two processes
 def example(tmp_path, monkeypatch):
     """Write the files of the page's example into a folder that is not the working directory; return its recipe's path."""
     page = (ROOT / "pipeline/environments/README.md").read_text()
-    blocks = re.findall(r"```(?:python|yaml)\n# (my_\w+\.\w+)\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```(?:python|yaml)\n# (my_(?:reward|grpo)\.\w+)\n(.*?)```", page, re.DOTALL)
     assert [name for name, _ in blocks] == ["my_reward.py", "my_grpo.yaml"] and json.dumps(SUM) in page
     (tmp_path / "there").mkdir()
     for name, text in blocks:
