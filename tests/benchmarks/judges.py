@@ -161,8 +161,11 @@ def math_answers(count: int) -> list[tuple[str, str]]:
 
 
 def memory(pid: int) -> float:
-    """Return the MB of a process that no other process shares."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    """Return the MB of a process that no other process shares; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty", "Private_Clean"))) / 1e3
 
 
