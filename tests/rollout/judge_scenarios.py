@@ -320,7 +320,7 @@ def threaded(folder: Path) -> None:
 
 
 def stained(folder: Path) -> None:
-    """What an earlier answer leaves behind breaks no later one, and no answer gets more memory than its judge may have."""
+    """An answer does not suffer from what earlier answers left in a judge, and gets no more memory than the judge may have."""
     fork_early()
     judges = started(settings(folder, f"{__name__}.Stained"))
     for prompt in (*prompts(1), *prompts(2, first=3), *prompts(1), *prompts(1, first=3)):

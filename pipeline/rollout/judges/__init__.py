@@ -2,7 +2,7 @@
 
 A judge is a process in which one environment takes the turns of one episode. It is a fork of a process that has loaded all
 environments once, so it starts in milliseconds and shares their memory. A judge that dies, hangs or floods costs its own
-episode: its answer is wrong, unless it dies before it sees the answer.
+episode: the answer is wrong. If a judge dies before it has read the answer of a first turn, another judge takes the turn.
 
     pool.py               the pool, as the engine's rank sees it: one process, replaced if it dies
     parent.py             that process: loads the environments and forks
