@@ -1,4 +1,4 @@
-"""A pool of judges: the same episodes, and the effects of their ends. See judge_scenarios.py."""
+"""Check that judges give the same episodes, and what happens as they end. See judge_scenarios.py."""
 
 import signal
 import socket

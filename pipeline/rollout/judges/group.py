@@ -1,6 +1,6 @@
-"""The judges of one environment: forked on demand, kept for the next episode, and replaced if they die, hang or are suspect.
+"""Fork the judges of one environment on demand, keep them for later episodes, and replace those that die, hang or are suspect.
 
-An episode has a judge of its own from its first turn to its last. So whatever its answers do to their judge costs no other one.
+An episode has a judge of its own from its first turn to its last, so an answer that breaks its judge costs no other episode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.rollout.judges.environment_steps import (
     brief,
     checked_outcome,
 )
-from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame
+from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame, how_ended
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,7 @@ class ForkedJudge:
             return f"gave an answer that cannot be read ({brief(error)})"
         await asyncio.wait({self.ended}, timeout=CLOSE_S)
         self.kill()
-        status = self.ended.result() if self.ended.done() else -signal.SIGKILL
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return how_ended(self.ended.result() if self.ended.done() else -signal.SIGKILL)
 
     def kill(self) -> None:
         """End the judge and its process group."""
@@ -223,7 +222,7 @@ class JudgeGroup:
         suspect_s = self.limits.suspect_s
         if lost or reply.stuck or (suspect_s is not None and (how or reply.cpu_s > suspect_s)):
             taken.suspect = True
-        # An earlier answer may be the cause, or something else, if the judge has not seen this one.
+        # Another judge takes a first turn if an earlier answer, or something else than an answer, may have broken this judge.
         another = not fresh or (part in ("", "build") and call.tries < MOST_TRIES)
         unseen = lost and part == ""  # an earlier answer may have left the judge hanging
         again = call.command.begins and (bool(how) or unseen) and taken.suspect and another

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -81,6 +82,11 @@ def messages(stream: BinaryIO, kind: Any) -> Iterator[Any]:
         if len(body) < size:
             return
         yield decode(body, kind)
+
+
+def how_ended(status: int) -> str:
+    """Return how a process with this exit status ended; a negative status is a signal's number."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 class Progress:

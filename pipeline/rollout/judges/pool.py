@@ -36,7 +36,7 @@ from pipeline.rollout.judges.environment_steps import (
     is_final,
 )
 from pipeline.rollout.judges.group import CLOSE_S
-from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, frame, messages
+from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, frame, how_ended, messages
 from pipeline.rollout.judges.parent import EnvReport
 
 logger = logging.getLogger(__name__)
@@ -176,9 +176,7 @@ class _Process:
         status = self.started.wait(CLOSE_S)
         self._unsent.put(b"")
         self.started.connection.shutdown(socket.SHUT_RDWR)
-        if status is None:
-            return "does not end"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return "does not end" if status is None else how_ended(status)
 
     def close(self) -> None:
         """Let the process close its environments; kill it if it does not end in time."""
