@@ -28,7 +28,7 @@ class Unjudged(RuntimeError):
 
 
 class ProcessStuck(RuntimeError):
-    """Calls hang in a judge and it cannot end them, so another judge must replace it. caused_by_answer: an answer hangs it."""
+    """Say that calls hang in a judge, so another judge must replace it. caused_by_answer: an answer hangs it."""
 
     def __init__(self, why: str, caused_by_answer: bool = False) -> None:
         super().__init__(why)
@@ -52,7 +52,7 @@ class JudgeLimits:
     call_s: float | None = None  # of one call; None: `timeout_s`, and a little more to end what it started
     memory_bytes: int | None = None  # of address space, beyond what the environment has loaded
     suspect_s: float | None = None
-    """A judge is replaced after a call that fails or takes more CPU time: its answer may leave something behind."""
+    """CPU seconds of a call; a judge is replaced after a call that fails or takes more."""
     variables: tuple[str, ...] | None = None  # variables of the process environment that a judge keeps; None: all
 
 

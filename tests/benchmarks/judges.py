@@ -78,7 +78,7 @@ WAYS = {
 
 
 class Hostile(Environment):
-    """Does what the answer orders."""
+    """Break the judge in the way that the answer names."""
 
     workers = 4
 

@@ -1,4 +1,4 @@
-"""A whole run in which a judge dies."""
+"""Run a recipe in which a judge dies."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.end_to_end.runs import LOCAL, submit
 
 @pytest.mark.full
 def test_a_run_continues_when_a_judge_dies(tmp_path):
-    """The answer that it was scoring then counts as wrong."""
+    """Check that the answer counts as wrong that a judge was scoring when it died."""
     dies = ("env.digits.kind=tests.end_to_end.environment.DiesOnce", f"env.digits.kwargs.mark={tmp_path / 'mark'}")
     run = submit(tmp_path / "run", *LOCAL, *dies)
     assert run.status == 0, run.output

@@ -30,7 +30,7 @@ def math() -> Iterator[Math]:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """One judge, which has two seconds for an answer."""
+    """Start one judge that has two seconds for an answer."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_TOKEN", "WANDB_API_KEY", "SOME_VARIABLE"):
             patch.setenv(name, "canary")
@@ -211,7 +211,7 @@ def test_answers_that_never_end_do_not_affect_others(pool: Pool):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_an_answer_whose_judge_dies_is_wrong(pool: Pool, number: int):
-    """Though another judge gets it too, since an earlier answer may be the cause."""
+    """Check an answer that breaks two judges: a second judge takes it, because an earlier answer may be the cause."""
     judged(pool, "7")
     ended = threading.Event()
     killer = threading.Thread(target=_end_judges, args=(pool, number, ended))

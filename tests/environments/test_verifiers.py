@@ -102,7 +102,7 @@ def test_an_unknown_taskset():
 @installed
 @pytest.mark.full
 def test_a_reward_that_raises_or_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It blocks the event loop of its judge alone."""
+    """Check that an answer blocks the event loop of its judge alone."""
     monkeypatch.syspath_prepend(TASKSETS)
     careless = EnvironmentConfig(
         kind="verifiers", timeout_s=5.0, kwargs={"taskset": "hetstep_sums", "config": {"careless": True}}, precision="float32"

@@ -48,13 +48,13 @@ def play(play_in, checkpoint):
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 def test_a_scenario(play, scenario, says):
-    """Each scenario holds; its docstring describes it."""
+    """Run a scenario; its docstring says what must hold."""
     status, printed = play(scenario)
     assert status == 0 and says in printed, printed[-4000:]
 
 
 def test_nothing_outlives_the_rank(play, tmp_path):
-    """Neither a judge, though none of its threads can run, nor its parent, nor a sandboxed program, nor its guard."""
+    """Check that all processes end with the rank: a judge that holds the GIL, its parent, a sandboxed program, its guard."""
     status, printed = play(scenarios.leave, tmp_path)
     assert status == -signal.SIGKILL, printed[-4000:]
     pids = (tmp_path / "pids").read_text().split()

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[3]
 LOOK_S = 1.0  # between two looks at the process while calls are open
 MAX_DEATHS = 3
-"""Most consecutive deaths of the process without an answer. One more ends the run, because its environments cannot run here."""
+"""Most consecutive deaths of the process without an answer. One more death ends the run."""
 LOAD_SHARE = 5 / 6
 """Share of cluster.timeouts.setup for building all environments. The message of that timeout would not name them."""
 LOST_WITH_PROCESS = "the environments' process that held the episode has ended"
