@@ -211,7 +211,7 @@ def test_answers_that_never_end_do_not_affect_others(pool: Pool):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_an_answer_whose_judge_dies_is_wrong(pool: Pool, number: int):
-    """Check an answer that breaks two judges: a second judge takes it, because an earlier answer may be the cause."""
+    """Check an answer that breaks two judges: the second takes it, because an earlier answer may be the cause."""
     judged(pool, "7")
     ended = threading.Event()
     killer = threading.Thread(target=_end_judges, args=(pool, number, ended))

@@ -7,7 +7,7 @@ from tests.rollout.engine import Bench, prompts
 
 
 def test_failures_that_are_not_the_answers_fault_are_excluded(checkpoint):
-    """Check that `Unjudged` or a sandbox error of `step` leaves the episode out; any other error of `step` is the answer's fault."""
+    """Check that `Unjudged` or a sandbox error of `step` leaves the episode out; other errors make the answer wrong."""
 
     class Unlucky(Environment):
         def step(self, prompt, text):
