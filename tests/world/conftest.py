@@ -9,7 +9,7 @@ def start(tmp_path):
     worlds = []
 
     def begin(scenario: str, per_node: int = 1) -> World:
-        worlds.append(World(tmp_path / scenario, scenario, per_node))
+        worlds.append(World(tmp_path / f"{scenario} {len(worlds)}", scenario, per_node))
         return worlds[-1]
 
     yield begin

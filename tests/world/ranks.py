@@ -146,10 +146,10 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
         if world.rank == 3 and "HELD" in os.environ:
             visited.wait_for(run_dir / "entered")
         if "SPARSE" in os.environ:
-            visited.join_sparsely(world)
+            visited.join_sparsely(world)  # such a world connects over NCCL
         else:
             join(world)
-        connect(world)
+            connect(world)
         role = Role(world)
         if not client:
             serve(world, role)
