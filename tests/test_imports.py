@@ -26,7 +26,7 @@ FLOORS = {
         ("monitor", "node_checks", "refit", "rpc"),
         ("environments", "generate", "job", "tracking", "train"),
         ("checkpoints", "data", "models", "observe"),
-        ("config", "encryption", "store"),
+        ("config", "encryption", "lineage", "store"),
         ("files",),
         ("algorithms", "node", "trackers"),
         ("seams",),

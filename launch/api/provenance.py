@@ -15,7 +15,7 @@ from launch.governance.search import Descendant
 from launch.terminal.safe_text import on_one_line
 from launch.terminal.units import plural
 from pipeline.config.cluster import AUDIT_AUTO
-from pipeline.files.input_records import HashCache
+from pipeline.lineage.file_hashes import HashCache
 
 RUNS = "runs"
 COUNTED = ("run", "checkpoint", "export", "evaluation")

@@ -14,7 +14,8 @@ from launch.governance.audit_log import FIRST, HEAD, LOG, Head, Receipt, as_line
 from launch.runs.run_folder import DEEPEST, find
 from launch.terminal.units import plural
 from pipeline.config import Problem, RecipeError
-from pipeline.files import input_records, small_files
+from pipeline.files import small_files
+from pipeline.lineage import input_records
 from pipeline.recipe import user_files
 
 TEXTS = ("action", "hash", "host", "previous", "subject", "time", "user")

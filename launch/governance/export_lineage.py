@@ -15,9 +15,11 @@ from launch.runs.run_folder import RunFolder
 from launch.runs.shared_files import Unusable
 from pipeline.checkpoints.verification import WITHOUT_DIGEST
 from pipeline.config import Problem, RecipeError
-from pipeline.files import digests, input_records, small_files
-from pipeline.files.input_records import FOLDER, HASHES, MARK, HashCache
+from pipeline.files import digests, small_files
 from pipeline.files.storage import append
+from pipeline.lineage import file_hashes, input_records
+from pipeline.lineage.file_hashes import HashCache
+from pipeline.lineage.input_records import FOLDER, HASHES, MARK
 
 LOCK_S = 60.0
 """How long an export waits for another one of the same run to add its line."""
@@ -89,7 +91,7 @@ def of_run(run_dir: Path) -> dict[str, Any]:
     """
     run = RunFolder.at(run_dir)
     last = run.submissions[-1] if run.submissions else {}
-    hashes = dict(input_records.read_hashes(run_dir / FOLDER / HASHES))
+    hashes = dict(file_hashes.read_hashes(run_dir / FOLDER / HASHES))
     images = {name: image.get("digest") for name, image in (last.get("images") or {}).items()}
     inputs = []
     for entry in input_records.read_inputs(run_dir).get("inputs", ()):

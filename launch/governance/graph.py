@@ -19,8 +19,9 @@ from launch.runs import score_tables
 from launch.runs.run_folder import DEEPEST, RunFolder, find
 from pipeline.checkpoints import checkpoint
 from pipeline.config import RecipeError
-from pipeline.files import input_records
-from pipeline.files.input_records import FOLDER, HASHES, FileState
+from pipeline.lineage import file_hashes, input_records
+from pipeline.lineage.file_hashes import FileState
+from pipeline.lineage.input_records import FOLDER, HASHES
 
 Kind = Literal["data", "model", "prompt", "image", "run", "evaluation", "checkpoint", "export"]
 INSIDE = "evaluations/*/step_*/recipe.yaml"
@@ -157,7 +158,7 @@ def _score(task: Mapping[str, Any]) -> str:
 
 
 def _checkpoint(found: Lineage, own: Mapping[str, Any], run: str, path: str | None) -> LineageNode:
-    """Add a checkpoint. own: the contents of its lineage.json, or as `pipeline.files.input_records.origin_of` returns it."""
+    """Add a checkpoint. own: the contents of its lineage.json, or as `pipeline.lineage.input_records.origin_of` returns it."""
     place = own.get("path") or path
     key = own.get("id") or (os.path.realpath(place) if place else f"{run} {own.get('step')}")
     return found.add(LineageNode(f"checkpoint:{key}", "checkpoint", f"{run}, step {own.get('step', '?')}", path))
@@ -176,7 +177,7 @@ def _export(found: Lineage, record: Mapping[str, Any], run: str, path: str | Non
 
 def _add_inputs(found: Lineage, run_dir: Path) -> None:
     run = found.nodes[f"run:{os.path.realpath(run_dir)}"]
-    hashes = dict(input_records.read_hashes(run_dir / FOLDER / HASHES))
+    hashes = dict(file_hashes.read_hashes(run_dir / FOLDER / HASHES))
     entries = input_records.read_inputs(run_dir).get("inputs", ())
     of_checkpoint = any(entry["role"] == "checkpoint" for entry in entries)
     for entry in entries:

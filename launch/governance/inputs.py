@@ -1,7 +1,7 @@
 """List the files that a run is made from, at its submission: models, data, prompts, containers, and an evaluated checkpoint.
 
 Only names, sizes and times are read here, so that a submission stays fast; the job hashes the contents
-(pipeline/files/input_records.py).
+(pipeline/lineage/input_records.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.config import DatasetConfig, Recipe, RecipeError
 from pipeline.config.data import NAMED_DATASETS
-from pipeline.files import input_records, small_files
-from pipeline.files.input_records import FOLDER, INPUTS
+from pipeline.files import small_files
+from pipeline.lineage import file_hashes, input_records
+from pipeline.lineage.input_records import FOLDER, INPUTS
 from pipeline.seams import extras
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -40,18 +41,18 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
     cache = folder / f".hashes-{os.geteuid()}.jsonl"
     small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *added]})
     earlier = {state.path: state for entry in before for state in input_records.files_of(entry)}
-    hashes = dict(input_records.read_hashes(run_dir / FOLDER / input_records.HASHES))
+    hashes = dict(file_hashes.read_hashes(run_dir / FOLDER / input_records.HASHES))
     now = [state for entry in added for state in input_records.files_of(entry)]
     changed = [(earlier[state.path], state) for state in now if earlier.get(state.path, state) != state]
-    return [input_records.rewritten(old, new, hashes.get(old, "")) for old, new in changed]
+    return [file_hashes.rewritten(old, new, hashes.get(old, "")) for old, new in changed]
 
 
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield {"key", "role", "name", "path", "origin", "files"} of each input of a recipe.
 
     key: of the recipe. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or folder that it
-    stands for; None if this machine does not have it. origin, files: as `pipeline.files.input_records.found` finds them.
-    arguments: subset, split and kwargs of a data set that has a name.
+    stands for; None if this machine does not have it. origin, files: as
+    `pipeline.lineage.input_records.complete_entry` adds them. arguments: subset, split and kwargs of a data set that has a name.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():
@@ -106,7 +107,7 @@ def _entry(
         path if path is not None and (is_path or path.exists()) else Path(name) if name is not None and is_path else None
     )
     entry = {"key": key, "role": role, "name": name, "path": local_path and str(local_path), "origin": None, "files": []}
-    return input_records.found(entry | ({"arguments": arguments} if arguments else {}))
+    return input_records.complete_entry(entry | ({"arguments": arguments} if arguments else {}))
 
 
 # ---- contents -----------------------------------------------------------------------------------------------------------

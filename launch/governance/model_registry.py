@@ -24,9 +24,11 @@ from pipeline.checkpoints.verification import WITHOUT_DIGEST
 from pipeline.config import Problem, RecipeError
 from pipeline.config.cluster import AUDIT_AUTO
 from pipeline.config.data import NAME
-from pipeline.files import input_records, small_files
-from pipeline.files.input_records import MARK, HashCache
+from pipeline.files import small_files
 from pipeline.files.storage import user_name
+from pipeline.lineage import input_records
+from pipeline.lineage.file_hashes import HashCache
+from pipeline.lineage.input_records import MARK
 
 Stage = Literal["candidate", "production", "retired"]
 STAGES: tuple[str, ...] = get_args(Stage)

@@ -11,8 +11,8 @@ from launch.governance import graph
 from launch.governance.graph import Lineage, LineageNode
 from launch.governance.inputs import is_weights
 from pipeline.config import Problem, RecipeError
-from pipeline.files import input_records
-from pipeline.files.input_records import HashCache
+from pipeline.lineage import file_hashes, input_records
+from pipeline.lineage.file_hashes import HashCache
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _hash_candidates(found: Lineage, sizes: set[int], cache: HashCache) -> None:
     left = []
     for key, state in found.unhashed:
         try:
-            is_same = state.size in sizes and input_records.FileState.of(Path(state.path)) == state
+            is_same = state.size in sizes and file_hashes.FileState.of(Path(state.path)) == state
         except OSError:
             is_same = False
         if is_same:

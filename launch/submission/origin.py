@@ -18,7 +18,7 @@ def of_submission(recipe: Recipe) -> dict[str, Any]:
     """Return {"git", "recipe", "images"} for the manifest, each None or {} where there is none.
 
     recipe: SHA-256, in hex, of the resolved recipe as recipe.yaml holds it. images: {"image", "digest"} by component, and
-    "size", "mtime_ns" of an image that is a file; its content is hashed in the job (pipeline/files/input_records.py).
+    "size", "mtime_ns" of an image that is a file; its content is hashed in the job (pipeline/lineage).
     """
     resolved = hashlib.sha256(config.to_yaml(recipe).encode()).hexdigest()
     images = {

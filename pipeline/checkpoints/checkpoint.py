@@ -3,7 +3,7 @@
     checkpoints/
       .step_000020.<attempt>.partial/   being written; never read
       step_000010/                      complete: renamed only when everything in it is on disk
-        lineage.json                    the run and the step (pipeline/files/input_records.py); also in hf/
+        lineage.json                    the run and the step (pipeline/lineage/input_records.py); also in hf/
         complete.json                   version, step, the loop's state, and the size of every file
         train-rank00000.safetensors ... the train backend's state
         buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/coordination/buffer.py)

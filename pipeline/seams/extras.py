@@ -28,12 +28,12 @@ GOVERNANCE = (
     "launch/audit.py",
     "launch/lineage.py",
     "launch/registry.py",
-    "pipeline/files/input_records.py",
+    "pipeline/lineage",
 )
 TRACKING = ("pipeline/trackers", "pipeline/tracking", "launch/track.py")
 EXTRAS = {
     "encryption": Extra("pipeline.encryption", ("pipeline/encryption",)),
-    "lineage": Extra("pipeline.files.input_records", GOVERNANCE),  # in the job
+    "lineage": Extra("pipeline.lineage.lineage_observer", GOVERNANCE),  # in the job
     "ancestry": Extra("launch.governance.lineage_events", GOVERNANCE),  # in commands
     "audit": Extra("launch.governance.audit_events", GOVERNANCE),
     "trackers": Extra("pipeline.trackers", TRACKING),  # their sections of the recipe

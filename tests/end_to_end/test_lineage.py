@@ -11,7 +11,7 @@ from launch.executors.executor import ROOT
 from launch.governance import graph, search
 from launch.governance.audit_check import read, verify
 from launch.governance.model_registry import Registry
-from pipeline.files.input_records import HashCache
+from pipeline.lineage.file_hashes import HashCache
 
 pytestmark = pytest.mark.full
 SMALL = ("cluster.executor=local", "cluster.train.ranks_per_node=1", "data.train.kwargs={}")

@@ -47,9 +47,10 @@ from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
 from pipeline import config
 from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig
-from pipeline.files.input_records import MARK, hash_inputs
 from pipeline.files.storage import NO_RETRIES
 from pipeline.job.startup import Startup
+from pipeline.lineage.input_records import MARK
+from pipeline.lineage.lineage_observer import hash_inputs
 from pipeline.steering import steer_files
 from pipeline.steering.steer_files import ChangeAnswer, KeyChange
 from pipeline.tracking.position import Position

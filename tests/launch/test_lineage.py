@@ -19,8 +19,10 @@ from launch.runs.score_tables import SCORES
 from pipeline import config
 from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig
-from pipeline.files import digests, input_records
-from pipeline.files.input_records import FOLDER, HASHES, MARK, FileState, HashCache
+from pipeline.files import digests
+from pipeline.lineage import file_hashes, input_records, lineage_observer
+from pipeline.lineage.file_hashes import FileState, HashCache
+from pipeline.lineage.input_records import FOLDER, HASHES, MARK
 from tests.launch import made_runs
 from tests.problems import refused
 
@@ -38,7 +40,7 @@ def made(run: Path, recipe: str, *overrides: str) -> Path:
     """Write a run folder as a submission does, and hash its inputs as its job does."""
     made_runs.folder(run, recipe, *overrides)
     inputs.write(config.read(run / "recipe.yaml"), run)
-    assert not list(input_records.hash_inputs(run))
+    assert not list(lineage_observer.hash_inputs(run))
     return run
 
 
@@ -193,8 +195,8 @@ def test_a_model_that_did_not_exist_at_the_submission_is_found_in_the_job(tmp_pa
     run = tmp_path / "runs/grpo"
     inputs.write(config.read(run / "recipe.yaml"), run)
     model(tmp_path / "later", "weights")
-    assert not list(input_records.hash_inputs(run))
-    paths = [Path(state.path).name for state, _ in input_records.read_hashes(run / FOLDER / HASHES)]
+    assert not list(lineage_observer.hash_inputs(run))
+    paths = [Path(state.path).name for state, _ in file_hashes.read_hashes(run / FOLDER / HASHES)]
     assert sorted(paths) == sorted([*FILES, "model.safetensors"])
 
 
@@ -224,7 +226,7 @@ def test_the_scores_of_a_checkpoint_are_not_those_of_the_model_that_its_run_bega
     entries = json.loads((folder / FOLDER / inputs.INPUTS).read_text())
     checkpoint = runs / "grpo/checkpoints/step_000005"
     own = {"key": "evaluate.checkpoint", "role": "checkpoint", "name": str(checkpoint), "path": str(checkpoint)}
-    entries["inputs"].append(input_records.found(own | {"files": [], "origin": None}))
+    entries["inputs"].append(input_records.complete_entry(own | {"files": [], "origin": None}))
     (folder / FOLDER / inputs.INPUTS).write_text(json.dumps(entries))
     scores = json.loads((folder / SCORES).read_text())
     (folder / SCORES).write_text(json.dumps(scores | {"run": str(runs / "grpo"), "step": 5}))
@@ -266,7 +268,7 @@ def test_a_hash_is_computed_once(tmp_path, monkeypatch):
     path.write_text("content")
     cache = tmp_path / ".hashes.jsonl"
     state, own = HashCache(cache).sha256(path)
-    monkeypatch.setattr(input_records, "sha256", None)
+    monkeypatch.setattr(file_hashes, "sha256", None)
     assert HashCache(cache).sha256(path) == (state, own)
     monkeypatch.undo()
     cache.write_text(cache.read_text() + "{half of a li\n")
@@ -284,7 +286,7 @@ def test_a_file_that_changed_after_the_submission_is_told(tmp_path):
     run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
     inputs.write(config.read(run / "recipe.yaml"), run)
     data.write_text('{"input": "1+1=", "output": "two"}\n')
-    assert [message for message in input_records.hash_inputs(run) if "not as it was" in message]
+    assert [message for message in lineage_observer.hash_inputs(run) if "not as it was" in message]
 
 
 def test_a_file_rewritten_between_two_starts_is_told_with_both_hashes(tmp_path):
@@ -293,19 +295,19 @@ def test_a_file_rewritten_between_two_starts_is_told_with_both_hashes(tmp_path):
     data.write_text('{"input": "1+1=", "output": "2"}\n')
     run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
     recipe = config.read(run / "recipe.yaml")
-    assert inputs.write(recipe, run) == [] and not list(input_records.hash_inputs(run))
-    first = input_records.sha256(data)
+    assert inputs.write(recipe, run) == [] and not list(lineage_observer.hash_inputs(run))
+    first = file_hashes.sha256(data)
     assert inputs.write(recipe, run) == []
     data.write_text('{"input": "1+1=", "output": "3"}\n')
     os.utime(data, (1e9, 1e9))
     (at_submission,) = inputs.write(recipe, run)
     assert first[:16] in at_submission and "2001-09-0" in at_submission and str(data) in at_submission
-    (in_job,) = input_records.hash_inputs(run)
-    assert first[:16] in in_job and input_records.sha256(data)[:16] in in_job
-    assert not list(input_records.hash_inputs(run)) and inputs.write(recipe, run) == []  # told once
+    (in_job,) = lineage_observer.hash_inputs(run)
+    assert first[:16] in in_job and file_hashes.sha256(data)[:16] in in_job
+    assert not list(lineage_observer.hash_inputs(run)) and inputs.write(recipe, run) == []  # told once
     os.utime(data, (2e9, 2e9))  # touched
     inputs.write(recipe, run)
-    assert not list(input_records.hash_inputs(run))
+    assert not list(lineage_observer.hash_inputs(run))
 
 
 def test_a_file_without_a_recorded_hash_is_hashed_when_asked_for(tmp_path):
@@ -366,7 +368,7 @@ def test_an_export_that_lists_its_digests_is_not_read_again(tmp_path, monkeypatc
     checkpoint, out = saved(run, 1, "weights"), model(tmp_path / "out", "weights")
     (out / "README.md").write_text("a card")
     listed = digests.add_manifest(out, {}, ("README.md",))
-    monkeypatch.setattr(input_records, "sha256", None)
+    monkeypatch.setattr(file_hashes, "sha256", None)
     export_lineage.write(run, checkpoint.folder, checkpoint.step, out, "hf", None)
     assert json.loads((out / MARK).read_text())["files"] == listed and len(listed) == 4
     assert len(HashCache(tmp_path / f"runs/.hashes-{os.geteuid()}.jsonl").sha256(out / "config.json")[1]) == 64

@@ -1,0 +1,134 @@
+"""SHA-256 of files, kept by the files' state, so that an unchanged file is read once.
+
+Hashes are kept for other runs too, in a file of the user beside the run folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pipeline.files import small_files
+from pipeline.files.storage import open_own
+from pipeline.recipe import user_files
+from pipeline.recipe.problems import RecipeError
+
+BLOCK = 1 << 23
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file as it was seen: another content has another state, unless somebody sets the time back."""
+
+    path: str  # absolute
+    size: int  # bytes
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Return the state of a file, that of the target of a link. Raises OSError."""
+        status = path.stat()
+        return cls(str(path), status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class HashCache:
+    """Hashes of files by their state, in a file that grows by a line for each. Another user's file is not read."""
+
+    def __init__(self, path: Path | None):
+        """Open the cache at a path. None: a cache that is empty and keeps nothing."""
+        self._path = path
+        self._digests: dict[FileState, str] = {}
+        if path is not None:
+            self._digests = dict(read_hashes(path, own=True))
+
+    def get(self, state: FileState) -> str | None:
+        """Return the SHA-256 of a file in this state, in hex; None if it is unknown."""
+        return self._digests.get(state)
+
+    def sha256(self, path: Path, stop: Callable[[], bool] = lambda: False) -> tuple[FileState, str]:
+        """Return the state and the SHA-256 of a file. stop: asked between blocks; true raises Stopped. Raises OSError."""
+        while True:
+            state = FileState.of(path)
+            if digest := self.get(state):
+                return state, digest
+            digest = sha256(path, stop)
+            if FileState.of(path) == state:  # else it was written meanwhile
+                break
+        self.add(state, digest)
+        return state, digest
+
+    def add(self, state: FileState, digest: str) -> None:
+        """Keep the SHA-256 of a file in this state."""
+        self._digests[state] = digest
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+                append_hash(self._path, state, digest)
+
+
+class Stopped(Exception):
+    """Hashing was asked to stop."""
+
+
+def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
+    """Return the SHA-256 of a file's content, in hex. stop: asked between blocks; true raises Stopped. Raises OSError."""
+    digest = hashlib.sha256()
+    with user_files.open_file(path) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            if stop():
+                raise Stopped
+    return digest.hexdigest()
+
+
+def read_hashes(path: Path, own: bool = False) -> Iterator[tuple[FileState, str]]:
+    """Yield (state, SHA-256) of each line of a file of hashes; nothing if this user may not read it.
+
+    Lines that two writers have mixed are left out. own: read nothing from a file of another user, who could have put wrong
+    hashes there.
+    """
+    for line in complete_lines(path, own):
+        with contextlib.suppress(RecipeError):
+            values = small_files.parsed(line, _Hashed, path)
+            yield FileState(values.path, values.size, values.mtime_ns, values.inode), values.sha256
+
+
+def complete_lines(path: Path, own: bool = False) -> list[bytes]:
+    """Return the lines of a file that have their end; none if it cannot be read. own: nor if it is another user's."""
+    try:
+        with open(open_own(path, os.O_RDONLY), "rb") if own else user_files.open_file(path) as file:
+            return list(small_files.whole_lines(file, path))
+    except (OSError, RecipeError):
+        return []
+
+
+@dataclass(frozen=True)
+class _Hashed(FileState):
+    """A line of a file of hashes."""
+
+    sha256: str
+
+
+def append_hash(path: Path, state: FileState, digest: str) -> None:
+    """Add a line to a file of hashes. Raises OSError."""
+    with open(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "w") as file:
+        file.write(json.dumps(asdict(state) | {"sha256": digest}) + "\n")
+
+
+def rewritten(before: FileState, now: FileState, old_hash: str = "", new_hash: str = "") -> str:
+    """Return the warning about a file of another content than at an earlier start of the run. Hashes: in hex, "" if unknown."""
+
+    def description(state: FileState, digest: str) -> str:
+        changed = datetime.fromtimestamp(state.mtime_ns / 1e9).isoformat(" ", "seconds")
+        return f"{state.size:,} bytes of {changed}{f', SHA-256 {digest[:16]}' if digest else ''}"
+
+    return (
+        f"{now.path} was rewritten since an earlier start of this run: it had {description(before, old_hash)}; now it has"
+        f" {description(now, new_hash)}. Steps before and after do not use the same content"
+    )
