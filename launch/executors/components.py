@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from launch.executors import cuda_variables
-from launch.executors.executor import ROOT
 from launch.executors.nodes import ColocatedComponent
 from pipeline import config
 from pipeline.config import (
@@ -18,6 +16,7 @@ from pipeline.config import (
     trains,
     uses_megatron,
 )
+from pipeline.node import python_path
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
@@ -45,6 +44,4 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
 
 def _with_root(variables: dict[str, str]) -> dict[str, str]:
     """Return the variables with Hetstep first in their PYTHONPATH, if they have one: it replaces the launcher's."""
-    if (path := variables.get("PYTHONPATH")) is None:
-        return variables
-    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
+    return python_path.with_package(variables) if "PYTHONPATH" in variables else variables

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 PRELOADED = "pipeline.main"
-ENVIRONMENTS = "pipeline.rollout.judges.pool"
+ENVIRONMENTS = "pipeline.rollout.judges.parent_process"
 
 
 def common(environments: list[dict[str, str]]) -> dict[str, str]:

@@ -40,6 +40,7 @@ from launch.executors.nodes import COMPILERS, MOST_COMPILERS, hosts, shares_gpus
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import small_files
 from pipeline.files.storage import REMEDY, write_durably
+from pipeline.node import python_path
 from pipeline.node.memory_kills import MemoryKills
 from pipeline.observe.warning_file import MEMORY_CHECKS, last_warning
 
@@ -223,7 +224,7 @@ class Controller:
             "HETSTEP_JOB_ID": str(os.getpid()),
             "HETSTEP_END_TIME": f"{now + self.limit_s:.0f}",
             "HETSTEP_SIGNALS": str(logs / "signals"),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": python_path.with_package(os.environ)["PYTHONPATH"],
         }
         self.rank_of = {}
         for process in self.processes:  # Popen does not know that `_reap_one` or `_kill_all` has reaped it
@@ -418,11 +419,10 @@ class HetLocalExecutor(local.LocalExecutor):
             "environments": self.environments,
             "fork": self.fork,
         }
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         shared = forks.common(self.environments) if self.fork else {}
         small_files.write(self.folder / "plan.json", plan)
-        environment = {**os.environ, **shared, "PYTHONPATH": path}
-        process = start_controller(self.run_dir, environment, self.folder / "controller.log")
+        variables = python_path.with_package({**os.environ, **shared})
+        process = start_controller(self.run_dir, variables, self.folder / "controller.log")
         tasks = range(self._num_tasks())
         return HetLocalJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))
 

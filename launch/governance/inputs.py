@@ -52,7 +52,7 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
     key: of the recipe. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or folder that it
     stands for; None if this machine does not have it. origin, files: as
-    `pipeline.lineage.input_records.complete_entry` adds them. arguments: subset, split and kwargs of a data set that has a name.
+    `pipeline.lineage.input_records.complete_entry` adds them. arguments: subset, split and kwargs of a named data set.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -35,6 +34,7 @@ from pipeline.environments.environment import (
     Outcome,
     Unjudged,
 )
+from pipeline.node import python_path
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
@@ -46,7 +46,6 @@ MEMORY_BYTES = 4 << 30  # address space; an answer that needs more is wrong
 SUSPECT_S = 0.1  # a right answer takes milliseconds, as does a fork
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPATH")
 """They locate Python and its packages."""
-PACKAGE_ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"\s*(?:\\?\$)?\s*-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?\.?\s*")
 """An expected answer that needs no check: `42`, `$1,234.50`, `3/4`, `42.`."""
 START_S = 300.0  # importing sympy, on a cold network file system
@@ -118,12 +117,12 @@ class _Reader:
     """A process that reads expected answers. It writes error messages to this process's stderr."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+        variables = python_path.with_package(os.environ)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", math_comparison.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ} | {"PYTHONPATH": path},
+            env={name: variables[name] for name in KEPT_VARIABLES if name in variables},
         )
         self._limit_s = START_S  # of the first answer
 

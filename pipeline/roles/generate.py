@@ -18,7 +18,7 @@ from pipeline.refit.protocol import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.reward import Scorer
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.judges.environment_steps import EnvironmentSettings, Judges
+from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.pool import LOAD_SHARE, JudgePool
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
@@ -44,7 +44,7 @@ class GenerateRole:
         self._leads = world.rank == self._engine[0]
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._driver: EpisodeDriver | None = None  # on the leader
-        self._environments: Judges | None = None  # on the leader
+        self._environments: JudgePool | None = None  # on the leader
         self._built: GenerateBackend | None = None  # by `setup`
         self.wakeup = threading.Event()
 

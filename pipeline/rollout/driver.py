@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.job.world import World
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.judges.environment_steps import CallFailure, Judges, StepOutcome
+from pipeline.rollout.judges.environment_steps import CallFailure, StepOutcome
+from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, apply_move, waiting, working
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply
@@ -45,7 +46,7 @@ class EpisodeDriver:
     def __init__(
         self,
         engine: GenerateBackend,
-        environments: Judges,
+        environments: JudgePool,
         lockstep: Lockstep,
         world: World,
         wakeup: threading.Event,

@@ -12,12 +12,11 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.node import python_path
 from pipeline.sandbox import linux
 
-ROOT = Path(__file__).parents[2]
 START_S = 60.0  # until a process listens; Python starts slowly on a busy file system
 
 
@@ -45,7 +44,7 @@ def launch(module: str, host: str, parameters: dict[str, Any], timeout_s: float)
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        env=python_path.with_package(os.environ),
         text=True,
     )
     assert process.stdin and process.stdout

@@ -19,7 +19,8 @@ from pipeline.data.observations import Observations
 from pipeline.environments.environment import Environment, Outcome
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.judges.environment_steps import CallFailure, EnvStepper, Judges, StepOutcome, StepRequest, failure_of
+from pipeline.rollout.judges.environment_steps import CallFailure, EnvStepper, StepOutcome, StepRequest, failure_of
+from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Prompt, Rollout, Sampling
@@ -57,8 +58,8 @@ class Noted:
         return [ids for name, ids in self.calls if name == "add"]
 
 
-class ThreadJudges(Judges):
-    """Environments in threads of this process, without limits, so that a test sees what they do and decides when."""
+class ThreadJudges:
+    """A `JudgePool` with environments in threads of this process, without limits: a test sees what they do and decides when."""
 
     def __init__(self, environments: dict[str, Environment], tokenizer, observations, wakeup: threading.Event):
         self._lock = threading.Lock()  # released in the environments' methods: a tokenizer is not thread-safe
@@ -135,7 +136,7 @@ class Bench:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        environments: dict[str, Environment] | Callable[[threading.Event], Judges],
+        environments: dict[str, Environment] | Callable[[threading.Event], JudgePool],
         max_num_seqs: int = 32,
         broken_rewards: dict[str, float] | None = None,
     ):

@@ -28,8 +28,8 @@ from pipeline.environments.python_tool import LIMITS, PythonArguments, PythonToo
 from pipeline.rollout.judges import group, parent, pool
 from pipeline.rollout.judges.environment_steps import CallFailure, EnvironmentSettings, StepRequest
 from pipeline.rollout.judges.group import LOST_WITH_JUDGE
-from pipeline.rollout.judges.judge_process import frame
-from pipeline.rollout.judges.pool import LOST_WITH_PROCESS, JudgePool, fork_early
+from pipeline.rollout.judges.parent_process import ParentProcess, fork_early
+from pipeline.rollout.judges.pool import LOST_WITH_PROCESS, JudgePool
 from pipeline.sandbox import processes
 from pipeline.types import Prompt, Rollout
 from tests.generate.tiny import Checkpoint
@@ -219,8 +219,25 @@ def answers(judges: JudgePool, *turns: StepRequest) -> dict[str, Any]:
     return found
 
 
+def process_of(judges: JudgePool) -> ParentProcess:
+    return judges._process
+
+
+def kill(judges: JudgePool) -> None:
+    os.kill(process_of(judges).pid, signal.SIGKILL)
+
+
+def status(judges: JudgePool) -> int:
+    """Wait for the end of the process of judges; return its exit status."""
+    process, deadline = process_of(judges), time.monotonic() + 60
+    while not process.has_ended():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process.status
+
+
 def pids_of(judges: JudgePool) -> list[int]:
-    return processes.children(judges._process.started.pid)
+    return processes.children(process_of(judges).pid)
 
 
 @contextmanager
@@ -340,7 +357,7 @@ def lost(folder: Path) -> None:
     judges = started(settings(folder, f"{__name__}.Sums"))
     held, *others = prompts(3)
     answers(judges, said("held", held, last=False))
-    judges._process.started.kill()
+    kill(judges)
     found = answers(judges, *(said(str(prompt.index), prompt) for prompt in others), said("held", None))
     assert found.pop("held") == CallFailure(LOST_WITH_PROCESS)
     assert [answer.reward for answer in found.values()] == [1.0, 1.0]
@@ -511,7 +528,7 @@ def threaded_later(folder: Path) -> None:
         fork_early()
     judges = started(settings(folder, f"{__name__}.LaterThreaded", path=str(path)))
     path.touch()
-    judges._process.started.kill()
+    kill(judges)
     outcomes = answers(judges, *(said(str(prompt.index), prompt) for prompt in prompts(2)))
     assert [outcome.reward for outcome in outcomes.values()] == [1.0, 1.0]
 
@@ -522,16 +539,14 @@ def idle_deaths(folder: Path) -> None:
         fork_early()
     judges = started(settings(folder, "exact_match"))
 
-    def kill() -> None:
-        judges._process.started.kill()
-        judges._process.started.wait(10)
-
     for death in range(2 * pool.MAX_DEATHS):
         if death == pool.MAX_DEATHS:
             answers(judges, said("0", prompts(1)[0]))
-        kill()
+        kill(judges)
+        status(judges)
         assert judges.take() == []
-    kill()
+    kill(judges)
+    status(judges)
     with raises(RuntimeError, "was killed by SIGKILL; it has ended 4 times in a row without judging anything"):
         judges.take()
 
@@ -547,10 +562,10 @@ def garbled(folder: Path) -> None:
     """A command that cannot be decoded ends the process at once, and the rank raises the cause."""
     fork_early()
     judges = started(settings(folder, "exact_match"))
-    judges._process._unsent.put(frame("no command"))
+    process_of(judges).send("no command")
     with raises(RuntimeError, "ValidationError: Expected `array`, got `str`"):
         answers(judges, said("0", prompts(1)[0]))
-    assert judges._process.started.wait(60) == 0
+    assert status(judges) == 0
 
 
 def orderly(folder: Path) -> None:
@@ -558,7 +573,7 @@ def orderly(folder: Path) -> None:
     closed = folder.parent / f"closed by {os.getpid()}"
     fork_early()
     judges = started(settings(folder, f"{__name__}.Closing", path=str(closed)))
-    process = judges._process.started
+    process = process_of(judges)
     assert answers(judges, said("0", prompts(1)[0]))["0"].reward == 1.0
     (judge,) = pids_of(judges)
     for pid, name, score in ((process.pid, "hetstep-env", "500"), (judge, "hetstep-judge", "750")):
@@ -567,9 +582,9 @@ def orderly(folder: Path) -> None:
         os.kill(pid, signal.SIGTERM)
     time.sleep(0.2)
     assert answers(judges, said("1", prompts(1)[0]))["1"].reward == 1.0
-    assert judges._process.started is process and pids_of(judges) == [judge]
+    assert process_of(judges) is process and pids_of(judges) == [judge]
     judges.close()
-    assert process.poll() == 0 and closed.read_text() == "closed closed "
+    assert process.status == 0 and closed.read_text() == "closed closed "
 
 
 def leave(folder: Path, notes: Path) -> None:
@@ -587,8 +602,8 @@ def leave(folder: Path, notes: Path) -> None:
 def executed(folder: Path) -> None:
     """The process is started as a program where it cannot be a fork."""
     judges = started(settings(folder, "exact_match"))
-    pid = judges._process.started.pid
+    pid = process_of(judges).pid
     assert b"pipeline.rollout.judges.parent" in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert answers(judges, said("0", prompts(1)[0]))["0"].metrics["accuracy"] == 0
     judges.close()
-    assert judges._process.started.poll() == 0
+    assert process_of(judges).status == 0

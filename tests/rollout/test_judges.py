@@ -2,13 +2,14 @@
 
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from pipeline.rollout.judges import pool
+from pipeline.rollout.judges import parent_process, pool
 from pipeline.rollout.judges.judge_process import frame
 from tests.rollout import judge_scenarios as scenarios
 
@@ -67,7 +68,8 @@ def test_nothing_outlives_the_rank(play, tmp_path):
 
 def test_a_report_that_cannot_be_decoded_is_an_error_at_once():
     ours, its = socket.socketpair()
-    process = pool._Process(pool.StartedProcess(0, ours), scenarios.settings(Path(), "exact_match"), threading.Event())
+    process = parent_process.ParentProcess(0, ours)
+    process.begin(scenarios.settings(Path(), "exact_match"), threading.Event())
     its.sendall(frame("no report"))
     report = process.reports.get(timeout=60)
     assert report.error == "ValidationError" and report.traceback
@@ -77,20 +79,12 @@ def test_a_report_that_cannot_be_decoded_is_an_error_at_once():
 
 def test_a_process_that_does_not_load_in_time_is_named(monkeypatch):
     ours, _its = socket.socketpair()
-    silent = Silent(0, ours)
-    monkeypatch.setattr(pool, "spawn", lambda: silent)
-    judges = pool.JudgePool(scenarios.settings(Path(), "exact_match"), threading.Event())
-    with pytest.raises(RuntimeError, match=r"has not loaded .* within 0\.1 s"):
-        judges.wait_until_loaded(0.1)
-    assert silent.status == -signal.SIGKILL
-
-
-class Silent(pool.StartedProcess):
-    def poll(self):
-        return self.status
-
-    def kill(self):
-        self.status = -signal.SIGKILL
+    with subprocess.Popen(["sleep", "1000"]) as silent:
+        monkeypatch.setattr(parent_process, "_early", [parent_process.ParentProcess(silent.pid, ours)])
+        judges = pool.JudgePool(scenarios.settings(Path(), "exact_match"), threading.Event())
+        with pytest.raises(RuntimeError, match=r"has not loaded .* within 0\.1 s"):
+            judges.wait_until_loaded(0.1)
+    assert alive(str(silent.pid)) is False
 
 
 def test_a_reward_model_needs_no_judge():

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,30 +86,6 @@ class CallFailure:
 def is_final(last: bool, answer: StepOutcome | CallFailure) -> bool:
     """Return whether the episode ends with this answer. last: it is to the policy's last turn."""
     return isinstance(answer, CallFailure) or last or answer.over or answer.observation is None
-
-
-class Judges(Protocol):
-    """Judges the turns of one engine, for one thread, which an event wakes when there is something to take."""
-
-    def submit(self, request: StepRequest) -> None:
-        """Let the environment judge a turn."""
-
-    def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
-        """Return (episode, answer) of the turns that have been judged since. Does not wait.
-
-        Raises RuntimeError if the environments cannot continue.
-        """
-        ...
-
-    def seconds_left(self) -> float | None:
-        """Return the seconds until `take` must be called even without a wakeup; None: never."""
-        ...
-
-    def forget(self, episode: str) -> None:
-        """Drop the state of an episode that has ended. Unknown episodes are ignored."""
-
-    def close(self) -> None:
-        """Close the environments."""
 
 
 class EnvStepper:

@@ -11,14 +11,12 @@ import logging
 import os
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline.environments.environment import Environment, JudgeLimits
-from pipeline.files.encoding import decode
 from pipeline.rollout.judges.environment_steps import (
     PARTS_BEFORE_ANSWER,
     EnvironmentSettings,
@@ -26,7 +24,7 @@ from pipeline.rollout.judges.environment_steps import (
     brief,
     checked_outcome,
 )
-from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame, how_ended
+from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame, how_ended, read_message
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class ForkedJudge:
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self.connection)
         self.tell(content)
-        reading = asyncio.ensure_future(_read_reply(self._reader))
+        reading = asyncio.ensure_future(read_message(self._reader, EnvReply, MAX_REPLY_BYTES))
         while not reading.done() and not self.ended.done():
             part, begun = self.progress.read()
             left = begun + (BUILD_S if part == "build" else limit_s) - time.monotonic()
@@ -87,8 +85,9 @@ class ForkedJudge:
         if not reading.done():
             reading.cancel()
         elif (error := reading.exception()) is None:
-            if reading.result().call == call:
-                return reading.result()
+            reply, _ = reading.result()
+            if reply.call == call:
+                return reply
             self.kill()
             return "replied to another call"
         elif not isinstance(error, asyncio.IncompleteReadError | OSError):
@@ -111,13 +110,6 @@ class ForkedJudge:
         if self._writer is not None:
             self._writer.transport.abort()
         self.connection.close()
-
-
-async def _read_reply(reader: asyncio.StreamReader) -> EnvReply:
-    (size,) = struct.unpack("<I", await reader.readexactly(4))
-    if size > MAX_REPLY_BYTES:
-        raise ValueError(f"got {size} bytes; expected at most {MAX_REPLY_BYTES}")
-    return decode(await reader.readexactly(size), EnvReply)
 
 
 Fork = Callable[["JudgeGroup"], ForkedJudge]

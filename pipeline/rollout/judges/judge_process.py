@@ -6,6 +6,7 @@ which it writes the part of its call that it is in. So the parent knows, of a ju
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import mmap
@@ -82,6 +83,20 @@ def messages(stream: BinaryIO, kind: Any) -> Iterator[Any]:
         if len(body) < size:
             return
         yield decode(body, kind)
+
+
+async def read_message(reader: asyncio.StreamReader, kind: Any, most_bytes: int | None = None) -> tuple[Any, bytes]:
+    """Return the next message, and its frame.
+
+    Raises IncompleteReadError or OSError if the connection ends, ValueError for a message that is too long, and what decoding
+    raises.
+    """
+    length = await reader.readexactly(4)
+    (size,) = struct.unpack("<I", length)
+    if most_bytes is not None and size > most_bytes:
+        raise ValueError(f"got {size} bytes; expected at most {most_bytes}")
+    body = await reader.readexactly(size)
+    return decode(body, kind), length + body
 
 
 def how_ended(status: int) -> str:

@@ -42,7 +42,7 @@ from pipeline.rollout.judges.environment_steps import (
     encodable,
 )
 from pipeline.rollout.judges.group import CLOSE_S, ForkedJudge, JudgeGroup
-from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame
+from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame, read_message
 from pipeline.sandbox import linux, processes
 
 logger = logging.getLogger("pipeline.rollout.judges.parent")  # __name__ is "__main__", of which no format is known
@@ -113,16 +113,14 @@ class Parent:
     async def _take_commands(self, reader: asyncio.StreamReader) -> None:
         while True:
             try:
-                length = await reader.readexactly(4)
-                body = await reader.readexactly(struct.unpack("<I", length)[0])
+                command, content = await read_message(reader, EnvCommand)
             except (asyncio.IncompleteReadError, OSError):
                 os._exit(1)  # the rank is gone
-            command = decode(body, EnvCommand)
             if command.request:
-                self._groups[command.environment].submit(command, length + body)
+                self._groups[command.environment].submit(command, content)
             elif command.episode:
                 for group in self._groups.values():
-                    group.forget(command.episode, length + body)
+                    group.forget(command.episode, content)
             else:
                 return
 

@@ -3,45 +3,32 @@
 The rank starts one process (`parent.py`), which forks the judges. What environments compute does not hold Python's lock in the
 engine's process. If that process dies, another one replaces it. First turns are judged again, alone if a judge had taken them;
 an answer during which the process dies again is wrong. Episodes of several turns that had begun are left out.
-
-Two threads of the rank carry the messages, so neither end ever waits for the other one to read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import queue
-import signal
-import socket
-import sys
 import threading
 import time
-import traceback
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
-
-from typing_extensions import override
 
 from pipeline.files.encoding import encode
-from pipeline.rollout.judges import parent
+from pipeline.rollout.judges import parent_process
 from pipeline.rollout.judges.environment_steps import (
     CallFailure,
     EnvironmentSettings,
-    Judges,
     StepOutcome,
     StepRequest,
     is_final,
 )
-from pipeline.rollout.judges.group import CLOSE_S
-from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, frame, how_ended, messages
+from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply
 from pipeline.rollout.judges.parent import EnvReport
+from pipeline.rollout.judges.parent_process import ParentProcess
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).parents[3]
 LOOK_S = 1.0  # between two looks at the process while calls are open
 MAX_DEATHS = 3
 """Most consecutive deaths of the process without an answer. One more death ends the run."""
@@ -52,141 +39,8 @@ SCORED_ELSEWHERE = StepOutcome(0.0, {}, over=True, observation=None)
 """The outcome of a turn that a reward model scores on other ranks."""
 
 
-@dataclass(eq=False)
-class StartedProcess:
-    """A child process that waits for its settings."""
-
-    pid: int
-    connection: socket.socket
-    status: int | None = None  # once it has ended
-
-    def poll(self) -> int | None:
-        """Return the exit status; None while the process runs."""
-        if self.status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.status = os.waitstatus_to_exitcode(found[1])
-        return self.status
-
-    def kill(self) -> None:
-        """Kill the process if it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the exit status; None if the process still runs after so long."""
-        deadline = time.monotonic() + timeout_s
-        while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self.status
-
-
-_early: list[StartedProcess] = []
-
-
-def spawn() -> StartedProcess:
-    """Start a process that shares nothing with this one. It ends with the thread that calls this."""
-    ours, its = socket.socketpair()
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", parent.__name__, str(its.fileno()), str(os.getpid())]
-    its.set_inheritable(True)
-    try:
-        nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-        pid = os.posix_spawn(sys.executable, command, {**os.environ, "PYTHONPATH": path}, file_actions=[nothing])
-    finally:
-        its.close()
-    return StartedProcess(pid, ours)
-
-
-def fork_early() -> None:
-    """Fork a process for the next `JudgePool` of this process, which inherits all imported modules.
-
-    Call it in the main thread before there is another thread, and before anything looks for a GPU.
-    """
-    ours, its = socket.socketpair()
-    rank = os.getpid()
-    if pid := os.fork():
-        its.close()
-        _early.append(StartedProcess(pid, ours))
-        return
-    status = 1
-    try:
-        ours.close()
-        parent.run(its, rank)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
-
-
-class _Process:
-    """One process from its start to its end."""
-
-    def __init__(self, started: StartedProcess, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
-        self.started = started
-        self.reports: queue.SimpleQueue[EnvReport | None] = queue.SimpleQueue()  # None: the last one
-        self.loaded = False
-        self._wakeup = wakeup
-        self._unsent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._unsent.put(frame(settings))
-        self._reader = threading.Thread(target=self._read, name="judges' reports", daemon=True)
-        self._reader.start()
-        threading.Thread(target=self._write, name="judges' commands", daemon=True).start()
-
-    def send(self, command: EnvCommand) -> None:
-        """Queue a command; does not wait."""
-        self._unsent.put(frame(command))
-
-    def _write(self) -> None:
-        """Send queued commands, all at once."""
-        while content := self._unsent.get():
-            parts = [content]
-            while not self._unsent.empty():
-                parts.append(self._unsent.get())
-            try:
-                self.started.connection.sendall(b"".join(parts))
-            except OSError:
-                return  # the process is gone, as `_read` notices
-            if not parts[-1]:
-                return
-
-    def _read(self) -> None:
-        try:
-            for report in messages(self.started.connection.makefile("rb"), EnvReport):
-                self.reports.put(report)
-                self._wakeup.set()
-        except OSError:
-            pass  # the process is gone
-        except Exception as error:  # a report that cannot be decoded
-            self.reports.put(EnvReport.of(error))
-        finally:
-            self.reports.put(None)
-            self._wakeup.set()
-
-    def ended(self) -> bool:
-        """Return whether the process has ended. Then all of its reports are in `reports`."""
-        if self.started.poll() is None:
-            return False
-        self._reader.join(LOOK_S)
-        return True
-
-    def end(self) -> str:
-        """Kill the process if it runs; return how it ended."""
-        self.started.kill()
-        status = self.started.wait(CLOSE_S)
-        self._unsent.put(b"")
-        self.started.connection.shutdown(socket.SHUT_RDWR)
-        return "does not end" if status is None else how_ended(status)
-
-    def close(self) -> None:
-        """Let the process close its environments; kill it if it does not end in time."""
-        self.send(EnvCommand())
-        self.started.wait(2 * CLOSE_S + LOOK_S)
-        self.end()
-
-
-class JudgePool(Judges):
-    """Judges turns in forks, for the thread that creates it."""
+class JudgePool:
+    """Judges the turns of one engine in forks, for the thread that creates it. An event wakes it if an answer waits."""
 
     def __init__(self, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
         """Start the process, without waiting until the environments are loaded. None is started where there is none to load."""
@@ -199,12 +53,12 @@ class JudgePool(Judges):
         self._waiting: deque[StepRequest] = deque()  # requests that are not sent yet
         self._suspects: deque[StepRequest] = deque()  # requests that were judged when the process died; judged again, alone
         self._alone = False  # the only open call is a suspect
-        self._held: dict[str, _Process] = {}  # process of each episode that has not ended
+        self._held: dict[str, ParentProcess] = {}  # process of each episode that has not ended
         self._answers: list[tuple[str, StepOutcome | CallFailure]] = []  # that no judge gave
         self._deaths = 0
 
-    def _next(self) -> _Process:
-        return _Process(_early.pop() if _early else spawn(), self._settings, self._wakeup)
+    def _next(self) -> ParentProcess:
+        return parent_process.start(self._settings, self._wakeup)
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
         """Wait for the environments, without limit if timeout_s is None. Raises the error of building them, or RuntimeError."""
@@ -220,8 +74,8 @@ class JudgePool(Judges):
                 raise RuntimeError(f"the environments' process {self._process.end()} before its environments were loaded")
             self._take(report)
 
-    @override
     def submit(self, request: StepRequest) -> None:
+        """Let the environment judge a turn."""
         if request.environment in self._elsewhere:
             self._answers.append((request.episode, SCORED_ELSEWHERE))
             return
@@ -252,10 +106,13 @@ class JudgePool(Judges):
             EnvCommand(self._number, request.episode, encode(request), request.environment, request.title, begins)
         )
 
-    @override
     def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
+        """Return (episode, answer) of the turns that have been judged since. Does not wait.
+
+        Raises RuntimeError if the environments cannot continue.
+        """
         answers = self._take_reports()
-        if self._process is not None and self._process.ended():
+        if self._process is not None and self._process.has_ended():
             answers += self._take_reports()
             self._replace(self._process.end())
         self._dispatch()
@@ -264,19 +121,19 @@ class JudgePool(Judges):
             self.forget(episode)
         return answers + others
 
-    @override
     def seconds_left(self) -> float | None:
+        """Return the seconds until `take` must be called even without a wakeup; None: never."""
         if self._answers:
             return 0.0
         return LOOK_S if self._calls else None
 
-    @override
     def forget(self, episode: str) -> None:
+        """Drop the state of an episode that has ended. Unknown episodes are ignored."""
         if self._held.pop(episode, None) is self._process and self._process is not None:
             self._process.send(EnvCommand(episode=episode))
 
-    @override
     def close(self) -> None:
+        """Close the environments."""
         if self._process is not None:
             self._process.close()
 
