@@ -3,6 +3,9 @@
 vLLM and Triton write below the home folder by default. In a container that folder may be read-only or absent (enroot's
 defaults). If it lies on NFS, all nodes share the files, and locks on them are slow. A variable that the user has set
 stays; its `~` is expanded, as Triton and Inductor do not do it.
+
+Where /tmp ends with a job, a requeued job compiles again, unless TMPDIR is a mounted disk of the node. vLLM has code for each
+GPU of a node, which only a run on the same nodes fills, such as one with grpo.max_num_steps=1 and another run_dir.
 """
 
 from __future__ import annotations

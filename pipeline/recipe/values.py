@@ -25,7 +25,8 @@ HF_OVERRIDES = (
 
 CHAT_TEMPLATE = (
     "A Jinja template; the path of a file with one, or of a folder whose tokenizer has one; or the name of one of the"
-    " tokenizer's templates. null, default: the tokenizer's own."
+    " tokenizer's templates. null, default: the tokenizer's own. On the command line, a template that begins with { needs"
+    " YAML's quotes inside the shell's."
 )
 """Meaning of a key `chat_template`."""
 
