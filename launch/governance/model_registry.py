@@ -2,7 +2,8 @@
 
     registry/NAME.json   name, and versions: version, stage, export, id, run, step, scores, files, history of each
 
-A version refers to an export, whose weights stay where they are; their hashes are kept, so that a change is noticed. At most
+A version refers to an export, whose weights stay where they are; their hashes are kept, so that a change is noticed from `add`
+on. The export's lineage.json is not signed. At most
 one version of a name is in production. A file is replaced as a whole, under a lock of the folder.
 """
 

@@ -14,9 +14,9 @@ HEAD = """\
 
 `python -m launch.terminal.troubleshooting` writes this page from `pipeline/recipe/problem_codes.py`; do not edit it.
 
-An error of a command has the form `KEY: got X; expected Y. Try Z. [CODE]`, after `FILE:LINE: ` where one place sets the value;
-`show=true` prints the place of each key. All problems are printed at once, before anything is submitted, with exit status 2.
-`python launch/submit.py help=CODE` prints an entry of this page. An entry has the cause, then the cure.
+An error of a command has the form `KEY: got X; expected Y. Try Z. [CODE]`, after `FILE:LINE: ` where one place sets the value.
+All problems are printed at once, before anything is submitted, with exit status 2. `python launch/submit.py help=CODE` prints
+the cause and the cure below.
 
 For a run that started and then failed, see [When a run fails](OPERATIONS.md#when-a-run-fails).
 """

@@ -111,7 +111,9 @@ class RewardedConfig(OnlineConfig):
     batch_multiplier: Annotated[
         Float, Field(ge=1, description="Prompts in a batch of dynamic sampling, as a multiple of num_prompts_per_step.")
     ] = 1.0
-    overlong_filtering: Annotated[Bool, Field(description="Leave truncated answers out of the loss.")] = False
+    overlong_filtering: Annotated[
+        Bool, Field(description="Leave truncated answers out of the loss. Nothing limits lengths then.")
+    ] = False
     seq_logprob_error_threshold: Annotated[
         Float | None,
         Field(

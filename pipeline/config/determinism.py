@@ -1,7 +1,7 @@
 """`policy.deterministic`: on GPUs, a run computes the same bits each time, with the same images, GPUs and layout.
 
 Without it two runs differ: attention's backward and sums by index add atomically, in any order; NCCL may sum in the switch;
-vLLM's kernels split their sums by the batch. On CPUs every run is deterministic.
+vLLM's kernels split their sums by the batch. On CPUs every run is deterministic, and the key only refuses the same operations.
 
 This file has the variables, which ranks get before Python starts (`launch/executors/components.py`), and the choices of a
 recipe that exclude the key. The other switches:

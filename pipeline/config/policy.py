@@ -298,7 +298,10 @@ class TeacherConfig:
 
 @dataclass
 class TeachersConfig:
-    """Several teachers of the policy's vocabulary. One of them scores each sample: that of the sample's environment."""
+    """Several teachers of the policy's vocabulary. One of them scores each sample: that of the sample's environment.
+
+    The loss is one mean over all tokens of the step. Checkpoints have no teachers.
+    """
 
     teachers: Annotated[
         dict[str, TeacherConfig],

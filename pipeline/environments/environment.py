@@ -40,7 +40,8 @@ class Outcome:
     """The result of one turn."""
 
     reward: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)  # those of the last turn count; a step reports their means
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Those of the last turn count, and a step reports their means. `accuracy` is shown beside the reward."""
     observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
     extracted: str = ""  # the answer that was found in the text, in a form in which equal answers are equal; "": none
 

@@ -6,6 +6,8 @@ say within minutes, not hours, that something is wrong.
 
 Such a step is no error. Its loss and gradient are 0, as in NeMo-RL and verl, whose means over no token are 0 too: a policy may
 find its first reward after many steps, and a batch may have no token to learn from.
+
+These warnings do not depend on `logger.monitor.enabled`.
 """
 
 from __future__ import annotations

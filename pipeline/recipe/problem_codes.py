@@ -21,19 +21,19 @@ RECIPES = {
     ),
     "bad-format": ProblemCode(
         "A value or a file has another form than expected.",
-        "Compare it with the form after `expected`. A message about a file names its line.",
+        "Compare it with the form after `expected`.",
     ),
     "bad-interpolation": ProblemCode(
         "A `${...}` cannot be computed, or names an unknown resolver.",
-        "Use `${another.key}`, `${mul:a,b}`, `add`, `div`, `max`, `${if:test,a,b}` or OmegaConf's `oc.*`.",
+        "Use `${another.key}`, `mul`, `add`, `div`, `max`, `${if:test,a,b}` or OmegaConf's `oc.*`.",
     ),
     "circular": ProblemCode(
         "Recipes or keys refer to each other in a circle.",
-        "Remove one of the references that the message prints.",
+        "Remove one of the references.",
     ),
     "contradiction": ProblemCode(
         "Two values exclude each other.",
-        "Change one of the two keys that the message names.",
+        "Change one of the two keys.",
     ),
     "given-twice": ProblemCode(
         "A YAML mapping has a key twice, or a list a seed twice.",
@@ -41,10 +41,10 @@ RECIPES = {
     ),
     "has-no-effect": ProblemCode(
         "Nothing reads this key: it belongs to the other backend, or to a feature that is off.",
-        "Remove it, turn on what reads it, or use the key that the message names.",
+        "Remove it, or turn on what reads it.",
     ),
     "missing-value": ProblemCode(
-        "A key, or an environment variable that the recipe refers to, has no value.",
+        "A key or an environment variable of the recipe has no value.",
         "Set the key, or export the variable.",
     ),
     "nemo-rl-recipe": ProblemCode(
@@ -56,35 +56,35 @@ RECIPES = {
         "Choose one that the message lists.",
     ),
     "not-divisible": ProblemCode(
-        "A size does not divide another: heads by tensor parallelism, layers by pipeline stages, the batch by updates.",
-        "Choose one of the divisors that the message lists.",
+        "A size does not divide another, such as tensor parallelism the heads.",
+        "Choose a divisor that the message lists.",
     ),
     "secret-in-recipe": ProblemCode(
         "A recipe or an override contains a token or a password.",
-        "Export it as an environment variable, and name that variable in the recipe. Change the token if the file was shared.",
+        "Export it as an environment variable. Change the token if the file was shared.",
     ),
     "too-large": ProblemCode(
         "A number is above its bound, which may depend on other keys or on the GPUs.",
-        "Stay within the bound that the message names.",
+        "Stay within the bound.",
     ),
     "too-small": ProblemCode(
         "A number is below its bound, which may depend on other keys.",
-        "Reach the bound that the message names.",
+        "Reach the bound.",
     ),
     "unknown-key": ProblemCode(
         "No section has this key.",
-        "Check the spelling; the message suggests the nearest key. `python launch/submit.py help=SECTION` lists all.",
+        "Check the spelling. `python launch/submit.py help=SECTION` lists all keys.",
     ),
     "unknown-reference": ProblemCode(
         "A `${key}` refers to a key that the recipe does not have.",
-        "Write the whole dotted key, such as `${policy.precision}`.",
+        "Write the whole key, such as `${policy.precision}`.",
     ),
     "unsupported": ProblemCode(
         "Hetstep, a backend or an installed library cannot do this.",
-        "Use the alternative after `Try`, or the other backend if the message names one.",
+        "Use the alternative after `Try`.",
     ),
     "wrong-type": ProblemCode(
-        "A value has another type than its key: text for a number, a list for a mapping.",
+        "A value has another type than its key.",
         "Give the type after `expected`.",
     ),
 }
@@ -96,7 +96,7 @@ FILES = {
         "Name another folder, or remove this one.",
     ),
     "bad-record": ProblemCode(
-        "A line of a data file has no usable record: no JSON object, a missing column, an empty or too long prompt.",
+        "A line of a data file has no usable record, such as one with a missing column or a too long prompt.",
         "Correct the line, or set `data.train.input_key` and `output_key` to the file's columns; in an evaluation,"
         " `evaluate.tasks.NAME.format_kwargs`.",
     ),
@@ -122,20 +122,19 @@ FILES = {
     ),
     "permission-denied": ProblemCode(
         "This user may not use a folder, a partition, an account, a QOS or a mount.",
-        "Choose your own, or ask the owner that the message names.",
+        "Choose your own, or ask the owner.",
     ),
     "too-few-records": ProblemCode(
         "The training data, in all epochs together, fill no step.",
-        "Add records, raise `max_num_epochs`, or lower `policy.train_global_batch_size` or `num_prompts_per_step`. With"
-        " `data.bad_records=drop`, look in the log for dropped records.",
+        "Add records, raise `max_num_epochs`, or lower `policy.train_global_batch_size` or `num_prompts_per_step`.",
     ),
     "unavailable-dataset": ProblemCode(
         "The Hugging Face dataset is neither a folder nor in the local cache. Nothing is downloaded.",
-        "Run the command `hf download --repo-type dataset NAME` of the message, or give `data_path`.",
+        "Run `hf download --repo-type dataset NAME`, or give `data_path`.",
     ),
     "unavailable-model": ProblemCode(
         "The model is neither a folder nor in the local Hugging Face cache.",
-        "Run the command `hf download NAME` of the message, or give `policy.model_name` a folder.",
+        "Run `hf download NAME`, or give `policy.model_name` a folder.",
     ),
     "unreadable": ProblemCode(
         "A file cannot be read: it is cut off, damaged, or of another version.",
@@ -151,8 +150,8 @@ FILES = {
 RUNS = {
     "damaged": ProblemCode(
         "A file of a checkpoint, an export or rollouts is not as it was written.",
-        "Restore the file that the message names, or move the folder away: the run then continues from an earlier step."
-        " `sha256sum -c digests.sha256` compares all files.",
+        "Restore the file, or move the folder away: the run then continues from an earlier step. `sha256sum -c digests.sha256`"
+        " compares all files.",
     ),
     "in-use": ProblemCode(
         "Another job or command writes into this folder, or another process listens on the service's port.",
@@ -179,16 +178,16 @@ RUNS = {
         "Give another folder.",
     ),
     "not-a-run": ProblemCode(
-        "The folder has no recipe.yaml, so it is not a run folder.",
-        "Give the folder that `submit.py` printed, such as `runs/NAME`. `python launch/status.py` lists them.",
+        "The folder has no recipe.yaml.",
+        "`python launch/status.py` lists run folders.",
     ),
     "not-ended": ProblemCode(
         "A run, evaluation or sweep has not ended within the `timeout` of a call.",
         "Wait longer: it continues.",
     ),
     "not-live": ProblemCode(
-        "`steer.py` was given a key that a run reads only at its start, or a value that needs what it did not load then.",
-        "Choose a key that the message lists, or start a new run from this one's weights.",
+        "A run reads this key only at its start, or the value needs what it did not load then.",
+        "Choose a key that the message lists, or start a new run from these weights.",
     ),
     "not-running": ProblemCode(
         "The command changes a live run, and this run is not live.",
@@ -196,16 +195,16 @@ RUNS = {
     ),
     "run-exists": ProblemCode(
         "The folder holds a run or a sweep with other settings.",
-        "Give the earlier values again to continue, or another `run_dir`. The message lists the differences.",
+        "Give the earlier values again to continue, or another `run_dir`.",
     ),
     "run-failed": ProblemCode(
-        "While a call of `hetstep` waited, the run, evaluation or sweep failed, was cancelled, or ended without a result.",
-        "Read the failure and the logs in the message. The same submission continues from the last checkpoint.",
+        "While a call of `hetstep` waited, the run, evaluation or sweep failed or was cancelled.",
+        "Read the failure and the logs. The same submission continues from the last checkpoint.",
     ),
     "wrong-key": ProblemCode(
         "A checkpoint or rollouts are encrypted, and the key is missing or another one.",
-        "Give the key with the fingerprint in the message: `checkpointing.encryption.key_file` or `key_command`; for commands"
-        " that read a run folder also the variable HETSTEP_KEY_FILE.",
+        "Give the key with the fingerprint in the message by `checkpointing.encryption`, or to commands that read a run folder"
+        " by the variable HETSTEP_KEY_FILE.",
     ),
     "tampered": ProblemCode(
         "A line or file with a recorded hash was changed, added or lost, as in an audit log.",
@@ -213,7 +212,7 @@ RUNS = {
     ),
     "wrong-version": ProblemCode(
         "A checkpoint or a package has an incompatible version.",
-        "Use the version that the message names: the commit in the run's manifest.json, or the packages of the other image.",
+        "Use the commit in the run's manifest.json, or the packages of the other image.",
     ),
 }
 """Run folders."""
@@ -225,7 +224,7 @@ CLUSTERS = {
     ),
     "not-mounted": ProblemCode(
         "A component opens a path that its container does not mount.",
-        "Add the mount that the message prints to `cluster.<component>.container_mounts`.",
+        "Add the mount of the message to `cluster.<component>.container_mounts`.",
     ),
     "out-of-memory": ProblemCode(
         "By the plan the model does not fit the GPUs.",
@@ -233,7 +232,7 @@ CLUSTERS = {
     ),
     "over-limit": ProblemCode(
         "A request is above what the partition, the QOS, the account or the allocation allows.",
-        "Ask for less, as the message says, or choose another partition.",
+        "Ask for less, or choose another partition.",
     ),
     "refused-by-slurm": ProblemCode(
         "Slurm refuses the job for another reason, which the message quotes.",
@@ -241,10 +240,10 @@ CLUSTERS = {
     ),
     "timed-out": ProblemCode(
         "A plan of the REST service took longer than `plan_s`, or its process ended.",
-        "Make the plan in a shell: `python launch/submit.py recipe=NAME plan=true`. It may wait for a file system.",
+        "Make the plan in a shell: `python launch/submit.py recipe=NAME plan=true`.",
     ),
     "unreachable": ProblemCode(
-        "Slurm's controller or the host of an earlier run does not answer, or this machine lacks the REST service's `host`.",
+        "Slurm's controller or an earlier run's host does not answer, or this machine lacks the REST service's `host`.",
         "Try again. `cluster.executor=local` runs on this machine. Cancel a leftover job with `scancel`.",
     ),
 }

@@ -1,7 +1,16 @@
 """Find the extras by name: parts that the core imports nowhere, so that it trains where their folders are missing.
 
-The core asks for an extra when it needs it, and states in a Protocol, or in a class of methods that do nothing, what it calls:
-`Codec` (pipeline/files/stored_files.py), `JobObserver` (job_events.py), `RunObserver` (launch/runs/run_events.py).
+An extra is a folder with a line in `EXTRAS`. The core asks for it when it needs it, and states in a Protocol, or in a class of
+methods that do nothing, what it calls:
+
+    Tracker (pipeline/trackers/tracker.py)     shows metrics
+    Codec (pipeline/files/stored_files.py)     encrypts files and lines
+    JobObserver (pipeline/seams/job_events.py) acts when rank 0 starts, claims the run, writes a checkpoint, ends
+    RunObserver (launch/runs/run_events.py)    acts when a command submits, continues, changes, cancels or exports a run
+    read (launch/recipes/nemo_rl/reader.py)    reads foreign recipes
+
+An observer is a class with the methods that it needs, and a module-level `OBSERVER`; the extra's name goes into `OBSERVERS` of
+job_events.py or run_events.py.
 """
 
 from __future__ import annotations
