@@ -45,8 +45,8 @@ class TimeoutsConfig:
     storage: Annotated[
         Seconds | None,
         Field(
-            description="Waiting while the run folder's disk is full, read-only or unreachable. Rollouts and"
-            " TensorBoard never end a run. null: 600, or half of save if that is less."
+            description="Waiting while the run folder's disk is full, read-only or unreachable. Failed"
+            " writes of rollouts and TensorBoard never end a run. null: 600, or half of save if that is less."
         ),
     ] = None
 
