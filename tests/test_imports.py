@@ -1,6 +1,7 @@
 """Imports run downhill and in no circle, and the submit path never imports torch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -53,6 +54,7 @@ FLOORS = {
 }
 FLOOR = {tree: {room: floor for floor, rooms in enumerate(floors) for room in rooms} for tree, floors in FLOORS.items()}
 PATHS = sorted(path for tree in FLOORS for path in ROOT.glob(f"{tree}/**/*.py"))
+PARTS_OF_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
 
 
@@ -63,16 +65,18 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in PATHS}
 
 
-def statements(path: Path) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports anywhere in a file, but for those of annotations alone (`if TYPE_CHECKING:`)."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+@functools.cache
+def statements(path: Path, annotations: bool = False) -> list[ast.Import | ast.ImportFrom]:
+    """Return the imports anywhere in a file. annotations: also those of annotations alone (`if TYPE_CHECKING:`)."""
+    found, waiting = [], [*ast.parse(path.read_text()).body]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
             assert isinstance(node, ast.Import) or node.level == 0, f"{path}: relative import"
-            yield node
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            waiting += ast.iter_child_nodes(node)
+            found.append(node)
+        elif annotations or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            waiting += [below for below in ast.iter_child_nodes(node) if isinstance(below, PARTS_OF_STATEMENTS)]
+    return found
 
 
 def imports(path: Path) -> Iterator[str]:
