@@ -22,7 +22,7 @@ from pipeline.lineage.file_hashes import sha256
 from pipeline.models.weight_files import file_fault
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import RecipeError
-from tests.launch.test_user_imports import SMALL
+from tests.launch.preflight.test_user_imports import SMALL
 from tests.problems import refused
 
 

@@ -39,7 +39,7 @@ def test_with_deterministic_kernels_too(tmp_path, uninterrupted):
     assert rerun.metrics() == uninterrupted
 
 
-@pytest.mark.full  # by default: tests/launch/test_local.py
+@pytest.mark.full  # by default: tests/launch/executors/test_local.py
 @pytest.mark.parametrize(
     ("victim", "verb", "count"),
     [pytest.param(3, "rollout", 3, marks=pytest.mark.long), (1, "save", 3)],

@@ -34,7 +34,8 @@ from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.failures import FailureMonitor
 from pipeline.rollout.judges.environment_steps import EnvironmentSettings
-from pipeline.rollout.judges.pool import JudgePool, fork_early
+from pipeline.rollout.judges.parent_process import fork_early
+from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, VersionSpan

@@ -118,7 +118,7 @@ def test_the_last_warning_about_memory_of_a_node(tmp_path):
     assert found and found["message"] == "full_memory 4"
 
 
-@pytest.mark.full  # by default: tests/launch/test_local.py
+@pytest.mark.full  # by default: tests/launch/executors/test_local.py
 def test_a_killed_rank_of_a_local_run_is_told_with_its_signal(tmp_path):
     """Rank 0 too: no rank can tell of it, but the controller is its parent."""
     workers = {"train": ComponentConfig(ranks_per_node=2)}

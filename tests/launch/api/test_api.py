@@ -250,7 +250,7 @@ def test_stop_and_save_under_slurm(tmp_path, slurm_cluster, monkeypatch):
     check_stop_and_save(submitted(tmp_path / "run", tasks.save_on_request, "slurm"))
 
 
-@pytest.mark.full  # by default: tests/launch/test_local.py
+@pytest.mark.full  # by default: tests/launch/executors/test_local.py
 def test_cancel(tmp_path):
     run = submitted(tmp_path / "run", tasks.save_on_request)
     wait_until(lambda: latest(run.folder), "the start of the ranks")

@@ -9,7 +9,7 @@ import pytest
 
 from launch import lineage, registry
 from tests.launch.api import program
-from tests.launch.test_lineage import everything, labels, runs  # noqa: F401 fixture
+from tests.launch.governance.test_lineage import everything, labels, runs  # noqa: F401 fixture
 from tests.problems import refused
 
 

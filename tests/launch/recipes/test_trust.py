@@ -9,7 +9,7 @@ from launch.api import planning
 from launch.preflight import bounded, user_imports, user_source
 from launch.recipes.trust import VARIABLE, Trust
 from pipeline import config
-from tests.launch.test_user_imports import RECIPE, SMALL
+from tests.launch.preflight.test_user_imports import RECIPE, SMALL
 
 HOSTILE = "from pathlib import Path\nPath({mark!r}).touch()\n"
 CODE = """\

@@ -9,9 +9,9 @@ from pipeline import config
 from pipeline.config import collected
 from pipeline.models import rope
 from pipeline.models.weight_files import read_weight_files
-from tests.launch import wrong_models as wrong
 from tests.launch.model import write_data, write_recipe
-from tests.launch.wrong_models import EMBEDDING, HEAD, INDEX, SHARDS, SINGLE
+from tests.launch.preflight import wrong_models as wrong
+from tests.launch.preflight.wrong_models import EMBEDDING, HEAD, INDEX, SHARDS, SINGLE
 
 MODEL, TOKENIZER, TEMPLATE = "policy.model_name", "policy.tokenizer.name", "policy.tokenizer.chat_template"
 LINEAR = {"rope_type": "linear", "factor": 2.0}

@@ -14,7 +14,7 @@ from launch.preflight.container_images import _needs
 from launch.recipes.trust import Trust
 from pipeline import config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPE = """\
 defaults: tiny_grpo
 data:

@@ -15,7 +15,7 @@ from pipeline import config
 from pipeline.config import DatasetConfig, Recipe, recognize_columns
 from pipeline.data.datasets import load_records
 from pipeline.data.records import RecordReader
-from tests.launch.test_columns import CHAT
+from tests.launch.preflight.test_columns import CHAT
 from tests.problems import named
 
 SUM = [{"role": "user", "content": "1+1="}]

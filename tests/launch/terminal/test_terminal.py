@@ -11,7 +11,7 @@ from launch.executors.executor import JobStatus
 from launch.runs.follow import Follower, MetricsTail
 from launch.terminal.safe_text import on_one_line, plain
 from tests.launch import made_runs
-from tests.launch.test_follow import RAISED, Job, fail, write_logs
+from tests.launch.runs.test_follow import RAISED, Job, fail, write_logs
 
 TRICKS = {
     "the window's title": ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),

@@ -62,7 +62,7 @@ def evaluated(folder: Path, model_name: Path, value: float) -> Path:
     data = folder.parent / "questions.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text('{"input": "1+1="}\n')
-    suite = str(Path(__file__).parents[2] / "recipes/suites/tiny.yaml")
+    suite = str(Path(__file__).parents[3] / "recipes/suites/tiny.yaml")
     keys = (
         f"policy.model_name={model_name}",
         "cluster.train.ranks_per_node=1",
@@ -204,7 +204,7 @@ def test_an_evaluation_of_a_checkpoint_that_is_gone(runs, tmp_path):
     """The checkpoint was kept by hard links for its evaluation, and removed with the links."""
     folder = runs / "sft/evaluations/tiny/step_000010"
     linked = waiting_checkpoints.keep(runs / "sft/checkpoints/step_000010", folder / "kept")
-    suite = str(Path(__file__).parents[2] / "recipes/suites/tiny.yaml")
+    suite = str(Path(__file__).parents[3] / "recipes/suites/tiny.yaml")
     values = {"policy": {"model_name": str(tmp_path / "base")}, "evaluate": {"run": str(runs / "sft")}}
     values["evaluate"] |= {"checkpoint": str(linked), "step": 10}
     recipe = suites.inspect(suite, Source(values, "", folder, ""), (), {}).recipe

@@ -1,4 +1,4 @@
-"""Batch scripts with shell syntax in texts, by `tests/launch/shell_fuzz.py`; and texts refused by key."""
+"""Batch scripts with shell syntax in texts, by `tests/launch/executors/shell_fuzz.py`; and texts refused by key."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from launch import submit
 from pipeline import config
-from tests.launch import shell_fuzz
+from tests.launch.executors import shell_fuzz
 from tests.launch.model import write_recipe
 from tests.problems import named
 

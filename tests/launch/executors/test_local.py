@@ -108,7 +108,7 @@ def test_a_third_component_comes_last_and_its_killed_rank_is_named(tmp_path):
 def test_cancel_from_another_process(tmp_path):
     """Submit in one process, which ends; attach from the run folder in another."""
     code = (
-        "import sys; from pathlib import Path; from tests.launch.test_local import *; run_dir = Path(sys.argv[1]);"
+        "import sys; from pathlib import Path; from tests.launch.executors.test_local import *; run_dir = Path(sys.argv[1]);"
         "write_record(run_dir, JobRecord.of('local', executor(run_dir).submit(tasks.report_and_wait, sys.argv[1])))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.launch.model import write_model, write_recipe
-from tests.launch.test_bad_recipes import refuse, told
+from tests.launch.submission.test_bad_recipes import refuse, told
 
 MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"

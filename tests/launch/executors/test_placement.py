@@ -1,4 +1,4 @@
-"""GPUs of a machine that a local run takes. `python -m tests.launch.test_placement` prints the table of the tiny recipes."""
+"""GPUs of a machine that a local run takes. `python -m tests.launch.executors.test_placement` prints those of tiny recipes."""
 
 import functools
 import sys
