@@ -70,4 +70,4 @@ class Pool:
     def pids(self) -> list[int]:
         """The process ids of the judges."""
         assert self.judges._process is not None
-        return processes.children(self.judges._process.started.pid)
+        return processes.children(self.judges._process.pid)
