@@ -254,7 +254,7 @@ def test_a_judge_has_no_secrets_and_bounded_memory(pool: Pool):
     (pid,) = pool.pids
     variables = Path(f"/proc/{pid}/environ").read_bytes()
     assert b"canary" not in variables and b"PATH" not in variables
-    assert b"canary" in Path(f"/proc/{pool.judges._process.started.pid}/environ").read_bytes()
+    assert b"canary" in Path(f"/proc/{pool.judges._process.pid}/environ").read_bytes()
     (limit,) = [line for line in Path(f"/proc/{pid}/limits").read_text().splitlines() if "address space" in line]
     assert math_environment.MEMORY_BYTES < int(limit.split()[3]) < 4 * math_environment.MEMORY_BYTES
 
