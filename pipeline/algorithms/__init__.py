@@ -6,11 +6,10 @@ must not import this module.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, is_dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.algorithms.algorithm import Algorithm, OnlineAlgorithm
+from pipeline.seams.registered_class import load
 
 if TYPE_CHECKING:
     from pipeline.config import Recipe
@@ -26,24 +25,7 @@ CLASSES = {  # by the name of the file, which is also the recipe's section and t
 }
 
 
-def _load(name: str, kind: str) -> type[Algorithm]:
-    """Return the class of one of CLASSES. Raise TypeError for one that is not a complete algorithm."""
-    module = import_module(f"pipeline.algorithms.{name}")
-    found: Any = getattr(module, kind, None)
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        expected = f"a subclass of Algorithm in pipeline/algorithms/{name}.py"
-        raise TypeError(f"pipeline.algorithms.CLASSES['{name}']: got '{kind}'; expected {expected}")
-    section = getattr(found, "Section", None)
-    if not (isinstance(section, type) and is_dataclass(section)):
-        raise TypeError(f"{module.__name__}.{kind}.Section: got {section}; expected a dataclass with the keys of {name}")
-    for field in fields(section):
-        if field.default is MISSING and field.default_factory is MISSING:
-            key = f"{module.__name__}.{section.__name__}.{field.name}"
-            raise TypeError(f"{key}: got no default; expected one. Try None, which {kind}.problems refuses")
-    return found
-
-
-ALGORITHMS: dict[str, type[Algorithm]] = {name: _load(name, kind) for name, kind in CLASSES.items()}
+ALGORITHMS: dict[str, type[Algorithm]] = {name: load(__name__, name, kind, Algorithm) for name, kind in CLASSES.items()}
 ONLINE = tuple(name for name, kind in ALGORITHMS.items() if issubclass(kind, OnlineAlgorithm))  # sample from the policy
 OFFLINE = tuple(name for name in ALGORITHMS if name not in ONLINE)  # learn from a data set
 PAIRED = tuple(name for name, kind in ALGORITHMS.items() if kind.paired)  # learn from pairs of answers

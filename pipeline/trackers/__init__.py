@@ -4,8 +4,7 @@ Start in `tracker.py`, which documents the interface. Importing this package imp
 reads the run folder and feeds them.
 """
 
-from importlib import import_module
-
+from pipeline.seams.registered_class import load
 from pipeline.trackers.tracker import Tracker
 
 CLASSES = {  # by the name of the file, which is also the section under `logger`
@@ -13,6 +12,4 @@ CLASSES = {  # by the name of the file, which is also the section under `logger`
     "mlflow": "MlflowTracker",
     "trackio": "TrackioTracker",
 }
-TRACKERS: dict[str, type[Tracker]] = {
-    name: getattr(import_module(f"pipeline.trackers.{name}"), kind) for name, kind in CLASSES.items()
-}
+TRACKERS: dict[str, type[Tracker]] = {name: load(__name__, name, kind, Tracker) for name, kind in CLASSES.items()}
