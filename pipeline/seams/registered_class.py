@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 
-def load(package: str, name: str, kind: str, base: type[Any]) -> type[Any]:
+def load(package: str, name: str, kind: str, base: type[Any] = object) -> type[Any]:
     """Return the class `kind` of the file `name` of a package, with its keys of the recipe in `Section`.
 
     Raises TypeError if it is no subclass of `base`, and for a Section that is no dataclass, or whose fields lack defaults: a
@@ -16,7 +16,8 @@ def load(package: str, name: str, kind: str, base: type[Any]) -> type[Any]:
     module = import_module(f"{package}.{name}")
     registered = getattr(module, kind, None)
     if not (isinstance(registered, type) and issubclass(registered, base)):
-        expected = f"a subclass of {base.__name__} in {package.replace('.', '/')}/{name}.py"
+        of = "class" if base is object else f"subclass of {base.__name__}"
+        expected = f"a {of} in {package.replace('.', '/')}/{name}.py"
         raise TypeError(f"{package}.CLASSES['{name}']: got '{kind}'; expected {expected}")
     section = getattr(registered, "Section", None)
     if not (isinstance(section, type) and is_dataclass(section)):

@@ -12,4 +12,4 @@ CLASSES = {  # by the name of the file, which is also the section under `logger`
     "mlflow": "MlflowTracker",
     "trackio": "TrackioTracker",
 }
-TRACKERS: dict[str, type[Tracker]] = {name: load(__name__, name, kind, Tracker) for name, kind in CLASSES.items()}
+TRACKERS: dict[str, type[Tracker]] = {name: load(__name__, name, kind) for name, kind in CLASSES.items()}
