@@ -35,7 +35,7 @@ def describe(source: dict[str, Any]) -> dict[str, Any]:
         if wrong := custom.problem(thing, source["kwargs"]):
             return {"wrong": wrong, "code": "wrong-type" if custom.problem(thing, ()) else "unknown-key"}
         if not inspect.isclass(thing):
-            return {"ok": True, "fields": custom.fields(thing), "required": custom.required(thing)}
+            return {"ok": True, "fields": custom.fields(thing), "required": custom.required_fields(thing)}
     elif not callable(thing):
         return {"wrong": f"it is a {type(thing).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}

@@ -60,7 +60,7 @@ def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path
         if wrong := custom.problem(thing, kwargs):
             return {"wrong": wrong, "code": "wrong-type" if custom.problem(thing, ()) else "unknown-key"}
         if not isinstance(thing, type):
-            return {"ok": True, "fields": custom.fields(thing), "required": custom.required(thing)}
+            return {"ok": True, "fields": custom.fields(thing), "required": custom.required_fields(thing)}
     elif not callable(thing):
         return {"wrong": f"it is a {type(thing).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}

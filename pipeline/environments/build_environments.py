@@ -18,11 +18,11 @@ from pipeline.sandbox.limits import SandboxError
 
 Configs = dict[str, EnvironmentConfig]
 JUDGE_WORKERS = 16
-"""Workers of a built-in environment that judges for another one, if neither sets a number."""
+"""Workers of a built-in environment that judges for another environment, if neither sets a number."""
 
 
 def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, Environment]:
-    """Return the environments by their key under `env`, or those of `names`. A user's class is called with `kwargs`.
+    """Return the environments by their key under `env`. names: of those to build; None: all. Call a user's class with `kwargs`.
 
     Raises RecipeError for an unknown kind, a class that is not an environment, kwargs that do not fit, and a node on which no
     sandbox works.
@@ -32,8 +32,8 @@ def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, E
         try:
             environments[name] = _build(name, configs[name], configs)
         except RecipeError:
-            for built in environments.values():
-                built.close()
+            for environment in environments.values():
+                environment.close()
             raise
     return environments
 
@@ -70,7 +70,7 @@ def _load(key: str, path: str) -> object:
 
 
 def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str) -> Environment:
-    """Return an environment that judges for the one at `key`; it shares its workers and connections with nobody.
+    """Return an environment that judges for the environment at `key`. It shares its workers and connections with nobody.
 
     The other environment waits for it within a step. So it gets at most that environment's time and, if it sets no number, as
     many workers. A user's class chooses its own number of workers.
@@ -78,6 +78,8 @@ def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: s
     if judge not in configs:
         message = f"got '{judge}'; expected one of: {', '.join(configs)}"
         raise RecipeError(Problem(f"{key}.kwargs.judge", "not-a-choice", message))
-    own = configs[judge]
-    workers = own.workers or (config.workers or JUDGE_WORKERS if own.kind in KINDS else None)
-    return _build(judge, replace(own, workers=workers, timeout_s=min(own.timeout_s, config.timeout_s)), configs)
+    judge_config = configs[judge]
+    workers = judge_config.workers or (config.workers or JUDGE_WORKERS if judge_config.kind in KINDS else None)
+    return _build(
+        judge, replace(judge_config, workers=workers, timeout_s=min(judge_config.timeout_s, config.timeout_s)), configs
+    )

@@ -81,11 +81,11 @@ def evaluate(expression: str) -> str:
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
         case ast.Constant(int(number)) if not isinstance(number, bool):
-            return _bounded(Fraction(number))
+            return _check_size(Fraction(number))
         case ast.Constant(float()):
-            return _bounded(_number(ast.get_source_segment(text, node) or ""))
+            return _check_size(_number(ast.get_source_segment(text, node) or ""))
         case ast.BinOp(left, op, right) if type(op) in BINARY:
-            return _bounded(BINARY[type(op)](_value(left, text), _value(right, text)))
+            return _check_size(BINARY[type(op)](_value(left, text), _value(right, text)))
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
             return UNARY[type(op)](_value(operand, text))
         case ast.Call(ast.Name(name), [argument], []) if name in FUNCTIONS:
@@ -118,7 +118,8 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
+    """Return the value. Raises ValueError if it has more than MAX_BITS bits."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ValueError("an intermediate result is too large")
     return value

@@ -1,7 +1,7 @@
 """Judge Python programs that the policy writes by running them on the task's tests, in the sandbox.
 
-The answer is the last fenced code block of the text, or the whole text. Each test with input and output gets a sandbox of its
-own; Python snippets share one. An answer can use the names that HARNESS defines, as in the data sets' own judges.
+The answer is the last fenced code block of the text, or the whole text. Each test with input and output has its
+own sandbox; Python snippets share a sandbox. An answer can use the names that HARNESS defines, as in the data sets' judges.
 `CodeInterpreter` is NeMo-RL's CodeEnvironment: code in several turns, each answered with its result.
 
 Leaves out: other languages; judges for tasks with more than one right output.
@@ -64,12 +64,12 @@ def load(name):
 if __name__ == "__main__":
     load("__main__")
 """
-"""Runs the answer as a module that its tests may import.
+"""Program that runs the answer as a module that its tests may import.
 
-The answer can use everything that LiveCodeBench's judge imports before it, except `statistics`, which is slow to import:
-MODULES and all names of `import *` from them in this order. Starter code (`nums: List[int]`) and many right answers (`inf`,
-`deque`) import nothing themselves. These names lie below Python's builtins, so `pow` is the builtin, and they stay apart from
-the names that the answer defines.
+The answer can use everything that LiveCodeBench's judge imports before it, except `statistics`, which is slow to import: the
+modules in MODULES, and all names that `import *` from them gives in this order. Starter code (`nums: List[int]`) and many right
+answers (`inf`, `deque`) import nothing themselves. These names lie below Python's builtins, so `pow` is the builtin, and they
+stay apart from the names that the answer defines.
 """
 CALL = b"""import json, os, sys
 import harness
@@ -81,7 +81,7 @@ function = names.get(sys.argv[1]) or getattr(names["Solution"](), sys.argv[1])
 answer.write(json.dumps(function(*arguments)))
 answer.close()
 """
-"""Calls a function of the answer, or a method of its class Solution."""
+"""Program that calls a function of the answer, or a method of its class Solution."""
 SNIPPETS = b"""import json, os, sys
 import harness
 tests = os.fdopen(os.dup(0))
@@ -118,10 +118,10 @@ for number, (snippet, is_equality) in enumerate(request["snippets"]):
     else:
         os.write(1, f"\\n{request['mark']} {number} {value}\\n".encode())
 """
-"""Reports the values of the equalities' expressions, for `same_value` to compare, and which other snippets did not raise.
+"""Program that reports the values of the equalities' expressions, which `same_value` compares, and which other snippets passed.
 
-The mark separates the report from the answer's output. The answer's stdin does not contain it, but its process does: an answer
-that searches for the mark finds it, and can then pass the snippets that are not equalities.
+The mark separates the report from the answer's output. The answer's stdin does not contain the mark, but the memory of its
+process does: an answer that searches for it finds it, and can then pass the snippets that are not equalities.
 """
 PROGRAMS = {"harness.py": HARNESS, "call.py": CALL, "snippets.py": SNIPPETS}
 CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
@@ -142,8 +142,8 @@ class CodeArguments(SandboxArguments):
 class Code(BuiltinEnvironment):
     """Runs the answer on the tests in `prompt.task["answer"]`.
 
-    Limits hold for each test, `timeout_s` for one answer: a test that no time is left for does not pass. Metrics: `accuracy`, 1
-    if all passed; `passed`, the share that did; `timeouts`, `memory` and `crashes`, shares of the tests that ran and ended so.
+    Limits hold for each test, `timeout_s` for one answer: a test without time to run does not pass. Metrics: `accuracy`, 1 if
+    all tests pass; `passed`, the share that passes; `timeouts`, `memory` and `crashes`, the shares of the tests that end so.
     """
 
     Arguments = CodeArguments
@@ -159,54 +159,54 @@ class Code(BuiltinEnvironment):
         parse_tests(answer)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Judge a program. Raises Unjudged if the task has no tests, or one that tests nothing."""
+        """Judge a program. Raises Unjudged if the task has no tests, or a test that tests nothing."""
         try:
             tests = parse_tests(prompt.task["answer"])
         except ValueError as error:
             raise Unjudged(f"prompt {prompt.index}: {error}") from None
         deadline = time.monotonic() + self._timeout_s
-        passed, ends = (self._run_cases if tests.cases else self._run_snippets)(code_in(text), tests, deadline)
-        share = passed / len(tests)
-        right, ran = float(passed == len(tests)), max(1, ends.total())
+        passed_count, ends = (self._run_cases if tests.cases else self._run_snippets)(code_in(text), tests, deadline)
+        share = passed_count / len(tests)
+        right, ran = float(passed_count == len(tests)), max(1, ends.total())
         metrics = {"accuracy": right, "passed": share}
         metrics |= {name: ends[name] / ran for name in ("timeouts", "memory", "crashes")}
         return Outcome(right if self._all else share, metrics)
 
     def _run_cases(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
-        """Return (number of tests passed, number of those that ran by how they ended)."""
-        passed, ends = 0, Counter[str]()
+        """Return (number of tests that passed, number of tests that ran by the metric of their end)."""
+        passed_count, ends = 0, Counter[str]()
         for case in tests.cases:
-            if (left := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - time.monotonic()) <= 0:
                 ends["timeouts"] += 1
                 break
             argv = ["call.py", case.function] if case.function else ["harness.py"]
-            ran = self._run(argv, code, case.input, left)
-            right = _passes(ran, case)
-            ends[_end_metric(ran)] += 1
-            passed += right
+            result = self._run(argv, code, case.input, remaining_s)
+            right = _passes(result, case)
+            ends[_end_metric(result)] += 1
+            passed_count += right
             if self._all and not right:
                 break
-        return passed, ends
+        return passed_count, ends
 
     def _run_snippets(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
         mark = secrets.token_hex(16)
-        snippets = [(one.expression, True) if isinstance(one, EqualityTest) else (one, False) for one in tests.snippets]
+        snippets = [(test.expression, True) if isinstance(test, EqualityTest) else (test, False) for test in tests.snippets]
         request = json.dumps({"snippets": snippets, "mark": mark})
-        ran = self._run(["snippets.py"], code, request, deadline - time.monotonic())
+        result = self._run(["snippets.py"], code, request, deadline - time.monotonic())
         values: dict[str, str] = {}
-        for line in ran.stdout.decode(errors="replace").splitlines():
-            marked, _, rest = line.partition(" ")
-            if marked == mark:
-                number, _, values[number] = rest.partition(" ")
-        passed = [
-            str(number) in values and (not isinstance(one, EqualityTest) or same_value(values[str(number)], one.value))
-            for number, one in enumerate(tests.snippets)
+        for line in result.stdout.decode(errors="replace").splitlines():
+            prefix, _, report = line.partition(" ")
+            if prefix == mark:
+                number, _, values[number] = report.partition(" ")
+        verdicts = [
+            str(number) in values and (not isinstance(test, EqualityTest) or same_value(values[str(number)], test.value))
+            for number, test in enumerate(tests.snippets)
         ]
-        return sum(passed), Counter([_end_metric(ran)])
+        return sum(verdicts), Counter([_end_metric(result)])
 
-    def _run(self, argv: list[str], code: str, stdin: str, left: float) -> ProgramResult:
+    def _run(self, argv: list[str], code: str, stdin: str, remaining_s: float) -> ProgramResult:
         files = {"answer.py": code.encode(errors="replace"), **PROGRAMS}
-        wall_s = min(self._sandbox.limits.wall_s, left)
+        wall_s = min(self._sandbox.limits.wall_s, remaining_s)
         return self._sandbox.run([self._sandbox.python, *argv], files, stdin.encode(errors="replace"), wall_s)
 
 
@@ -216,18 +216,20 @@ def code_in(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _passes(ran: ProgramResult, case: IOTest) -> bool:
-    same = same_result if case.function else same_output
-    return ran.status == 0 and same(ran.stdout.decode(errors="replace"), case.output)
+def _passes(result: ProgramResult, case: IOTest) -> bool:
+    are_equal = same_result if case.function else same_output
+    return result.status == 0 and are_equal(result.stdout.decode(errors="replace"), case.output)
 
 
-def _end_metric(ran: ProgramResult) -> str:
-    """Return the metric that counts the end of this program."""
-    if ran.ended_by in ("wall time", "cpu time"):
+def _end_metric(result: ProgramResult) -> str:
+    """Return the name of the metric that counts this program's end."""
+    if result.ended_by in ("wall time", "cpu time"):
         return "timeouts"
-    if ran.ended_by == "memory" or (ran.status and ran.stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError")):
+    if result.ended_by == "memory" or (
+        result.status and result.stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError")
+    ):
         return "memory"
-    return "crashes" if ran.status else "ended"
+    return "crashes" if result.status else "ended"
 
 
 @dataclass
@@ -262,9 +264,8 @@ class CodeInterpreter(BuiltinEnvironment):
 
     @override
     def step(self, episode: CodeEpisode, text: str) -> Outcome:
-        codes = CODE.findall(
-            text[: text.rfind("</code>") + len("</code>")]
-        )  # stops there: the pattern would scan on for each <code>
+        # Search only up to the last </code>: the pattern would scan the rest of the text for each <code>.
+        codes = CODE.findall(text[: text.rfind("</code>") + len("</code>")])
         if not codes:
             return self._end(episode)
         executed = _execute(episode.session, codes[-1], self._timeout_s)
@@ -295,7 +296,7 @@ class CodeEpisode:
     failed: bool = False  # whether the last code raised
 
     def metrics(self) -> dict[str, float]:
-        """Return `accuracy` and `errors` as of now."""
+        """Return the metrics `accuracy` and `errors` of the episode so far."""
         return {"accuracy": float(same_literal(self.value, self.answer)), "errors": float(self.failed)}
 
 

@@ -1,16 +1,16 @@
 """Judge answers to tasks of code benchmarks: HumanEval, MBPP, their plus versions, LiveCodeBench.
 
-`prompt.task`: "answer", the tests in one of the forms below; "style" and "given", how the text has its code, for
+`prompt.task`: "answer", the tests in a form below; "style" and "given", the style and the prompt's code for
 `code_extraction.py`.
 
-    {"program": ..., "setup": ..., "entry_point": ...}     a Python program that calls the answer's functions, and raises if one
-        is wrong. setup: code that runs before it, whose `entry_point` is replaced by the answer's.
+    {"program": ..., "setup": ..., "entry_point": ...}     a Python program that calls the answer's functions and raises
+        if a result is wrong. setup: code that runs before it, whose `entry_point` is replaced by the answer's.
     {"tests": [...], "private": ..., "function": ...}      LiveCodeBench's inputs and outputs; private: more of them, encoded.
-        function: what to call with the arguments; empty: the answer is a program that reads stdin.
+        function: to call with the arguments; empty: the answer is a program that reads stdin.
 
-Answer and tests run in two sandboxes (`code_process.py`), and this process passes calls and values from one to the other. What
-an answer does to its own process cannot make it pass: exit early, print that it passed, replace `assert` or the checker, read
-the tests, kill its parent. It has no tests and no checker to find, and sees the arguments of one call at a time.
+Answer and tests run in two sandboxes (`code_process.py`), and this process passes calls and values from one to the other. So
+nothing that an answer does to its own process makes it pass: it may exit early, print that it passed, replace `assert`, or kill
+its parent. Its process has neither tests nor a checker, and sees the arguments of one call at a time.
 
 Differences to the benchmarks' own judges: arguments and results are copies, so a test does not see what a function does to its
 arguments; time limits are of wall time of one call or program, and of CPU time of all; LiveCodeBench's functions that return a
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 PROCESS, NUMPY = (FOLDER / "code_process.py").read_bytes(), (FOLDER / "numpy_stand_in.py").read_bytes()
 ENDS = {"wall time": "timeouts", "cpu time": "timeouts", "memory": "memory"}
-"""Cause of a program's end -> metric."""
+"""Metrics by the cause of a program's end."""
 DECODED_BYTES = 1 << 30
 """Largest size of a task's private tests."""
 PLAIN_PICKLE = {
     *("PROTO", "FRAME", "STOP", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"),
     *("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"),
 }
-"""Opcodes of a pickle that is one text. No other can occur, so reading one runs nothing."""
+"""Opcodes of a pickle of a single text. No other opcode is allowed, so reading a pickle runs no code."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class TestsResult:
 
 
 class CodeBenchmark(BuiltinEnvironment):
-    """Reward 1 if an answer passes all tests, else 0; the first that fails is the last one run.
+    """Reward 1 if an answer passes all tests, else 0. After a test that fails no other test runs.
 
     `timeout_s` is for one answer, and `wall_s` too. Metrics: `accuracy`; `unparsed`, 1 if the text has no code; `timeouts`,
     `memory` and `crashes`, 1 if the answer's program ended so.
@@ -130,21 +130,21 @@ class CodeBenchmark(BuiltinEnvironment):
                 for case in cases:
                     limit = min(deadline, time.monotonic() + self._test_s)
                     if function:
-                        given = [json.loads(line) for line in case["input"].split("\n") if line.strip()]
-                        encoded = code_process.encode(given, _no_number)
+                        arguments = [json.loads(line) for line in case["input"].split("\n") if line.strip()]
+                        encoded = code_process.encode(arguments, _no_number)
                         request = {"op": "call", "target": function, "arguments": encoded, "named": {"dict": []}}
-                        right = same_result(answer.ask(request, limit), json.loads(case["output"]))
+                        is_right = same_result(answer.ask(request, limit), json.loads(case["output"]))
                     else:
                         status, printed = answer.ask({"op": "run", "target": case["input"]}, limit)["list"]
-                        right = status == 0 and isinstance(printed, str) and same_stdout(printed, case["output"])
+                        is_right = status == 0 and isinstance(printed, str) and same_stdout(printed, case["output"])
                         if status != 0:
                             return TestsResult(False, "timeouts" if status == -signal.SIGXCPU else "crashes")
-                    if not right:
+                    if not is_right:
                         return TestsResult(False)
             except _Wrong as error:
                 return TestsResult(False, answer.cause(error))
             except (TypeError, ValueError, KeyError, RecursionError):
-                return TestsResult(False, "crashes")  # a reply that is none
+                return TestsResult(False, "crashes")  # a malformed reply
         return TestsResult(True)
 
     def _run_program(self, code: str, tests: dict[str, Any], deadline: float) -> TestsResult:
@@ -175,14 +175,14 @@ class CodeBenchmark(BuiltinEnvironment):
 
 
 class _Wrong(Exception):
-    """The answer failed: it raised, ended, took too long, or sent what is no reply."""
+    """The answer failed: it raised, ended, took too long, or sent a malformed reply."""
 
 
 class _Program:
-    """A program of `code_process.py`, and frames to and from it. most: bytes of a frame."""
+    """A program of `code_process.py`, and frames to and from it. frame_limit: most bytes of a frame."""
 
-    def __init__(self, program: InteractiveProgram, most: int) -> None:
-        self._program, self._most, self._ended_by = program, most, ""
+    def __init__(self, program: InteractiveProgram, frame_limit: int) -> None:
+        self._program, self._frame_limit = program, frame_limit
 
     def __enter__(self) -> _Program:
         return self
@@ -191,14 +191,14 @@ class _Program:
         self._program.close()
 
     def cause(self, error: _Wrong) -> str:
-        """Return the metric of an answer's end, after it has failed."""
+        """End the program and return the metric of the cause. error: the failure of the answer."""
         ended_by = self._program.close()
         if isinstance(error.__cause__, TimeoutError):
             return "timeouts"
         return ENDS.get(ended_by, "crashes")
 
     def ask(self, request: dict[str, Any], deadline: float) -> Any:
-        """Return the encoded value of a request. Raises _Wrong for an error."""
+        """Send a request and return its encoded value. Raises _Wrong if the reply is an error."""
         self.send(json.dumps(request).encode(errors="surrogatepass"), deadline)
         try:
             reply = json.loads(self.receive(deadline))
@@ -217,7 +217,7 @@ class _Program:
         """Return the next frame."""
         try:
             (size,) = LENGTH.unpack(self._program.receive(LENGTH.size, deadline))
-            if size > self._most:
+            if size > self._frame_limit:
                 raise _Wrong(f"a frame of {size} bytes")
             return self._program.receive(size, deadline)
         except (EOFError, TimeoutError) as error:
@@ -228,7 +228,7 @@ class _Program:
 
 
 def _parse(answer: str) -> dict[str, Any]:
-    """Return the tests. Raises ValueError for a text in neither form."""
+    """Return the tests in an expected answer. Raises ValueError for a text in neither form."""
     tests = json.loads(answer)
     if not isinstance(tests, dict) or not ({"program", "setup", "entry_point"} <= set(tests) or "tests" in tests):
         raise ValueError("got tests in an unknown form; expected JSON with program, setup and entry_point, or with tests")
@@ -238,7 +238,7 @@ def _parse(answer: str) -> dict[str, Any]:
 def read_cases(tests: dict[str, Any]) -> list[dict[str, str]]:
     """Return the public and private tests of a LiveCodeBench task, as {"input", "output", "testtype"}.
 
-    Raises ValueError if they cannot be read, or if there are none.
+    Raises ValueError if they cannot be read, or if the task has none.
     """
     cases = [*tests["tests"], *decode_private(tests.get("private") or "[]")]
     if not cases or not all(isinstance(case, dict) and {"input", "output"} <= set(case) for case in cases):
@@ -249,7 +249,7 @@ def read_cases(tests: dict[str, Any]) -> list[dict[str, str]]:
 def decode_private(text: str) -> list[dict[str, str]]:
     """Return private tests: JSON, or base64 of zlib of a pickle of the JSON's text, as on the Hub.
 
-    The pickle may only be one text. Raises ValueError for another one, or for other data.
+    The pickle must hold a single text. Raises ValueError for any other pickle, and for other data.
     """
     try:
         return json.loads(text)
@@ -278,27 +278,27 @@ def _text_of_pickle(content: bytes) -> str:
 
 
 def same_result(encoded: Any, expected: Any) -> bool:
-    """Return whether an encoded result equals a value of JSON. A tuple equals a list if it is the whole result."""
+    """Return whether an encoded result equals a value of JSON. A result that is a tuple equals a list."""
     if isinstance(encoded, dict) and set(encoded) == {"tuple"}:
         encoded = {"list": encoded["tuple"]}
     return same_value(json.dumps(encoded), expected)
 
 
 def same_stdout(printed: str, expected: str) -> bool:
-    """Return whether outputs agree line by line, as texts or as decimal numbers, apart from spaces around lines and output."""
-    lines, right = _lines(printed), _lines(expected)
-    return len(lines) == len(right) and all(map(_same_line, lines, right))
+    """Return whether outputs agree line by line, as texts or decimal numbers. Spaces around lines and outputs do not count."""
+    lines, expected_lines = _lines(printed), _lines(expected)
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().split("\n")]
 
 
-def _same_line(line: str, right: str) -> bool:
-    if line == right:
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
         return True
     try:
-        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in right.split()]
+        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
     except InvalidOperation:  # not numbers
         return False
 

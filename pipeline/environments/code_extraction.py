@@ -2,12 +2,12 @@
 
 The task says how the answer has its code:
 
-    blocks        anywhere in fenced blocks; the last one that defines the wanted name, else the last one
-    continuation  the text continues code that the model was given, up to the next fence
+    blocks        in fenced blocks anywhere: the last block that defines the function's name, else the last block
+    continuation  the text continues the prompt's code, up to the next fence
     open_block    the text begins inside a fenced block, up to the next fence
 
 Only the text after the last </think> counts. Blocks of languages other than Python do not count. A last block without its
-closing fence does: the answer was cut there, or by a stop string.
+closing fence counts: the answer was cut there, or by a stop string.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ MOST_MARKS = 256  # combining marks in a row
 PYTHON = ("", "python", "py", "python3")
 
 
-def find_code(text: str, style: str = "blocks", name: str = "", given: str = "") -> str | None:
+def find_code(text: str, style: str = "blocks", name: str = "", prompt_code: str = "") -> str | None:
     """Return the program of an answer, or None if it has none.
 
-    name: of the function or class that it must define; empty if it is a program of its own. given: code that a continuation
-    continues. A block may leave out the imports and functions before the named one, or have its body alone.
+    name: of the function or class that it must define; empty if it is a whole program. prompt_code: the code that a
+    continuation continues. A block may leave out the imports and functions before the named function, or have only its body.
     """
     text = text.rpartition(THOUGHT_ENDS)[2]
     if style != "blocks":
-        found = text.partition(FENCE)[0]
-        return given + found if found.strip() else None
+        continuation = text.partition(FENCE)[0]
+        return prompt_code + continuation if continuation.strip() else None
     blocks = [code for language, code in BLOCK.findall(text) if language.strip().lower() in PYTHON and code.strip()]
     if not blocks:
-        return _complete(text, name, given) if name and FENCE not in text and defines(text, name) else None
+        return _complete(text, name, prompt_code) if name and FENCE not in text and defines(text, name) else None
     defining = [code for code in blocks if name and defines(code, name)]
-    return _complete((defining or blocks)[-1], name, given)
+    return _complete((defining or blocks)[-1], name, prompt_code)
 
 
 def defines(code: str, name: str) -> bool:
@@ -55,8 +55,10 @@ def defines(code: str, name: str) -> bool:
             body = ast.parse(textwrap.dedent(code)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    found = {_name(one) for one in body}
-    return name in found | {_name(inner) for one in body if isinstance(one, ast.ClassDef) for inner in one.body}
+    names = {_name(statement) for statement in body}
+    return name in names | {
+        _name(member) for statement in body if isinstance(statement, ast.ClassDef) for member in statement.body
+    }
 
 
 def _name(statement: ast.stmt) -> str:
@@ -68,19 +70,19 @@ def _name(statement: ast.stmt) -> str:
     return ""
 
 
-def _complete(code: str, name: str, given: str) -> str:
-    if not given:
+def _complete(code: str, name: str, prompt_code: str) -> str:
+    if not prompt_code:
         return textwrap.dedent(code)
     if not defines(code, name):
-        return f"{given.rstrip()}\n{code}" if code[:1] in " \t" else code
+        return f"{prompt_code.rstrip()}\n{code}" if code[:1] in " \t" else code
     code = textwrap.dedent(code)
-    return code if "from __future__" in code else f"{before(given, name)}\n{code}"
+    return code if "from __future__" in code else f"{code_before(prompt_code, name)}\n{code}"
 
 
-def before(given: str, name: str) -> str:
-    """Return the code before the definition of the function `name`."""
-    found = re.search(rf"^(?:async\s+)?def\s+{re.escape(name)}\b", given, re.MULTILINE)
-    return given[: found.start()] if found else ""
+def code_before(code: str, name: str) -> str:
+    """Return the code before the definition of the function `name`; "" if the code does not define it."""
+    definition = re.search(rf"^(?:async\s+)?def\s+{re.escape(name)}\b", code, re.MULTILINE)
+    return code[: definition.start()] if definition else ""
 
 
 def _marks_in_a_row(code: str) -> int:

@@ -26,12 +26,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-LENGTH = struct.Struct("<I")  # bytes of a frame
+LENGTH = struct.Struct("<I")  # the number of bytes of a frame
 VERDICT, REQUEST = b"V", b"C"
 """First byte of the judge's frames."""
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
-ITEMS = 1 << 20  # of an iterator at most
-RECURSION = 50_000  # as LiveCodeBench's judge sets it
+ITEMS = 1 << 20  # most items of an iterator
+RECURSION = 50_000  # recursion limit, as LiveCodeBench's judge sets it
 
 
 class NotPlain(TypeError):
@@ -41,7 +41,7 @@ class NotPlain(TypeError):
 def encode(value: Any, number: Callable[[Any], int]) -> Any:
     """Return the JSON of a value. Subclasses become their built-in type.
 
-    number: returns a number for a value of another type. It raises NotPlain where such values cannot be sent.
+    number: returns a number for a value of another type. It raises NotPlain if such values cannot be sent.
     """
     if value is None or isinstance(value, str | bool | float):
         return value
@@ -54,10 +54,10 @@ def encode(value: Any, number: Callable[[Any], int]) -> Any:
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, number), encode(one, number)] for key, one in value.items()]}
-    for kind, one_type in SEQUENCES.items():
-        if isinstance(value, one_type):
-            return {kind: [encode(one, number) for one in value]}
+        return {"dict": [[encode(key, number), encode(item, number)] for key, item in value.items()]}
+    for kind, sequence_type in SEQUENCES.items():
+        if isinstance(value, sequence_type):
+            return {kind: [encode(item, number) for item in value]}
     if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:  # a scalar of numpy
         return encode(value.item(), number)
     return {"object": number(value)}
@@ -78,14 +78,14 @@ def decode(value: Any, find: Callable[[int], Any]) -> Any:
         case "range":
             return range(*content)
         case "dict":
-            return {decode(key, find): decode(one, find) for key, one in content}
+            return {decode(key, find): decode(item, find) for key, item in content}
         case "object":
             return find(content)
-    return SEQUENCES[kind](decode(one, find) for one in content)
+    return SEQUENCES[kind](decode(item, find) for item in content)
 
 
 class Frames:
-    """Frames over stdin and stdout, which are then no longer those of the process."""
+    """Frames over the process's stdin and stdout, which it then replaces by /dev/null."""
 
     def __init__(self) -> None:
         self._input, self._output = os.dup(0), os.dup(1)
@@ -100,12 +100,12 @@ class Frames:
 
     def send(self, content: bytes) -> None:
         """Write a frame."""
-        left = memoryview(LENGTH.pack(len(content)) + content)
-        while left:
-            left = left[os.write(self._output, left) :]
+        unsent = memoryview(LENGTH.pack(len(content)) + content)
+        while unsent:
+            unsent = unsent[os.write(self._output, unsent) :]
 
     def close(self) -> None:
-        """Close both ends, in a process that must not use them."""
+        """Close both ends, in a fork that must not use them."""
         os.close(self._input)
         os.close(self._output)
 
@@ -123,7 +123,7 @@ class Frames:
 
 
 def load(name: str, bare: bool) -> dict[str, Any]:
-    """Run answer.py as a module and return its names. bare: without the names that `harness.py` imports for it."""
+    """Run answer.py as a module and return its names. bare: True: without the names that `harness.py` imports for it."""
     if not bare:
         return importlib.import_module("harness").load(name)
     answer = sys.modules[name] = types.ModuleType(name)
@@ -134,7 +134,7 @@ def load(name: str, bare: bool) -> dict[str, Any]:
 
 
 class AnswerServer:
-    """Serves the names of an answer."""
+    """Serves requests to call the functions of an answer and to use their objects."""
 
     def __init__(self, frames: Frames, bare: bool) -> None:
         self._frames, self._bare = frames, bare
@@ -146,7 +146,7 @@ class AnswerServer:
                 importlib.import_module(module)
 
     def serve(self) -> None:
-        """Answer requests until they end. A value, {"value": ...}, or what was raised, {"error": [type, text]}."""
+        """Answer requests until they end, each by {"value": ...}, or by {"error": [type, text]} if it raised."""
         while True:
             request = self._frames.receive()
             try:
@@ -178,7 +178,7 @@ class AnswerServer:
         return id(value)
 
     def _function(self, name: str) -> Any:
-        """Return a function of the answer, or a method of its class Solution, of which there is one object."""
+        """Return a function of the answer, or a method of the only object of its class Solution."""
         if name in self._names:
             return self._names[name]
         if "Solution" not in self._names:
@@ -188,21 +188,24 @@ class AnswerServer:
         return getattr(self._solution, name)
 
     def _run(self, stdin: str) -> list[Any]:
-        """Run the answer as a program and return [status, stdout]. Leaving with any status is no failure."""
+        """Run the answer as a program and return [status, stdout]. The status is 0 after `sys.exit` with any code."""
         with open("stdin", "w", newline="") as file:
             file.write(stdin)
-        given, written = os.open("stdin", os.O_RDONLY), os.open("stdout", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        input_descriptor, output_descriptor = (
+            os.open("stdin", os.O_RDONLY),
+            os.open("stdout", os.O_RDWR | os.O_CREAT | os.O_TRUNC),
+        )
         process = os.fork()
         if process == 0:
             self._frames.close()
-            os.dup2(given, 0)
-            os.dup2(written, 1)
+            os.dup2(input_descriptor, 0)
+            os.dup2(output_descriptor, 1)
             run_program(self._bare)
         _, status = os.waitpid(process, 0)
-        os.lseek(written, 0, os.SEEK_SET)
-        with os.fdopen(written, "rb") as file:
+        os.lseek(output_descriptor, 0, os.SEEK_SET)
+        with os.fdopen(output_descriptor, "rb") as file:
             output = file.read()
-        os.close(given)
+        os.close(input_descriptor)
         return [os.waitstatus_to_exitcode(status), output.decode(errors="replace")]
 
 
@@ -236,27 +239,27 @@ class BrokenTests(BaseException):
 
 
 class RemoteCalls:
-    """Calls the functions of the answer, and uses the objects that it returns."""
+    """Calls the functions of the answer and uses the objects that they return."""
 
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
-        self.raised: Exception | None = None  # the last exception of the answer
+        self.last_error: Exception | None = None  # the last exception of the answer
 
     def request(self, op: str, target: str | int = "", arguments: Any = None, named: Any = None) -> Any:
-        """Return the value of an operation in the answer's process, or raise what it raised."""
+        """Return the value of an operation in the answer's process, or raise the exception that it raised."""
         content = {"op": op, "target": target, "arguments": arguments, "named": named}
         self._frames.send(REQUEST + json.dumps(content).encode(errors="surrogatepass"))
         reply = self._frames.receive()
         if "error" in reply:
-            self.raised = _exception(*reply["error"])
-            raise self.raised
+            self.last_error = _exception(*reply["error"])
+            raise self.last_error
         return decode(reply["value"], lambda number: RemoteObject(self, number))
 
     def call(self, target: str | int, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function of a name, or an object. Raises BrokenTests for arguments that cannot be sent."""
-        return self.request("call", target, self.encoded(list(arguments)), self.encoded(named))
+        """Call a function by its name, or an object. Raises BrokenTests for arguments that cannot be sent."""
+        return self.request("call", target, self.encode_value(list(arguments)), self.encode_value(named))
 
-    def encoded(self, value: Any) -> Any:
+    def encode_value(self, value: Any) -> Any:
         """Return the JSON of a value that goes to the answer."""
         try:
             return encode(value, _number_of)
@@ -264,7 +267,7 @@ class RemoteCalls:
             raise BrokenTests(str(error)) from None
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return a function that calls the answer's."""
+        """Return a function that calls the answer's function of this name."""
 
         def remote(*arguments: Any, **named: Any) -> Any:
             return self.call(name, arguments, named)
@@ -274,7 +277,7 @@ class RemoteCalls:
 
 
 class RemoteObject:
-    """An object of the answer's process. It equals itself alone, and has no special methods but those below."""
+    """An object of the answer's process. It equals only itself, and has no special methods except those below."""
 
     def __init__(self, calls: RemoteCalls, number: int) -> None:
         vars(self).update(_calls=calls, _number=number)
@@ -285,7 +288,7 @@ class RemoteObject:
         return self._calls.request("get", self._number, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._calls.request("set", self._number, name, self._calls.encoded(value))
+        self._calls.request("set", self._number, name, self._calls.encode_value(value))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the object."""
@@ -302,26 +305,34 @@ def _number_of(value: Any) -> int:
 
 
 def _exception(kind: Any, text: Any) -> Exception:
-    """Return the answer's exception. One that would end a loop, or the judge, becomes a RuntimeError."""
-    known = getattr(builtins, str(kind), None)
-    if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, StopIteration | StopAsyncIteration):
+    """Return the answer's exception. An exception that would end a loop or the judge becomes a RuntimeError."""
+    exception_type = getattr(builtins, str(kind), None)
+    if (
+        isinstance(exception_type, type)
+        and issubclass(exception_type, Exception)
+        and not issubclass(exception_type, StopIteration | StopAsyncIteration)
+    ):
         try:
-            return known(str(text))
+            return exception_type(str(text))
         except TypeError:
-            pass  # it takes other arguments
+            pass  # the exception takes other arguments
     return RuntimeError(f"{kind}: {text}")
 
 
-def free_names(program: str, known: Iterable[str]) -> set[str]:
-    """Return the names that a program uses and does not define. known: other names that are none."""
-    top = symtable.symtable(program, "tests", "exec")
-    defined = {one.get_name() for one in top.get_symbols() if one.is_assigned() or one.is_imported() or one.is_namespace()}
-    tables, used = [top], set()
+def free_names(program: str, outer_names: Iterable[str]) -> set[str]:
+    """Return the names that a program uses and does not define, except outer_names, which are defined elsewhere."""
+    module_table = symtable.symtable(program, "tests", "exec")
+    defined_names = {
+        symbol.get_name()
+        for symbol in module_table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    }
+    tables, used_names = [module_table], set()
     while tables:
         table = tables.pop()
         tables += table.get_children()
-        used |= {one.get_name() for one in table.get_symbols() if one.is_referenced() and one.is_global()}
-    return used - defined - set(known) - set(dir(builtins))
+        used_names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+    return used_names - defined_names - set(outer_names) - set(dir(builtins))
 
 
 def judge(frames: Frames) -> None:
@@ -333,8 +344,8 @@ def judge(frames: Frames) -> None:
     try:
         names: dict[str, Any] = {"__name__": "tests"}
         exec(compile(task["setup"], "setup", "exec"), names)
-        wanted = free_names(task["program"], names) | ({task["entry_point"]} if task["entry_point"] else set())
-        names |= {name: calls.function(name) for name in wanted}
+        answer_names = free_names(task["program"], names) | ({task["entry_point"]} if task["entry_point"] else set())
+        names |= {name: calls.function(name) for name in answer_names}
         program = compile(task["program"], "tests", "exec")
     except Exception as error:
         verdict = {"broken": f"the tests cannot be read: {error!r}"}
@@ -346,14 +357,14 @@ def judge(frames: Frames) -> None:
         except BrokenTests as error:
             verdict = {"broken": str(error)}
         except ImportError as error:
-            verdict = {"passed": False, "why": repr(error)} if error is calls.raised else {"broken": repr(error)}
+            verdict = {"passed": False, "why": repr(error)} if error is calls.last_error else {"broken": repr(error)}
         except BaseException as error:
             verdict = {"passed": False, "why": repr(error)[:1000]}
     frames.send(VERDICT + json.dumps(verdict).encode(errors="replace"))
 
 
 def main() -> None:
-    """Serve or judge, as argv says."""
+    """Serve or judge, as the first argument says."""
     sys.setrecursionlimit(RECURSION)
     frames = Frames()
     if sys.argv[1] == "judge":

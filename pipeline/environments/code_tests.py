@@ -2,17 +2,17 @@
 
     {"inputs": [...], "outputs": [...]}               stdin and stdout (TACO, APPS); with "fn_name", arguments and results
     [{"input": ..., "output": ..., "testtype": ...}]  LiveCodeBench; "functional" ones are JSON, one argument per line
-    ["assert f(1) == 2", ...]                         Python snippets (MBPP, AceCode), each a test
+    ["assert f(1) == 2", ...]                         Python snippets (MBPP, AceCode), each of which is a test
     {"test": ..., "entry_point": ...}                 HumanEval's columns: a snippet, then check(<entry_point>)
     any other text                                    one Python snippet (KodCode)
 
 Expected outputs and results stay outside of the sandbox. So does the right side of `assert <expression> == <literal>`, the form
-of most snippets: alone, joined by `and`, one after another, or as in `assert (<expression> == <literal>) == True`. The sandbox
+of most snippets: alone, joined by `and`, several in a row, or as in `assert (<expression> == <literal>) == True`. The sandbox
 reports the values of the expressions, and they are compared here. Any other snippet (`assert abs(f(1) - 2) < 1e-6`, HumanEval's
 `check`) runs and judges in the answer's own process, which a deceitful answer can subvert.
 
 A snippet may import the answer as `solution`. Functions test_* that need no arguments are called, as pytest does. A
-snippet that defines functions and calls none would pass with every answer, so it is an error.
+snippet that defines functions without a call would pass with every answer, so it is an error.
 
 Leaves out: pytest's fixtures, parameters and classes; `unittest`; imports of tests beyond the sandbox's Python.
 """
@@ -32,9 +32,9 @@ DEFINITIONS = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
     *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Pass),
 )
-"""Statements that test nothing."""
+"""Statements that do not test the answer."""
 LITERAL = 1 << 16
-"""Longest text in characters that is parsed as a literal, since a policy writes it."""
+"""Most characters of a text that is parsed as a literal: the policy writes it, and may write a huge one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,44 +65,45 @@ class Tests:
         return len(self.cases) + len(self.snippets)
 
 
-def parse_tests(given: Any) -> Tests:
+def parse_tests(source: Any) -> Tests:
     """Return the tests in a text of JSON or Python, or in decoded JSON.
 
     Raises ValueError if there are none, or if a snippet only defines functions.
     """
-    if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
+    if isinstance(source, str) and source.lstrip()[:1] in ("{", "["):
         try:
-            given = json.loads(given)
+            source = json.loads(source)
         except json.JSONDecodeError:
             pass  # a Python snippet
-    if isinstance(given, dict) and isinstance(given.get("test"), str) and isinstance(given.get("entry_point"), str):
-        if "def check(" not in given["test"]:
+    if isinstance(source, dict) and isinstance(source.get("test"), str) and isinstance(source.get("entry_point"), str):
+        if "def check(" not in source["test"]:
             raise ValueError("'test' does not define check(candidate); expected it to, since check(<entry_point>) is called")
-        given = f"{given['test']}\n\ncheck({given['entry_point']})\n"
-    if isinstance(given, str) and given.strip():
-        return Tests(snippets=(_snippet(given),))
-    if isinstance(given, dict) and isinstance(given.get("inputs"), list) and isinstance(given.get("outputs"), list):
-        function = given.get("fn_name") or ""
-        if len(given["inputs"]) != len(given["outputs"]):
-            raise ValueError(f"got {len(given['inputs'])} inputs and {len(given['outputs'])} outputs; expected as many of both")
-        pairs = zip(given["inputs"], given["outputs"], strict=True)
-        found = Tests(tuple(IOTest(_text(put, function), _text(out, function), function) for put, out in pairs))
-    elif isinstance(given, list) and all(isinstance(test, str) for test in given):
-        found = Tests(snippets=tuple(_snippet(piece) for piece in given))
-    elif isinstance(given, list) and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in given):
-        found = Tests(tuple(_livecodebench_test(test) for test in given))
+        source = f"{source['test']}\n\ncheck({source['entry_point']})\n"
+    if isinstance(source, str) and source.strip():
+        return Tests(snippets=(_snippet(source),))
+    if isinstance(source, dict) and isinstance(source.get("inputs"), list) and isinstance(source.get("outputs"), list):
+        function = source.get("fn_name") or ""
+        inputs, outputs = source["inputs"], source["outputs"]
+        if len(inputs) != len(outputs):
+            raise ValueError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected as many of both")
+        pairs = zip(inputs, outputs, strict=True)
+        tests = Tests(tuple(IOTest(_text(stdin, function), _text(stdout, function), function) for stdin, stdout in pairs))
+    elif isinstance(source, list) and all(isinstance(test, str) for test in source):
+        tests = Tests(snippets=tuple(_snippet(piece) for piece in source))
+    elif isinstance(source, list) and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in source):
+        tests = Tests(tuple(_livecodebench_test(test) for test in source))
     else:
         raise ValueError(
             "got tests in an unknown form; expected inputs and outputs, a list of {input, output}, test and entry_point, or"
             " Python snippets"
         )
-    if not len(found):
+    if not len(tests):
         raise ValueError("no tests")
-    return found
+    return tests
 
 
 def _snippet(code: str) -> str | EqualityTest:
-    """Return the equality that a snippet asserts, else the code to run. No answer passes code that is not Python.
+    """Return the equality that a snippet asserts, or else the code to run. No answer passes code that is not Python.
 
     Raises ValueError if it tests nothing.
     """
@@ -110,16 +111,16 @@ def _snippet(code: str) -> str | EqualityTest:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
-    functions = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test_")]
-    if calls := [f"{one.name}()\n" for one in functions if _needs_nothing(one.args)]:
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    if calls := [f"{function.name}()\n" for function in functions if _needs_no_arguments(function.args)]:
         return f"{code}\n\n{''.join(dict.fromkeys(calls))}"
     if all(map(_only_defines, body)):
         raise ValueError(f"the snippet {code.strip()[:80]!r} defines tests and calls none, so every answer would pass it")
-    assertions = [one for one in body if isinstance(one, ast.Assert)]
-    return (_all_of([_equality(one.test) for one in assertions]) if len(assertions) == len(body) else None) or code
+    assertions = [node for node in body if isinstance(node, ast.Assert)]
+    return (_all_of([_equality(node.test) for node in assertions]) if len(assertions) == len(body) else None) or code
 
 
-def _needs_nothing(arguments: ast.arguments) -> bool:
+def _needs_no_arguments(arguments: ast.arguments) -> bool:
     return len(arguments.posonlyargs + arguments.args) == len(arguments.defaults) and None not in arguments.kw_defaults
 
 
@@ -129,22 +130,22 @@ def _only_defines(statement: ast.stmt) -> bool:
             return isinstance(value, ast.Constant)  # a docstring
         case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
             return True  # a snippet does not run as a program
-        case ast.If(body=body, orelse=other):
-            return all(map(_only_defines, [*body, *other]))
-        case ast.Try(body=body, orelse=other, finalbody=last, handlers=handlers):
-            caught = [one for handler in handlers for one in handler.body]
-            return all(map(_only_defines, [*body, *other, *last, *caught]))
+        case ast.If(body=body, orelse=orelse):
+            return all(map(_only_defines, [*body, *orelse]))
+        case ast.Try(body=body, orelse=orelse, finalbody=finalbody, handlers=handlers):
+            handler_statements = [inner for handler in handlers for inner in handler.body]
+            return all(map(_only_defines, [*body, *orelse, *finalbody, *handler_statements]))
     return isinstance(statement, DEFINITIONS)
 
 
 def _equality(test: ast.expr) -> EqualityTest | None:
-    """Return the equality that a test asserts, None if it asserts something else.
+    """Return the equality that a test asserts, or None if it asserts something else.
 
     A comparison inside it is never left to the answer's own objects.
     """
     match test:
         case ast.BoolOp(op=ast.And(), values=tests):
-            return _all_of([_equality(one) for one in tests])
+            return _all_of([_equality(operand) for operand in tests])
         case ast.Compare(
             left=ast.Compare() | ast.BoolOp() as inner, ops=[ast.Eq() | ast.Is()], comparators=[ast.Constant(True)]
         ):
@@ -163,20 +164,21 @@ def _equality(test: ast.expr) -> EqualityTest | None:
 
 
 def _all_of(equalities: list[EqualityTest | None]) -> EqualityTest | None:
-    """Return one equality of tuples for several equalities, the only one as it is, None if any is None."""
-    present = [one for one in equalities if one is not None]
+    """Join several equalities to an equality of tuples, and return a single equality as it is; None if any is None."""
+    present = [equality for equality in equalities if equality is not None]
     if len(present) < len(equalities):
         return None
     if len(present) == 1:
         return present[0]
-    return EqualityTest(f"({', '.join(one.expression for one in present)})", tuple(one.value for one in present))
+    expressions = ", ".join(equality.expression for equality in present)
+    return EqualityTest(f"({expressions})", tuple(equality.value for equality in present))
 
 
 def _value(node: ast.expr) -> Any:
     """Return the value of a literal, or of calls like set([1, 2]). Raises ValueError or TypeError for another node."""
     match node:
-        case ast.Call(func=ast.Name(id=name), args=[given], keywords=[]) if name in LITERAL_CALLS:
-            return LITERAL_CALLS[name](ast.literal_eval(given))
+        case ast.Call(func=ast.Name(id=name), args=[literal], keywords=[]) if name in LITERAL_CALLS:
+            return LITERAL_CALLS[name](ast.literal_eval(literal))
         case _:
             return ast.literal_eval(node)
 
@@ -211,22 +213,23 @@ def same_result(printed: str, expected: str) -> bool:
         result = json.loads(printed)
     except (ValueError, RecursionError):
         return False
-    right = json.loads(expected)
-    return result == right or (isinstance(right, list) and len(right) == 1 and result == right[0])
+    expected_result = json.loads(expected)
+    is_wrapped = isinstance(expected_result, list) and len(expected_result) == 1
+    return result == expected_result or (is_wrapped and result == expected_result[0])
 
 
-def same_literal(shown: str, answer: str) -> bool:
+def same_literal(printed_value: str, answer: str) -> bool:
     """Return whether a value equals the answer: the same text, the same literal, or a string with that text.
 
-    shown: the value as `pformat` writes it, with strings quoted and long values on several lines. True does not equal 1: code
-    that ends in a comparison has not computed a number.
+    printed_value: the value as `pformat` writes it, with strings quoted and long values on several lines. True does not equal
+    1: code that ends in a comparison has not computed a number.
     """
-    if shown.strip() == answer:
+    if printed_value.strip() == answer:
         return True
-    if len(shown) > LITERAL:
+    if len(printed_value) > LITERAL:
         return False
     try:
-        value = ast.literal_eval(shown.strip())
+        value = ast.literal_eval(printed_value.strip())
         if isinstance(value, str) and value == answer:
             return True
         expected = ast.literal_eval(answer)
@@ -238,7 +241,7 @@ def same_literal(shown: str, answer: str) -> bool:
 def same_value(encoded: str, expected: Any) -> bool:
     """Return whether a value equals the expected one like Python's ==, for types that a literal can have.
 
-    encoded: JSON of SNIPPETS in code.py, which an answer may have forged. An object with an `__eq__` of its own never equals.
+    encoded: JSON of SNIPPETS in code.py, which an answer may have forged. An object with its own `__eq__` is never equal.
     """
     try:
         return _same(json.loads(encoded), expected)
@@ -247,7 +250,7 @@ def same_value(encoded: str, expected: Any) -> bool:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Compare only as deep as `expected` and without hashing, since a forged value may be made to take long."""
+    """Compare values only as deep as `expected`, and without hashing, because a forged value may be built to take long."""
     if expected is None or isinstance(expected, str | int | float):  # a bool is an int
         if isinstance(value, dict) and isinstance(value.get("int"), str) and isinstance(expected, int | float):
             value = int(value["int"], 16)
@@ -262,4 +265,4 @@ def _same(value: Any, expected: Any) -> bool:
         return all(map(_same, items, expected))
     if kind == "dict":
         items, expected = [{"list": pair} for pair in items], [list(pair) for pair in expected.items()]
-    return all(any(_same(item, one) for item in items) for one in expected)
+    return all(any(_same(item, expected_item) for item in items) for expected_item in expected)

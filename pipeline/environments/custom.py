@@ -1,11 +1,11 @@
-"""The user's own environments: a class as `pipeline/environments/environment.py` describes it, or a plain reward function.
+"""Build a user's environment from a class, as `pipeline/environments/environment.py` describes it, or a plain reward function.
 
 A reward function is called once per answer, `function(prompt, answer, **fields)`, and returns a number:
 
     prompt   the last text of the user; without a chat template, the bare prompt
     answer   the policy's text
-    fields   the record's columns, except those named like the function's first two parameters; `expected`, the record's
-             expected answer (the column that `output_key` names), if it has one; and env.<name>.kwargs
+    fields   the record's columns, except columns named like the function's first two parameters; `expected`, the record's
+             expected answer (the column that `output_key` names), if there is one; and env.<name>.kwargs
 
 A function without `**fields` receives the fields that it has parameters for. If it raises or does not return a finite number,
 the answer is wrong and its reward 0, as in any environment; the metric `broke_judge` is the share of such answers, and the log
@@ -39,19 +39,19 @@ class RewardFunction(Environment):
     def __init__(self, name: str, function: Callable[..., float], kwargs: dict[str, Any]) -> None:
         """Build the environment `env.<name>`."""
         self._name, self._function, self._kwargs = name, function, kwargs
-        self._first, self._names, self._required = _first_two(function), fields(function), required(function)
+        self._first, self._names, self._required = _first_two(function), fields(function), required_fields(function)
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         task = prompt.task
-        given = {**task.get("record", {}), **({"expected": task["answer"]} if "answer" in task else {}), **self._kwargs}
-        names = given if self._names is None else self._names
-        taken = {name: value for name, value in given.items() if name in names and name not in self._first}
-        if lacking := [name for name in self._required if name not in taken]:
-            field, function = lacking[0], f"{self._function.__module__}.{self._function.__qualname__}"
+        available = {**task.get("record", {}), **({"expected": task["answer"]} if "answer" in task else {}), **self._kwargs}
+        names = available if self._names is None else self._names
+        arguments = {name: value for name, value in available.items() if name in names and name not in self._first}
+        if missing := [name for name in self._required if name not in arguments]:
+            field, function = missing[0], f"{self._function.__module__}.{self._function.__qualname__}"
             advice = f"Try env.{self._name}.kwargs.{field}=... or a column of that name"
             raise Unjudged(f"the record has no '{field}', which {function} needs. {advice}")
-        reward = self._function(_last_user_text(task), text, **taken)
+        reward = self._function(_last_user_text(task), text, **arguments)
         if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
             raise TypeError(f"{self._function.__qualname__} returned {reward!r}; expected a finite number")
         return Outcome(float(reward))
@@ -63,39 +63,39 @@ def _last_user_text(task: dict[str, Any]) -> str:
     return next((message["content"] for message in reversed(task["messages"]) if message["role"] == "user"), "")
 
 
-def build(name: str, thing: Any, kwargs: dict[str, Any]) -> Environment:
-    """Return the environment `env.<name>` of a class or a function. Raises ValueError with what is wrong."""
-    if wrong := problem(thing, kwargs):
+def build(name: str, class_or_function: Any, kwargs: dict[str, Any]) -> Environment:
+    """Return the environment `env.<name>` of a class or a function. Raises ValueError with its problem."""
+    if wrong := problem(class_or_function, kwargs):
         raise ValueError(wrong)
-    make: Callable[..., Environment] = thing
-    return make(**kwargs) if inspect.isclass(thing) else RewardFunction(name, thing, kwargs)
+    make: Callable[..., Environment] = class_or_function
+    return make(**kwargs) if inspect.isclass(class_or_function) else RewardFunction(name, class_or_function, kwargs)
 
 
-def problem(thing: Any, kwargs: Collection[str]) -> str | None:
-    """Return why a class or a function is not an environment with these kwargs, without calling it; None if it is one."""
-    if inspect.isclass(thing):
-        return _problem_of_class(thing, kwargs)
-    if not callable(thing):
-        return f"got a {type(thing).__name__}; expected a class, or a function (prompt, answer, **fields) -> float"
-    if inspect.iscoroutinefunction(thing):
+def problem(class_or_function: Any, kwargs: Collection[str]) -> str | None:
+    """Return why a class or a function is not an environment with these kwargs, or None if it is. Does not call it."""
+    if inspect.isclass(class_or_function):
+        return _problem_of_class(class_or_function, kwargs)
+    if not callable(class_or_function):
+        return f"got a {type(class_or_function).__name__}; expected a class, or a function (prompt, answer, **fields) -> float"
+    if inspect.iscoroutinefunction(class_or_function):
         return "got an async function; expected a plain function (prompt, answer, **fields) -> float, which runs in a thread"
-    parameters = _parameters(thing)
+    parameters = _parameters(class_or_function)
     if parameters is None:
         return None
     if {"completions", "prompts"} & set(parameters):
         return "got a function of many answers; expected one of a single answer: (prompt, answer, **fields) -> float"
-    variable = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters.values())
-    if sum(one.kind in POSITIONAL for one in parameters.values()) < 2 and not variable:
+    variable = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if sum(parameter.kind in POSITIONAL for parameter in parameters.values()) < 2 and not variable:
         return f"got parameters ({', '.join(parameters)}); expected (prompt, answer, **fields)"
-    if (names := fields(thing)) is not None and (unknown := [name for name in kwargs if name not in names]):
+    if (names := fields(class_or_function)) is not None and (unknown := [name for name in kwargs if name not in names]):
         return f"got {unknown[0]} in env's kwargs; expected parameters of the function: {', '.join(names) or 'none'}"
     return None
 
 
 def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
-    if lacking := [name for name in METHODS if not callable(getattr(kind, name, None))]:
+    if missing := [name for name in METHODS if not callable(getattr(kind, name, None))]:
         return (
-            f"the class has no {' and no '.join(lacking)}; expected reset(prompt), step(episode, text) and close(). One that"
+            f"the class has no {' and no '.join(missing)}; expected reset(prompt), step(episode, text) and close(). One that"
             " derives from pipeline.environments.environment.Environment needs only step"
         )
     if abstract := sorted(getattr(kind, "__abstractmethods__", ())):
@@ -112,32 +112,38 @@ def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
 
 
 def fields(function: Callable[..., Any]) -> list[str] | None:
-    """Return the names that a reward function takes besides the prompt and the answer; None if it takes any."""
+    """Return the names of a reward function's parameters after the prompt and the answer; None if it takes any field."""
     parameters = _parameters(function)
-    if parameters is None or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+    if parameters is None or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
-    positional = [name for name, one in parameters.items() if one.kind in POSITIONAL]
-    return [*positional[2:], *(name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)]
+    positional = [name for name, parameter in parameters.items() if parameter.kind in POSITIONAL]
+    return [
+        *positional[2:],
+        *(name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY),
+    ]
 
 
 def _first_two(function: Callable[..., Any]) -> list[str]:
     """Return the names of the parameters for prompt and answer, unless they are positional-only.
 
-    Fields of the same name would collide with them.
+    A record's columns of these names would collide with them.
     """
     parameters = _parameters(function)
     if parameters is None:
         return ["prompt", "answer"]
-    positional = [one for one in parameters.values() if one.kind in POSITIONAL]
-    return [one.name for one in positional[:2] if one.kind is not inspect.Parameter.POSITIONAL_ONLY]
+    positional = [parameter for parameter in parameters.values() if parameter.kind in POSITIONAL]
+    return [parameter.name for parameter in positional[:2] if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY]
 
 
-def required(function: Callable[..., Any]) -> list[str]:
-    """Return the names of `fields` without a default."""
+def required_fields(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the `fields` that have no default."""
     parameters = _parameters(function) or {}
-    positional = [name for name, one in parameters.items() if one.kind in POSITIONAL]
-    others = [*positional[2:], *(name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)]
-    return [name for name in others if parameters[name].default is inspect.Parameter.empty]
+    positional = [name for name, parameter in parameters.items() if parameter.kind in POSITIONAL]
+    names = [
+        *positional[2:],
+        *(name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY),
+    ]
+    return [name for name in names if parameters[name].default is inspect.Parameter.empty]
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:

@@ -1,7 +1,7 @@
 r"""Compare mathematical answers as DAPO's authors do: text after the last "Answer:" must equal the expected answer.
 
-Both are normalized and then compared character by character. This is fast, and made for data sets with integer answers and
-prompts that ask for a last line "Answer: ...". The normal form is Minerva's (arXiv:2206.14858, appendix D.1) as DAPO uses it
+Both are normalized and then compared character by character. This is fast. It suits data sets with integer answers and prompts
+that ask for a last line "Answer: ...". The normal form is Minerva's (arXiv:2206.14858, appendix D.1) as DAPO uses it
 (arXiv:2503.14476; `math_dapo` in verl, `dapo_math_verify` in NeMo-RL).
 
 Leaves out: equality of two formulas, which `math.py` checks.
@@ -34,7 +34,7 @@ REPLACED = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-"""Replacements, in this order, before REMOVED."""
+"""Replacements, in this order, which precede REMOVED."""
 
 WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds"
@@ -59,18 +59,18 @@ UNWRAPPED = (
 
 
 class DAPOMath(Environment):
-    """Reward 1 if the text's answer is `prompt.task["answer"]`, else 0. `unparsed`: 1 if it has none."""
+    """Reward 1 if the text's answer is `prompt.task["answer"]`, else 0. Metric `unparsed`: 1 if the text has no answer."""
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         answers = ANSWER.findall(text[-READ:])
-        found = normalize(answers[-1]) if answers else ""
-        right = float(bool(answers) and found == normalize(prompt.task["answer"]))
-        return Outcome(right, {"accuracy": right, "unparsed": float(not answers)}, extracted=found)
+        extracted = normalize(answers[-1]) if answers else ""
+        right = float(bool(answers) and extracted == normalize(prompt.task["answer"]))
+        return Outcome(right, {"accuracy": right, "unparsed": float(not answers)}, extracted=extracted)
 
 
 def normalize(answer: str) -> str:
-    """Return an answer in the form that is compared."""
+    """Return an answer in its normal form, in which answers are compared."""
     answer = answer.split("=")[-1]
     for old, new in REPLACED:
         answer = answer.replace(old, new)

@@ -28,10 +28,10 @@ class Unjudged(RuntimeError):
 
 
 class ProcessStuck(RuntimeError):
-    """Say that calls hang in a judge, so another judge must replace it. caused_by_answer: an answer hangs it."""
+    """Calls hang in a judge, so another judge must replace it. caused_by_answer: True if an answer hangs it."""
 
-    def __init__(self, why: str, caused_by_answer: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, message: str, caused_by_answer: bool = False) -> None:
+        super().__init__(message)
         self.caused_by_answer = caused_by_answer
 
 
@@ -43,22 +43,22 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of the last turn count, and a step reports their means. `accuracy` is shown beside the reward."""
     observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
-    extracted: str = ""  # the answer that was found in the text, in a form in which equal answers are equal; "": none
+    extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeLimits:
     """Limits of the processes in which an environment judges, besides `env.<name>.timeout_s`."""
 
-    call_s: float | None = None  # of one call; None: `timeout_s`, and a little more to end what it started
+    call_s: float | None = None  # of one call; None: `timeout_s`, and a little more to end what the call started
     memory_bytes: int | None = None  # of address space, beyond what the environment has loaded
     suspect_s: float | None = None
-    """CPU seconds of a call; a judge is replaced after a call that fails or takes more."""
+    """CPU seconds of a call. A judge is replaced after a call that fails or takes longer."""
     variables: tuple[str, ...] | None = None  # variables of the process environment that a judge keeps; None: all
 
 
 class Environment(Protocol):
-    """Scores answers. Derive from it to inherit what is not abstract.
+    """Scores answers. A class that derives from it inherits all methods that are not abstract.
 
     It is built once beside each engine. Each episode runs in a judge, a fork of that process, from `reset` to its last
     `step`; then the judge takes the next episode. So an episode has a copy of the object, and episodes do not share what they
@@ -70,12 +70,12 @@ class Environment(Protocol):
     """
 
     workers: int = 1
-    """Judges that may be in `reset` or `step` at the same time."""
+    """Number of judges that may be in `reset` or `step` at the same time."""
     limits: JudgeLimits = JudgeLimits()
     """Further limits of a judge."""
 
     def reset(self, prompt: Prompt) -> Any:
-        """Begin an episode and return its state, which `step` gets and may change. By default the prompt is the state."""
+        """Begin an episode and return its state, which `step` receives and may change. The default state is the prompt."""
         return prompt
 
     @abstractmethod
@@ -88,11 +88,11 @@ class Environment(Protocol):
         ...
 
     def broken(self, how: str) -> Outcome | None:
-        """Return the outcome of an answer that broke its judge, `how` is "timeout" or "crash"; None if it is a failure."""
+        """Return the outcome of an answer that broke its judge; None counts it as wrong. how: "timeout" or "crash"."""
         return None
 
     def close(self) -> None:
-        """End what the environment started. No call follows. Called in each judge, and last where they were forked."""
+        """End what the environment started. It is the last call, in each judge and then in the process that forked them."""
 
 
 # ---- built-in environments and tools -----------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Environment(Protocol):
 
 @dataclass
 class NoArguments:
-    """No kwargs."""
+    """The kwargs of an environment that takes none."""
 
 
 class Configurable:
@@ -115,7 +115,7 @@ class Configurable:
 
     @classmethod
     def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
-        """Yield problems of arguments that their fields cannot express. key: of the kwargs, such as `env.math.kwargs`."""
+        """Yield the problems of arguments that no single field can show. key: of the kwargs, such as `env.math.kwargs`."""
         yield from ()
 
 
@@ -125,14 +125,16 @@ class EnvironmentContext:
 
     timeout_s: float  # for one turn
     workers: int | None  # turns judged at the same time; None: the environment's own default
-    build: Callable[[str], Environment]  # builds another environment by its key under `env`, not shared; raises RecipeError
+    build: Callable[
+        [str], Environment
+    ]  # builds another environment by its key under `env`; nobody shares it; raises RecipeError
 
 
 class BuiltinEnvironment(Configurable, Environment):
     """An environment with a name in KINDS of pipeline/config/environments.py."""
 
     checked_at_start: ClassVar[int] = 20_000
-    """Expected answers of a data set that `check_answer` checks before the run; the others where they are used."""
+    """How many of a data set's expected answers `check_answer` checks before the run; it checks the others at their use."""
     is_final: ClassVar[bool] = True
     """True if this environment can judge the final answer of another one, such as one with tools."""
 
@@ -158,7 +160,7 @@ def _pattern_error(pattern: str) -> str | None:
 
 
 Pattern = Annotated[Text, Check(_pattern_error)]
-"""A regular expression of which the whole match is used, or that of its only group."""
+"""A regular expression. The match of its only group counts, or the whole match if it has no group."""
 
 
 def requires_placeholder(placeholder: str) -> Check:

@@ -1,4 +1,4 @@
-"""Compare the answer with the expected one, character by character."""
+"""Compare the answer with the expected answer, character by character."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class ExactMatch(BuiltinEnvironment):
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         matches = [text] if self._pattern is None else self._pattern.findall(text)
-        found = matches[-1].strip() if matches else ""
-        right = float(bool(matches) and found == prompt.task["answer"].strip())
-        return Outcome(right, {"accuracy": right, "unparsed": float(not matches)}, extracted=found)
+        extracted = matches[-1].strip() if matches else ""
+        right = float(bool(matches) and extracted == prompt.task["answer"].strip())
+        return Outcome(right, {"accuracy": right, "unparsed": float(not matches)}, extracted=extracted)

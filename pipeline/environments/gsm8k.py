@@ -36,14 +36,14 @@ class GSM8KAnswer(BuiltinEnvironment):
     def step(self, prompt: Prompt, text: str) -> Outcome:
         expected = normalize(prompt.task["answer"])
         strict, numbers = STRICT.search(text), FLEXIBLE.findall(text)
-        found = normalize(numbers[-1]) if numbers else ""
-        right = float(bool(numbers) and found == expected)
-        matched = float(strict is not None and normalize(strict[1]) == expected)
-        metrics = {"accuracy": right, "flexible_extract": right, "strict_match": matched, "unparsed": float(not numbers)}
-        return Outcome(right, metrics, extracted=found)
+        extracted = normalize(numbers[-1]) if numbers else ""
+        right = float(bool(numbers) and extracted == expected)
+        strict_match = float(strict is not None and normalize(strict[1]) == expected)
+        metrics = {"accuracy": right, "flexible_extract": right, "strict_match": strict_match, "unparsed": float(not numbers)}
+        return Outcome(right, metrics, extracted=extracted)
 
 
 def normalize(number: str) -> str:
-    """Return a number in the form that is compared."""
+    """Return a number in its normal form, in which numbers are compared."""
     number = re.sub(r"\.$", "", number.replace(",", "").replace("$", "").rpartition("#### ")[2])
     return number.strip().lower()

@@ -4,11 +4,11 @@
 mapping of arguments for each instruction, in which null stands for an argument that the instruction does not take. The rules
 are in `ifeval_rules.py`.
 
-strict: the answer as it is. loose: an instruction is followed if the answer follows it with its first or last line left out,
-or without stars. An empty answer follows none.
+strict: the answer as it is. loose: an instruction is also followed if the answer follows it without its first or last line, or
+without stars. An empty answer follows no instruction.
 
-Differences to lm-evaluation-harness: the number of sentences (`ifeval_text.py`), which `sentences: punkt` counts as it does;
-arguments that it replaces by random ones, such as a letter "#", count as they are; languages are detected with a fixed seed.
+Differences to lm-evaluation-harness: sentences are counted by other rules (`ifeval_text.py`), unless `sentences: punkt` is set;
+arguments that it replaces at random, such as a letter "#", count as they are; languages are detected with a fixed seed.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class IFEval(BuiltinEnvironment):
             instructions = read_instructions(prompt.task["answer"])
         except ValueError as error:
             raise Unjudged(f"prompt {prompt.index}: {error}") from None
-        strict = followed(instructions, [text], self._analysis)
-        loose = followed(instructions, variants(text), self._analysis)
+        strict = judge_instructions(instructions, [text], self._analysis)
+        loose = judge_instructions(instructions, variants(text), self._analysis)
         shares = {"strict": sum(strict) / len(strict), "loose": sum(loose) / len(loose)}
         metrics = {f"prompt_{name}": float(share == 1) for name, share in shares.items()}
         metrics |= {f"instruction_{name}": share for name, share in shares.items()}
@@ -82,25 +82,25 @@ class IFEval(BuiltinEnvironment):
 
 def read_instructions(answer: str) -> list[Instruction]:
     """Return the instructions in a task's answer. Raises ValueError if they are unknown, or if their arguments do not fit."""
-    given = json.loads(answer)
-    if not isinstance(given, dict) or not given.get("instruction_id_list"):
+    columns = json.loads(answer)
+    if not isinstance(columns, dict) or not columns.get("instruction_id_list"):
         raise ValueError("got no instruction_id_list; expected JSON with it and with kwargs")
     instructions = []
-    for name, arguments in zip(given["instruction_id_list"], given["kwargs"], strict=True):
-        named = {key: value for key, value in (arguments or {}).items() if value is not None}
-        check_arguments(name, named)
-        instructions.append((name, named))
+    for name, arguments in zip(columns["instruction_id_list"], columns["kwargs"], strict=True):
+        present = {key: value for key, value in (arguments or {}).items() if value is not None}
+        check_arguments(name, present)
+        instructions.append((name, present))
     return instructions
 
 
-def followed(instructions: Sequence[Instruction], texts: Sequence[str], analysis: TextAnalysis) -> list[bool]:
-    """Return whether each instruction is followed by any of the texts that are not empty."""
+def judge_instructions(instructions: Sequence[Instruction], texts: Sequence[str], analysis: TextAnalysis) -> list[bool]:
+    """Return for each instruction whether any text follows it. Empty texts follow none."""
     present = [text for text in texts if text.strip()]
     return [any(RULES[name](text, analysis, **arguments) for text in present) for name, arguments in instructions]
 
 
 def variants(text: str) -> list[str]:
-    """Return the texts of which one must follow an instruction loosely: without the first line, the last, stars."""
+    """Return the variants of a text: with and without its first line, its last line, and stars."""
     lines = text.split("\n")
-    found = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return [*found, *(one.replace("*", "") for one in found)]
+    texts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [*texts, *(variant.replace("*", "") for variant in texts)]

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN_SHARE = 0.5  # of `timeout_s`, for a call
+OWN_SHARE = 0.5  # share of `timeout_s` that a call has
 MEMORY_BYTES = 4 << 30  # address space; an answer that needs more is wrong
 SUSPECT_S = 0.1  # a right answer takes milliseconds, as does a fork
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPATH")
-"""They locate Python and its packages."""
+"""Variables that locate Python and its packages."""
 NUMBER = re.compile(r"\s*(?:\\?\$)?\s*-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?\.?\s*")
 """An expected answer that needs no check: `42`, `$1,234.50`, `3/4`, `42.`."""
 START_S = 300.0  # importing sympy, on a cold network file system
@@ -66,7 +66,7 @@ class Math(BuiltinEnvironment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     A step has OWN_SHARE of `timeout_s`. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1 if it raised or ended
-    its judge; `unparsed`, 1 if the text has neither a number nor a formula; these three have reward 0.
+    its judge; `unparsed`, 1 if the text has neither a number nor a formula. The reward is 0 after any of these three.
     """
 
     Arguments = MathArguments
@@ -124,7 +124,7 @@ class _Reader:
             stdout=subprocess.PIPE,
             env={name: variables[name] for name in KEPT_VARIABLES if name in variables},
         )
-        self._limit_s = START_S  # of the first answer
+        self._limit_s = START_S  # for the first answer
 
     def is_expression(self, answer: str) -> bool:
         """Return whether math-verify reads an expression. Raises TimeoutError; OSError or ValueError if the process dies."""
@@ -152,8 +152,8 @@ _reader: _Reader | None = None  # started for the first expected answer that is 
 def is_readable(answer: str) -> bool:
     """Return whether math-verify reads an expression in an expected answer.
 
-    True if that cannot be known here: without the package, as on a login node, without a process, or within READ_S on a busy
-    machine. The job then judges by it.
+    Return True if this machine cannot tell: it lacks the package, as a login node may; it cannot start a process; or it is busy
+    and the process needs longer than READ_S. The job then uses the answer as it is.
     """
     global _reader
     if importlib.util.find_spec("math_verify") is None:

@@ -1,11 +1,12 @@
-r"""Compare an answer to a math problem with the expected one, by math-verify.
+r"""Compare an answer to a math problem with the expected answer, by math-verify.
 
-An expected answer is read as LaTeX only, as NeMo-RL reads it. math-verify's other reading takes the last number of what is not
-LaTeX, so that 1 would be right for `x**2 + 1`. If LaTeX gives no expression, only an answer that repeats the text is right.
+An expected answer is read as LaTeX only, as NeMo-RL reads it. math-verify's other reading takes the last number of a text
+that is not LaTeX, so that 1 would be right for `x**2 + 1`. If LaTeX gives no expression, only an answer that repeats the text
+is right.
 
 Comparing two expressions can take forever or use all memory, since sympy evaluates what a model wrote. So answers are compared
-in a process with limits. `python -m pipeline.environments.math_comparison` reads expected answers alone: lines of JSON, for
-each of which it prints whether it is an expression to math-verify. It imports nothing that loads slowly but math-verify.
+in a process with limits. `python -m pipeline.environments.math_comparison` only reads expected answers, as lines of JSON, and
+prints for each whether math-verify reads an expression in it. Of the packages that load slowly it imports math-verify alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FORMULA = re.compile(r"(?<![\\\d])(?:\$\$[^$]+\$\$|\$[^$]+\$)|\\\(.+?\\\)|\\\[.+
 NUMBER_AND_PERIOD = re.compile(r"\s*(\\?\$?\s*-?[\d,./]*\d)\.\s*")
 UPRIGHT = re.compile(r"\\(?:mathrm|mathit|operatorname|textrm|text)\s*\{\s*([ei])\s*\}")
 r"""e and i in upright letters. math-verify takes a trailing \mathrm{i} for a unit, so that 1 + 2\mathrm{i} would be 3."""
-EXTRACTED_BYTES = 500  # of the answer that math-verify found
+EXTRACTED_BYTES = 500  # of the answer that math-verify extracts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class MathVerdict:
 
     right: bool = False
     unparsed: bool = False  # the answer has neither a number nor a formula
-    extracted: str = ""  # text of the answer that was found, without spaces
+    extracted: str = ""  # text of the answer that was compared, without spaces
 
 
 def load() -> None:
-    """Import math-verify and all that a comparison imports."""
-    for name in ("math_verify", "latex2sympy2_extended"):  # they warn of missing time limits of their own
+    """Import math-verify and all modules that a comparison imports."""
+    for name in ("math_verify", "latex2sympy2_extended"):  # they warn that they run without time limits
         logging.getLogger(name).setLevel(logging.ERROR)
     compare("\\frac{1}{2}", "\\boxed{0.5}")
 
@@ -48,64 +49,64 @@ def compare(expected: str, text: str) -> MathVerdict | None:
     gold = _parse_expected(expected)
     if not gold:
         return None
-    if not (found := _parse(text)):
+    if not (parsed := _parse(text)):
         return MathVerdict(unparsed=True)
-    right = verify(gold, found, timeout_seconds=None) and (_is_expression(gold) or _repeats(text, expected))
-    return MathVerdict(bool(right), extracted=_extracted(found))
+    right = verify(gold, parsed, timeout_seconds=None) and (_is_expression(gold) or _repeats(text, expected))
+    return MathVerdict(bool(right), extracted=_extracted_text(parsed))
 
 
 def _parse(text: str, only_latex: bool = False) -> list:
-    """Return the expressions of a text, and the last one's text at the end; [] without any."""
+    """Return the expressions of a text, followed by the text of the last expression; [] if there is none."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     forms = (LatexExtractionConfig(),) if only_latex else (LatexExtractionConfig(), ExprExtractionConfig())
-    return parse(UPRIGHT.sub(_slanted, text), forms, parsing_timeout=None)  # pyright: ignore[reportArgumentType] None: no timeout
+    return parse(UPRIGHT.sub(_slant, text), forms, parsing_timeout=None)  # pyright: ignore[reportArgumentType] None: no timeout
 
 
-def _slanted(upright: re.Match[str]) -> str:
-    r"""Return the letter, apart from a command before it: \pi\mathrm{i} is \pi i."""
-    return " " * upright.string[max(upright.start() - 1, 0) : upright.start()].isalpha() + upright[1]
+def _slant(match: re.Match[str]) -> str:
+    r"""Return the letter, with a space if a command precedes it: \pi\mathrm{i} becomes \pi i."""
+    return " " * match.string[max(match.start() - 1, 0) : match.start()].isalpha() + match[1]
 
 
-def _extracted(found: list) -> str:
-    if not isinstance(found[-1], str):
+def _extracted_text(parsed: list) -> str:
+    if not isinstance(parsed[-1], str):
         return ""
-    return "".join(found[-1].split()).encode(errors="replace")[:EXTRACTED_BYTES].decode(errors="replace")
+    return "".join(parsed[-1].split()).encode(errors="replace")[:EXTRACTED_BYTES].decode(errors="replace")
 
 
 @functools.lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list:
-    r"""Parse an expected answer: a formula, one in a sentence, or bare LaTeX (\frac{1}{2}), which is read inside a box.
+    r"""Parse an expected answer: a formula, a sentence with a formula, or bare LaTeX (\frac{1}{2}), which is read inside a box.
 
-    Several formulas are read as one, as NeMo-RL does: none of them alone is the answer.
+    Several formulas are read as one formula, as NeMo-RL does: none of them alone is the answer.
     """
     if not text.strip():
         return []
     if number := NUMBER_AND_PERIOD.fullmatch(text):  # LaTeX reads no number in `42.`
         text = number[1]
-    begins = [text, f"\\boxed{{{text}}}"] if _names_its_formula(text) else [f"\\boxed{{{text}}}"]
-    readings = [reading for begin in begins if (reading := _parse(begin, only_latex=True))]
+    candidates = [text, f"\\boxed{{{text}}}"] if _names_its_formula(text) else [f"\\boxed{{{text}}}"]
+    readings = [reading for candidate in candidates if (reading := _parse(candidate, only_latex=True))]
     return next(filter(_is_expression, readings), readings[0] if readings else [])
 
 
 def _names_its_formula(text: str) -> bool:
-    """Return whether a text has a box, or one formula and no number besides it. A price has a dollar sign and no formula."""
+    """Return whether a text has a box, or a single formula and no other number. A price has a dollar sign and no formula."""
     if "\\boxed" in text:
         return True
     return len(FORMULA.findall(text)) == 1 and not re.search(r"\d", FORMULA.sub("", text))
 
 
 def _is_expression(parsed: list) -> bool:
-    return any(not isinstance(one, str) for one in parsed)
+    return any(not isinstance(item, str) for item in parsed)
 
 
 def _repeats(text: str, expected: str) -> bool:
-    """Return whether the last box of a text, or the text without one, repeats the expected answer but for spaces.
+    """Return whether a text's last box, or the whole text if it has no box, repeats the expected answer except for spaces.
 
     math-verify may compare the beginnings of texts that it cannot read.
     """
-    wanted, said = (re.sub(r"[\s$]", "", one) for one in (expected, text[max(text.rfind("\\boxed"), 0) :]))
-    return wanted.removeprefix("\\boxed{").removesuffix("}") in said
+    expected_text, answer_text = (re.sub(r"[\s$]", "", source) for source in (expected, text[max(text.rfind("\\boxed"), 0) :]))
+    return expected_text.removeprefix("\\boxed{").removesuffix("}") in answer_text
 
 
 def main() -> None:

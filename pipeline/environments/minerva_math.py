@@ -1,7 +1,7 @@
 r"""Judge answers to Minerva's prompt: math-verify's verdict, and Minerva's comparison of normalized texts beside it.
 
 Minerva (arXiv:2206.14858, appendix D.1) takes the answer from "Final Answer: The final answer is X. I hope it is correct.", as
-its worked examples end, and normalizes it. Unit words go where they are words, so \left keeps its "ft".
+its worked examples end, and normalizes it. Unit words are removed only as whole words, so \left keeps its "ft".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 END = "I hope it is correct."
 BEGIN = "Final Answer: The final answer is"
-LONGEST = 1000  # characters of a final answer that is normalized; no expected one is as long
+LONGEST = 1000  # characters of a final answer that is normalized; no expected answer is as long
 UNITS = tuple(word for word in (*WORDS.split(), "ft") if word.isalpha())
 MARKS = tuple(mark for mark in REMOVED if mark not in UNITS)
 BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?= ))|[{}]")
@@ -34,8 +34,8 @@ THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+")
 class MinervaMath(Math):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
-    Metrics: those of `math`; `exact_match`, 1 if the final answer, normalized, is the expected one: as text, or by math-verify;
-    `no_final_answer`, 1 if the text lacks Minerva's words.
+    Metrics: those of `math`; `exact_match`, 1 if the normalized final answer equals the expected answer, as a text or by
+    math-verify; `no_final_answer`, 1 if the text lacks Minerva's words.
     """
 
     Arguments = NoArguments
@@ -56,37 +56,37 @@ class MinervaMath(Math):
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         outcome = super().step(prompt, text)
-        found, expected = final_answer(text), normalize(prompt.task["answer"])
-        same = found is not None and bool(found) and found == expected
-        if found and expected and not same:
+        answer, expected = final_answer(text), normalize(prompt.task["answer"])
+        is_equal = answer is not None and bool(answer) and answer == expected
+        if answer and expected and not is_equal:
             task = {**prompt.task, "answer": expected}
-            same = bool(super().step(replace(prompt, task=task), f"\\boxed{{{found}}}").reward)
-        metrics = {**outcome.metrics, "exact_match": float(same), "no_final_answer": float(found is None)}
-        return replace(outcome, metrics=metrics, extracted=found or outcome.extracted)
+            is_equal = bool(super().step(replace(prompt, task=task), f"\\boxed{{{answer}}}").reward)
+        metrics = {**outcome.metrics, "exact_match": float(is_equal), "no_final_answer": float(answer is None)}
+        return replace(outcome, metrics=metrics, extracted=answer or outcome.extracted)
 
 
 def final_answer(text: str) -> str | None:
-    """Return the normalized answer after Minerva's words; None without them."""
+    """Return the normalized answer after Minerva's words; None if the text lacks them."""
     for line in (text + END).split("\n"):  # END may have been a stop string
         begin = line.find(BEGIN)
-        # One character, such as a period, is before END, and another is its last one: lm-evaluation-harness has dots there.
+        # Any character may stand before END, and any may be its last: lm-evaluation-harness's pattern has a dot for both.
         end = line[:-1].find(f" {END[:-1]}", begin + len(BEGIN) + 1)
         if begin >= 0 and end >= 0:
-            found = line[begin + len(BEGIN) : end - 1].strip()
-            return normalize(found) if len(found) <= LONGEST else found
+            answer = line[begin + len(BEGIN) : end - 1].strip()
+            return normalize(answer) if len(answer) <= LONGEST else answer
     return None
 
 
 def normalize(answer: str) -> str:
-    """Return an answer in the form that is compared."""
+    """Return an answer in its normal form, in which answers are compared."""
     answer = answer.split("=")[-1]
     for unit in UNITS:
         answer = re.sub(rf"(?<!\\)\b{re.escape(unit)}\b", "", answer)
     for old, new in REPLACED:
         answer = answer.replace(old, new)
-    for unit in UNITS:  # without the spaces, units may be joined to what they follow
+    for unit in UNITS:  # without spaces, a unit is joined to the word before it
         parts = COMMAND.split(answer)
-        answer = "".join(part if place % 2 else part.replace(unit, "") for place, part in enumerate(parts))
+        answer = "".join(part if index % 2 else part.replace(unit, "") for index, part in enumerate(parts))
     for mark in MARKS:
         answer = answer.replace(mark, "")
     for pattern, new in UNWRAPPED[:-1]:
@@ -97,18 +97,19 @@ def normalize(answer: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} or \fbox{...}, or of `\boxed X`; None without one."""
+    r"""Return the content of the last complete \boxed{...} or \fbox{...}, or of `\boxed X`; None if there is no box."""
     box, begin, end = -1, 0, 0
-    opened: list[tuple[int, int]] = []  # of each open brace: the place of its box, -1 without one; where its content begins
-    for found in BOX_OR_BRACE.finditer(text):
-        if found[0].endswith("{"):
-            opened.append((found.start() if len(found[0]) > 1 else -1, found.end()))
-        elif found[0] != "}":
-            box, begin, end = found.start(), found.end(), -1
-        elif opened and opened[-1][0] > box:
-            box, begin, end = *opened.pop(), found.start()
-        elif opened:
-            opened.pop()
+    # (position of its box or -1, position of its content) of each open brace
+    open_braces: list[tuple[int, int]] = []
+    for match in BOX_OR_BRACE.finditer(text):
+        if match[0].endswith("{"):
+            open_braces.append((match.start() if len(match[0]) > 1 else -1, match.end()))
+        elif match[0] != "}":
+            box, begin, end = match.start(), match.end(), -1
+        elif open_braces and open_braces[-1][0] > box:
+            box, begin, end = *open_braces.pop(), match.start()
+        elif open_braces:
+            open_braces.pop()
     if end < 0:
         return text[begin:].split("$", 1)[0].strip()
     return text[begin:end] if box >= 0 else None

@@ -1,9 +1,9 @@
-r"""Multiple choice: compare the letter that a text answers with to the expected one.
+r"""Judge answers to multiple-choice questions: compare the text's letter with the expected letter.
 
-Only the text after the last </think> counts, if there is one. A letter counts in these forms, the last one in the text:
+If the text has </think>, only the text after the last one counts. The last letter in one of these forms is the answer:
     after "Answer:" (Answer: B, **Answer:** (b)), or as a capital after "answer is" (the answer is $\boxed{B}$, the correct
     answer is option B), in the chosen languages; or in a box, \boxed{B}
-If none of these occurs, the whole text counts if it is nothing but a letter: B, (B), B.
+Without any of these, the text is an answer only if it is a letter alone: B, (B), B.
 Markdown and LaTeX around a letter are ignored. A letter outside `choices` is no answer.
 
 NeMo-RL's verifiers `english_multichoice` and `multilingual_multichoice` take the first letter after "Answer:" rather than the
@@ -43,7 +43,7 @@ OTHERS = (
     *("उत्तर", "উত্তরঃ", "উত্তর"),
 )
 """Words for "answer" in the languages of MMMLU: German, French, Spanish, Portuguese, Italian, Indonesian, Swahili, Yoruba,
-Chinese, Japanese, Korean, Arabic, Hindi, Bengali. All that simple-evals and NeMo-RL read are among them."""
+Chinese, Japanese, Korean, Arabic, Hindi, Bengali. They include all words that simple-evals and NeMo-RL read."""
 SENTENCES = {word for word in ENGLISH if " " in word} | {
     *("antwort ist", "réponse est", "respuesta es", "resposta é", "risposta è", "jawabannya adalah"),
     *("答案是", "正解は", "答えは", "정답은", "الإجابة الصحيحة هي", "الإجابة هي", "উত্তরঃ"),
@@ -83,55 +83,57 @@ class MultipleChoice(BuiltinEnvironment):
     @classmethod
     @override
     def check_answer(cls, answer: str, arguments: MultipleChoiceArguments) -> None:
-        _reader(arguments.verifier_type, arguments.choices).expected(answer)
+        _reader(arguments.verifier_type, arguments.choices).expected_letter(answer)
 
     def __init__(self, arguments: MultipleChoiceArguments, context: EnvironmentContext | None) -> None:
         multilingual, choices = arguments.verifier_type == "multilingual_multichoice", arguments.choices
         words = (*ENGLISH, *OTHERS) if multilingual else ENGLISH
         self._letters = string.ascii_uppercase[:choices]
-        self._foreign = {there: here for there, here in LETTERS.items() if here in self._letters} if multilingual else {}
-        one_of = f"[{self._letters}{self._letters.lower()}{''.join(self._foreign)}]"
+        self._foreign = {foreign: latin for foreign, latin in LETTERS.items() if latin in self._letters} if multilingual else {}
+        letter_pattern = f"[{self._letters}{self._letters.lower()}{''.join(self._foreign)}]"
         # A word needs a colon or an "is" after it, and the letter must not begin another word: "answer: Because".
-        stated = "|".join(
+        phrases = "|".join(
             re.escape(unicodedata.normalize("NFKC", word)) + ("" if word in SENTENCES else r"(?=[ \t]*:)") for word in words
         )
-        self._stated = re.compile(rf"(?:{stated})(?:[ \t]*(:)\s*|\s*)(?:option\s+|choice\s+)?({one_of})(?!\w)", re.IGNORECASE)
-        self._alone = re.compile(rf"\s*({one_of})\s*(?:[.:)]\s*)?", re.IGNORECASE)
+        self._answer = re.compile(
+            rf"(?:{phrases})(?:[ \t]*(:)\s*|\s*)(?:option\s+|choice\s+)?({letter_pattern})(?!\w)", re.IGNORECASE
+        )
+        self._alone = re.compile(rf"\s*({letter_pattern})\s*(?:[.:)]\s*)?", re.IGNORECASE)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         """Judge the letter of the text. Raises Unjudged if the expected answer is not a letter."""
         try:
-            expected = self.expected(prompt.task["answer"])
+            expected = self.expected_letter(prompt.task["answer"])
         except ValueError as error:
             raise Unjudged(f"prompt {prompt.index}: {error}") from None
         letter = self.answer(text)
         right = float(letter == expected)
         return Outcome(right, {"accuracy": right, "unparsed": float(letter is None)}, extracted=letter or "")
 
-    def expected(self, answer: str) -> str:
-        """Return an expected answer as a Latin capital. Raises ValueError if it is not one of the letters."""
+    def expected_letter(self, answer: str) -> str:
+        """Return an expected answer as a Latin capital. Raises ValueError if it is not a letter of `choices`."""
         if (letter := self._letter_of(answer)) is None:
             raise ValueError(f"got expected answer {answer!r}; expected a letter of {self._letters}")
         return letter
 
     def answer(self, text: str) -> str | None:
-        """Return the letter that the text answers with, as a Latin capital."""
+        """Return the letter of the text's answer as a Latin capital; None if it has none."""
         text = text.rpartition(THOUGHT_ENDS)[2].translate(INVISIBLE)
         pieces = range(0, len(text), NORMALIZED_AT_ONCE)
         text = "".join(unicodedata.normalize("NFKC", text[i : i + NORMALIZED_AT_ONCE]) for i in pieces)  # Ａ is A
-        matches = self._stated.findall(WRAPPING.sub("", BOXED.sub(self._unboxed, text)))
+        matches = self._answer.findall(WRAPPING.sub("", BOXED.sub(self._unbox, text)))
         if letters := [letter for colon, letter in matches if colon or not letter.islower()]:  # "the answer is a bit unclear"
             return self._latin(letters[-1])
         return self._letter_of(text)
 
-    def _unboxed(self, box: re.Match[str]) -> str:
+    def _unbox(self, box: re.Match[str]) -> str:
         """Rewrite a boxed letter as "Answer: B", so that one search finds both forms in the order of the text."""
         letter = self._letter_of(box[1])
         return f"\nAnswer: {letter}\n" if letter else box[0]
 
     def _letter_of(self, text: str) -> str | None:
-        found = self._alone.fullmatch(WRAPPING.sub("", text))
-        return self._latin(found[1]) if found else None
+        match = self._alone.fullmatch(WRAPPING.sub("", text))
+        return self._latin(match[1]) if match else None
 
     def _latin(self, letter: str) -> str:
         return self._foreign.get(letter, letter.upper())

@@ -1,7 +1,7 @@
-"""The part of numpy that tests of HumanEval+ and MBPP+ use to compare floats, for a sandbox whose Python may lack numpy.
+"""A replacement for the part of numpy by which tests of HumanEval+ and MBPP+ compare floats; a sandbox may lack numpy.
 
-`code_benchmark.py` copies it into the tests' sandbox as numpy.py where a program needs nothing else, which is also faster to
-import. Unlike numpy it compares values of the same lengths only, rather than one number with all of a list.
+`code_benchmark.py` copies it into the tests' sandbox as numpy.py if a program needs nothing else of numpy. It is also faster to
+import. Unlike numpy it compares only values of the same lengths, and never one number with all items of a list.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ inf, nan = math.inf, math.nan
 
 
 def can_stand_in(program: str) -> bool:
-    """Return whether a program uses nothing else of numpy."""
+    """Return whether a program uses only NAMES of numpy."""
     return set(USE.findall(program)) <= NAMES and not OTHER_IMPORT.search(program)
 
 
 class ndarray:
-    """No value is one."""
+    """The type numpy.ndarray, which no value has here."""
 
 
 float64, float32, bool_ = float, float, bool
@@ -46,12 +46,14 @@ def allclose(value: Any, expected: Any, rtol: float = 1e-05, atol: float = 1e-08
     """Return whether numbers, or nested lists and tuples of the same lengths, are close."""
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         pairs = zip(value, expected, strict=False)
-        return len(value) == len(expected) and all(allclose(one, other, rtol, atol, equal_nan) for one, other in pairs)
+        return len(value) == len(expected) and all(
+            allclose(item, expected_item, rtol, atol, equal_nan) for item, expected_item in pairs
+        )
     return isclose(value, expected, rtol, atol, equal_nan)
 
 
 class testing:
-    """numpy.testing."""
+    """The module numpy.testing."""
 
     @staticmethod
     def assert_allclose(value: Any, expected: Any, rtol: float = 1e-07, atol: float = 0.0, equal_nan: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A Python tool: an interpreter in the sandbox whose variables persist from one call of an episode to the next."""
+"""A Python tool: an interpreter in the sandbox. Its variables persist from one call of an episode to the next."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ExecutionResult:
     """The result of a piece of code that ended by itself. Its texts have at most `output_bytes` together, in UTF-8."""
 
     printed: str
-    value: str | None  # text of its last expression's value; None: it does not end in an expression
-    error: str | None  # the exception, with its line
+    value: str | None  # text of the last expression's value; None: the code does not end in an expression
+    error: str | None  # the exception and its line; None: the code raised none
 
 
 def _not_absolute(path: str) -> str | None:
@@ -45,7 +45,7 @@ Folder = Annotated[Text, Check(_not_absolute)]
 
 @dataclass
 class SandboxArguments:
-    """The kwargs of every environment or tool that runs programs.
+    """The kwargs that every environment or tool that runs programs has.
 
     Limits hold for all processes of one program together, unless a field says otherwise.
     """
@@ -95,22 +95,22 @@ class PythonTool(Configurable, Tool):
 
 
 class PythonSession(ToolSession):
-    """One episode's interpreter. If it is killed for its time or memory, the next call starts a new one."""
+    """An episode's interpreter. If it is killed for its time or memory, the next call starts another."""
 
     def __init__(self, sandbox: Sandbox, session_s: float) -> None:
         self._sandbox, self._session_s = sandbox, session_s
         self._program: InteractiveProgram | None = None
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Return the printed text and the value of a last expression.
+        """Run the code and return the printed text, followed by the value of its last expression.
 
         Raises ToolError for an exception of the code or the end of the interpreter, and TimeoutError.
         """
-        executed = self.execute(arguments["code"], timeout_s)
-        printed = executed.printed
-        if executed.error is not None:
-            raise ToolError(printed + "\n" * bool(printed and not printed.endswith("\n")) + executed.error)
-        return printed + (executed.value if executed.value not in (None, "None") else "")
+        result = self.execute(arguments["code"], timeout_s)
+        printed = result.printed
+        if result.error is not None:
+            raise ToolError(printed + "\n" * bool(printed and not printed.endswith("\n")) + result.error)
+        return printed + (result.value if result.value not in (None, "None") else "")
 
     def execute(self, code: str, timeout_s: float) -> ExecutionResult:
         """Run a piece of code and return its result.
@@ -118,23 +118,23 @@ class PythonSession(ToolSession):
         Raises ToolError if the interpreter ends, TimeoutError, and SandboxError. All of them lose the variables.
         """
         limits = self._sandbox.limits
-        seconds, begun = min(limits.wall_s, timeout_s), time.monotonic()
-        deadline = begun + seconds
+        seconds, start = min(limits.wall_s, timeout_s), time.monotonic()
+        deadline = start + seconds
         try:
             if self._program is None:
-                deadline = begun + min(seconds + START_S, timeout_s)
+                deadline = start + min(seconds + START_S, timeout_s)
                 argv = [self._sandbox.python, "interpreter.py", str(limits.output_bytes)]
                 self._program = self._sandbox.start(argv, {"interpreter.py": INTERPRETER}, self._session_s)
             return self._exchange(self._program, code, deadline)
         except TimeoutError:
             self.close()
             raise TimeoutError(f"the code did not end within {seconds:g} s; all names are gone") from None
-        except (EOFError, ValueError):  # it has ended, or its answer is malformed
+        except (EOFError, ValueError):  # the interpreter has ended, or its answer is malformed
             program, self._program = self._program, None
             assert program is not None  # only `_exchange` raises these
             ended_by = program.close()
-            why = f" ({ended_by})" if ended_by not in ("exit", "closed") else ""
-            raise ToolError(f"the interpreter ended{why}; all names are gone") from None
+            cause = f" ({ended_by})" if ended_by not in ("exit", "closed") else ""
+            raise ToolError(f"the interpreter ended{cause}; all names are gone") from None
 
     @override
     def close(self) -> None:
@@ -146,8 +146,8 @@ class PythonSession(ToolSession):
         request = code.encode(errors="replace")
         program.send(struct.pack("<I", len(request)) + request, deadline)
         lengths = ANSWER.unpack(program.receive(ANSWER.size, deadline))
-        most = self._sandbox.limits.output_bytes
-        if min(lengths) < -1 or lengths[0] < 0 or sum(max(0, length) for length in lengths) > most:
+        output_bytes = self._sandbox.limits.output_bytes
+        if min(lengths) < -1 or lengths[0] < 0 or sum(max(0, length) for length in lengths) > output_bytes:
             raise ValueError("the answer is malformed or too long")
         printed = program.receive(lengths[0], deadline).decode(errors="ignore")
         value, error = (

@@ -1,4 +1,4 @@
-"""A reward model as judge. Its score arrives on rank 0 once all answers of a step exist, not here on a generate rank."""
+"""A reward model as judge. Rank 0 receives its scores when all answers of a step exist, after this environment has answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RewardModelEnvironment(BuiltinEnvironment):
-    """Reward 0 for every answer. `pipeline/coordination/scoring.py` replaces it by the model's score."""
+    """Returns reward 0 for every answer. `pipeline/coordination/scoring.py` replaces it by the model's score."""
 
     is_final = False
 

@@ -3,7 +3,7 @@
 The policy writes one action per turn, `<action>up</action>`: up, down, left, right (or their first letters), `slide 1 2` (the
 tile in row 1, column 2), or `view`, which shows the board and is not a move. The last action of a turn counts.
 
-NeMo-RL's game has the same rules and commands. Leaves out: its drawing of the board with a frame and numbered rows.
+NeMo-RL's game has the same rules and commands. Leaves out: that game's drawing of the board, with a frame and numbered rows.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class SlidingPuzzle(BuiltinEnvironment):
         if action == "view":
             return self._reply(game, puzzle.board_text(game.board))
         game.moves += 1
-        after, words = _act(game.board, INITIALS.get(action, action))
-        if after is not None:
-            game.board = after
-            if puzzle.is_solved(after):
+        new_board, words = _act(game.board, INITIALS.get(action, action))
+        if new_board is not None:
+            game.board = new_board
+            if puzzle.is_solved(new_board):
                 return Outcome(1.0, _metrics(game, solved=True))
         if game.moves >= self._arguments.max_moves:
             return Outcome(0.0, _metrics(game))
@@ -94,23 +94,28 @@ class SlidingPuzzle(BuiltinEnvironment):
 
 
 def _act(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:
-    """Return (board after an action or None if nothing moved, description)."""
+    """Return (the board after an action, or None if nothing moved; a description)."""
     if action in puzzle.FROM:
-        after = puzzle.slid(board, action)
-        return after, f"Slid tile {_moved_tile(board, after)} {action}." if after else f"Cannot slide {action}."
-    if place := re.fullmatch(r"slide\s+(\d{1,3})\s+(\d{1,3})", action):
-        after = puzzle.slid_from(board, int(place[1]) - 1, int(place[2]) - 1)
+        new_board = puzzle.slid(board, action)
+        return new_board, f"Slid tile {_moved_tile(board, new_board)} {action}." if new_board else f"Cannot slide {action}."
+    if cell := re.fullmatch(r"slide\s+(\d{1,3})\s+(\d{1,3})", action):
+        new_board = puzzle.slid_from(board, int(cell[1]) - 1, int(cell[2]) - 1)
         words = (
-            f"Slid tile {_moved_tile(board, after)} into the empty space."
-            if after
+            f"Slid tile {_moved_tile(board, new_board)} into the empty space."
+            if new_board
             else "No tile there is beside the empty space."
         )
-        return after, words
+        return new_board, words
     return None, f"Unknown action; one of: {', '.join(puzzle.FROM)}, slide row column, view."
 
 
-def _moved_tile(before: puzzle.Board, after: puzzle.Board) -> int:
-    return next(max(old, new) for rows in zip(before, after, strict=True) for old, new in zip(*rows, strict=True) if old != new)
+def _moved_tile(old_board: puzzle.Board, new_board: puzzle.Board) -> int:
+    return next(
+        max(old_tile, new_tile)
+        for rows in zip(old_board, new_board, strict=True)
+        for old_tile, new_tile in zip(*rows, strict=True)
+        if old_tile != new_tile
+    )
 
 
 def _metrics(game: Game, solved: bool = False, invalid: bool = False) -> dict[str, float]:

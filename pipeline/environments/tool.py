@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class ToolError(ValueError):
-    """The policy called the tool wrongly. The policy gets the text, and the episode goes on."""
+    """The policy called the tool wrongly. The policy receives the text, and the episode continues."""
 
 
 class ToolSession(Protocol):
@@ -27,7 +27,7 @@ class ToolSession(Protocol):
 
 
 class Tool(Protocol):
-    """One object serves all episodes of an environment on an engine, from several threads."""
+    """A tool. One object serves all episodes of an environment on an engine, from several threads."""
 
     parameters: dict[str, type]
     """Names and types of the arguments. A call must have all of them and no other."""

@@ -1,4 +1,4 @@
-"""Parse tool calls from a text and format their results: Hermes' format, and a short one for a single tool.
+"""Parse tool calls from a text and format their results: in Hermes' format, or in a short format for a single tool.
 
 Leaves out: other models' formats (Llama's <|python_tag|>, Mistral's [TOOL_CALLS]).
 """
@@ -17,7 +17,7 @@ THOUGHT_ENDS = "</think>"  # calls before it, in the model's reasoning, do not c
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. error: why it cannot run; it then has no name and no arguments."""
+    """One tool call. error: why the call cannot run; it then has neither name nor arguments."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -25,11 +25,11 @@ class ToolCall:
 
 
 class CallFormat(Protocol):
-    """The syntax of tool calls in the policy's text, and of their results."""
+    """Parses tool calls in the policy's text, and formats their results."""
 
     @abstractmethod
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in the order of the text; none if the text is the policy's final answer."""
+        """Return the calls in the order of the text; [] if the text is the policy's final answer."""
         ...
 
     @abstractmethod
@@ -39,9 +39,10 @@ class CallFormat(Protocol):
 
 
 class HermesCalls(CallFormat):
-    """`<tool_call>{"name": "calculator", "arguments": {"expression": "47*85"}}</tool_call>`, as Hermes and Qwen models write.
+    """The format of Hermes and Qwen models.
 
-    The results are one message of role "tool", one line or more for each; the model's chat template wraps it. The prompt tells
+    A call is `<tool_call>{"name": "calculator", "arguments": {"expression": "47*85"}}</tool_call>`. The results form one
+    message of role "tool", in which each has one line or more; the model's chat template wraps the message. The prompt tells
     the policy which tools exist: `tools` in policy.tokenizer.chat_template_kwargs, or a system prompt.
     """
 
@@ -57,11 +58,11 @@ class HermesCalls(CallFormat):
         return {"role": "tool", "content": "\n".join(results)}
 
     def _call(self, piece: str) -> ToolCall:
-        written, close, _ = piece.partition(self.CLOSE)
+        content, close, _ = piece.partition(self.CLOSE)
         if not close:
             return ToolCall(error=f"a {self.OPEN} without {self.CLOSE}")
         try:
-            call = json.loads(written)
+            call = json.loads(content)
             json.dumps(call, ensure_ascii=False).encode()  # half of a surrogate pair ("\ud800") cannot be encoded
         except (ValueError, RecursionError) as error:
             return ToolCall(error=f"not JSON: {error}")
@@ -74,20 +75,20 @@ class HermesCalls(CallFormat):
 
 
 class MarkedCalls(CallFormat):
-    """`[47*85]`: the only argument of the only tool, between two marks.
+    """The format of a single tool with a single argument: the argument between two marks, such as `[47*85]`.
 
     Text after the closing mark is not read; a turn should end there (its token in policy.generation.stop_token_ids). reply: the
     observation, with {} for the result.
     """
 
-    def __init__(self, tool: str, parameter: str, open: str, close: str, reply: str) -> None:
+    def __init__(self, tool: str, parameter: str, open_mark: str, close_mark: str, reply: str) -> None:
         self._tool, self._parameter, self._reply = tool, parameter, reply
-        self._open, self._close = open, close
+        self._open_mark, self._close_mark = open_mark, close_mark
 
     @override
     def calls(self, text: str) -> list[ToolCall]:
-        written, close, _ = text.partition(self._open)[2].partition(self._close)
-        return [ToolCall(self._tool, {self._parameter: written})] if close else []
+        argument, close, _ = text.partition(self._open_mark)[2].partition(self._close_mark)
+        return [ToolCall(self._tool, {self._parameter: argument})] if close else []
 
     @override
     def message(self, results: list[str]) -> dict[str, str]:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 TOOLS: dict[str, type[Calculator] | type[PythonTool]] = {"calculator": Calculator, "python": PythonTool}
 """Built-in tools by name; users' tools have dotted paths."""
 WORKERS = 16
-CALL_SHARE = 0.9  # share of the time left that a call may take; its thread is abandoned after all of it
-MAX_ABANDONED = 64  # threads of unfinished calls in a judge; no call begins beyond
+CALL_SHARE = 0.9  # share of the remaining time that a call may take; its thread is abandoned when all of that time is over
+MAX_ABANDONED = 64  # threads of unfinished calls in a judge; when there are as many, no call begins
 TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -60,7 +60,7 @@ class ToolEpisode:
 
 @dataclass
 class ToolConfig:
-    """One entry of the kwarg `tools`."""
+    """An entry of the kwarg `tools`."""
 
     kind: Annotated[Text | None, Field(description="One of TOOLS, or a dotted path. null: the tool's name.")] = None
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of the tool.")] = field(default_factory=dict)
@@ -159,18 +159,18 @@ class Tools(BuiltinEnvironment):
             raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
         tool = self._tools[call.name]
         _check_arguments(tool.parameters, call.arguments)
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError(self._too_slow())
         self._check_abandoned()
         if call.name not in episode.sessions:
             episode.sessions[call.name] = tool.open()
         answer: Future[str] = Future()
-        arguments = (episode.sessions[call.name], call, CALL_SHARE * left, answer)
+        arguments = (episode.sessions[call.name], call, CALL_SHARE * remaining_s, answer)
         thread = threading.Thread(target=_run_call, args=arguments, name=f"tool {call.name}", daemon=True)
         thread.start()
         try:
-            return answer.result(left)
+            return answer.result(remaining_s)
         except TimeoutError as error:
             if not answer.done():
                 del episode.sessions[call.name]  # the call may still use it; the next call gets a new session
@@ -179,12 +179,12 @@ class Tools(BuiltinEnvironment):
             raise TimeoutError(str(error) or self._too_slow()) from None
 
     def _check_abandoned(self) -> None:
-        """Raise ProcessStuck if too many calls hang, since nothing can end their threads."""
+        """Raise ProcessStuck if too many calls hang, because nothing can end their threads."""
         with self._abandoned_lock:
-            self._abandoned = [one for one in self._abandoned if one.is_alive()]
+            self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
             if len(self._abandoned) >= MAX_ABANDONED:
-                last = self._abandoned[-1].name
-                raise ProcessStuck(f"{len(self._abandoned)} tool calls have not ended, the last of {last}")
+                last_name = self._abandoned[-1].name
+                raise ProcessStuck(f"{len(self._abandoned)} tool calls have not ended, the last of {last_name}")
 
     def _too_slow(self) -> str:
         return f"the tool did not answer within {self._timeout_s:g} s"
@@ -220,27 +220,27 @@ class CalculatorEnvironment(Tools):
         self._prepare({"calculator": Calculator()}, calls, 1, arguments, context)
 
 
-def read_tools(key: str, given: Any) -> tuple[dict[str, ToolConfig], list[Problem]]:
+def read_tools(key: str, entries: Any) -> tuple[dict[str, ToolConfig], list[Problem]]:
     """Return (tools by the name that the policy calls, problems) of the kwarg `tools` at `key`."""
-    if isinstance(given, list) and all(isinstance(name, str) for name in given):
-        given = {name: {} for name in given}
-    if not isinstance(given, dict) or not given:
+    if isinstance(entries, list) and all(isinstance(name, str) for name in entries):
+        entries = {name: {} for name in entries}
+    if not isinstance(entries, dict) or not entries:
         text = f"expected a list of names ({', '.join(TOOLS)}), or a mapping {{name: {{kind, kwargs}}}} of at least one"
         return {}, [Problem(key, "wrong-type", text)]
-    found, problems = {}, []
-    for name, described in given.items():
-        mapping = described if isinstance(described, dict) else {"kind": described}
-        tool, wrong = schema_validation.validate_mapping(ToolConfig, f"{key}.{name}", mapping)
-        problems += wrong
+    configs, problems = {}, []
+    for name, entry in entries.items():
+        mapping = entry if isinstance(entry, dict) else {"kind": entry}
+        tool, entry_problems = schema_validation.validate_mapping(ToolConfig, f"{key}.{name}", mapping)
+        problems += entry_problems
         if tool is not None:
-            found[name] = tool = dataclasses.replace(tool, kind=tool.kind or name)
+            configs[name] = tool = dataclasses.replace(tool, kind=tool.kind or name)
             if message := not_a_kind(tool.kind, TOOLS):
                 problems.append(Problem(f"{key}.{name}", "not-a-choice", message))
-    return found, problems
+    return configs, problems
 
 
 def build_tool(tool: ToolConfig) -> Tool:
-    """Return a tool. Raises ValueError, and SandboxError where no sandbox works on this node."""
+    """Return a tool. Raises ValueError if it cannot be built, and SandboxError if no sandbox works on this node."""
     if tool.kind in TOOLS:
         arguments, problems = read_tool_kwargs("kwargs", tool)
         if problems:
@@ -248,16 +248,16 @@ def build_tool(tool: ToolConfig) -> Tool:
         return TOOLS[str(tool.kind)](arguments)
     if tool.kind is None or "." not in tool.kind:
         raise ValueError(f"got tool {tool.kind}; expected one of: {', '.join(TOOLS)}, or the dotted path of a class")
-    made = user_code.load(tool.kind)(**tool.kwargs)
-    if lacking := [name for name in ("open", "parameters") if not hasattr(made, name)]:
+    instance = user_code.load(tool.kind)(**tool.kwargs)
+    if missing := [name for name in ("open", "parameters") if not hasattr(instance, name)]:
         raise ValueError(
-            f"tool {tool.kind} has no {' and no '.join(lacking)}; expected a Tool of pipeline/environments/tool.py"
+            f"tool {tool.kind} has no {' and no '.join(missing)}; expected a Tool of pipeline/environments/tool.py"
         )
-    return made
+    return instance
 
 
 def read_tool_kwargs(key: str, tool: ToolConfig) -> tuple[Any, list[Problem]]:
-    """Return (arguments, problems) of the kwargs at `key` of one of TOOLS."""
+    """Return (arguments, problems) of the kwargs at `key` of a tool in TOOLS."""
     kind = TOOLS[str(tool.kind)]
     arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, tool.kwargs)
     return arguments, problems or list(kind.check(key, arguments))

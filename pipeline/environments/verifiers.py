@@ -1,15 +1,15 @@
 """Tasksets of the `verifiers` package (https://github.com/primeintellect-ai/verifiers), version 0.4.
 
-A taskset provides both prompts and judge, so a recipe names it twice:
+A taskset provides both the prompts and the judge, so a recipe names it twice:
 
     data.train: {dataset_name: pipeline.environments.verifiers.tasks, messages_key: messages, output_key: answer, env_name: hub,
-                 kwargs: {taskset: gsm8k-v1, size: 1000}}  # to validate: the same with, say, first: 1000
+                 kwargs: {taskset: gsm8k-v1, size: 1000}}  # for validation: the same with another first, such as 1000
     env.hub:    {kind: verifiers, kwargs: {taskset: gsm8k-v1}}
 
 A turn of the policy is one completion of the task's program. Its tool calls are parsed in Hermes' format (`tool_calls.py`), and
 the results of the tools are the observation. The prompt must list the tools: policy.tokenizer.chat_template_kwargs.tools.
 
-Hetstep does not depend on the package. Install it in the generate image and, since it reads the data set, in the train image.
+Hetstep does not depend on the package. Install it in the generate image, and in the train image too, which reads the data set.
 Leaves out: environments of several agents, tasks that need a container, tasks in which the user speaks first; see
 `verifiers_bridge.py`.
 """
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 def tasks(
     split: str, seed: int, taskset: str, size: int, first: int = 0, config: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return `size` tasks from number `first` on, as `{"messages": [{"role", "content"}, ...], "answer": the task's number}`.
+    """Return `size` tasks from number `first` on, as `{"messages": [{"role", "content"}, ...], "answer": number of the task}`.
 
     config: of the taskset. `split` and `seed` have no effect, since tasksets have no splits and are not shuffled; a validation
     set takes other numbers or another config. Raises ValueError if the package is not installed.
     """
     _check_installed()
     bridge = _load_bridge()
-    found = itertools.islice(bridge.Tasks(taskset, config or {}).taskset, first, first + size)
-    return [{"messages": bridge.initial_messages(task.data), "answer": str(task.data.idx)} for task in found]
+    selection = itertools.islice(bridge.Tasks(taskset, config or {}).taskset, first, first + size)
+    return [{"messages": bridge.initial_messages(task.data), "answer": str(task.data.idx)} for task in selection]
 
 
 @dataclass
@@ -70,21 +70,21 @@ class Verifiers(BuiltinEnvironment):
         _check_installed()
         bridge = _load_bridge()
         try:
-            found = bridge.Tasks(arguments.taskset, arguments.config)
+            loaded_tasks = bridge.Tasks(arguments.taskset, arguments.config)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"taskset: {error}") from error
-        self._bridge, self._timeout_s, self._calls = bridge.Bridge(found), context.timeout_s, HermesCalls()
+        self._bridge, self._timeout_s, self._calls = bridge.Bridge(loaded_tasks), context.timeout_s, HermesCalls()
 
     @override
     def reset(self, prompt: Prompt) -> TaskEpisode:
         """Begin a task up to its first completion request.
 
-        Raises ValueError if its first messages differ from the prompt, and RuntimeError if it ends before it requests any.
+        Raises ValueError if its first messages differ from the prompt, and RuntimeError if it ends before its first request.
         """
         episode = self._bridge.begin(int(prompt.task["answer"]), self._timeout_s)
         if episode.request is None:
             raise RuntimeError("the task ended before it requested a completion")
-        if _plain(episode.request.messages) != _plain(prompt.task["messages"]):
+        if _role_content_pairs(episode.request.messages) != _role_content_pairs(prompt.task["messages"]):
             raise ValueError(
                 "the task's first messages differ from the prompt; expected the same `taskset` and `config` in env and data"
             )
@@ -92,13 +92,13 @@ class Verifiers(BuiltinEnvironment):
 
     @override
     def step(self, episode: TaskEpisode, text: str) -> Outcome:
-        """Answer the open request and run the task to its next one or its end. Raises RuntimeError if it ended with errors."""
+        """Answer the open request and run the task to its next request or end. Raises RuntimeError if it ends with errors."""
         bridge = _load_bridge()
         assert episode.request is not None
-        before = len(episode.request.messages)
+        message_count = len(episode.request.messages)
         event = self._bridge.answer(episode, self._message(text), self._timeout_s)
         if isinstance(event, bridge.CompletionRequest):
-            return Outcome(0.0, {}, _observation(event.messages[before + 1 :]))
+            return Outcome(0.0, {}, _observation(event.messages[message_count + 1 :]))
         if not event.ok:
             raise RuntimeError(
                 "; ".join(f"{error.type}: {error.message}" for error in event.errors) or f"ended by {event.stop_condition}"
@@ -120,7 +120,9 @@ class Verifiers(BuiltinEnvironment):
         return {
             "role": "assistant",
             "content": text.partition(HermesCalls.OPEN)[0].strip(),
-            "tool_calls": [{"id": f"call_{i}", "type": "function", "function": one} for i, one in enumerate(functions)],
+            "tool_calls": [
+                {"id": f"call_{i}", "type": "function", "function": function} for i, function in enumerate(functions)
+            ],
         }
 
 
@@ -133,7 +135,7 @@ def _observation(messages: list[dict[str, Any]]) -> dict[str, str]:
     return {"role": roles.pop(), "content": "\n".join(str(message["content"]) for message in messages)}
 
 
-def _plain(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _role_content_pairs(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in messages]
 
 

@@ -1,6 +1,6 @@
 """Step through tasks of the `verifiers` package (0.4) with an outside policy.
 
-The package runs a task as a whole: an agent's program requests completions over HTTP and decides alone when it is done. Here
+The package runs a task as a whole: an agent's program requests completions over HTTP and decides alone when it ends. Here
 the program is a chat loop in this process (`PolicyHarness`, which the package allows in place of another program), and its
 endpoint (`Bridge`) holds each request until the policy has answered. Everything runs in one event loop, in a thread.
 
@@ -35,7 +35,7 @@ from pipeline.environments.environment import ProcessStuck
 Message = dict[str, Any]
 START_S = 60.0
 LOOP_S = 1.0
-"""Seconds in which the loop must respond after a task exceeded its time; else another task blocks it."""
+"""Seconds in which the loop must respond after a task exceeds its time. If it does not, another task blocks it."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class CompletionRequest:
 
 @dataclass
 class TaskEpisode:
-    """The environment's handle on a run. The run is cancelled when it is garbage-collected."""
+    """The environment's handle on a run. When the handle is garbage-collected, the run is cancelled."""
 
     name: str
-    request: CompletionRequest | None = None  # the open one, which the policy answers next
+    request: CompletionRequest | None = None  # the open request, which the policy answers next
     events: queue.SimpleQueue[CompletionRequest | vf.Trace | BaseException] = field(default_factory=queue.SimpleQueue)
 
 
@@ -96,9 +96,11 @@ class PolicyHarness(NullHarness):
                     break
                 for call in message["tool_calls"]:
                     name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-                    known = name in dispatch
+                    exists = name in dispatch
                     result = (
-                        await call_mcp(connections, dispatch, name, arguments) if known else f"error: there is no tool {name!r}"
+                        await call_mcp(connections, dispatch, name, arguments)
+                        if exists
+                        else f"error: there is no tool {name!r}"
                     )
                     messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
@@ -117,16 +119,16 @@ def initial_messages(data: vf.TaskData) -> list[Message]:
 
 
 class Tasks:
-    """The tasks of a taskset by number, each loaded once."""
+    """The tasks of a taskset by number. A task is loaded once."""
 
     def __init__(self, taskset: str, config: dict[str, Any]) -> None:
         self.taskset = load_taskset(taskset_config_type(taskset).model_validate({**config, "id": taskset}))
-        self._rest, self._loaded, self._lock = iter(self.taskset), [], threading.Lock()
+        self._iterator, self._loaded, self._lock = iter(self.taskset), [], threading.Lock()
 
     def __getitem__(self, number: int) -> vf.Task:
         """Return a task. Raises IndexError."""
         with self._lock:
-            self._loaded += itertools.islice(self._rest, max(0, number + 1 - len(self._loaded)))
+            self._loaded += itertools.islice(self._iterator, max(0, number + 1 - len(self._loaded)))
             return self._loaded[number]
 
 
@@ -136,7 +138,7 @@ class Bridge:
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self._runs: dict[str, tuple[weakref.ref[TaskEpisode], asyncio.Task[None]]] = {}
-        self._held: dict[str, asyncio.Future[Message]] = {}  # the answer that a run waits for
+        self._open_answers: dict[str, asyncio.Future[Message]] = {}  # by the name of a run: the answer that it waits for
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
@@ -226,10 +228,10 @@ class Bridge:
             event = error
         finally:
             del self._runs[name]
-            if held := self._held.pop(name, None):
-                held.cancel()  # this cancels the request too
-        if (waiting := episode()) is not None:
-            waiting.events.put(event)
+            if answer := self._open_answers.pop(name, None):
+                answer.cancel()  # this cancels the request too
+        if (open_episode := episode()) is not None:
+            open_episode.events.put(event)
 
     async def _handle_request(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -237,9 +239,9 @@ class Bridge:
         if episode is None:
             raise web.HTTPGone
         completion = CompletionRequest(body["messages"], self._loop.create_future())
-        self._held[body["model"]] = completion.answer
+        self._open_answers[body["model"]] = completion.answer
         episode.events.put(completion)
-        del episode  # its garbage collection ends the run while this waits
+        del episode  # so that it can be garbage-collected, which ends the run, while this waits
         message = await completion.answer
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason}

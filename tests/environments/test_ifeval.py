@@ -9,7 +9,7 @@ import pytest
 from pipeline.config import EnvironmentConfig
 from pipeline.environments.build_environments import build
 from pipeline.environments.environment import Unjudged
-from pipeline.environments.ifeval import followed, read_instructions, variants
+from pipeline.environments.ifeval import judge_instructions, read_instructions, variants
 from pipeline.environments.ifeval_rules import RULES
 from pipeline.environments.ifeval_text import TextAnalysis, count_capital_words, count_sentences
 from pipeline.evaluation.formats.instruction_following import IFEvalPrompts
@@ -45,8 +45,8 @@ def test_results_equal_those_of_lm_evaluation_harness(name: str):
             continue
         for response, digits in zip(RESPONSES, zip(strict, loose, strict=True), strict=True):
             found = (
-                followed([(name, arguments)], [response], tools)[0],
-                followed([(name, arguments)], variants(response), tools)[0],
+                judge_instructions([(name, arguments)], [response], tools)[0],
+                judge_instructions([(name, arguments)], variants(response), tools)[0],
             )
             if (name, response) not in DIFFERENT:
                 assert found == (digits[0] == "1", digits[1] == "1"), (arguments, response)
@@ -107,9 +107,9 @@ def test_every_rule_has_golden_results():
     ],
 )
 def test_hand_made_cases(name: str, arguments: dict, right: str, wrong: str):
-    assert followed([(name, arguments)], [right], analysis()) == [True]
-    assert followed([(name, arguments)], [wrong], analysis()) == [False]
-    assert followed([(name, arguments)], ["", " \n"], analysis()) == [False]  # an empty answer follows nothing
+    assert judge_instructions([(name, arguments)], [right], analysis()) == [True]
+    assert judge_instructions([(name, arguments)], [wrong], analysis()) == [False]
+    assert judge_instructions([(name, arguments)], ["", " \n"], analysis()) == [False]  # an empty answer follows nothing
 
 
 def test_the_variants_of_a_loose_check():
@@ -248,4 +248,4 @@ def test_punkt_counts_as_lm_evaluation_harness():
     tools = SimpleNamespace(count_sentences=TextAnalysis("punkt").count_sentences)
     for name, arguments, strict, _ in GOLDEN:
         if name == "length_constraints:number_sentences":
-            assert "".join("01"[followed([(name, arguments)], [one], tools)[0]] for one in RESPONSES) == strict
+            assert "".join("01"[judge_instructions([(name, arguments)], [one], tools)[0]] for one in RESPONSES) == strict
