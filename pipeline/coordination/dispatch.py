@@ -112,7 +112,7 @@ class Dispatcher:
         for number, message in list(self._sent.items()):
             for _, parts in message.future.take():
                 for part in parts:
-                    message.open.remove(part.place)
+                    message.open.remove(part.group_index)
                     self._received_counts[message.engine] += 1
                     if self._failures:
                         self._failures.record(part.group)
@@ -173,6 +173,6 @@ class Dispatcher:
         states = {}
         for unfinished in (group for reply in replies for group in reply):
             message = self._sent.get(unfinished.number)
-            if message and message.spec.purpose == purpose and unfinished.place in message.open:
-                states[message.prompts[unfinished.place].index] = unfinished
+            if message and message.spec.purpose == purpose and unfinished.group_index in message.open:
+                states[message.prompts[unfinished.group_index].index] = unfinished
         return states

@@ -13,7 +13,7 @@ from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, T
 
 
 def sampling_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """Return a completion's own seed, in [0, 2**63). It depends on neither the engine nor what else it samples."""
+    """Return the seed of a completion, in [0, 2**63). It depends neither on the engine nor on its other requests."""
     name = f"{seed}/{purpose}/{prompt}/{sample}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -23,7 +23,7 @@ class Episode:
     """One episode of a group."""
 
     work: RolloutWork
-    place: int  # index of its group in the work
+    group_index: int  # in the prompts of the work
     sample: int
     turns: list[Turn] = field(default_factory=list)  # judged turns
     completion: Completion | None = None  # the answer that the environment is judging
@@ -37,56 +37,56 @@ class Episode:
 
     @property
     def prompt(self) -> Prompt:
-        """Prompt of the episode's group."""
-        return self.work.prompts[self.place]
+        """The prompt of the episode's group."""
+        return self.work.prompts[self.group_index]
 
     @property
     def id(self) -> str:
-        """Id that is unique among the open episodes of an engine."""
-        return f"{self.work.number}/{self.place}/{self.sample}"
+        """An id that is unique among the open episodes of an engine."""
+        return f"{self.work.number}/{self.group_index}/{self.sample}"
 
     @property
     def request_id(self) -> str:
-        """Id of the request for the current turn, which is being drawn or comes next."""
+        """The id of the request for the current turn, which is being drawn or comes next."""
         return f"{self.id}/{len(self.turns)}"
 
     @property
-    def last_turn(self) -> bool:
+    def is_last_turn(self) -> bool:
         """True if the turn that is being sampled or scored is the policy's last."""
         return self.cut or sum(not turn.thinking for turn in self.turns) + 1 >= self.work.max_turns
 
     @property
-    def thinks(self) -> bool:
-        """True if what is being drawn, or comes next, is what the policy thinks before an answer."""
-        return self.work.sampling.thinking is not None and not self.thought
+    def is_thinking(self) -> bool:
+        """True if the turn that is being drawn, or comes next, holds the policy's thoughts before an answer."""
+        return self.work.sampling.thinking is not None and not self.has_thought
 
     @property
-    def thought(self) -> bool:
+    def has_thought(self) -> bool:
         """True if the policy has thought, and its answer is being drawn or comes next."""
         return bool(self.turns) and self.turns[-1].thinking
 
     @property
     def tokens(self) -> np.ndarray:
-        """The prompt and all that followed, up to the policy's next turn, [L] int32."""
-        parts = [part for turn in self.turns for part in (turn.completion.tokens, turn.observation)]
-        return np.concatenate([self.prompt.tokens, *parts]).astype(np.int32)
+        """Tokens of the prompt and the turns so far, [L] int32."""
+        tokens_of_turns = [tokens for turn in self.turns for tokens in (turn.completion.tokens, turn.observation)]
+        return np.concatenate([self.prompt.tokens, *tokens_of_turns]).astype(np.int32)
 
     def request(self) -> Request:
         """Return the request for the next turn."""
         seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
         sampling, thinking = replace(self.work.sampling, thinking=None), self.work.sampling.thinking
-        if thinking and self.thinks:
+        if thinking and self.is_thinking:
             sampling = replace(sampling, max_new_tokens=thinking.tokens, stop=(thinking.end,))
         return Request(self.request_id, self.tokens, seed, sampling)
 
     def think(self, completion: Completion, max_length: int) -> bool:
-        """Keep what the policy thought, and return True if its answer can begin.
+        """Store the policy's thoughts as a turn if its answer can begin, and return whether it can.
 
-        False for a completion that is to be judged: an answer; one that ended its turn without the end of thinking, which is an
-        answer too; one that was cut, or leaves no room. max_length: as for `step_request`.
+        It cannot if the completion itself must be judged: it is an answer; it ended its turn without the end of thinking, so it
+        is an answer too; it was cut; or it leaves no room. max_length: as for `step_request`.
         """
         thinking = self.work.sampling.thinking
-        if thinking is None or self.thought or self.cut or (completion.finish == "stop" and not completion.stop):
+        if thinking is None or self.has_thought or self.cut or (completion.finish == "stop" and not completion.stop):
             return False
         end = np.array(() if completion.stop else thinking.end_tokens, np.int32)
         if len(self.tokens) + len(completion.tokens) + len(end) >= max_length:
@@ -95,45 +95,45 @@ class Episode:
         return True
 
     @property
-    def unanswered(self) -> bool:
-        """True if `completion` is what the policy thought before an answer that cannot begin: cut, or without room."""
+    def is_unanswered(self) -> bool:
+        """True if `completion` holds thoughts and the answer cannot begin: the episode is cut, or no room is left."""
         answer = self.completion
-        return answer is not None and self.thinks and (answer.finish != "stop" or bool(answer.stop))
+        return answer is not None and self.is_thinking and (answer.finish != "stop" or bool(answer.stop))
 
     def step_request(self, max_length: int) -> StepRequest:
-        """Return the request to the environment to judge `completion`. max_length: tokens of a prompt and all that follows."""
+        """Return the request to the environment to judge `completion`. max_length: tokens of a prompt and its episode."""
         assert self.completion is not None
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
-        begins = None if any(not turn.thinking for turn in self.turns) else self.prompt
+        prompt = None if any(not turn.thinking for turn in self.turns) else self.prompt
         environment, answer = self.prompt.environment, self.completion
-        if self.unanswered:
-            return StepRequest(self.id, str(self), environment, begins, np.zeros(0, np.int32), True, room)
-        return StepRequest(self.id, str(self), environment, begins, answer.tokens, self.last_turn, room, answer.stop)
+        if self.is_unanswered:
+            return StepRequest(self.id, str(self), environment, prompt, np.zeros(0, np.int32), True, room)
+        return StepRequest(self.id, str(self), environment, prompt, answer.tokens, self.is_last_turn, room, answer.stop)
 
-    def drawn(self) -> list[VersionSpan]:
-        """Return the spans of all turns but the one that is being drawn."""
+    def drawn_spans(self) -> list[VersionSpan]:
+        """Return the spans of all turns except the turn that is being drawn."""
         completions = [turn.completion for turn in self.turns] + ([self.completion] if self.completion else [])
         return [span for completion in completions for span in completion.spans]
 
     def rollout(self) -> Rollout:
-        """Return the rollout of an episode that its environment has ended, or that has no more turns."""
+        """Return the rollout of an episode that its environment ended, or that has no more turns."""
         return Rollout(tuple(self.turns), self.reward, self.metrics, extracted=self.extracted)
 
-    def cut_short(self) -> Rollout:
+    def cut_rollout(self) -> Rollout:
         """Return the rollout of an episode that is cut before the policy answers the last observation."""
         if not self.turns:
-            return self.failed(NOTHING_SAID)
-        *before, last = self.turns
-        turns = (*before, Turn(replace(last.completion, finish="length")))
+            return self.failed_rollout(NOTHING_SAID)
+        *earlier_turns, last_turn = self.turns
+        turns = (*earlier_turns, Turn(replace(last_turn.completion, finish="length")))
         return Rollout(turns, self.reward, self.metrics, extracted=self.extracted)
 
-    def failed(self, why: str) -> Rollout:
-        """Return the rollout of an episode that failed for a reason other than its answers; it is not trained on."""
-        return Rollout(self._turns(), 0.0, failure=why)
+    def failed_rollout(self, cause: str) -> Rollout:
+        """Return the rollout of an episode that failed for a reason other than its answers. It is not trained on."""
+        return Rollout(self._turns(), 0.0, failure=cause)
 
-    def broke(self, how: str, reward: float) -> Rollout:
-        """Return the rollout of an episode whose answer broke its environment: wrong, whatever its turns had earned."""
-        return Rollout(self._turns(), reward, broke=how)
+    def broken_rollout(self, cause: str, reward: float) -> Rollout:
+        """Return the rollout of an episode whose answer broke its environment. Rewards of its earlier turns do not count."""
+        return Rollout(self._turns(), reward, broke=cause)
 
     def _turns(self) -> tuple[Turn, ...]:
         return (*self.turns, *([Turn(self.completion)] if self.completion else []))

@@ -1,9 +1,9 @@
-"""Count episodes that could not be judged, log them, and end the run if nothing else comes back.
+"""Count and log episodes that could not be judged, and end the run if there are only such episodes.
 
-Two things are counted. First, consecutive groups all of whose episodes failed for reasons other than the answers: one bad
-prompt does not end a run. Second, groups all of whose answers broke an environment that has not judged an answer yet: then the
-environment is faulty. Once an environment has judged an answer, further answers that break it are wrong answers, however many,
-and the run continues. Episodes that were cut before their first token are not counted.
+The monitor counts, first, consecutive groups in which every episode failed for a reason other than its answers; a single bad
+prompt does not end a run. It counts, second, groups in which every answer broke an environment that has not judged an answer
+yet, since such an environment is faulty. After an environment has judged an answer, answers that break it are wrong, however
+many there are, and the run continues. Episodes that were cut before their first token do not count.
 """
 
 from __future__ import annotations
@@ -15,58 +15,59 @@ from pipeline.types import NOTHING_SAID, Rollout, RolloutGroup
 logger = logging.getLogger(__name__)
 
 FIRST_GROUPS = 10
-"""Number of groups that may break an environment before it has judged an answer. One more ends the run."""
+"""Number of groups that may break an environment before it has judged an answer. Another such group ends the run."""
 
 
 class FailureMonitor:
     """Counts failures of groups."""
 
-    def __init__(self, most: int, key: str):
-        """Allow `most` consecutive groups to fail completely. key: the recipe's key that sets `most`."""
-        self._most = most
+    def __init__(self, limit: int, key: str):
+        """Allow `limit` consecutive groups to fail completely. key: the recipe's key that sets `limit`."""
+        self._limit = limit
         self._key = key
-        self._row = 0
+        self._consecutive = 0  # groups that have failed completely since the last other group
         self._can_judge: set[str] = set()  # environments that have judged an answer
-        self._broken: dict[str, int] = {}  # groups that broke each of the others
+        self._broken: dict[str, int] = {}  # groups that broke each of the other environments
 
     def record(self, group: RolloutGroup) -> None:
         """Count and log the failures of a group.
 
-        Raises RuntimeError if more than `most` consecutive groups have failed completely, or if an environment could judge none
-        of its first FIRST_GROUPS groups.
+        Raises RuntimeError if more than `limit` consecutive groups have failed completely, or if an environment cannot judge
+        any answer of its first FIRST_GROUPS groups.
         """
-        begun = [(sample, rollout) for sample, rollout in enumerate(group.rollouts) if rollout.failure != NOTHING_SAID]
-        self._record_broken(group, [rollout for _, rollout in begun])
-        failed = [(sample, rollout.failure) for sample, rollout in begun if rollout.failure]
-        if not failed:
-            self._row = 0 if begun else self._row
+        rollouts = [(sample, rollout) for sample, rollout in enumerate(group.rollouts) if rollout.failure != NOTHING_SAID]
+        self._record_broken(group, [rollout for _, rollout in rollouts])
+        failures = [(sample, rollout.failure) for sample, rollout in rollouts if rollout.failure]
+        if not failures:
+            self._consecutive = 0 if rollouts else self._consecutive
             return
-        where = _where(group)
-        sample, why = failed[0]
+        location = _location(group)
+        sample, cause = failures[0]
         logger.warning(
-            f"{where}: {len(failed)} of {len(group.rollouts)} episodes failed; they are not trained on; episode {sample}: {why}"
+            f"{location}: {len(failures)} of {len(group.rollouts)} episodes failed; they are not trained on;"
+            f" episode {sample}: {cause}"
         )
-        self._row = self._row + 1 if len(failed) == len(begun) else 0
-        if self._row > self._most:
+        self._consecutive = self._consecutive + 1 if len(failures) == len(rollouts) else 0
+        if self._consecutive > self._limit:
             raise RuntimeError(
-                f"{where}: {why}. With this group, all episodes of {self._row} consecutive groups failed; {self._most} may fail"
-                f" ({self._key})"
+                f"{location}: {cause}. With this group, all episodes of {self._consecutive} consecutive groups failed;"
+                f" {self._limit} may fail ({self._key})"
             )
 
-    def _record_broken(self, group: RolloutGroup, begun: list[Rollout]) -> None:
+    def _record_broken(self, group: RolloutGroup, rollouts: list[Rollout]) -> None:
         name = group.prompt.environment
-        if any(not rollout.failure and not rollout.broke for rollout in begun):
+        if any(not rollout.failure and not rollout.broke for rollout in rollouts):
             self._can_judge.add(name)
-        broken = [rollout.broke for rollout in begun if rollout.broke]
-        if not broken or name in self._can_judge:
+        causes = [rollout.broke for rollout in rollouts if rollout.broke]
+        if not causes or name in self._can_judge:
             return
         self._broken[name] = self._broken.get(name, 0) + 1
         if self._broken[name] > FIRST_GROUPS:
             raise RuntimeError(
-                f"{_where(group)}: {broken[0]}; it could judge no answer of its first {self._broken[name]} groups."
+                f"{_location(group)}: {causes[0]}; it could judge no answer of its first {self._broken[name]} groups."
                 " Try its code on one of them: an answer in an unexpected form must get a reward too"
             )
 
 
-def _where(group: RolloutGroup) -> str:
+def _location(group: RolloutGroup) -> str:
     return f"env.{group.prompt.environment}, prompt {group.prompt.index}"

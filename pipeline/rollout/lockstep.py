@@ -1,4 +1,4 @@
-"""Keep the ranks of one engine (tensor- and pipeline-parallel peers) in lockstep: the same calls in the same order.
+"""Keep the ranks of an engine (tensor- and pipeline-parallel peers) in lockstep: they make the same calls in the same order.
 
 The time at which an environment answers, or a verb arrives, differs from rank to rank. So only the engine's leader decides: it
 announces each move over the engine's own gloo group before it makes it, and its peers follow. An engine of one rank announces
@@ -21,7 +21,7 @@ from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.job.world import World
 from pipeline.types import Completion, Request
 
-STEP, WAIT, VERB = range(3)  # an engine step; waiting for environments; the next verb
+STEP, WAIT, VERB = range(3)  # make an engine step; wait for environments; take the next verb
 
 
 class Move(msgspec.Struct, array_like=True):
@@ -33,7 +33,7 @@ class Move(msgspec.Struct, array_like=True):
 
 @dataclass
 class StepClock:
-    """The number of steps of this rank's engine, and their seconds."""
+    """The number of steps of this rank's engine, and the seconds that they took."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -41,19 +41,19 @@ class StepClock:
 
 def apply_move(move: Move, engine: GenerateBackend, clock: StepClock) -> list[Completion]:
     """Make a move and its step, and return the completions that ended."""
-    ended = engine.cut(move.cut) if move.cut else []
+    completions = engine.cut(move.cut) if move.cut else []
     if move.add:
         engine.add(move.add)
-    begun = time.perf_counter()
-    ended += engine.step()
-    clock.steps, clock.seconds = clock.steps + 1, clock.seconds + time.perf_counter() - begun
-    return ended
+    start = time.perf_counter()
+    completions += engine.step()
+    clock.steps, clock.seconds = clock.steps + 1, clock.seconds + time.perf_counter() - start
+    return completions
 
 
 class Lockstep:
-    """The moves of one engine.
+    """Announces an engine's moves to its ranks, and follows them.
 
-    group: of this engine's ranks, with gloo for CPU tensors; its first rank leads. None: the engine has one rank.
+    group: the engine's ranks, with gloo for CPU tensors; its first rank leads. None: the engine has one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -84,9 +84,9 @@ class Lockstep:
         with world.phase("wait for the leader"):
             kind, move = self._receive()
         while kind != VERB:
-            before = kind
+            followed_kind = kind
             with working(world) if kind == STEP else waiting(world):
-                while kind == before:
+                while kind == followed_kind:
                     if kind == STEP:
                         assert engine is not None
                         apply_move(move, engine, self.clock)

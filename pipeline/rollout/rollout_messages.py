@@ -11,7 +11,7 @@ from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
-    """Groups of episodes for one engine. A group is identified by its index in `prompts`, its place."""
+    """Groups of episodes for an engine. `group_index` is a group's index in `prompts`."""
 
     number: int  # unique in a run
     prompts: list[Prompt]
@@ -20,32 +20,32 @@ class RolloutWork:
     seed: int  # seed of the run
     sampling: Sampling
     max_turns: int = 1
-    urgent: bool = False  # goes before work that has not begun
+    urgent: bool = False  # its episodes begin before those of other works
     finished: dict[int, dict[int, Rollout]] = field(
         default_factory=dict
-    )  # place -> sample -> rollout that need not be sampled again
+    )  # group index -> sample -> rollout that need not be sampled again
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
     """A group all of whose episodes have ended."""
 
-    place: int
+    group_index: int
     group: RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedGroup:
-    """The state of a group some of whose episodes have not ended."""
+    """The state of a group with episodes that have not ended."""
 
     number: int  # number of the work
-    place: int
+    group_index: int
     finished: dict[int, Rollout]  # by sample
-    open: dict[int, list[VersionSpan]]  # by sample: drawn spans of the others; empty if not begun
+    open: dict[int, list[VersionSpan]]  # by sample that has not ended: its drawn spans; [] if not begun
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreWork:
-    """One data rank's sequences to score. All data ranks have the same number of microbatches; some may be empty."""
+    """Sequences that a data rank scores. All data ranks have the same number of microbatches; some may be empty."""
 
     microbatches: list[list[np.ndarray]]  # of sequences [L] int32

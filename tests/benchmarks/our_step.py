@@ -100,7 +100,7 @@ class OurStep:
         self._dealt.lengths = self.case.lengths().tolist()
         answered = self._driver.rollout(work)
         self._driver.work(lambda: False)
-        return [finished.group for finished in sorted(answered.unsent, key=lambda finished: finished.place)]
+        return [finished.group for finished in sorted(answered.unsent, key=lambda finished: finished.group_index)]
 
     def learn(self, groups: list[RolloutGroup]) -> None:
         with self.clock.phase("advantages and pack"):

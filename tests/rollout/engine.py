@@ -189,7 +189,7 @@ def work(number: int, prompts: list[Prompt], samples: int = 2, max_new_tokens: i
 
 def by_place(parts) -> dict[int, tuple[Rollout, ...]]:
     """Return the answers."""
-    return {part.place: part.group.rollouts for part in parts}
+    return {part.group_index: part.group.rollouts for part in parts}
 
 
 class FixedTurns(Environment):

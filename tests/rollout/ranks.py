@@ -96,9 +96,9 @@ def check(generate: RpcGroup[Role], gate: Path) -> None:
         generate.receive_replies(block=True)
         came += future.take()
     assert [rank for rank, _ in came] == [1, 1] and not future.done  # the leader's
-    assert sorted(finished.place for _, part in came for finished in part) == [1, 2]
+    assert sorted(finished.group_index for _, part in came for finished in part) == [1, 2]
     stands, of_peer = generate.call(Role.snapshot).result()
-    assert of_peer == [] and [(stand.number, stand.place) for stand in stands] == [(0, 0)]
+    assert of_peer == [] and [(stand.number, stand.group_index) for stand in stands] == [(0, 0)]
     assert {sample: len(spans) for sample, spans in stands[0].open.items()} == {0: 1, 1: 1}
 
     generate.call(Role.receive).result()  # in flight: between the two turns of group 0

@@ -84,7 +84,7 @@ def test_a_snapshot_omits_returned_groups():
     of.send(prompts(50, 1), RolloutSpec("val", 2, Sampling()))
     fleet.finish(1)
     stands = of.snapshot("train")
-    assert sorted(stands) == [0, 2, 3] and stands[3].place == 1
+    assert sorted(stands) == [0, 2, 3] and stands[3].group_index == 1
     assert [group.prompt.index for group in of.take("train")] == [1]
 
 

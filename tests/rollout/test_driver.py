@@ -34,7 +34,7 @@ def test_several_turns_are_one_sequence(checkpoint):
     later, _ = bench.run(0, prompts(3), samples=2, max_turns=5)
     assert later.ended and len(later.unsent) == 3
     for part in later.unsent:
-        assert part.group.prompt.index == part.place
+        assert part.group.prompt.index == part.group_index
         for rollout in part.group.rollouts:
             told = [turn.observation.tolist() for turn in rollout.turns]
             assert told == [[21], [22], []]
@@ -87,7 +87,7 @@ def test_a_slow_tool_does_not_stall_other_episodes(checkpoint):
         return False
 
     bench.work(look)
-    assert [part.place for part in later.unsent][-1] == 0
+    assert [part.group_index for part in later.unsent][-1] == 0
     assert not any(rollout.failure for rollouts in by_place(later.unsent).values() for rollout in rollouts)
     assert "environment" in bench.world.phases  # the engine was idle in the end, and waited
 
@@ -139,7 +139,7 @@ def test_only_the_unfinished_rollouts_of_a_work_are_sampled(checkpoint):
     groups = by_place(whole.unsent)
     finished = {0: {1: groups[0][1]}, 1: dict(enumerate(groups[1]))}
     rest = bench.driver.rollout(work(1, prompts(2), samples=3, finished=finished))
-    assert [part.place for part in rest.unsent] == [1] and not rest.ended  # it has nothing left to do
+    assert [part.group_index for part in rest.unsent] == [1] and not rest.ended  # it has nothing left to do
     bench.work()
     assert bench.engine.added[1:] == [["1/0/0/0", "1/0/2/0"]]
     for place, rollouts in by_place(rest.unsent).items():
@@ -155,13 +155,13 @@ def test_a_snapshot_contains_finished_rollouts_and_drawn_tokens(checkpoint):
     bench.after(steps=9)
     progress = bench.engine.progress()
     stands = bench.driver.snapshot()
-    answered = {part.place for part in later.unsent}
-    assert {unfinished.place for unfinished in stands} == {0, 1, 2} - answered
+    answered = {part.group_index for part in later.unsent}
+    assert {unfinished.group_index for unfinished in stands} == {0, 1, 2} - answered
     seen = 0
     for unfinished in stands:
         assert unfinished.number == 4 and sorted([*unfinished.finished, *unfinished.open]) == [0, 1]
         for sample, spans in unfinished.open.items():
-            running = [id for id in progress if id.startswith(f"4/{unfinished.place}/{sample}/")]
+            running = [id for id in progress if id.startswith(f"4/{unfinished.group_index}/{sample}/")]
             if running:
                 seen += 1
                 tail = list(progress[running[0]])
@@ -198,8 +198,8 @@ def test_a_cut_between_two_turns_keeps_the_turns_so_far(checkpoint):
     told = FixedTurns(9)
     bench = Bench(checkpoint, {"told": told})
     later = bench.driver.rollout(work(0, prompts(1), samples=1, max_turns=9, max_new_tokens=2))
-    bench.work(lambda: bool(bench.driver._next))
-    (episode,) = bench.driver._next
+    bench.work(lambda: bool(bench.driver._to_draw))
+    (episode,) = bench.driver._to_draw
     said = [turn.completion.tokens.tolist() for turn in episode.turns]
     bench.driver.cut([0])
     ((rollout,),) = by_place(later.unsent).values()
