@@ -66,7 +66,7 @@ def main(run_dir: Path) -> None:
         world.timeline.disable_file()
     client = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([client.overdue] if client else []))
-    startup = Startup(info.folder, workers.by_component(), watchdog.heard) if client else Startup()
+    startup = Startup(info.folder, workers.by_component(), watchdog.activities) if client else Startup()
     try:
         watchdog.start()
         startup.enter("join the world")

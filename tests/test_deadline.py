@@ -43,16 +43,16 @@ def test_the_longest_step_the_longest_save_and_a_margin_must_fit():
     clock = Clock()
     asked = deadline(clock)
     for step_s, save_s in ((100, 30), (200, 50), (150, 10)):
-        asked.stepped({"time/step": float(step_s)})
-        asked.saved(float(save_s))
+        asked.record_step({"time/step": float(step_s)})
+        asked.record_save(float(save_s))
     assert leaves_at(clock, asked) == pytest.approx(1.1 * (200 + 50) + 60, abs=0.01)
 
 
 def test_the_reason_names_what_ends_and_what_was_measured():
     clock = Clock()
     asked = deadline(clock, ends={"the allocation": START + HOUR, "checkpointing.checkpoint_must_save_by": START + 600})
-    asked.stepped({"time/step": 100.0})
-    asked.saved(20.0)
+    asked.record_step({"time/step": 100.0})
+    asked.record_save(20.0)
     clock.now = START + 500
     why = "no time for another step (100.0 s at most so far) and a save (20.0 s)"
     assert asked.why_leave() == f"checkpointing.checkpoint_must_save_by ends in 100 s: {why}"
@@ -63,9 +63,9 @@ def test_the_reason_names_what_ends_and_what_was_measured():
 def test_validation_is_part_of_a_step():
     clock = Clock()
     asked = deadline(clock)
-    asked.saved(0.0)
-    asked.stepped({"time/step": 100.0})
-    asked.stepped({"time/step": 90.0, "time/validation": 60.0, "time/rollout": 80.0})
+    asked.record_save(0.0)
+    asked.record_step({"time/step": 100.0})
+    asked.record_step({"time/step": 90.0, "time/validation": 60.0, "time/rollout": 80.0})
     assert leaves_at(clock, asked) == pytest.approx(1.1 * 150 + 60, abs=0.01)
 
 
@@ -75,22 +75,22 @@ def test_earlier_attempts_measurements_count_but_each_attempt_does_a_step():
     asked = deadline(clock, *history)
     clock.now = START + HOUR
     assert asked.why_leave() is None
-    asked.stepped({"time/step": 10.0})
+    asked.record_step({"time/step": 10.0})
     assert leaves_at(clock, asked) == pytest.approx(1.1 * 600 + 60, abs=0.01)
 
 
 def test_a_save_that_was_never_measured_counts_as_long():
     clock = Clock()
     asked = deadline(clock)
-    asked.stepped({"time/step": 10.0})
+    asked.record_step({"time/step": 10.0})
     assert leaves_at(clock, asked) == pytest.approx(1.1 * (10 + 360) + 60, abs=0.01)
 
 
 def test_the_margin_of_a_short_allocation_is_a_share_of_it():
     clock = Clock()
     asked = deadline(clock, ends={"the allocation": START + 100})
-    asked.stepped({"time/step": 10.0})
-    asked.saved(10.0)
+    asked.record_step({"time/step": 10.0})
+    asked.record_save(10.0)
     clock.now = START + 100 - (22 + 5) - 0.1
     assert asked.why_leave() is None
     clock.now += 0.2
@@ -100,7 +100,7 @@ def test_the_margin_of_a_short_allocation_is_a_share_of_it():
 def test_without_an_end_only_signals_count():
     clock = Clock()
     asked = deadline(clock, ends={})
-    asked.stepped({"time/step": 1e9})
+    asked.record_step({"time/step": 1e9})
     assert asked.why_leave() is None
 
 
@@ -123,7 +123,7 @@ def test_the_earlier_end_counts_and_the_attempt_records_its_start(tmp_path, monk
     (tmp_path / "started").write_text(f"{START}\n")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "time/step": 7.0}) + "\n")
     asked = Deadline.of_attempt(CheckpointingConfig(checkpoint_must_save_by=must_save_by), tmp_path, tmp_path)
-    asked.stepped({"time/step": 1.0})
+    asked.record_step({"time/step": 1.0})
     assert asked.why_leave().startswith(f"{what} is over: no time for another step (7.0 s")
 
 

@@ -45,7 +45,7 @@ class RunProgress:
 
     def note_step(self, values: dict[str, float]) -> None:
         """Note the metrics of a step: its duration tells whether there is time for another step."""
-        self._deadline.stepped(values)
+        self._deadline.record_step(values)
 
     def must_leave(self) -> bool:
         """Return, between two steps, whether to leave the run now. If so, the last step has been saved.

@@ -94,9 +94,9 @@ class RunSaver:
         def commit(written: dict[str, str]) -> None:
             self._attempt.check()
             self._checkpoints.commit(partial, step, metric, state, written | exported)
-            self._attempt.progressed(step)
+            self._attempt.record_progress(step)
             self._save_s = time.perf_counter() - start
-            self._deadline.saved(self._save_s)
+            self._deadline.record_save(self._save_s)
 
         self._unsaved, self._unsettled = None, commit
         self.settle(wait=not self._config.async_save)

@@ -168,5 +168,5 @@ class Supervisor:
         self._startup.end()
         for log in self._logs:
             log.sync()
-        self._attempt.progressed(sum(map(len, self._logs)))
+        self._attempt.record_progress(sum(map(len, self._logs)))
         self._recorded = scored

@@ -1,1 +1,1 @@
-"""One start of all ranks: the world and its groups, the watchdog, the deadline, signals, start-up."""
+"""Start all ranks and watch them: the world and its groups, the watchdog, the deadline, signals, the start-up record."""

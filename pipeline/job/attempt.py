@@ -1,20 +1,20 @@
 """An attempt is one start of all ranks. Its folder, attempts/NAME in the run folder, tells the launcher how it went.
 
     started         unix seconds; the launcher writes it before there are ranks
-    signals         one line for each signal that the launcher received for the ranks, see pipeline/job/signals.py
-    stop            exists if somebody asked the ranks to save and stop (run_control.py): then they are not started again
+signals         a line for each signal that the launcher received for the ranks, see pipeline/job/signals.py
+    stop            exists if somebody asked the ranks to save and stop (run_control.py); they are then not started again
     rank00000.log   the log of a rank
     srun-train.out  srun's output for each component's step; Slurm only
     failed_step     `COMPONENT FIRST_RANK` of the first step that failed; Slurm only, from the batch script
     killed          the first rank that a signal ended, and the kernel's record if it was for memory; local runs only
-    failure.json    where and why the first rank failed; that rank, or the one that noticed, writes it
-    progress        the step of the latest checkpoint that this attempt completed; absent until there is one
-    requeue         why the ranks left on purpose, with everything saved; absent if they did not
+    failure.json    where and why the first rank failed; that rank, or the rank that noticed it, writes the file
+    progress        the step of the latest checkpoint that this attempt completed; absent until it completes a checkpoint
+    requeue         why the ranks left on purpose after saving everything; absent if they did not leave
     bad_nodes       a line `NODE: why` for each node that failed the checks
     verdict         `done`, `requeue: why` or `stop: why`, by launch/executors/verdict.sh when all ranks have ended
 
-`attempts/current` names the attempt that may write into the run folder. After Slurm has given up a node, its ranks may stay
-alive beside the rerun. Rank 0 therefore reads `current` before it writes, and ends if a later attempt has claimed the run.
+`attempts/current` names the attempt that may write into the run folder. After Slurm has given up a node, its ranks may live
+on beside the rerun. Rank 0 therefore reads `current` before it writes, and ends if a later attempt has claimed the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Superseded(RuntimeError):
 
 
 class Attempt:
-    """An attempt's folder, as rank 0 writes it. Methods raise StorageError if the disk stays full or away."""
+    """Writes an attempt's folder on rank 0. Methods raise StorageError if the disk stays full or the file system away."""
 
     def __init__(self, folder: Path, patience_s: float = 0.0):
         """Open the folder. patience_s: seconds to retry while the disk is full or the file system is away."""
@@ -44,25 +44,25 @@ class Attempt:
 
     def claim(self) -> None:
         """Make this the attempt that may write. Rank 0 calls it before it writes anything else into the run folder."""
-        self._leave(self._current, self.name)
+        self._write(self._current, self.name)
 
     def check(self) -> None:
         """Raise Superseded if a later attempt has claimed the run. Rank 0 calls it before it writes into the run folder."""
         current = retrying(self._current.read_text, "reading who may write", self._current, self._retry).strip()
         if current != self.name:
-            raise Superseded(f"attempt {self.name} has been superseded by {current}: it writes no more")
+            raise Superseded(f"attempt {self.name} has been superseded by {current}, so it writes no more")
 
-    def progressed(self, step: int) -> None:
+    def record_progress(self, step: int) -> None:
         """Record the step of a complete checkpoint."""
-        self._leave(self.folder / "progress", str(step))
+        self._write(self.folder / "progress", str(step))
 
-    def ask_requeue(self, why: str) -> None:
+    def ask_requeue(self, reason: str) -> None:
         """Record why the ranks leave, so that the launcher requeues the job."""
-        self._leave(self.folder / "requeue", why)
+        self._write(self.folder / "requeue", reason)
 
-    def tell_bad_nodes(self, nodes: dict[str, str]) -> None:
-        """Record nodes that failed the checks, so that a requeue excludes them. nodes: name -> why."""
-        self._leave(self.folder / "bad_nodes", "\n".join(f"{node}: {why}" for node, why in nodes.items()))
+    def record_bad_nodes(self, nodes: dict[str, str]) -> None:
+        """Record nodes that failed the checks, so that a requeue excludes them. nodes: name -> problem."""
+        self._write(self.folder / "bad_nodes", "\n".join(f"{node}: {problem}" for node, problem in nodes.items()))
 
-    def _leave(self, path: Path, text: str) -> None:
+    def _write(self, path: Path, text: str) -> None:
         retrying(lambda: write_durably(path, text + "\n"), f"writing the attempt's {path.name}", path, self._retry)

@@ -1,11 +1,11 @@
 """Decide when to leave a run with everything saved: before its time is up, or when a signal asks for it.
 
 Rank 0 checks between two steps. The time is up at the end of the allocation, or earlier at
-checkpointing.checkpoint_must_save_by. Another step begins only if it fits together with a save, both as long as the longest
-ever measured in this run: a step with its validation, and a save from its beginning until the checkpoint is complete. Earlier
-attempts have recorded these in metrics.jsonl as time/step, time/validation and time/save.
+checkpointing.checkpoint_must_save_by. Another step begins only if a step and a save fit into the remaining time, each as
+long as the longest in this run so far: a step with its validation, and a save from its beginning until the checkpoint is
+complete. Earlier attempts have recorded these in metrics.jsonl as time/step, time/validation and time/save.
 
-Left out: a step that takes longer than all before it. Then the executor ends the ranks, and the step is lost.
+Left out: a step that takes longer than every earlier step. The executor then ends the ranks, and the step is lost.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pipeline.recipe.values import seconds
 SLACK = 1.1
 """Allowance for a step and a save that take longer than the longest so far."""
 MARGIN_S = 60.0
-"""Reserve for ending the ranks, and for coarse clocks; at most MARGIN_SHARE of the allocation."""
+"""Time reserved to end the ranks, and for coarse clocks; at most MARGIN_SHARE of the allocation."""
 MARGIN_SHARE = 0.05
 UNKNOWN_SAVE_SHARE = 0.1
-"""Share of the allocation that a save is assumed to take until one was measured."""
+"""Share of the allocation that a save is assumed to take until a save was measured."""
 
 
 class Deadline:
-    """The end of the time that a run has, and the longest step and save so far."""
+    """Decides when a run must leave, by the end of its time and the longest step and save so far."""
 
     def __init__(
         self,
@@ -40,19 +40,19 @@ class Deadline:
         received: Callable[[], list[str]] = signals.received_names,
         now: Callable[[], float] = time.time,
     ):
-        """Take the earliest end. history: the lines of metrics.jsonl that earlier attempts have written.
+        """Use the earliest end. history: the lines of metrics.jsonl that earlier attempts wrote.
 
-        started: when the attempt started. ends: name -> when that time is over. Both in unix seconds.
+        started: unix seconds at which the attempt started. ends: name of a period of time -> unix seconds at which it ends.
         """
         self._started = started
-        self._what, self._end = min(ends.items(), key=lambda end: end[1]) if ends else ("", None)
+        self._period, self._end = min(ends.items(), key=lambda end: end[1]) if ends else ("", None)
         self._received = received
         self._now = now
         self._step_s = 0.0
         self._save_s: float | None = None
         for line in history:
             self._measure(line)
-        self._stepped = False
+        self._has_stepped = False
 
     @classmethod
     def of_attempt(cls, config: CheckpointingConfig, run_dir: Path, attempt: Path) -> Deadline:
@@ -65,13 +65,13 @@ class Deadline:
             ends["checkpointing.checkpoint_must_save_by"] = started + seconds(config.checkpoint_must_save_by)
         return cls(started, ends, metrics.read(run_dir / "metrics.jsonl"))
 
-    def stepped(self, line: Mapping[str, float]) -> None:
+    def record_step(self, line: Mapping[str, float]) -> None:
         """Record the metrics of a step that has ended."""
         self._measure(line)
-        self._stepped = True
+        self._has_stepped = True
 
-    def saved(self, seconds: float) -> None:
-        """Record the seconds after which a checkpoint was complete."""
+    def record_save(self, seconds: float) -> None:
+        """Record how many seconds a save took until its checkpoint was complete."""
         self._measure({"time/save": seconds})
 
     def _measure(self, line: Mapping[str, float]) -> None:
@@ -81,34 +81,34 @@ class Deadline:
             self._save_s = max(self._save_s or 0.0, line["time/save"])
 
     def why_leave(self) -> str | None:
-        """Return why not to begin another step; None if there is time for it and no signal has come.
+        """Return why the run must not begin another step; None if there is time for it and no signal has come.
 
         Each attempt makes one step, however little time is left: a past measurement may have been an exception, and an attempt
         without a step makes no progress.
         """
-        if received := self._received():
-            return f"{' and '.join(received)} came"
-        if self._end is None or not self._stepped:
+        if names := self._received():
+            return f"{' and '.join(names)} came"
+        if self._end is None or not self._has_stepped:
             return None
         save_s = UNKNOWN_SAVE_SHARE * (self._end - self._started) if self._save_s is None else self._save_s
-        if not (ending := self._ending(SLACK * (self._step_s + save_s))):
+        if not (end_text := self._ending(SLACK * (self._step_s + save_s))):
             return None
-        return f"{ending}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
+        return f"{end_text}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
 
     def why_end(self, progressed: bool) -> str | None:
-        """Return why to end work that can end at any moment with everything saved; None if there is time and no signal came.
+        """Return why work must end that can end at any moment; None if there is time and no signal came.
 
-        progressed: this attempt has saved something. Until then it goes on, however little time is left.
+        progressed: whether this attempt has saved something. Until then it continues, however little time is left.
         """
-        if received := self._received():
-            return f"{' and '.join(received)} came"
+        if names := self._received():
+            return f"{' and '.join(names)} came"
         return self._ending(0.0) if progressed else None
 
     def _ending(self, needed_s: float) -> str | None:
-        """Return how near the end is if `needed_s` do not fit before it; None if they do."""
+        """Return how near the end is if `needed_s` seconds do not fit before it; None if they fit."""
         if self._end is None:
             return None
-        left, margin_s = self._end - self._now(), min(MARGIN_S, MARGIN_SHARE * (self._end - self._started))
-        if left >= needed_s + margin_s:
+        left_s, margin_s = self._end - self._now(), min(MARGIN_S, MARGIN_SHARE * (self._end - self._started))
+        if left_s >= needed_s + margin_s:
             return None
-        return f"{self._what} ends in {left:.0f} s" if left > 0 else f"{self._what} is over"
+        return f"{self._period} ends in {left_s:.0f} s" if left_s > 0 else f"{self._period} is over"

@@ -1,4 +1,4 @@
-"""Receive the signals that ask a run to leave: SIGUSR2 (time is short) and SIGTERM (preempted, cancelled, or a rank is gone).
+"""Receive the signals that ask a run to leave: SIGUSR2 (time is short), and SIGTERM (preempted, cancelled, or a rank is lost).
 
 A signal is only recorded. Rank 0 checks for both at the end of a step, and the watchdog of each rank checks for SIGTERM, after
 which it shortens its timeout. Signals are recorded in a pipe that Python's C handler writes to: a Python handler runs only in
@@ -24,7 +24,7 @@ WATCH_S = 1.0
 
 _lock = threading.Lock()
 _received: list[str] = []
-_pipe: list[int] = []  # the reading end
+_pipe: list[int] = []  # the reading end; empty before `install`
 
 
 def install(rank: int) -> None:
@@ -34,46 +34,46 @@ def install(rank: int) -> None:
     os.set_blocking(writer, False)
     _pipe[:] = [reader]
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, _nothing)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN if rank else _nothing)
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
+    signal.signal(signal.SIGTERM, _do_nothing)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN if rank else _do_nothing)
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_restore_in_child)
 
 
 def watch(path: Path) -> None:
-    """Treat the signals that the file names, now and later, as signals to this process."""
+    """Treat signals whose names are in the file, or are appended to it later, as signals to this process."""
     threading.Thread(target=_watch, args=(path,), name="signals", daemon=True).start()
 
 
 def _watch(path: Path) -> None:
-    names, taken = [number.name for number in HANDLED], 0
+    signal_names, line_count = [number.name for number in HANDLED], 0
     while True:
         try:
             lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]
         except OSError:
-            lines = []  # a file system that is away may come back; if not, writers report it
+            lines = []  # the file system may come back; if it stays away, writers report it
         with _lock:
-            _received.extend(line for line in lines[taken:] if line in names)
-        taken = max(taken, len(lines))
+            _received.extend(line for line in lines[line_count:] if line in signal_names)
+        line_count = max(line_count, len(lines))
         time.sleep(WATCH_S)
 
 
-def _hold() -> None:
+def _block() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
 
 
-def _release() -> None:
+def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
 def _restore_in_child() -> None:
-    """Restore the defaults in a forked child: it shares the pipe, and its own SIGTERM must not count as the rank's."""
+    """Restore the defaults in a forked child. It shares the pipe, and a SIGTERM to it must not count as the rank's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    _release()
+    _unblock()
 
 
-def _nothing(_number: int, _frame: object) -> None:
+def _do_nothing(_number: int, _frame: object) -> None:
     """Do nothing: the pipe has recorded the signal."""
 
 

@@ -4,9 +4,9 @@
      "stages": [[name, began, ended], ...],                       rank 0's stages, one after another
      "realms": {"train": [[activity, began, ended], ...], ...}}   per component: what most of its ranks do during setup
 
-`ended` is null for what is under way, and in a failed run for what it failed in. Times are rank 0's. Ranks report their
-activity with heartbeats, so it is up to a second late. Rank 0 writes the file at most twice a second, when something has
-changed; if it cannot be written, the run continues.
+`ended` is null for a stage or activity in progress, and in a failed run for those in which it failed. Times are rank 0's. Ranks
+report their activity with heartbeats, so it is up to a second late. Rank 0 writes the file at most twice a second, when
+something has changed; if it cannot be written, the run continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTING_UP = "set up"
 """The stage in which components do different things at the same time."""
 
 LED = ("idle", "join", "serve", "coordinate")
-"""Verbs in which a rank waits, or lets others work."""
+"""Verbs in which a rank waits or leads other ranks."""
 
 Doing = tuple[str, str]
 """The (verb, phase) of a rank."""
@@ -50,15 +50,15 @@ class Startup:
         self,
         folder: Path | None = None,
         components: Mapping[str, Iterable[int]] | None = None,
-        heard: Callable[[], Mapping[int, Doing]] = dict,
+        activities: Callable[[], Mapping[int, Doing]] = dict,
     ) -> None:
-        """Begin to watch. heard: returns the (verb, phase) of each rank that has joined.
+        """Begin to watch. activities: returns the (verb, phase) of each rank that has joined.
 
-        folder: the attempt's. components: name -> ranks.
+        folder: of the attempt. components: name -> ranks.
         """
         self._path = folder / NAME if folder else None
         self._components = {name: tuple(ranks) for name, ranks in (components or {}).items() if ranks}
-        self._heard = heard
+        self._activities = activities
         self._began = time.time()
         self._stages: list[Row] = []
         self._rows: dict[str, list[Row]] = {name: [] for name in self._components}
@@ -69,24 +69,24 @@ class Startup:
             threading.Thread(target=self._watch, name="startup", daemon=True).start()
 
     def enter(self, stage: str) -> None:
-        """Begin a stage; it lasts until the next one or `end`."""
-        self._next(stage)
+        """Begin a stage. It lasts until the next stage or `end`."""
+        self._change_stage(stage)
 
     def end(self) -> None:
-        """End the record: the first step, or the run, has ended."""
+        """End the record, because the first step or the run has ended."""
         if not self._over.is_set():
             self._over.set()
-            self._next(None)
+            self._change_stage(None)
 
-    def _next(self, stage: str | None) -> None:
+    def _change_stage(self, stage: str | None) -> None:
         if self._path is None:
             return
         with self._lock:
             now = time.time()
             self._look(now)
             if stage != SETTING_UP:
-                _change([row for rows in self._rows.values() for row in rows[-1:]], now)
-            _change(self._stages[-1:], now)
+                _end_rows([row for rows in self._rows.values() for row in rows[-1:]], now)
+            _end_rows(self._stages[-1:], now)
             self._stages += [Row(stage, now)] if stage else []
             self._write()
 
@@ -99,38 +99,38 @@ class Startup:
     def _look(self, now: float) -> None:
         if not self._stages or self._stages[-1].name != SETTING_UP:
             return
-        heard = self._heard()
+        activities = self._activities()
         for name, ranks in self._components.items():
-            activity, rows = _activity([heard[rank] for rank in ranks if rank in heard]), self._rows[name]
+            activity, rows = _activity([activities[rank] for rank in ranks if rank in activities]), self._rows[name]
             if not rows or rows[-1].name != activity:
-                _change(rows[-1:], now)
+                _end_rows(rows[-1:], now)
                 rows.append(Row(activity, now))
 
     def _write(self) -> None:
         if self._path is None:
             return
         world = sum(map(len, self._components.values()))
-        state: dict[str, Any] = {"began": self._began, "here": len(self._heard()), "world": world}
+        state: dict[str, Any] = {"began": self._began, "here": len(self._activities()), "world": world}
         state["stages"] = [[row.name, row.began, row.ended] for row in self._stages]
         state["realms"] = {name: [[r.name, r.began, r.ended] for r in rows] for name, rows in self._rows.items() if rows}
         text = json.dumps(state)
         if text == self._written:
             return
-        beside = self._path.with_name(f".{NAME}.{os.getpid()}")
+        temporary = self._path.with_name(f".{NAME}.{os.getpid()}")
         with contextlib.suppress(OSError):  # without this file the run continues
-            beside.write_text(text)
-            beside.replace(self._path)
+            temporary.write_text(text)
+            temporary.replace(self._path)
             self._written = text
 
 
-def _change(rows: list[Row], now: float) -> None:
+def _end_rows(rows: list[Row], now: float) -> None:
     for row in rows:
         if row.ended is None:
             row.ended = now
 
 
 def _activity(doings: list[Doing]) -> str:
-    """Return what most of these ranks do. Waiting ranks count only if all of them wait."""
+    """Return the activity of most of these ranks. Waiting ranks count only if all ranks wait."""
     busy = [phase or verb for verb, phase in doings if verb not in LED]
     busy = [name for name in busy if not name.startswith("wait")]
     return Counter(busy or ["wait"]).most_common(1)[0][0]

@@ -1,12 +1,12 @@
 """The world: every rank of the job, its components' ranks, and every process group that spans components.
 
-`join` is the only place that creates spanning groups. It joins the spanning world, makes those groups while the spanning world
+Only `join` creates spanning groups. It joins the spanning world, makes those groups while the spanning world
 is torch's default group, then makes the rank's own group the default, because Megatron, FSDP and vLLM use the default group.
 
 A `World` also holds the connection to the store, over which `rpc` sends messages (`pipeline/store`; each node of a large world
 has a relay), and the rank's activity: its verb and phase. `watchdog.py` turns those into errors that name the missing rank.
 
-Left out: rejoining after a rank was lost. The run restarts from its checkpoint instead.
+Left out: joining again after a rank was lost. The run restarts from its checkpoint instead.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from pipeline.store.gloo import GlooAuthenticator
 
 NEVER = timedelta(days=365)  # a timeout for waits that the watchdog bounds
 REACHED = "reached"
-"""Key in the store: the address at which other nodes reach rank 0. Missing if all ranks use loopback."""
+"""Key in the store of the address at which other nodes reach rank 0. Missing if all ranks use loopback."""
 ADDRESS = "address"
-"""Key in the store: gloo's address for ranks that reach rank 0 over loopback. On a single node it is loopback."""
-LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it
+"""Key in the store of gloo's address for ranks that reach rank 0 over loopback. On a single node it is loopback."""
+LAZY = "TORCH_GLOO_LAZY_INIT"  # environment variable that torch reads
 RELAYED_FROM = 256
 """World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay may fail."""
 MOST_PATHS = 4096
-"""Pairs of a train and a generate rank up to which all are connected at the start. A refit of more ranks uses few of them."""
+"""Most pairs of a train and a generate rank that are all connected at the start. With more, a refit uses few of them."""
 BEATS_PER_S = 4096
 """Heartbeats that rank 0 reads per second."""
 
@@ -67,7 +67,7 @@ class RankInfo:
 
     @property
     def run_dir(self) -> Path:
-        """The run folder, two levels above the attempt's."""
+        """The run folder, two levels above the attempt's folder."""
         return self.folder.parents[1]
 
     @classmethod
@@ -91,7 +91,7 @@ class WorkerGroups:
     train: tuple[int, ...]
     generate: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]  # the generate ranks, one tuple per engine
-    reward: tuple[int, ...] = ()  # empty unless the reward model has ranks of its own
+    reward: tuple[int, ...] = ()  # empty unless the reward model has its own ranks
     colocated: bool = False  # the train and the generate ranks of a node share its GPUs
 
     @classmethod
@@ -103,12 +103,12 @@ class WorkerGroups:
         size = engine_ranks(recipe.policy.generation.vllm_cfg)
         generate = tuple(range(len(train), len(train) + ranks(recipe.cluster.generate)))
         engines = tuple(generate[i : i + size] for i in range(0, len(generate), size))
-        first = len(train) + len(generate)
-        reward = tuple(range(first, first + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
+        begin = len(train) + len(generate)
+        reward = tuple(range(begin, begin + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
         return cls(train, generate, engines, reward, colocated(recipe))
 
     def by_component(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of each component; no ranks for a component that the run lacks."""
+        """Return the ranks of each component; () for a component that the run lacks."""
         return {"train": self.train, "generate": self.generate, "reward": self.reward}
 
     def name(self, rank: int) -> str:
@@ -118,7 +118,7 @@ class WorkerGroups:
         return "reward" if rank in self.reward else "generate"
 
     def engine(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a generate rank's engine."""
+        """Return the ranks of the engine to which a generate rank belongs."""
         return next(engine for engine in self.engines if rank in engine)
 
 
@@ -141,22 +141,22 @@ class World:
         self.component = workers.name(info.rank)
         self.store = store
         self.activity = Activity()
-        self.activity_changed = threading.Event()  # makes the watchdog send it at once
-        self.timeline = Timeline(_about(info, workers), workers.by_component())
+        self.activity_changed = threading.Event()  # makes the watchdog send the activity at once
+        self.timeline = Timeline(_timeline_header(info, workers), workers.by_component())
         self.device = _device(info)
         # The device of tensors sent over `spanning` and `refit`: NCCL refuses two ranks on a GPU, and gloo needs host memory.
         self.carrier = torch.device("cpu") if workers.colocated else self.device
         self.spanning: dist.ProcessGroup  # all ranks; this and `own` are set by `join`
         self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this generate rank's engine
-        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on others, and if nothing is refitted
+        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on other ranks, and without refits
 
     @contextmanager
     def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
         """Set the phase, and the verb, of this rank for a block; errors and the watchdog name them."""
-        before = self.activity
-        self._set(Activity(verb or before.verb, phase))
+        previous = self.activity
+        self._set(Activity(verb or previous.verb, phase))
         yield  # an error keeps the phase, for the report
-        self._set(before)
+        self._set(previous)
 
     def _set(self, activity: Activity) -> None:
         self.activity = activity
@@ -169,19 +169,19 @@ class World:
         return {rank: name.decode() for rank, name in enumerate(names)}
 
     def describe(self, rank: int) -> str:
-        """Return `rank 3 (generate)`, for messages."""
+        """Return a rank's name for messages, such as `rank 3 (generate)`."""
         return f"rank {rank} ({self.workers.name(rank)})"
 
 
-def _about(info: RankInfo, workers: WorkerGroups) -> dict[str, Any]:
-    """Return the timeline's header."""
+def _timeline_header(info: RankInfo, workers: WorkerGroups) -> dict[str, Any]:
+    """Return the header of this rank's timeline."""
     component = workers.name(info.rank)
     engine = workers.engines.index(workers.engine(info.rank)) if component == "generate" else None
     return {"rank": info.rank, "realm": component, "engine": engine, "node": info.node}
 
 
 def _device(info: RankInfo) -> torch.device:
-    """Return this rank's GPU, or the CPU. A rank that sees only its own GPU gets number 0."""
+    """Return this rank's GPU, or the CPU. For a rank that sees only its own GPU it is number 0."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", info.local_rank % torch.cuda.device_count())
@@ -193,12 +193,12 @@ def heartbeat_interval_s(size: int, silence_s: float) -> float:
 
 
 def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
-    """Connect to the store, which rank 0 starts on a fresh port; the address goes through the attempt's folder.
+    """Connect to the store. Rank 0 starts it on a free port and writes its address into the attempt's folder.
 
     silence_s: `cluster.timeouts.silence`, for this node's relay. Raises TimeoutError if rank 0 or the relay does not appear,
     and what `attempt_key`, `RunStore` and `relay.start` raise.
     """
-    card = info.folder / "rendezvous.json"
+    address_file = info.folder / "rendezvous.json"
     key = attempt_key(info.run_dir, info.folder.name)
     if info.rank == 0:
         process, address = start(info.master, key)
@@ -206,16 +206,17 @@ def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relaye
         store.process = process
         store.set(f"relay/{info.node}", "")  # rank 0's node has no relay
         info.folder.mkdir(parents=True, exist_ok=True)
-        temporary = card.with_suffix(".tmp")
+        temporary = address_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(address._asdict()))
-        temporary.replace(card)
+        temporary.replace(address_file)
         return store
     deadline = time.monotonic() + timeout_s
-    while not listed(card):
+    while not listed(address_file):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"verb 'join': rank 0, the coordinator, has not appeared within {timeout_s:g} s (no {card})")
+            rank_0 = "rank 0, the coordinator,"
+            raise TimeoutError(f"verb 'join': {rank_0} has not appeared within {timeout_s:g} s (no {address_file})")
         time.sleep(0.1)
-    address = Address(**json.loads(card.read_text()))
+    address = Address(**json.loads(address_file.read_text()))
     store = RunStore(address, key, timeout_s)
     if info.size >= relayed_from:
         _find_relay(store, info, address, key, silence_s)
@@ -223,11 +224,11 @@ def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relaye
 
 
 def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, silence_s: float) -> None:
-    """Set `store.relay`: the node's first rank starts the relay. Rank 0's node has none."""
+    """Set `store.relay`, and start the relay on the node's first rank. Rank 0's node has none."""
     name = f"relay/{info.node}"
     if not store.check([name]):
-        own_rank = str(info.rank).encode()
-        if store.compare_set(f"{name}/by", "", own_rank) == own_rank:
+        this_rank = str(info.rank).encode()
+        if store.compare_set(f"{name}/by", "", this_rank) == this_rank:
             interval_s, timeout_s = heartbeat_interval_s(info.size, silence_s), store.timeout_s
             store.relay_process, store.relay = relay.start(address, key, info.rank, interval_s, timeout_s)
             store.set(name, json.dumps(store.relay._asdict()))
@@ -242,24 +243,24 @@ def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, s
 
 
 def wait_for_all(world: World, timeout_s: float) -> None:
-    """Announce this rank; rank 0 waits for all ranks. Raises TimeoutError that names the missing ones."""
-    own_address, rank_0 = world.store.addresses()
-    if world.info.local_rank == 0 and not network_interface.is_loopback(own_address):
+    """Announce this rank. Rank 0 waits for all ranks; if some are missing it raises a TimeoutError that names them."""
+    this_address, rank_0 = world.store.addresses()
+    if world.info.local_rank == 0 and not network_interface.is_loopback(this_address):
         world.store.set(REACHED, rank_0)
     world.store.set(f"here/{world.rank}", world.info.node)
     if world.rank:
         return
-    others = [f"here/{rank}" for rank in range(1, world.size)]
+    keys = [f"here/{rank}" for rank in range(1, world.size)]
     try:
-        world.store.wait(others, timedelta(seconds=timeout_s))
+        world.store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistStoreError:
-        nodes = world.store.exchange("here/0", world.info.node.encode(), others)
+        nodes = world.store.exchange("here/0", world.info.node.encode(), keys)
         names = ", ".join(world.describe(rank) for rank, node in enumerate(nodes, 1) if node is None)
         raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) no message from {names}") from None
 
 
 def carriers(device: torch.device) -> str:
-    """Return the backends for ranks with such devices: gloo for host tensors, NCCL for GPU tensors."""
+    """Return the backends for ranks with this kind of device: gloo for host tensors, NCCL for GPU tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -269,7 +270,7 @@ def join(world: World) -> None:
     From here on this process authenticates each gloo group when it is made (`store/gloo.py`).
 
     Large worlds connect lazily: gloo connects two ranks at their first message. Otherwise each rank writes an address for every
-    other one and reads all of them, so the store's traffic grows with the cube of the ranks (3 MB for 64 of them) and every
+    other rank and reads all addresses, so the store's traffic grows with the cube of the ranks (3 MB for 64 ranks) and every
     pair is connected. With lazy connections the first send of a pair waits for its receiver, which must not happen inside a
     refit. Worlds that refit over gloo therefore connect all ranks here. `_connect_to_rank_0` connects and authenticates every
     rank with rank 0. Other pairs stay unauthenticated: over gloo they send each other only bodies of RPC messages, which have
@@ -287,10 +288,10 @@ def join(world: World) -> None:
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # gloo then reads all addresses in one request
     authenticator = GlooAuthenticator(world.store, world.rank, world.describe, world.phase)
     if world.size >= RELAYED_FROM and world.carrier.type == "cuda":
-        before = os.environ.get(LAZY)
+        user_setting = os.environ.get(LAZY)
         os.environ[LAZY] = "1"  # for these two groups only: libraries may send in an order that blocks
         _make_spanning(world)
-        if before is None:
+        if user_setting is None:
             del os.environ[LAZY]
         _connect_to_rank_0(world, authenticator)
         authenticator.install()
@@ -308,13 +309,13 @@ def join(world: World) -> None:
 
 def _make_spanning(world: World) -> None:
     """Make the groups of ranks of several components."""
-    across = "gloo" if world.workers.colocated else carriers(world.device)
+    backend = "gloo" if world.workers.colocated else carriers(world.device)
     store = PrefixStore("world", world.store)
-    dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     assert dist.group.WORLD is not None
     world.spanning = dist.group.WORLD
     if world.workers.generate and world.workers.train:
-        group = dist.new_group((0, *world.workers.generate), backend=across, timeout=NEVER)
+        group = dist.new_group((0, *world.workers.generate), backend=backend, timeout=NEVER)
         world.refit = group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -335,12 +336,13 @@ def connect(world: World, broadcasts: bool = False) -> None:
 
 
 def _open_paths(world: World) -> None:
-    """Exchange a number with each rank from which or to which a planned refit may move weights.
+    """Exchange a number with each rank to or from which a planned refit may move weights.
 
-    NCCL allocates a path's buffers at its first message. At the first refit vLLM has filled the GPU. At the start vLLM finds
-    them in use, and refuses a share of the memory that is not free (vllm/v1/worker/utils.py, request_memory).
+    NCCL allocates a path's buffers at its first message. At the first refit that is too late, since vLLM has filled the GPU. At
+    the start vLLM sees the buffers, and refuses a share of the memory that is not free (vllm/v1/worker/utils.py,
+    request_memory).
 
-    Left out: paths between engines. A refit uses at most two of each rank, and only its plan knows which.
+    Left out: paths between engines. A refit uses at most two paths of each rank, and only its plan knows which.
     """
     sends = world.component == "train"
     operation = dist.isend if sends else dist.irecv
@@ -353,44 +355,43 @@ def _open_paths(world: World) -> None:
 def _refit_peers(world: World) -> list[int]:
     """Return the ranks with which this rank may exchange weights over NCCL; [] in a world with too many pairs."""
     workers = world.workers
-    others = {"train": workers.generate, "generate": workers.train}.get(world.component, ())
-    if workers.colocated or len(workers.train) * len(workers.generate) > MOST_PATHS:  # those that share GPUs use gloo
+    peers = {"train": workers.generate, "generate": workers.train}.get(world.component, ())
+    if workers.colocated or len(workers.train) * len(workers.generate) > MOST_PATHS:  # ranks that share GPUs use gloo
         return []
-    return list(others)
+    return list(peers)
 
 
 def _choose_interface(world: World) -> None:
     """Set gloo's network interface, unless the user has chosen one.
 
-    It is the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then it is the one at which
-    other nodes reach rank 0. If all ranks are on one node it is loopback, whatever name they use for rank 0.
+    It is the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then it is the interface at
+    which other nodes reach rank 0. If all ranks are on one node it is loopback, whatever name they use for rank 0.
     """
     set_by_user = network_interface.keep_user_setting()
-    own_address, _ = world.store.addresses()
-    over_loopback = network_interface.is_loopback(own_address)
+    this_address, _ = world.store.addresses()
+    uses_loopback = network_interface.is_loopback(this_address)
     if world.rank == 0:
-        (reached,) = world.store.exchange("here/0", world.info.node.encode(), [REACHED])
-        one_node = len(set(world.nodes().values())) == 1
-        world.store.set(
-            ADDRESS, network_interface.LOOPBACK if one_node else (reached or own_address) if over_loopback else own_address
-        )
+        (reached_address,) = world.store.exchange("here/0", world.info.node.encode(), [REACHED])
+        is_one_node = len(set(world.nodes().values())) == 1
+        address = (reached_address or this_address) if uses_loopback else this_address
+        world.store.set(ADDRESS, network_interface.LOOPBACK if is_one_node else address)
     if not set_by_user:
         address = world.store.get(ADDRESS).decode()
-        network_interface.use_interface_of(address if over_loopback or network_interface.is_loopback(address) else own_address)
+        network_interface.use_interface_of(address if uses_loopback or network_interface.is_loopback(address) else this_address)
 
 
 def _connect_to_rank_0(world: World, authenticator: GlooAuthenticator) -> None:
-    """Connect and authenticate every rank with rank 0, so that no later send between the two waits for its receiver."""
+    """Connect and authenticate each rank with rank 0, so that no later send between the two waits for its receiver."""
     linux.raise_open_files()  # rank 0 connects to every rank, others to their component
     store = PrefixStore("star", world.store)
     authenticator.offer(store, world.rank)
-    others = range(1, world.size) if world.rank == 0 else [0]
+    peers = range(1, world.size) if world.rank == 0 else [0]
     gloo: Any = world.spanning._get_backend(torch.device("cpu"))  # torch's stub of a backend lacks send and recv
-    authenticator.authenticate(gloo, store, others)
+    authenticator.authenticate(gloo, store, peers)
 
 
 def leave(world: World, timeout_s: float) -> None:
-    """End a successful run: rank 0 leaves last, as the store ends with it. The watchdog has been stopped before."""
+    """End a successful run. Rank 0 leaves last, because the store ends with it. Stop the watchdog before."""
     world.store.set(f"bye/{world.rank}", "")
     if world.rank == 0:
         world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))

@@ -212,7 +212,7 @@ def _fail(world: World, results: CheckResults) -> None:
     elif len(bad) == total > 2:
         headline += ", so the cause is the recipe or something that they share"
     else:
-        Attempt(world.info.folder).tell_bad_nodes(certain)
+        Attempt(world.info.folder).record_bad_nodes(certain)
     message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}{advice}"
     first = next(iter(bad))
     rank = results.ranks[first][0]

@@ -298,7 +298,7 @@ class RpcClient:
     def _silent_ranks(self, future: Future[Any]) -> list[int]:
         """Return the ranks that the store waits for, and rank 0 while it runs its own part; none if the store is stuck."""
         try:
-            return [*({self._world.rank} & set(future.missing)), *self._asking.unanswered(future.number)]
+            return [*({self._world.rank} & set(future.missing)), *self._asking.silent_ranks(future.number)]
         except dist.DistError:  # closed, so that the next request does not read a late reply
             with contextlib.suppress(dist.DistError):  # retried at the next look; the watchdog notices a dead store
                 self._asking = self._world.store.clone(REOPEN_S)

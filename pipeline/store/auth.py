@@ -3,7 +3,7 @@
     server -> client    GREETING, server's nonce
     client -> server    client's nonce, HMAC(key, "client", both nonces)
     server -> client    HMAC(key, "server", both nonces), or REFUSED
-then messages both ways, each as: length, HMAC(the connection's key for this direction, the message's number, message), message.
+then both ways messages: length, HMAC(the connection's key for this direction, the message's number, message), message.
 
 Each end contributes a nonce, so a handshake is valid for one connection. Messages are numbered, so a repeated, dropped,
 reordered or forged message fails verification. All HMACs are HMAC-SHA256 (RFC 2104).
@@ -38,18 +38,18 @@ NUMBER = struct.Struct(">Q")
 
 
 class AuthenticationError(Exception):
-    """The other end does not know the key, or the bytes are not what it sent."""
+    """The other end does not know the key, or its bytes were altered on the way."""
 
 
 class Refused(PermissionError):
-    """The server refused the key. Distinct from the PermissionError that a full packet filter causes."""
+    """The server refused the key. A class of its own, because a full packet filter causes other PermissionErrors."""
 
 
 def attempt_key(run_dir: Path, attempt: str, wait_s: float = 10.0) -> bytes:
-    """Return the key of one attempt, derived from the run's secret. Ranks of earlier attempts have other keys.
+    """Return the key of an attempt, derived from the run's secret. Ranks of earlier attempts have other keys.
 
-    Waits `wait_s` for a shared file system to show the secret. Raises FileNotFoundError, PermissionError if others may read the
-    file, or it is a link or another user's, and ValueError if it is not 32 bytes in hex.
+    Waits `wait_s` for a shared file system to show the secret, then raises FileNotFoundError. Raises PermissionError if others
+    may read the file, or if it is a link or another user's, and ValueError if it is not 32 bytes in hex.
     """
     path = run_dir / ".secret"
     deadline = time.monotonic() + wait_s
@@ -92,7 +92,7 @@ class Channel:
 
     @staticmethod
     def length(header: bytes) -> int:
-        """Return the bytes of the message after this header. Raises AuthenticationError above MAX_MESSAGE."""
+        """Return the number of bytes of the message after this header. Raises AuthenticationError above MAX_MESSAGE."""
         (length,) = LENGTH.unpack_from(header)
         if length > MAX_MESSAGE:
             raise AuthenticationError(f"it announced a message of {length} bytes")
@@ -108,7 +108,7 @@ class Channel:
 
 
 def next_message(channel: Channel, buffer: bytearray) -> bytes | None:
-    """Remove the first whole message from `buffer` and return it; None if there is none. Raises AuthenticationError."""
+    """Remove the first whole message from `buffer` and return it; None if there is none yet. Raises AuthenticationError."""
     if len(buffer) < HEADER:
         return None
     header = bytes(buffer[:HEADER])
@@ -128,7 +128,7 @@ def challenge() -> bytes:
 def answer(key: bytes, challenge: bytes) -> bytes:
     """Return the client's reply to a challenge. Raises AuthenticationError if the greeting is wrong."""
     if not challenge.startswith(GREETING):
-        raise AuthenticationError("the server at this address is no store of a run")
+        raise AuthenticationError("the server at this address is not the store of a run")
     nonce = os.urandom(NONCE)
     return nonce + keyed_hmac(key, b"client", challenge + nonce)
 
@@ -136,21 +136,21 @@ def answer(key: bytes, challenge: bytes) -> bytes:
 def accept(key: bytes, challenge: bytes, answer: bytes) -> tuple[bytes, Channel]:
     """Return the server's proof and its end of the channel. Raises AuthenticationError if the client's HMAC is wrong."""
     nonce, proof = answer[:NONCE], answer[NONCE:]
-    both = challenge + nonce
-    if not hmac.compare_digest(proof, keyed_hmac(key, b"client", both)):
+    nonces = challenge + nonce
+    if not hmac.compare_digest(proof, keyed_hmac(key, b"client", nonces)):
         raise AuthenticationError("it does not know this attempt's secret")
-    channel = Channel(keyed_hmac(key, b"to client", both), keyed_hmac(key, b"to server", both))
-    return keyed_hmac(key, b"server", both), channel
+    channel = Channel(keyed_hmac(key, b"to client", nonces), keyed_hmac(key, b"to server", nonces))
+    return keyed_hmac(key, b"server", nonces), channel
 
 
 def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> Channel:
-    """Return the client's end. Raises AuthenticationError if the server's HMAC is wrong, Refused if it refused ours."""
+    """Return the client's end of the channel. Raises AuthenticationError if the server's HMAC is wrong, and Refused."""
     if proof == REFUSED:
-        raise Refused("the store of rank 0 refuses this rank: its secret or its attempt is another one")
-    both = challenge + answer[:NONCE]
-    if not hmac.compare_digest(proof, keyed_hmac(key, b"server", both)):
+        raise Refused("the store of rank 0 refuses this rank: the rank has another secret, or belongs to another attempt")
+    nonces = challenge + answer[:NONCE]
+    if not hmac.compare_digest(proof, keyed_hmac(key, b"server", nonces)):
         raise AuthenticationError("the server at this address does not know this attempt's secret")
-    return Channel(keyed_hmac(key, b"to server", both), keyed_hmac(key, b"to client", both))
+    return Channel(keyed_hmac(key, b"to server", nonces), keyed_hmac(key, b"to client", nonces))
 
 
 # ---- a client's connection ------------------------------------------------------------------------------------------------
@@ -162,36 +162,36 @@ def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[sock
     Raises Refused if the server refuses the key, ConnectionError if the last try failed for another reason.
     """
     while True:
-        connection, until = None, time.monotonic() + AUTH_TIMEOUT_S
+        connection, auth_deadline = None, time.monotonic() + AUTH_TIMEOUT_S
         try:
             connection = socket.create_connection(address, timeout=AUTH_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            first = receive(connection, CHALLENGE, until)
-            reply = answer(key, first)
+            challenge = receive(connection, CHALLENGE, auth_deadline)
+            reply = answer(key, challenge)
             connection.sendall(reply)
-            return connection, open_channel(key, first, reply, receive(connection, MAC, until))
+            return connection, open_channel(key, challenge, reply, receive(connection, MAC, auth_deadline))
         except (OSError, AuthenticationError) as error:
             if connection:
                 connection.close()
             if isinstance(error, Refused):
                 raise
-            if time.monotonic() > deadline:  # before that, the server may be busy or have closed this connection for newer ones
-                raise ConnectionError(f"{address[0]}:{address[1]} is not reached: {error}") from error
+            if time.monotonic() > deadline:  # before it, the server may be busy, or have preferred newer connections
+                raise ConnectionError(f"{address[0]}:{address[1]} cannot be reached: {error}") from error
             time.sleep(random.uniform(0.1, 0.3))  # spread clients that were closed at the same time
 
 
-def receive(connection: socket.socket, size: int, until: float | None = None) -> bytes:
+def receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     """Return the next `size` bytes. Raises ConnectionResetError if the other end closes, TimeoutError if it is too slow.
 
-    until: deadline for all bytes, by time.monotonic(); None: the socket's own timeout, for each piece.
+    deadline: for all bytes, by time.monotonic(); None: the socket's timeout limits each piece.
     """
     data = bytearray(size)
-    rest = memoryview(data)
-    while rest:
-        if until is not None:
-            connection.settimeout(max(1e-3, until - time.monotonic()))
-        count = connection.recv_into(rest)
+    free = memoryview(data)
+    while free:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        count = connection.recv_into(free)
         if not count:
             raise ConnectionResetError("the connection was closed")
-        rest = rest[count:]
+        free = free[count:]
     return bytes(data)

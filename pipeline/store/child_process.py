@@ -1,4 +1,4 @@
-"""Start a process that listens beside a rank and ends with it: the store's (`server.py`) or a relay's (`relay.py`).
+"""Start a process that listens beside a rank and ends with it: the store (`server.py`) or a relay (`relay.py`).
 
 The process reads its parameters as JSON from the first line of stdin, prints the port on which it listens, and ends when stdin
 closes. The key is on no command line and in no environment, where others could see it.
@@ -28,15 +28,15 @@ class Address(NamedTuple):
 
 
 def start(host: str, key: bytes, timeout_s: float = START_S) -> tuple[subprocess.Popen, Address]:
-    """Start the store's process on this machine; it ends with the calling thread or the returned handle.
+    """Start the store's process on this machine. It ends with the calling thread or the returned handle.
 
-    host: how other ranks reach this machine. Raises what `launch` raises.
+    host: an address at which other ranks reach this machine. Raises the errors of `launch`.
     """
     return launch("pipeline.store.server", host, {"key": key.hex()}, timeout_s)
 
 
 def launch(module: str, host: str, parameters: dict[str, Any], timeout_s: float) -> tuple[subprocess.Popen, Address]:
-    """Start a module that reads its parameters from stdin, as `read_parameters` does, and wait until it listens.
+    """Start a module that calls `read_parameters`, and wait until it listens.
 
     Raises RuntimeError if it ends first, TimeoutError after timeout_s.
     """
@@ -68,7 +68,7 @@ def read_parameters() -> dict[str, Any]:
 
 
 def _end_with(parent: int) -> None:
-    """End when the rank that started this process ends, and not before.
+    """End this process when the rank that started it ends, and not before.
 
     Slurm sends its signals to all processes of a step, and rank 0 may still want to save.
     """

@@ -26,16 +26,16 @@ FOREVER_S = 3e7  # a year: the watchdog bounds such waits
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(table.Reply).decode
-_decode_answers = msgspec.msgpack.Decoder(messaging.Collected).decode
+_decode_replies = msgspec.msgpack.Decoder(messaging.Collected).decode
 
 
 class RunStore(Store):
-    """One connection to the store. Threads take turns on it, so a thread that waits long should use a `clone`."""
+    """A connection to the store. Threads take turns on it, so a thread that waits long should use a `clone`."""
 
     def __init__(self, address: Address, key: bytes, timeout_s: float, name: str = "the store of rank 0"):
-        """Connect and authenticate. name: how errors name the other end.
+        """Connect and authenticate. name: of the other end, in errors.
 
-        timeout_s: of connecting, and of later waits without a timeout of their own. Raises PermissionError if the store
+        timeout_s: of the connection attempt, and of later waits that state no timeout. Raises PermissionError if the store
         refuses the key, DistNetworkError if it cannot be reached.
         """
         super().__init__()
@@ -45,9 +45,9 @@ class RunStore(Store):
         self._name = name
         self._turn = threading.Lock()
         self._clones: list[RunStore] = []  # torch keeps only the C++ part of a clone alive
-        self.process: subprocess.Popen | None = None  # the server's, on the rank that started it
-        self.relay: Address | None = None  # this node's, if it has one
-        self.relay_process: subprocess.Popen | None = None  # the relay's, on the rank that started it
+        self.process: subprocess.Popen | None = None  # the server process, on the rank that started it
+        self.relay: Address | None = None  # address of this node's relay, if it has one
+        self.relay_process: subprocess.Popen | None = None  # the relay process, on the rank that started it
         try:
             self._socket, self._channel = auth.connect(address, key, time.monotonic() + timeout_s)
         except ConnectionError as error:
@@ -89,7 +89,7 @@ class RunStore(Store):
 
     @property
     def timeout_s(self) -> float:
-        """Seconds of connecting, and of waits without a timeout of their own."""
+        """Seconds of the connection attempt, and of waits that state no timeout."""
         return self.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's stub
 
     def _seconds(self, timeout: timedelta | None = None) -> float:
@@ -126,7 +126,7 @@ class RunStore(Store):
         return self._request(table.Add(key, amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of a key, which begins empty."""
+        """Append to the value of a key. A key that does not exist counts as empty."""
         self._request(table.Append(key, _bytes(value)))
 
     @override
@@ -167,7 +167,7 @@ class RunStore(Store):
         return True
 
     def clone(self, timeout_s: float | None = None) -> RunStore:
-        """Return another connection to the same store. timeout_s: the clone's; None: this one's."""
+        """Return another connection to the same store. timeout_s: of the clone; None: the same as here."""
         clone = RunStore(self._address, self._key, self.timeout_s if timeout_s is None else timeout_s)
         self._clones.append(clone)
         return clone
@@ -176,9 +176,9 @@ class RunStore(Store):
         """Return a connection for messages and heartbeats: to this node's relay if it has one, else to the store."""
         if self.relay is None:
             return self.clone()
-        near = RunStore(self.relay, self._key, self.timeout_s, f"the relay of {node}")
-        self._clones.append(near)
-        return near
+        connection = RunStore(self.relay, self._key, self.timeout_s, f"the relay of {node}")
+        self._clones.append(connection)
+        return connection
 
     deleteKey = delete_key  # the names that C++ calls
     getNumKeys = num_keys
@@ -186,11 +186,11 @@ class RunStore(Store):
     # ---- additions ----------------------------------------------------------------------------------------------------------
 
     def exchange(self, key: str, value: bytes, keys: list[str]) -> list[bytes | None]:
-        """Set `key` and return the values of `keys` without waiting, None for keys that do not exist."""
+        """Set `key` and return the values of `keys` without waiting. The value of a key that does not exist is None."""
         return self._request(table.Exchange({key: value}, keys))
 
     def addresses(self) -> tuple[str, str]:
-        """Return the IP addresses of this end and of rank 0's."""
+        """Return (IP address of this end, IP address of rank 0's end) of the connection."""
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def code(self, label: bytes, content: bytes) -> bytes:
@@ -198,7 +198,7 @@ class RunStore(Store):
         return auth.keyed_hmac(self._key, label, content)
 
     def set_on_disconnect(self, key: str) -> None:
-        """Have the store set `key` when this connection ends. An empty key cancels that."""
+        """Make the store set `key` when this connection ends. An empty key cancels this."""
         self._request(table.OnDisconnect(key))
 
     # ---- messages (`messaging.py`) -------------------------------------------------------------------------------------------
@@ -211,15 +211,15 @@ class RunStore(Store):
         self._round_trip(request, False)
 
     def next_messages(self) -> list[bytes]:
-        """Wait for messages that this connection has subscribed for. Afterwards it can make no other request."""
+        """Wait for messages to which this connection has subscribed. The connection can then make no other request."""
         return [message for _, _, message in _decode(self._round_trip(None, True, LONGEST_S)).value]
 
     def collect(self, timeout_s: float = FOREVER_S) -> list[messaging.VerbReply]:
-        """Return answers on rank 0, in order of arrival; none if none arrives within the timeout."""
-        return _decode_answers(self._round_trip(messaging.Collect(timeout_s), True, timeout_s)).value or []
+        """Return replies to verbs on rank 0, in order of arrival; [] if none arrives within the timeout."""
+        return _decode_replies(self._round_trip(messaging.Collect(timeout_s), True, timeout_s)).value or []
 
-    def unanswered(self, call: int) -> list[int]:
-        """Return the ranks that have not answered call number `call`, on rank 0."""
+    def silent_ranks(self, call: int) -> list[int]:
+        """Return, on rank 0, the ranks that have not replied to the call with this number."""
         return self._request(messaging.Unanswered(call))
 
 

@@ -1,21 +1,22 @@
 """Authenticate the ranks of gloo groups to each other before anything else travels over their connections.
 
-gloo connects each pair of ranks by TCP. One of the two listens and accepts the first peer that sends an 8-byte number, which is
-easy to guess. So as soon as a group is made, each pair of its ranks exchanges codes over its connection: HMACs, with the
-attempt's key, of the group's nonce and both ranks. gloo never reconnects a pair, so once is enough. Codes are tensors of
-a fixed size, which are compared and never parsed. If a code is wrong or missing, the rank fails with an error that names both
-ranks, and the attempt ends. A stranger that connects first can therefore end an attempt, but its bytes never reach the group.
+gloo connects each pair of ranks by TCP. One rank of the pair listens, and accepts the first peer that sends an 8-byte number,
+which is easy to guess. So as soon as a group is made, each pair of its ranks exchanges codes over its connection: HMACs, with
+the attempt's key, of the group's nonce and both ranks. gloo never reconnects a pair, so one exchange is enough. Codes are
+tensors of a fixed size, which are compared and never parsed. If a code is wrong or missing, the rank fails with an error that
+names both ranks, and the attempt ends. A stranger that connects first can therefore end an attempt, but its bytes never reach
+the group.
 
-`GlooAuthenticator.install` does this in the constructor of torch's ProcessGroupGloo. That covers the groups of `world.py` and
-those that FSDP's mesh, vLLM and Megatron-Core make later. It does not cover groups that C++ makes (`split_group`, which needs
-groups bound to a device); nothing here makes one. In worlds that connect lazily (`world.join`), groups across components are
-authenticated only between rank 0 and each other rank. The other pairs exchange only bodies of RPC messages, which have digests,
-and the payloads of the node checks.
+`GlooAuthenticator.install` does this in the constructor of torch's ProcessGroupGloo. That covers the groups of `world.py`, and
+the groups that FSDP's mesh, vLLM and Megatron-Core make later. It does not cover groups that C++ makes (`split_group`, which
+needs groups bound to a device), but nothing here makes any. In worlds that connect lazily (`world.join`), groups across
+components are authenticated only between rank 0 and each other rank. The other pairs exchange only bodies of RPC messages,
+which have digests, and the payloads of the node checks.
 
 Not covered: secrecy, and integrity against altered packets. gloo's later messages carry no codes; only bodies of RPC
 messages have digests (`rpc/messages.py`). NCCL's sockets authenticate by a random number that travels through
-the store in the clear, and vLLM's ZeroMQ sockets between the nodes of an engine not at all. Keep all these ports on a network
-that only the cluster reaches.
+the store in the clear, and vLLM's ZeroMQ sockets between the nodes of an engine do not authenticate at all. Keep all these
+ports on a network that only the cluster reaches.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from pipeline.store.auth import MAC, NONCE, AuthenticationError
 from pipeline.store.client import RunStore
 
 WAIT_S = 60.0
-"""Seconds for one rank's code. All ranks of a group make it at about the same time."""
-TAG = 1 << 21  # of codes over a group's first interface, + 1 over the second; no other message over gloo uses these
+"""Seconds to wait for a rank's code. All ranks of a group make the group at about the same time."""
+TAG = 1 << 21  # of codes over a group's first interface; over the second + 1. No other message over gloo uses these tags
 PAIR = struct.Struct(">QQQ")  # sender and receiver as ranks of the group, tag
 
 _make = ProcessGroupGloo.__init__
@@ -78,7 +79,7 @@ class GlooAuthenticator:
         ProcessGroupGloo.__init__ = make  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
 
     def offer(self, store: Store, rank: int) -> None:
-        """Publish, before a group is made, which rank of the world its rank `rank` is.
+        """Publish, before a group is made, the rank in the world of the group's rank `rank`.
 
         The group's first rank also draws the group's nonce.
         """
@@ -102,24 +103,24 @@ class GlooAuthenticator:
             for peer in peers:
                 for tag in range(TAG, TAG + len(group.options._devices)):  # one connection for each interface
                     code = torch.frombuffer(bytearray(self._code(nonce, rank, peer, tag)), dtype=torch.uint8)
-                    received = torch.zeros(MAC, dtype=torch.uint8)
-                    with self._naming(store, peer, size):
-                        receives.append((peer, tag, received, group.recv([received], peer, tag)))
+                    peer_code = torch.zeros(MAC, dtype=torch.uint8)
+                    with self._naming_peer(store, peer, size):
+                        receives.append((peer, tag, peer_code, group.recv([peer_code], peer, tag)))
                         sends.append((peer, code, group.send([code], peer, tag)))
-            for peer, tag, received, work in receives:
-                with self._naming(store, peer, size):
+            for peer, tag, peer_code, work in receives:
+                with self._naming_peer(store, peer, size):
                     work.wait(timeout)
-                if not hmac.compare_digest(received.numpy().tobytes(), self._code(nonce, peer, rank, tag)):
+                if not hmac.compare_digest(peer_code.numpy().tobytes(), self._code(nonce, peer, rank, tag)):
                     raise self._failure(store, peer, size, "the peer does not know the attempt's secret")
             for peer, _, work in sends:
-                with self._naming(store, peer, size):
+                with self._naming_peer(store, peer, size):
                     work.wait(timeout)
 
     def _code(self, nonce: bytes, sender: int, receiver: int, tag: int) -> bytes:
         return self.store.code(b"gloo", nonce + PAIR.pack(sender, receiver, tag))
 
     @contextmanager
-    def _naming(self, store: Store, peer: int, size: int) -> Iterator[None]:
+    def _naming_peer(self, store: Store, peer: int, size: int) -> Iterator[None]:
         """Turn errors of gloo while it exchanges codes with `peer` into AuthenticationError."""
         try:
             yield

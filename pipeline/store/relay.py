@@ -1,12 +1,12 @@
-"""A node's relay, `python -m pipeline.store.relay`: a node's first rank starts it (`world.py`), and it ends with that rank.
+"""Run a node's relay, `python -m pipeline.store.relay`. The node's first rank starts it (`world.py`); both end together.
 
-It forwards messages and heartbeats between the ranks of its node and rank 0's store. The store then has one connection for a
-node's messages instead of one for each rank, and one message instead of eight equal ones:
+It forwards messages and heartbeats between the ranks of its node and rank 0's store. The store then has one connection for the
+messages of a node instead of one for each rank, and one message instead of eight equal messages:
 
-- A verb arrives once for all ranks of the node, and the relay sends it to each.
-- Equal answers of its ranks are merged and sent when all ranks of the call have answered, or after HOLD_S. Errors and parts of
-  answers are sent at once, after the answers held before them.
-- Changed heartbeats are sent together every `interval_s`. The values that its ranks read are as old as that.
+- A verb arrives once for all ranks of the node, and the relay sends it to each rank.
+- Equal replies of its ranks are merged, and sent when all ranks of the call have replied, or after HOLD_S. Errors and parts of
+  replies are sent at once, after the replies that wait.
+- Changed heartbeats are sent together every `interval_s`. So the values that its ranks read may be that old.
 - The loss of a rank's connection is reported at once. The relay's own end is reported as the loss of the rank that started it;
   at the end of a run that rank waits until no other rank needs the relay.
 
@@ -36,7 +36,7 @@ from pipeline.store.table import Exchange, OnDisconnect, Reply, Set, StoreReques
 logger = logging.getLogger("pipeline.store.relay")  # `__name__` is `__main__` in this process
 
 HOLD_S = 0.02
-"""Seconds that an answer waits for equal answers of other ranks."""
+"""Seconds that a reply waits for equal replies of other ranks."""
 STORE_GONE = 3  # a relay's exit status when it has lost the store
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -44,10 +44,10 @@ _decode = msgspec.msgpack.Decoder(Reply).decode
 
 
 def start(upstream: Address, key: bytes, rank: int, interval_s: float, timeout_s: float) -> tuple[subprocess.Popen, Address]:
-    """Start a relay on this machine; it ends with the calling thread or the returned handle.
+    """Start a relay on this machine. It ends with the calling thread or the returned handle.
 
     upstream: the store's address. rank: the rank that starts it. interval_s: between exchanges of heartbeats with the store.
-    timeout_s: of connecting to the store. Raises what `launch` raises.
+    timeout_s: of the connection to the store. Raises the errors of `launch`.
     """
     parameters = {"key": key.hex(), "upstream": list(upstream), "rank": rank, "interval_s": interval_s, "timeout_s": timeout_s}
     return launch("pipeline.store.relay", "127.0.0.1", parameters, timeout_s + START_S)
@@ -100,15 +100,15 @@ class Relay(Server):
         self._drained = asyncio.Event()  # no rank has a disconnect key
         self._drained.set()
         self._router = messaging.Router()
-        self._due: Counter[int] = Counter()  # by call: this node's ranks that have not ended their answer
-        self._held: dict[tuple[int, bytes], messaging.VerbReply] = {}
+        self._due: Counter[int] = Counter()  # by call: the number of this node's ranks that have not ended their reply
+        self._waiting_replies: dict[tuple[int, bytes], messaging.VerbReply] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._changed: dict[str, bytes] = {}  # heartbeats not yet sent to the store
         self._values: dict[str, bytes | None] = {}  # keys that this node's ranks read, with their latest values
         self._requested: list[str] = []  # keys of the exchange that the store has not replied to
 
     def connect(self, upstream: Upstream) -> None:
-        """Use this connection to the store, and register the relay's own disconnect key."""
+        """Use this connection to the store, and register the relay's disconnect key."""
         self._upstream = upstream
         upstream.send(OnDisconnect(self._disconnect_key))
 
@@ -137,7 +137,7 @@ class Relay(Server):
         connection.reply(Reply([self._values[key] for key in request.keys]))
 
     @override
-    def disconnected(self, connection: Connection, key: str) -> None:
+    def handle_disconnect(self, connection: Connection, key: str) -> None:
         self._router.leave(connection)
         if key:
             self._upstream.send(Set(key, b""))
@@ -145,16 +145,16 @@ class Relay(Server):
             self._update_drained()
 
     @override
-    def change_disconnect_key(self, before: str, after: str) -> None:
-        self._disconnect_keys.discard(before)
-        self._disconnect_keys |= {after} - {""}
-        if before == self._disconnect_key and not after:
+    def change_disconnect_key(self, old_key: str, new_key: str) -> None:
+        self._disconnect_keys.discard(old_key)
+        self._disconnect_keys |= {new_key} - {""}
+        if old_key == self._disconnect_key and not new_key:
             self._upstream.send(OnDisconnect(""))
         self._update_drained()
 
     @override
     async def drain(self) -> None:
-        """Wait until all ranks have cancelled their disconnect keys: until then they use this relay."""
+        """Wait until no rank uses this relay, because each has cancelled its disconnect key."""
         await self._drained.wait()
 
     def _update_drained(self) -> None:
@@ -173,33 +173,33 @@ class Relay(Server):
         if not messaging.mergeable(answer):
             self._flush([answer])
             return
-        messaging.merge(self._held, answer)
+        messaging.merge(self._waiting_replies, answer)
         if answer.call not in self._due:
             self._flush()
         elif not self._timer:
             self._timer = asyncio.get_running_loop().call_later(HOLD_S, self._flush)
 
-    def _flush(self, last: list[messaging.VerbReply] | None = None) -> None:
-        """Send the held answers in order of arrival, then `last`."""
+    def _flush(self, last_answers: list[messaging.VerbReply] | None = None) -> None:
+        """Send the waiting replies in order of arrival, then `last_answers`."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        answers = [*self._held.values(), *(last or [])]
-        self._held = {}
+        answers = [*self._waiting_replies.values(), *(last_answers or [])]
+        self._waiting_replies = {}
         for batch in messaging.batches(answers, messaging.size_of):
             self._upstream.send(messaging.Answers(batch))
 
     # ---- the store ----------------------------------------------------------------------------------------------------------
 
     def deliver(self, messages: list[tuple[int, list[int], bytes]]) -> None:
-        """Send verbs on to this node's ranks. messages: (call, ranks, message)."""
+        """Forward verbs to this node's ranks. messages: (call, ranks, message)."""
         for call, ranks, message in messages:
             if call != messaging.NO_CALL:
                 self._due[call] += len(ranks)
             self._router.send(call, [(ranks, message)])
 
     def exchange_heartbeats(self) -> None:
-        """Send changed heartbeats and request the read keys, unless the last reply is outstanding."""
+        """Send changed heartbeats and request the keys that ranks read, unless the last request has no reply yet."""
         if not self._requested and (self._changed or self._values):
             self._requested = list(self._values)
             self._upstream.send(Exchange(self._changed, self._requested))
@@ -212,7 +212,7 @@ class Relay(Server):
 
 
 async def _run(parameters: dict[str, Any], key: bytes, connection: socket.socket, channel: auth.Channel) -> int:
-    """Relay until no rank needs it or the store is gone, and return the exit status."""
+    """Run the relay until no rank needs it or the store is gone, and return the exit status."""
     relay = Relay(key, parameters["rank"])
     _, upstream = await asyncio.get_running_loop().create_connection(lambda: Upstream(channel, relay), sock=connection)
     relay.connect(upstream)

@@ -1,12 +1,12 @@
-"""The store's server process beside rank 0, `python -m pipeline.store.server`. It ends with rank 0, see `child_process.py`.
+"""Run the store's server process beside rank 0, `python -m pipeline.store.server`. It ends with rank 0, see `child_process.py`.
 
-It holds keys and queues (`table.py`), which torch uses too, and routes verbs and answers (`messaging.py`). In large worlds each
+It holds keys and queues (`table.py`), which torch uses too, and routes verbs and replies (`messaging.py`). In large worlds each
 node has a relay (`relay.py`), which connects to the server on behalf of its ranks.
 
 A client must authenticate within AUTH_TIMEOUT_S (`auth.py`) before the server reads anything else from it. At most
-MAX_UNAUTHENTICATED connections, and at most half of the process's file descriptors, may be unauthenticated; a new one closes
-the oldest, which may connect again. One thread handles everything, so that requests have an order. The process imports no torch
-and starts in a tenth of a second.
+MAX_UNAUTHENTICATED connections, and at most half of the process's file descriptors, may be unauthenticated. A new one
+closes the oldest, which may connect again. One thread handles everything, so that requests have an order. The process imports
+no torch and starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ logger = logging.getLogger("pipeline.store.server")  # `__name__` is `__main__` 
 
 MAX_UNAUTHENTICATED = 2048
 ACCEPTED = 16
-"""Connections accepted in one turn of the event loop: few, so that ranks are served in between and closing connections hold few
-file descriptors."""
+"""Connections accepted in a turn of the event loop. They are few, so that ranks are served between turns, and closing
+connections hold few file descriptors."""
 SPARE = 128
 """File descriptors reserved for closing connections and for the process itself."""
 QUEUED = 4096
-"""Connections that the kernel queues: thousands of ranks may connect at once."""
+"""Connections that the kernel queues, because thousands of ranks may connect at once."""
 MAX_LOGGED = 20  # refusals, and errors, that are logged
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -56,7 +56,7 @@ class Server(ABC):
         self._errors: set[str] = set()
 
     def admit(self, connection: Connection) -> None:
-        """Add a connection that has not authenticated; close the oldest ones if there are too many."""
+        """Add a connection that has not authenticated, and close the oldest such connections if there are too many."""
         self.unauthenticated[connection] = None
         while len(self.unauthenticated) > self._max_unauthenticated():
             next(iter(self.unauthenticated)).drop("too many unauthenticated connections")
@@ -67,19 +67,19 @@ class Server(ABC):
         return max(1, min(MAX_UNAUTHENTICATED, files // 2, files - len(self.authenticated) - SPARE))
 
     def log_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error that asyncio has caught, once, and at most MAX_LOGGED of them: strangers can repeat some."""
-        what = f"{context['message']}: {context.get('exception')!r}"
-        if what not in self._errors and len(self._errors) < MAX_LOGGED:
-            self._errors.add(what)
+        """Log an error that asyncio has caught, once, and at most MAX_LOGGED errors: strangers can cause some at will."""
+        message = f"{context['message']}: {context.get('exception')!r}"
+        if message not in self._errors and len(self._errors) < MAX_LOGGED:
+            self._errors.add(message)
             loop.default_exception_handler(context)
 
-    def log_refusal(self, host: str, why: str) -> None:
-        """Log a refusal once for each host and reason, at most MAX_LOGGED times: a stranger must not fill the disk."""
-        if (host, why) in self._logged or len(self._logged) >= MAX_LOGGED:
+    def log_refusal(self, host: str, reason: str) -> None:
+        """Log a refusal once for each host and reason, and at most MAX_LOGGED refusals: no stranger may fill the disk."""
+        if (host, reason) in self._logged or len(self._logged) >= MAX_LOGGED:
             return
-        self._logged.add((host, why))
-        more = "; further ones are not logged" if len(self._logged) == MAX_LOGGED else ""
-        logger.warning("refused a connection from %s: %s%s", host, why, more)
+        self._logged.add((host, reason))
+        note = "; further ones are not logged" if len(self._logged) == MAX_LOGGED else ""
+        logger.warning("refused a connection from %s: %s%s", host, reason, note)
 
     @abstractmethod
     def receive(self, connection: Connection, request: messaging.OneWay) -> None:
@@ -90,17 +90,17 @@ class Server(ABC):
         """Reply to a request, at once or when its value exists."""
 
     @abstractmethod
-    def disconnected(self, connection: Connection, key: str) -> None:
-        """Handle the end of an authenticated connection. key: its disconnect key to set now; empty for none."""
+    def handle_disconnect(self, connection: Connection, key: str) -> None:
+        """Handle the end of an authenticated connection. key: its disconnect key, which must be set now; empty: none."""
 
     def stop_waiting(self, connection: Connection, slot: tuple[str, ...]) -> None:  # noqa: B027 no request waits in a relay
         """Drop the request of a connection that waits for `slot`."""
 
-    def change_disconnect_key(self, before: str, after: str) -> None:  # noqa: B027 only a relay needs it
-        """Note the key to be set when some connection ends; empty for none."""
+    def change_disconnect_key(self, old_key: str, new_key: str) -> None:  # noqa: B027 only a relay needs it
+        """Record the key that must be set when a connection ends; empty: none."""
 
     async def drain(self) -> None:  # noqa: B027 a store ends at once
-        """Wait, after stdin has closed, for ranks that still need this process."""
+        """Wait, after stdin has closed, until no rank needs this process."""
 
 
 class StoreServer(Server):
@@ -148,7 +148,7 @@ class StoreServer(Server):
             self.resume(slot)
 
     def resume(self, slot: tuple[str, ...]) -> None:
-        """Handle the requests again that wait for `slot`."""
+        """Handle again the requests that wait for `slot`."""
         for connection, request in self._waiting.pop(slot, {}).items():
             self.handle(connection, request)
 
@@ -160,7 +160,7 @@ class StoreServer(Server):
             self._waiting.pop(slot, None)
 
     @override
-    def disconnected(self, connection: Connection, key: str) -> None:
+    def handle_disconnect(self, connection: Connection, key: str) -> None:
         self._router.leave(connection)
         if key:
             self.table.apply(Set(key, b""))
@@ -175,8 +175,8 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._channel: auth.Channel | None = None
         self._disconnect_key = ""
-        self._slot: tuple[str, ...] | None = None  # the slot that its request waits for
-        self._since = 0.0
+        self._slot: tuple[str, ...] | None = None  # the slot for which its request waits
+        self._request_time = 0.0  # of the current request, by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- opening ------------------------------------------------------------------------------------------------------------
@@ -191,14 +191,14 @@ class Connection(asyncio.Protocol):
         self._store.admit(self)
         transport.write(self._challenge)
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Close the connection and tell the client not to try again."""
         self._transport.write(auth.REFUSED)
-        self.drop(why)
+        self.drop(reason)
 
-    def drop(self, why: str) -> None:
+    def drop(self, reason: str) -> None:
         """Close the connection. A client that knows the key tries again."""
-        self._store.log_refusal(self._host, why)
+        self._store.log_refusal(self._host, reason)
         self._transport.close()
         self._handle_close()
 
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
             self._disconnect_key = request.key
             self.reply(Reply())
         else:
-            self._since = asyncio.get_running_loop().time()
+            self._request_time = asyncio.get_running_loop().time()
             self._store.handle(self, request)
 
     def reply(self, reply: Reply) -> None:
@@ -259,14 +259,14 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
 
     def push(self, value: Any) -> None:
-        """Send a message that the client has subscribed for."""
+        """Send a message to which the client has subscribed."""
         self._transport.write(self._seal(Reply(value, pushed=True)))
 
     def wait(self, slot: tuple[str, ...], timeout_s: float) -> None:
         """Let the client wait for `slot`, at most timeout_s after its request."""
         self._slot = slot
         self._cancel_timer()
-        self._timer = asyncio.get_running_loop().call_at(self._since + timeout_s, self._time_out)
+        self._timer = asyncio.get_running_loop().call_at(self._request_time + timeout_s, self._time_out)
 
     def _time_out(self) -> None:
         if self._slot:
@@ -287,14 +287,14 @@ class Connection(asyncio.Protocol):
             self._store.stop_waiting(self, self._slot)
             self._slot = None
         key, self._disconnect_key = self._disconnect_key, ""
-        self._store.disconnected(self, key)
+        self._store.handle_disconnect(self, key)
 
 
 # ---- the process --------------------------------------------------------------------------------------------------------
 
 
 def _listen(address: str) -> socket.socket:
-    """Return a socket on a fresh port of every interface, as a node has many names; of loopback if `address` is one."""
+    """Return a socket on a free port: of loopback if `address` is a loopback address, else of every interface."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -310,12 +310,12 @@ async def serve(store: Server, address: str) -> None:
     loop.set_exception_handler(store.log_error)
     server = await loop.create_server(lambda: Connection(store), sock=listener, backlog=ACCEPTED)
     listener.listen(QUEUED)  # asyncio has set the kernel's queue to ACCEPTED
-    ended = asyncio.Event()
-    loop.add_reader(sys.stdin.fileno(), ended.set)
+    stdin_closed = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), stdin_closed.set)
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
     async with server:
-        await ended.wait()
+        await stdin_closed.wait()
         await store.drain()
 
 

@@ -1,7 +1,7 @@
-"""The keys, values and queues of the store, and the requests on them. `server.py` has the connections.
+"""Store keys, values and queues, and define the requests on them. `server.py` has the connections.
 
-Each request has the semantics of torch.distributed.TCPStore, so that torch finds what it expects. `Exchange` and `OnDisconnect`
-are additions.
+Each request has the semantics that torch.distributed.TCPStore has, because torch sends them. `Exchange` and `OnDisconnect` are
+additions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Set(StoreRequest):
 
 
 class MultiSet(StoreRequest):
-    """Set several keys, one value each."""
+    """Set several keys, each to its value."""
 
     keys: list[str]
     values: list[bytes]
@@ -57,7 +57,7 @@ class Add(StoreRequest):
 
 
 class Append(StoreRequest):
-    """Append bytes to a value, which begins empty."""
+    """Append bytes to a value. A key that does not exist counts as empty."""
 
     key: str
     value: bytes
@@ -115,14 +115,14 @@ class Length(StoreRequest):
 
 
 class Exchange(StoreRequest):
-    """Set keys and return the values of others without waiting, None for keys that do not exist."""
+    """Set the keys of `values`, and return the values of `keys` without waiting; None for a key that does not exist."""
 
     values: dict[str, bytes]
     keys: list[str]
 
 
 class OnDisconnect(StoreRequest):
-    """Set `key` to an empty value when this connection ends. An empty key cancels that."""
+    """Set `key` to an empty value when this connection ends. An empty key cancels this."""
 
     key: str
 
@@ -152,7 +152,7 @@ class Reply(msgspec.Struct, array_like=True):
 
     value: Any = None
     error: str = ""  # TIMED_OUT, EMPTY or a message
-    pushed: bool = False  # replies to no request (`messaging.py`)
+    pushed: bool = False  # it is not the reply to a request (`messaging.py`)
 
 
 TIMED_OUT = "timed out"
@@ -160,7 +160,7 @@ EMPTY = "empty"
 
 
 class Missing(Exception):
-    """Raised by a request that must wait until something fills `slot`: ("key", name), ("queue", name) or ("answers",)."""
+    """A request must wait until something fills `slot`: ("key", name), ("queue", name) or ("answers",)."""
 
     def __init__(self, *slot: str):
         self.slot = slot
@@ -170,7 +170,7 @@ class Missing(Exception):
 
 
 class Table:
-    """The keys and queues, without connections."""
+    """Holds the keys and queues, and applies requests to them."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

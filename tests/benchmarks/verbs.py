@@ -285,7 +285,7 @@ def beats(simulation: Simulation) -> str:
     time.sleep(BEATS_S)
     spent = {key: (value - before[key]) / BEATS_S for key, value in simulation.counts().items()}
     watchdog.stop()
-    heard = len(watchdog.heard())
+    heard = len(watchdog.activities())
     cpu = f"rank 0 {spent['rank 0']:.3f}, store {spent['store']:.3f}"
     return f"heartbeats of {heard}: {spent['requests']:.0f} messages/s; CPU s/s: {cpu}"
 

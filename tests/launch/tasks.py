@@ -122,11 +122,11 @@ def play(run_dir: str) -> None:
     attempt = Attempt(Path(run_dir, "attempts", name))
     print(f"{name}: {act}, ends at {os.environ['HETSTEP_END_TIME']}")
     if "progress" in act:
-        attempt.progressed(act["progress"])
+        attempt.record_progress(act["progress"])
     if "requeue" in act:
         attempt.ask_requeue(act["requeue"])
     if "blame" in act:
-        attempt.tell_bad_nodes({os.environ["HETSTEP_NODE"]: act["blame"]})
+        attempt.record_bad_nodes({os.environ["HETSTEP_NODE"]: act["blame"]})
     if "done" in act:
         Path(run_dir, "done.json").write_text(json.dumps({"step": act["done"]}))
     _stay(act.get("wait", 0))
@@ -142,7 +142,7 @@ def save_on_request(run_dir: str) -> None:
             time.sleep(0.05)
         time.sleep(2)
         attempt = Attempt(folder)
-        attempt.progressed(7)
+        attempt.record_progress(7)
         attempt.ask_requeue(f"{' and '.join(came)} came")
     while not (folder / "requeue").exists():
         time.sleep(0.05)

@@ -201,7 +201,7 @@ def test_a_checkpoint_that_is_not_visible_on_this_node_yet_is_waited_for(tmp_pat
         checkpoints.commit(partial, step, None, {})
     attempt = Attempt(tmp_path / "attempts/a")
     attempt.folder.mkdir(parents=True)
-    attempt.progressed(2)
+    attempt.record_progress(2)
     hidden = tmp_path / "checkpoints/step_000002"
     hidden.rename(tmp_path / "unseen")
     timer = later(lambda: (tmp_path / "unseen").rename(hidden))

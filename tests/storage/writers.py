@@ -186,10 +186,10 @@ class AttemptFiles(Writer):
         self.attempt = Attempt(folder / "attempts/a", patience_s)
         self.attempt.folder.mkdir(parents=True)
         self.attempt.claim()
-        self.attempt.progressed(1)
+        self.attempt.record_progress(1)
 
     def write(self):
-        self.attempt.progressed(2)
+        self.attempt.record_progress(2)
 
     def kept(self):
         step = int((self.attempt.folder / "progress").read_text())

@@ -104,7 +104,7 @@ def test_finished_calls_leave_nothing_behind():
         for rank in range(1, 9):
             calls.accept(answer(call, rank, NOTHING))
         assert len(calls.apply(Collect(1.0))) == 1
-    assert not calls._open and not calls._ready and not post._kept
+    assert not calls._open and not calls._ready and not post._undelivered
     with pytest.raises(Missing):
         calls.apply(Collect(1.0))
     assert calls.apply(Collect(0.0)) == []
@@ -178,7 +178,7 @@ def test_a_relay_merges_the_answers_of_all_its_ranks(node):
         assert not upstream.answers and len(timers) == 1
     a_node.receive(None, Answers([answer(0, 3)]))
     assert upstream.answers == [([1, 2, 3], b"\xc0")] and not timers
-    assert not a_node._held and not a_node._due
+    assert not a_node._waiting_replies and not a_node._due
 
 
 def test_a_relay_waits_briefly_for_a_late_rank_so_that_the_others_are_not_named_too(node):
@@ -208,5 +208,5 @@ def test_a_relay_rests_when_all_ranks_have_cancelled_their_wills(node):
     assert isinstance(upstream.sent[-1], OnDisconnect) and not upstream.sent[-1].key  # this rank started the relay
     a_node.change_disconnect_key("lost/3", "")
     assert not a_node._drained.is_set()
-    a_node.disconnected(Connection(), "lost/2")
+    a_node.handle_disconnect(Connection(), "lost/2")
     assert upstream.sent[-1].key == "lost/2" and a_node._drained.is_set()

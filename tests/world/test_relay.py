@@ -165,7 +165,7 @@ def test_a_relay_that_cannot_reach_the_store_reports_why(capfd):
     door = Doorkeeper(key := os.urandom(32), 10**6)
     with pytest.raises(RuntimeError, match=r"pipeline\.store\.relay has ended with status 1 before it listened"):
         relay.start(door.address, key, 3, 1.0, 0.5)
-    told = r" ERROR \S+ the relay of rank 3 gives up: the store of rank 0: 127.0.0.1:\d+ is not reached: .*(closed|reset)"
+    told = r" ERROR \S+ the relay of rank 3 gives up: the store of rank 0: 127.0.0.1:\d+ cannot be reached: .*(closed|reset)"
     assert re.search(told, capfd.readouterr().err) and door.seen > 1
     door.listener.close()
 
@@ -184,7 +184,7 @@ def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
     watchdog, failures = Watchdog(world, TimeoutsConfig(silence=1)), []
     monkeypatch.setattr(watchdog, "_end", failures.append)
     watchdog._judge_silence({}, time.monotonic() + 60)
-    assert failures[0].message.startswith("the relay of node1 does not answer since 10 s"), failures
+    assert failures[0].message.startswith("the relay of node1 has not answered for 10 s"), failures
     relaying.kill()
     with pytest.raises(dist.DistNetworkError, match=r"the relay of node1 at 127\.0\.0\.1:\d+ is gone"):
         watchdog._store.exchange("beat/4", b"", [])

@@ -154,7 +154,7 @@ def test_the_store_ends_with_the_process_that_started_it():
         store.wait(["never"])
     with pytest.raises(dist.DistNetworkError):
         store.get("a")
-    with pytest.raises(dist.DistNetworkError, match="is not reached"):
+    with pytest.raises(dist.DistNetworkError, match="cannot be reached"):
         RunStore(address, bytes(32), 0.5)
 
 

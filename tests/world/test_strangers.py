@@ -84,12 +84,12 @@ def test_garbage_is_refused(address, key, said):
 
 
 def test_wrong_secrets_and_those_of_other_attempts_are_refused(address, tmp_path):
-    with pytest.raises(PermissionError, match="its secret or its attempt is another one"):
+    with pytest.raises(PermissionError, match="the rank has another secret, or belongs to another attempt"):
         RunStore(address, os.urandom(32), 5)
     write_secret(tmp_path)
     process, address = start("127.0.0.1", auth.attempt_key(tmp_path, "17-0"))
     with process:
-        with pytest.raises(PermissionError, match="its secret or its attempt is another one"):
+        with pytest.raises(PermissionError, match="the rank has another secret, or belongs to another attempt"):
             RunStore(address, auth.attempt_key(tmp_path, "17-1"), 5)
         assert RunStore(address, auth.attempt_key(tmp_path, "17-0"), 5).num_keys() == 0
 
@@ -123,7 +123,7 @@ def test_a_rank_sends_nothing_to_a_server_without_the_key(key):
     challenge = auth.challenge()
     with pytest.raises(auth.AuthenticationError, match="does not know this attempt's secret"):
         auth.open_channel(key, challenge, auth.answer(key, challenge), os.urandom(auth.MAC))
-    with pytest.raises(auth.AuthenticationError, match="is no store of a run"):
+    with pytest.raises(auth.AuthenticationError, match="is not the store of a run"):
         auth.answer(key, b"220 smtp.example.org ESMTP" + bytes(40))
 
 

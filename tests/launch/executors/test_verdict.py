@@ -22,7 +22,7 @@ def left_by(
     attempt = Attempt(run_dir / "attempts" / name)
     attempt.folder.mkdir(parents=True)
     if progress is not None:
-        attempt.progressed(progress)
+        attempt.record_progress(progress)
     if requeue:
         attempt.ask_requeue(requeue)
     for file, text in {"verdict": verdict, **files}.items():
