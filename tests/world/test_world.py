@@ -145,7 +145,7 @@ def test_a_stopped_rank_is_named_and_no_rank_is_left_waiting(start, victim):
     assert all(process.wait(120) != 0 for process in others)
     failure = world.failure()
     if victim == 0:
-        assert "rank 0 (train), the coordinator, does not answer" in failure["message"]
+        assert "rank 0 (train), the coordinator, has not answered" in failure["message"]
     else:
         assert failure["rank"] == victim
         assert failure["phase"] == "decode"
