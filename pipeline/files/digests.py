@@ -43,11 +43,11 @@ def of_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 def names_in(folder: Path) -> list[str]:
     """Return the paths of all files and links within a folder, in order, without those that are not ours."""
-    found = []
+    names = []
     for root, folders, files in os.walk(folder):  # lists folders without a look at each file
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        found += [os.path.relpath(os.path.join(root, name), folder) for name in files + links if not name.startswith(NOT_OURS)]
-    return sorted(found)
+        names += [os.path.relpath(os.path.join(root, name), folder) for name in files + links if not name.startswith(NOT_OURS)]
+    return sorted(names)
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str]) -> str:
@@ -88,8 +88,8 @@ def content_problems(
 
     share: (i, n) compares every nth file by size, from the ith, so that n processes divide the work. Raises OSError.
     """
-    own = sorted(digests, key=lambda name: (-sizes.get(name, 0), name))[share[0] :: share[1]]
-    for name, digest in of_files(folder, own).items():
+    own_names = sorted(digests, key=lambda name: (-sizes.get(name, 0), name))[share[0] :: share[1]]
+    for name, digest in of_files(folder, own_names).items():
         if digest != digests[name]:
             yield f"{name}: got SHA-256 {digest[:16]}...; expected {digests[name][:16]}..."
 
@@ -102,6 +102,6 @@ def add_manifest(folder: Path, known: Mapping[str, str], left_out: Sequence[str]
     names = [name for name in names_in(folder) if name not in (MANIFEST, *left_out)]
     digests = of_files(folder, [name for name in names if name not in known])
     digests |= {name: digest for name, digest in known.items() if name in names}
-    own = write_manifest(folder, digests)
+    manifest = write_manifest(folder, digests)
     sync(folder)
-    return digests | {MANIFEST: own}
+    return digests | {MANIFEST: manifest}

@@ -51,8 +51,8 @@ def log_to_stderr() -> None:
 
 def _formatter() -> logging.Formatter:
     env = os.environ
-    known = "HETSTEP_COMPONENT" in env and "HETSTEP_RANK" in env
-    source = f"{env['HETSTEP_COMPONENT']}[{env['HETSTEP_RANK']}]" if known else f"pid[{os.getpid()}]"
+    has_rank = "HETSTEP_COMPONENT" in env and "HETSTEP_RANK" in env
+    source = f"{env['HETSTEP_COMPONENT']}[{env['HETSTEP_RANK']}]" if has_rank else f"pid[{os.getpid()}]"
     return logging.Formatter(f"%(asctime)s %(levelname)s {source.replace('%', '%%')} %(message)s", "%Y-%m-%d %H:%M:%S")
 
 

@@ -152,10 +152,10 @@ def append(path: Path, at: int, data: bytes, durable: bool = True) -> int:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.truncate(at)
         file.seek(at)
-        rest = memoryview(data)
+        unwritten = memoryview(data)
         try:
-            while rest:  # a full disk takes a part and fails only at the next write
-                rest = rest[file.write(rest) :]
+            while unwritten:  # a full disk takes a part and fails only at the next write
+                unwritten = unwritten[file.write(unwritten) :]
             if durable:
                 os.fsync(file.fileno())
         except OSError:

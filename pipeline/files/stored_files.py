@@ -209,11 +209,11 @@ class DigestWriter:
     def _put(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         for at in range(0, len(view), PIECE):
-            rest = piece = view[at : at + PIECE]
+            unwritten = piece = view[at : at + PIECE]
             hashed = self._hashing.submit(self._hash.update, piece)
             try:
-                while rest:  # a full disk takes a part and fails only at the next write
-                    rest = rest[self._file.write(rest) :]
+                while unwritten:  # a full disk takes a part and fails only at the next write
+                    unwritten = unwritten[self._file.write(unwritten) :]
             finally:
                 hashed.result()
 

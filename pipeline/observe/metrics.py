@@ -249,8 +249,8 @@ def read_rollouts(path: Path, key: Callable[[], FileKey | None] = lambda: None) 
     with user_files.open_file(path) as file:
         encrypted = is_encrypted(file.read(8))
     content = read_bytes(path, key() if encrypted else None)
-    whole = (text for text in content.splitlines(keepends=True) if text.endswith(b"\n"))
-    return [dict(small_files.parsed(text, RolloutLine, path, remedy=MEND)) for text in whole]
+    complete_lines = (text for text in content.splitlines(keepends=True) if text.endswith(b"\n"))
+    return [dict(small_files.parsed(text, RolloutLine, path, remedy=MEND)) for text in complete_lines]
 
 
 def _last(file: BinaryIO, lines: int) -> int:
@@ -276,8 +276,8 @@ def _finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def _log(step: int, values: dict[str, float]) -> None:
-    shown = (f"{key} {value:.4g}" for key, value in values.items() if not key.startswith(RESOURCES))
-    logger.info("step %d: %s", step, ", ".join(shown))
+    texts = (f"{key} {value:.4g}" for key, value in values.items() if not key.startswith(RESOURCES))
+    logger.info("step %d: %s", step, ", ".join(texts))
 
 
 def _spans(steps: list[int]) -> str:

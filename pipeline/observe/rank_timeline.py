@@ -254,11 +254,11 @@ class Writer:
             self._path.parent.mkdir(exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
             self._end = os.fstat(self._file).st_size
-        at, rest = self._at, memoryview(data)
-        self._end = max(self._end, at + len(rest))
-        while rest:
-            count = os.pwrite(self._file, rest, at)
-            at, rest = at + count, rest[count:]
+        at, unwritten = self._at, memoryview(data)
+        self._end = max(self._end, at + len(unwritten))
+        while unwritten:
+            count = os.pwrite(self._file, unwritten, at)
+            at, unwritten = at + count, unwritten[count:]
         if at < self._end:  # the previous tail was longer
             os.ftruncate(self._file, at)
             self._end = at

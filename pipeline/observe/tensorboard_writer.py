@@ -100,8 +100,8 @@ def _last_step(folder: Path, last: int) -> int:
     """Return the last step up to `last` that has events; -1 if none. A truncated file counts as far as it is whole."""
     for path in sorted(folder.glob("events.out.tfevents.*"), reverse=True):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
-        if shown := [event.step for event in events if event.HasField("summary")]:
-            return min(shown[-1], last)
+        if steps := [event.step for event in events if event.HasField("summary")]:
+            return min(steps[-1], last)
         begins = [event.step for event in events if event.HasField("session_log")]
         last = min([last, *(step - 1 for step in begins)])
     return -1

@@ -45,21 +45,21 @@ def prepare() -> bool:
     """
     if delegated_folder() is not None:
         return True
-    version, own = _own()
-    if version != 2 or not _delegated(own) or "memory" not in (own / "cgroup.controllers").read_text().split():
+    version, own_folder = _own()
+    if version != 2 or not _delegated(own_folder) or "memory" not in (own_folder / "cgroup.controllers").read_text().split():
         return False
-    (own / RANKS).mkdir(exist_ok=True)
+    (own_folder / RANKS).mkdir(exist_ok=True)
     until = time.monotonic() + RETRY_S
     while True:
-        for pid in (own / "cgroup.procs").read_text().split():
+        for pid in (own_folder / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
-                (own / RANKS / "cgroup.procs").write_text(pid)
+                (own_folder / RANKS / "cgroup.procs").write_text(pid)
         try:
-            (own / "cgroup.subtree_control").write_text("+memory")
+            (own_folder / "cgroup.subtree_control").write_text("+memory")
         except OSError as error:  # busy: a process was forked there in the meantime
             if time.monotonic() > until:
                 raise SandboxError(
-                    f"sandbox: the delegated cgroup {own} does not hand memory to its children: {error}"
+                    f"sandbox: the delegated cgroup {own_folder} does not hand memory to its children: {error}"
                 ) from None
             continue
         delegated_folder.cache_clear()
@@ -69,11 +69,11 @@ def prepare() -> bool:
 @functools.cache
 def delegated_folder() -> Path | None:
     """Return the folder in which this process may make memory cgroups; None if there is none."""
-    version, own = _own()
-    if version == 1 and _delegated(own):
-        return own
-    if version == 2 and own.name == RANKS and _delegated(own.parent):
-        return own.parent if "memory" in (own.parent / "cgroup.subtree_control").read_text().split() else None
+    version, own_folder = _own()
+    if version == 1 and _delegated(own_folder):
+        return own_folder
+    if version == 2 and own_folder.name == RANKS and _delegated(own_folder.parent):
+        return own_folder.parent if "memory" in (own_folder.parent / "cgroup.subtree_control").read_text().split() else None
     return None
 
 
@@ -84,15 +84,15 @@ def join(pid: int, limits: ResourceLimits) -> None:
     """
     if (folder := delegated_folder()) is None:
         return
-    own = _program_cgroup(folder)
+    program_folder = _program_cgroup(folder)
     try:
         _sweep(folder)
-        own.mkdir()
-        (limit,) = (own / name for name in LIMIT_FILES if (own / name).exists())
+        program_folder.mkdir()
+        (limit,) = (program_folder / name for name in LIMIT_FILES if (program_folder / name).exists())
         limit.write_text(str(limits.memory_bytes + limits.scratch_bytes + KERNEL_BYTES))
-        if (own / "memory.oom.group").exists():
-            (own / "memory.oom.group").write_text("1")  # the kernel ends all of its processes together
-        (own / "cgroup.procs").write_text(str(pid))
+        if (program_folder / "memory.oom.group").exists():
+            (program_folder / "memory.oom.group").write_text("1")  # the kernel ends all of its processes together
+        (program_folder / "cgroup.procs").write_text(str(pid))
     except OSError as error:
         raise SandboxError(f"sandbox: cannot make a cgroup in {folder}: {error}") from None
 
@@ -118,9 +118,9 @@ def remove() -> None:
     if (folder := delegated_folder()) is None:
         return
     until = time.monotonic() + RETRY_S
-    while (own := _program_cgroup(folder)).exists():
+    while (program_folder := _program_cgroup(folder)).exists():
         try:
-            own.rmdir()
+            program_folder.rmdir()
         except OSError:  # the last process is not quite gone
             if time.monotonic() > until:
                 raise
@@ -134,10 +134,10 @@ def _program_cgroup(folder: Path) -> Path:
 
 def _sweep(folder: Path) -> None:
     """Remove cgroups of guards that were killed."""
-    for left in folder.glob(f"{PROGRAM_PREFIX}*"):
-        if not os.path.exists(f"/proc/{left.name.removeprefix(PROGRAM_PREFIX)}"):
+    for leftover in folder.glob(f"{PROGRAM_PREFIX}*"):
+        if not os.path.exists(f"/proc/{leftover.name.removeprefix(PROGRAM_PREFIX)}"):
             with contextlib.suppress(OSError):
-                left.rmdir()
+                leftover.rmdir()
 
 
 def _own() -> tuple[int, Path]:

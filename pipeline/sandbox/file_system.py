@@ -71,14 +71,14 @@ def file_system_view(readable: tuple[str, ...] = (), libraries: Sequence[str] = 
     for path in (*filter(os.path.isdir, of_python), *readable, *libraries):
         if not os.path.isabs(path) or not os.path.exists(path):
             raise SandboxError(f"sandbox: got readable path {path}; expected an absolute path that exists")
-        if not any(_is_in(path, other) for other in mounted):
+        if not any(_is_in(path, mount) for mount in mounted):
             mounted.append(path)
     secrets = {"the home folder": "~", **{name: os.environ[name] for name in SECRET if os.environ.get(name)}}
     for name, secret in secrets.items():
-        place = os.path.realpath(os.path.expanduser(secret))
+        real_path = os.path.realpath(os.path.expanduser(secret))
         for path in mounted:
-            if _is_in(place, os.path.realpath(path)):
-                raise SandboxError(f"sandbox: {path} would be readable, and it contains {name}, {place}. Move one of them")
+            if _is_in(real_path, os.path.realpath(path)):
+                raise SandboxError(f"sandbox: {path} would be readable, and it contains {name}, {real_path}. Move one of them")
     return FileSystemView(mounted, links, list(libraries))
 
 

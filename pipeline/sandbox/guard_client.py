@@ -118,11 +118,11 @@ class InteractiveProgram:
             os.write(self._control.fileno(), b"\n")  # the guard samples the program at once
         except BrokenPipeError:
             raise EOFError("the program has ended") from None
-        left = memoryview(content)
-        while left:
+        unsent = memoryview(content)
+        while unsent:
             _wait(self._stdin, select.POLLOUT, deadline)
             try:
-                left = left[os.write(self._stdin, left) :]
+                unsent = unsent[os.write(self._stdin, unsent) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
@@ -154,9 +154,9 @@ class InteractiveProgram:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    poll, left = select.poll(), deadline - time.monotonic()
+    poll, remaining_s = select.poll(), deadline - time.monotonic()
     poll.register(descriptor, event)
-    if left <= 0 or not poll.poll(1e3 * left):  # checks the deadline first: some programs are always ready
+    if remaining_s <= 0 or not poll.poll(1e3 * remaining_s):  # checks the deadline first: some programs are always ready
         raise TimeoutError("the program did not answer in time")
 
 

@@ -22,13 +22,15 @@ def library_folders(interpreter: str) -> list[str]:
 
     The dynamic linker lists the libraries and starts no program. Raises SandboxError if it fails.
     """
-    given = [os.path.normpath(folder) for folder in os.environ.get(VARIABLE, "").split(":") if os.path.isabs(folder)]
-    if not given:
+    set_folders = [os.path.normpath(folder) for folder in os.environ.get(VARIABLE, "").split(":") if os.path.isabs(folder)]
+    if not set_folders:
         return []
-    variables = {"LD_TRACE_LOADED_OBJECTS": "1", VARIABLE: ":".join(given)}
+    variables = {"LD_TRACE_LOADED_OBJECTS": "1", VARIABLE: ":".join(set_folders)}
     try:
         listed = subprocess.run([interpreter], env=variables, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"sandbox: the libraries of {interpreter} cannot be listed: {error}") from None
-    found = {os.path.dirname(os.path.normpath(path)) for path in LISTED.findall(listed.stdout.decode(errors="replace"))}
-    return [folder for folder in dict.fromkeys(given) if folder in found]
+    linked_folders = {
+        os.path.dirname(os.path.normpath(path)) for path in LISTED.findall(listed.stdout.decode(errors="replace"))
+    }
+    return [folder for folder in dict.fromkeys(set_folders) if folder in linked_folders]

@@ -36,9 +36,9 @@ class ResourceLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            whole = field.type == "int"
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise ValueError(f"{field.name}: got {value!r}; expected a {'whole ' * whole}number")
+            is_integer = field.type == "int"
+            if isinstance(value, bool) or not isinstance(value, int if is_integer else int | float):
+                raise ValueError(f"{field.name}: got {value!r}; expected a {'whole ' * is_integer}number")
             if not 0 < value < math.inf:
                 raise ValueError(f"{field.name}: got {value}; expected a finite number above 0")
 

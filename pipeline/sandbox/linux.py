@@ -31,8 +31,8 @@ def call(name: str, *arguments: bytes | str | int | object) -> int:
     result = getattr(_libc, name)(*raw)
     if result == -1:
         number = ctypes.get_errno()
-        shown = ", ".join(str(a) for a in arguments if isinstance(a, str | int))
-        raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
+        text = ", ".join(str(a) for a in arguments if isinstance(a, str | int))
+        raise OSError(number, f"{name}({text}): {os.strerror(number)}")
     return result
 
 
@@ -52,9 +52,9 @@ def raise_oom_score(score: int) -> None:
     Short of memory, the kernel ends the process with the highest score: a program (1000) before its guard (999), and both
     before a rank. A higher score stays: the kernel may refuse to lower it, and some containers begin with 1000.
     """
-    own = Path("/proc/self/oom_score_adj")
-    if int(own.read_text()) < score:
-        own.write_text(str(score))
+    score_file = Path("/proc/self/oom_score_adj")
+    if int(score_file.read_text()) < score:
+        score_file.write_text(str(score))
 
 
 def pivot_root(new: str, old: str) -> None:

@@ -86,10 +86,10 @@ def start(spec: ProgramSpec, isolated: bool = True) -> PreparedSandbox:
         _map_users(first)
         os.write(go, b"1")
         os.waitpid(first, 0)
-        found = processes.children(os.getpid())
-        if not found:
+        children = processes.children(os.getpid())
+        if not children:
             _expect(reports, READY)
-        (init,) = found
+        (init,) = children
         os.write(go, b"2")
     else:
         init = first
@@ -116,10 +116,10 @@ def _status(init: int, report: bytes, ended: bool) -> int | None:
 def _map_users(pid: int) -> None:
     """Map the namespace's users: root and nobody to themselves if this is real root, else nobody to this user."""
     root = is_root()
-    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
+    for kind, number in (("uid", os.geteuid()), ("gid", os.getegid())):
         if kind == "gid" and not root:
             Path(f"/proc/{pid}/setgroups").write_text("deny")  # otherwise the kernel refuses to map a group
-        lines = f"0 0 1\n{USER} {USER} 1\n" if root else f"{USER} {own} 1\n"
+        lines = f"0 0 1\n{USER} {USER} 1\n" if root else f"{USER} {number} 1\n"
         Path(f"/proc/{pid}/{kind}_map").write_text(lines)
 
 
@@ -210,8 +210,8 @@ def _program(spec: ProgramSpec, isolated: bool, folder: str) -> None:
         os.closerange(3, 1 << 16)
         for number, pair in linux.resource_limits(spec.limits, isolated and linux.counts_processes_by_namespace()).items():
             resource.setrlimit(number, pair)
-        own = environment(spec.view) | ({} if isolated else {"HOME": folder, "TMPDIR": folder})
-        os.execve(spec.argv[0], spec.argv, own)
+        variables = environment(spec.view) | ({} if isolated else {"HOME": folder, "TMPDIR": folder})
+        os.execve(spec.argv[0], spec.argv, variables)
     except BaseException as error:
         os.write(2, f"{spec.argv[0]}: {error}\n".encode())
     finally:

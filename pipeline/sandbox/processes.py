@@ -46,8 +46,8 @@ class UsageMeter:
         for pid in (*tree, *(pid for pid, _ in self._ticks if pid in missed)):
             if (found := _ticks(pid)) is None or (pid in missed and found[0] not in self._ticks):
                 continue
-            process, (own, waited_for) = found
-            ticks[process] = (own if pid != self._root else 0, waited_for)
+            process, (own_ticks, waited_for) = found
+            ticks[process] = (own_ticks if pid != self._root else 0, waited_for)
             if pid == self._root or (status := _read(f"/proc/{pid}/status")) is None:
                 continue
             lines = status.split("\n")  # a process name may contain \r, \v or \f
@@ -73,11 +73,11 @@ def children(pid: int) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """Return the ids of a process's children, of their children, and so on."""
-    found, at = children(pid), 0
-    while at < len(found):
-        found += children(found[at])
+    pids, at = children(pid), 0
+    while at < len(pids):
+        pids += children(pids[at])
         at += 1
-    return found
+    return pids
 
 
 def _ticks(pid: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
