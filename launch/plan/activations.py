@@ -95,8 +95,8 @@ def norms(shape: ModelShape) -> tuple[int, bool, int]:
     """Return (number of RMSNorms of width h in a layer, whether queries and keys have norms, total width of latents' norms)."""
     if shape.latent:
         return 2, False, shape.norms_layer - 2 * shape.hidden
-    count, rest = divmod(shape.norms_layer, shape.hidden)
-    return count, rest == 2 * shape.head_dim, 0
+    count, remainder = divmod(shape.norms_layer, shape.hidden)
+    return count, remainder == 2 * shape.head_dim, 0
 
 
 def latent_projections(shape: ModelShape) -> int:
@@ -110,10 +110,10 @@ def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
     if shape.state is None:
         return 0.0
     of, c = shape.state, microbatch.size
-    saved = c * (sum(of.projected) + 2 * sum(of.convolved)) + 16 * of.width + 2 * c * of.width
+    saved_bytes = c * (sum(of.projected) + 2 * sum(of.convolved)) + 16 * of.width + 2 * c * of.width
     if not microbatch.cuda:
-        saved += 4 * of.scanned
-    return saved / microbatch.tensor
+        saved_bytes += 4 * of.scanned
+    return saved_bytes / microbatch.tensor
 
 
 def _mean(shape: ModelShape, attention: float, states: float) -> float:
@@ -170,22 +170,22 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
     if latent:  # latents, their norms, and the joint keys and values projected from them
         attention += (4 + 2 * c) * latent + c * (w.key + w.value)
     states = state_space(shape, replace(microbatch, tensor=_sharing(shape, microbatch)))
-    saved = count * ((4 + 2 * c) * hidden + 4) + _mean(shape, attention, states)
+    saved_bytes = count * ((4 + 2 * c) * hidden + 4) + _mean(shape, attention, states)
     if gathered:  # the inputs of both blocks are gathered, and saved as gathered for their weights' gradients
-        saved += 2 * c * (gathered - hidden)
+        saved_bytes += 2 * c * (gathered - hidden)
     forward = c * (2 * hidden + gathered + 3 * w.query + keys)
     if sparse:
         copies = shape.experts_per_token / microbatch.token_split
         width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
-        saved += c * (copies * (2 * w.hidden + 4 * width) + 4 * shared / microbatch.tensor)
+        saved_bytes += c * (copies * (2 * w.hidden + 4 * width) + 4 * shared / microbatch.tensor)
         backward = c * (3 * copies + 1) * w.hidden
         forward = max(forward, c * (2 * hidden + gathered + copies * (3 * w.hidden + 4 * width)))
     else:
         width = shape.mean_width / microbatch.tensor
-        saved += 4 * c * width
+        saved_bytes += 4 * c * width
         backward = c * (2 * width + w.hidden)
         forward = max(forward, c * (2 * hidden + gathered + 3 * width))
-    return _of_tokens(microbatch, saved, c * hidden, backward + c * gathered, forward)
+    return _of_tokens(microbatch, saved_bytes, c * hidden, backward + c * gathered, forward)
 
 
 def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> float:
@@ -197,14 +197,14 @@ def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch)
     if latent:
         attention += c * (latent + ROTARY)
     states = c * sum(shape.state.projected) / _sharing(shape, microbatch) if shape.state else 0.0
-    saved = c * 2 * w.hidden / microbatch.sequence + _mean(shape, attention, states)
+    saved_bytes = c * 2 * w.hidden / microbatch.sequence + _mean(shape, attention, states)
     if sparse:
         copies = shape.experts_per_token / microbatch.token_split
         width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
-        saved += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
+        saved_bytes += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
     else:
-        saved += c * (2 * shape.mean_width / microbatch.tensor + w.hidden)
-    return microbatch.tokens * saved
+        saved_bytes += c * (2 * shape.mean_width / microbatch.tensor + w.hidden)
+    return microbatch.tokens * saved_bytes
 
 
 def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
@@ -223,37 +223,39 @@ def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) 
     if latent:
         attention += norm * latent + c * (w.value - w.key)
     mixers = _mean(shape, attention, state_space(shape, microbatch))
-    saved = count * (norm * hidden + 4 / microbatch.sequence) + mixers
+    saved_bytes = count * (norm * hidden + 4 / microbatch.sequence) + mixers
     if sparse:
         copies, shared = shape.experts_per_token, shape.shared_width / microbatch.tensor
         of_rank = copies * microbatch.expert_tensor / microbatch.sequence
         width = shape.expert_width / microbatch.expert_tensor
-        saved += of_rank * c * (shape.expert_input + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
+        saved_bytes += of_rank * c * (shape.expert_input + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
         backward = c * (2 * of_rank + 1) * w.hidden
         if not fused:  # one expert at a time; three products by its float64 weights are in float64 too
             backward += 3 * 8 * of_rank * width / microbatch.experts
         forward = c * (2 * hidden + of_rank * (2 * shape.expert_input + 4 * width))
     else:
         width = shape.mean_width / microbatch.tensor
-        saved += (3 if fused else 5) * c * width
+        saved_bytes += (3 if fused else 5) * c * width
         backward = c * (2 * width + hidden)
         forward = c * (2 * hidden + 4 * width)
     if microbatch.sequence > 1:  # a rank gathers all ranks' tokens in the forward pass and again in the backward pass
         backward += c * w.hidden
         forward += c * w.hidden
-    return _of_tokens(microbatch, saved, c * hidden, backward, forward)
+    return _of_tokens(microbatch, saved_bytes, c * hidden, backward, forward)
 
 
 def final_norm(shape: ModelShape, microbatch: RankMicrobatch, fused: bool) -> LayerActivations:
     """Return the activations of the last norm. fused: the norm is TransformerEngine's."""
     c, hidden = microbatch.size, shape.hidden / microbatch.sequence
-    saved = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if microbatch.sequence > 1 else 0)
-    return _of_tokens(microbatch, saved, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
+    saved_bytes = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if microbatch.sequence > 1 else 0)
+    return _of_tokens(microbatch, saved_bytes, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
 
 
-def _of_tokens(microbatch: RankMicrobatch, saved: float, at_once: float, backward: float, forward: float) -> LayerActivations:
+def _of_tokens(
+    microbatch: RankMicrobatch, saved_bytes: float, at_once: float, backward: float, forward: float
+) -> LayerActivations:
     tokens = microbatch.tokens
-    return LayerActivations(tokens * saved, tokens * at_once, tokens * backward, tokens * forward)
+    return LayerActivations(tokens * saved_bytes, tokens * at_once, tokens * backward, tokens * forward)
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def advice(recipe: Recipe, memory_needed: TrainMemory | GenerateMemory, room: fl
     if memory_needed.total <= room:
         return []
     changes = _train_changes(recipe, memory_needed.shapes["policy"])
-    tried = sorted((train(changed, memory_needed.shapes).total, text) for text, changed in changes)
+    tried = sorted((train(variant, memory_needed.shapes).total, text) for text, variant in changes)
     fitting = [(total, text) for total, text in tried if total <= room]
     if any(SELECTIVE in text for _, text in fitting):  # full recomputation costs another forward pass
         fitting = [(total, text) for total, text in fitting if not text.endswith("activation_checkpointing=true")]
@@ -44,10 +44,10 @@ def _generate_advice(recipe: Recipe, memory_needed: GenerateMemory, room: float)
     if memory_needed.sequences >= 1 and memory_needed.total <= room:
         return []
     texts = []
-    for text, changed in _generate_changes(recipe, memory_needed.shape):
-        after = generate(changed, memory_needed.shape)
-        if after.sequences >= 1 and after.total <= room:
-            texts.append(f"{text}: room for {after.sequences:,.0f} sequences of the greatest length")
+    for text, variant in _generate_changes(recipe, memory_needed.shape):
+        memory_after = generate(variant, memory_needed.shape)
+        if memory_after.sequences >= 1 and memory_after.total <= room:
+            texts.append(f"{text}: room for {memory_after.sequences:,.0f} sequences of the greatest length")
     return texts[:MOST]
 
 
@@ -58,10 +58,10 @@ def _of(total: float, room: float) -> str:
 def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:
     packing, longest = "policy.sequence_packing", recipe.policy.max_total_sequence_length
     section = "policy.megatron_cfg" if uses_megatron(recipe.policy) else "policy.dtensor_cfg"
-    for text, changed in _change(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True):
-        yield text, changed
+    for text, variant in _change(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True):
+        yield text, variant
         if not uses_megatron(recipe.policy) and not compiles(recipe.policy, shape.mixture):
-            yield f"{text} {section}.{SELECTIVE}", set_key(changed, f"{section}.recompute_granularity", "selective")
+            yield f"{text} {section}.{SELECTIVE}", set_key(variant, f"{section}.recompute_granularity", "selective")
     for key in (f"{packing}.train_mb_tokens", f"{packing}.logprob_mb_tokens"):
         yield from _change(recipe, key, lambda tokens: tokens // 2 if tokens // 2 >= longest else None)
     yield from _change(recipe, "policy.logprob_chunk_size", lambda rows: 1024 if rows is None or rows > 1024 else None)
@@ -75,8 +75,8 @@ def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Rec
 
 
 def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterator[tuple[str, Recipe]]:
-    for text, changed in _double(recipe, f"{section}.tensor_model_parallel_size", shape.kv_heads):
-        sequence = set_key(changed, f"{section}.sequence_parallel", True)
+    for text, variant in _double(recipe, f"{section}.tensor_model_parallel_size", shape.kv_heads):
+        sequence = set_key(variant, f"{section}.sequence_parallel", True)
         yield f"{text} {section}.sequence_parallel=true", sequence
     if shape.layers % (2 * recipe.policy.megatron_cfg.pipeline_model_parallel_size) == 0:
         yield from _double(recipe, f"{section}.pipeline_model_parallel_size", shape.layers)
@@ -87,14 +87,14 @@ def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterat
 
 def _double(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
     """Yield the recipe with a parallel size doubled, if that divides `of` and the number of ranks."""
-    for text, changed in _change(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
-        layout = train_parallelism(changed.policy, changed.cluster.train)
+    for text, variant in _change(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
+        layout = train_parallelism(variant.policy, variant.cluster.train)
         dense, experts = (
             layout.tensor * layout.pipeline * layout.context,
             layout.expert * layout.expert_tensor * layout.pipeline,
         )
-        if not ranks(changed.cluster.train) % dense and not ranks(changed.cluster.train) % experts:
-            yield text, changed
+        if not ranks(variant.cluster.train) % dense and not ranks(variant.cluster.train) % experts:
+            yield text, variant
 
 
 def _generate_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:
@@ -114,12 +114,12 @@ def _change(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tupl
     value = recipe
     for name in key.split("."):
         value = getattr(value, name)
-    if (wanted := to(value)) is not None:
-        shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
-        yield f"{key}={shown}", set_key(recipe, key, wanted)
+    if (new_value := to(value)) is not None:
+        value_text = str(new_value).lower() if isinstance(new_value, bool) else new_value
+        yield f"{key}={value_text}", set_key(recipe, key, new_value)
 
 
 def set_key(section: Any, key: str, value: Any) -> Any:
     """Return a copy of a section with one key below it set."""
-    name, _, rest = key.partition(".")
-    return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})
+    name, _, subkey = key.partition(".")
+    return replace(section, **{name: set_key(getattr(section, name), subkey, value) if subkey else value})

@@ -81,16 +81,19 @@ def proposals(plan: Plan) -> Iterator[Line]:
     """Yield single changes that shorten a step, and the number of idle engines."""
     if split.movable(plan.recipe):
         yield "split", _division(plan)
-    other, keys = recomputation.faster(plan.recipe, plan.shapes, plan.lengths)
-    took = step_elsewhere(plan, other) if keys and plan.fits else None
+    variant, keys = recomputation.faster(plan.recipe, plan.shapes, plan.lengths)
+    took = step_elsewhere(plan, variant) if keys and plan.fits else None
     if took is not None and 1 - took / plan.step > split.WORTH:
         yield "recomputing", f"{keys} would fit and take {seconds(took)} a step, {1 - took / plan.step:.0%} less"
     if plan.generate:
-        made, answers = engines(plan.recipe.policy, plan.recipe.cluster.generate), generate_time.sampled(plan.recipe)[1]
+        engine_count, answers = (
+            engines(plan.recipe.policy, plan.recipe.cluster.generate),
+            generate_time.rollout_size(plan.recipe)[1],
+        )
         if runs_ahead(plan.recipe) and ahead(plan.recipe).in_flight_weight_updates:
             answers *= ahead(plan.recipe).max_trajectory_age_steps + 1
-        if made > answers:
-            yield "idle", f"{made - answers} of {made} engines: {plural(answers, 'answer')} are sampled at once"
+        if engine_count > answers:
+            yield "idle", f"{engine_count - answers} of {engine_count} engines: {plural(answers, 'answer')} are sampled at once"
 
 
 def _division(plan: Plan) -> str:

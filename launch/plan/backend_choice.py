@@ -1,4 +1,4 @@
-"""Choose the train backend: the recipe's, or else by the model's size and the GPUs' number and memory. Then recomputation.
+"""Choose the train backend, by the recipe or else by the model's size and the GPUs' number and memory; then recomputation.
 
 The choice is made once, at submission, and written into the run's recipe, so that every rank reads the same.
 
@@ -88,7 +88,7 @@ class BackendChoice:
 def choose(
     recipe: Recipe, pending: Sequence[os.PathLike] = (), before: Recipe | None = None
 ) -> tuple[Recipe, BackendChoice | None]:
-    """Return the recipe with all chosen keys set and validated, and the choice; an evaluation as it is, and None.
+    """Return (the recipe with all chosen keys set and validated, the choice); (the same recipe, None) for an evaluation.
 
     pending: folders of needed runs that are still to come. before: the recipe with which the run began; None for a new run.
     Raises RecipeError.
@@ -101,10 +101,10 @@ def choose(
     config.validate(recipe)
     if not (keys := recomputation.open_keys(recipe)):
         return recipe, choice
-    same = before if before and requested_backend(before.policy) == choice.backend else None
-    recipe, why = recomputation.choose(recipe, _known_shapes(recipe, pending), same)
+    earlier = before if before and requested_backend(before.policy) == choice.backend else None
+    recipe, reason = recomputation.choose(recipe, _known_shapes(recipe, pending), earlier)
     config.validate(recipe)
-    return recipe, replace(choice, recomputation=why, open_keys=() if same else keys)
+    return recipe, replace(choice, recomputation=reason, open_keys=() if earlier else keys)
 
 
 def _by_recipe(recipe: Recipe) -> BackendChoice | None:
@@ -113,12 +113,12 @@ def _by_recipe(recipe: Recipe) -> BackendChoice | None:
         return None
     enabled = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
     if all(enabled.values()):
-        both = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; expected one of them"
-        return BackendChoice(backend, "policy.megatron_cfg.enabled overrides policy.dtensor_cfg.enabled", both)
+        contradiction = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; expected one of them"
+        return BackendChoice(backend, "policy.megatron_cfg.enabled overrides policy.dtensor_cfg.enabled", contradiction)
     if enabled[backend]:
         return BackendChoice(backend, f"policy.{backend}_cfg.enabled is true")
-    other = next(name for name in enabled if name != backend)
-    return BackendChoice(backend, f"policy.{other}_cfg.enabled is false")
+    disabled = next(name for name in enabled if name != backend)
+    return BackendChoice(backend, f"policy.{disabled}_cfg.enabled is false")
 
 
 def _by_earlier_run(before: Recipe | None) -> BackendChoice | None:
@@ -131,11 +131,11 @@ def _by_keys(recipe: Recipe) -> BackendChoice | None:
     megatron = _first_change("megatron", policy.megatron_cfg, MegatronConfig(), MEGATRON_LAYOUT)
     dtensor = _first_change("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
     if megatron and dtensor:
-        why = (
+        message = (
             f"got this key of Megatron-Core and {dtensor} of FSDP2; expected one backend. Try policy.megatron_cfg.enabled=true"
             " or policy.dtensor_cfg.enabled=true"
         )
-        raise RecipeError(Problem(megatron, "ambiguous", why))
+        raise RecipeError(Problem(megatron, "ambiguous", message))
     if megatron or dtensor:
         return BackendChoice("megatron" if megatron else "dtensor", f"{megatron or dtensor} is set")
     return None
@@ -169,7 +169,7 @@ def megatron_bytes(train_models: Sequence[TrainModel], count: int, size: int) ->
 
 
 def _configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, dict[str, Any]] | None:
-    """Return config.json of all models, by section; None if a run is still to write the policy.
+    """Return config.json of all models by section; None if a run has yet to write the policy.
 
     Another model that a run is still to write counts as the policy. Raises RecipeError.
     """
@@ -181,7 +181,7 @@ def _configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, dict[s
 
 
 def _known_shapes(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, ModelShape] | None:
-    """Return the shapes of all models; None if one is not known. A plan reports why."""
+    """Return the shapes of all models; None if any is not known, for which a plan reports the reason."""
     with collected([]):
         if (configs := _configs(recipe, pending)) is not None:
             return {section: ModelShape.of(model, f"{section}.model_name") for section, model in configs.items()}
@@ -203,30 +203,32 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     train_models = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)
     limit, fsdp, megatron = MAX_STATE * memory_gb * 1e9, fsdp_bytes(train_models, count), megatron_bytes(train_models, count, 1)
-    what, gpus = _describe(train_models), f"GB on each of {count} GPUs with {memory_gb:g}"
+    models_text, gpus = _describe(train_models), f"GB on each of {count} GPUs with {memory_gb:g}"
     if train_models[0].shape.experts >= MANY_EXPERTS and megatron <= limit:
-        return BackendChoice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and need no gathering layer by layer")
+        return BackendChoice(
+            "megatron", f"{models_text} take {megatron / 1e9:.1f} {gpus}, and need no gathering layer by layer"
+        )
     if fsdp <= limit:
-        return BackendChoice("dtensor", f"{what} take {fsdp / 1e9:.1f} {gpus}")
-    reason = f"under FSDP2 {what} would take {fsdp / 1e9:.1f} {gpus}"
+        return BackendChoice("dtensor", f"{models_text} take {fsdp / 1e9:.1f} {gpus}")
+    reason = f"under FSDP2 {models_text} would take {fsdp / 1e9:.1f} {gpus}"
     if megatron <= limit:
         return BackendChoice("megatron", reason)
     cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(train_models, count, cut) <= limit]
     if not cuts:
-        why = (
+        message = (
             f"{reason}; under Megatron-Core no layout brings them below {MAX_STATE:.0%} of that either. Try more GPUs,"
             " or policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true"
         )
-        raise RecipeError(Problem("cluster.train", "out-of-memory", why))
-    why = (
+        raise RecipeError(Problem("cluster.train", "out-of-memory", message))
+    message = (
         f"{reason}; under Megatron-Core they fit if at least {cuts[0]} GPUs split the model. Try tensor_model_parallel_size,"
         " pipeline_model_parallel_size or expert_model_parallel_size"
     )
-    raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", why))
+    raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", message))
 
 
 def _describe(train_models: Sequence[TrainModel]) -> str:
-    shape, others = train_models[0].shape, len(train_models) - 1
+    shape, more_models = train_models[0].shape, len(train_models) - 1
     experts = f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)" if shape.experts else ""
-    more = f" and {plural(others, 'more model')}" if others else ""
-    return f"{shape.parameters / 1e9:.1f}e9 parameters{experts}{more}"
+    addition = f" and {plural(more_models, 'more model')}" if more_models else ""
+    return f"{shape.parameters / 1e9:.1f}e9 parameters{experts}{addition}"

@@ -1,8 +1,8 @@
-"""Measure the lengths of the recipe's data where its records and the tokenizer are here: JSONL, Parquet, the hub's cache.
+"""Measure the lengths of the recipe's data if its records and the tokenizer are here: JSONL, Parquet, the hub's cache.
 
 The first records of each data set are encoded as the job encodes them. Their mean prices a step. Memory is bounded by the
 longest sequence, so only data of which every record was encoded bound it: small JSONL files. Records that are longer than
-data.max_input_seq_length do not count, since the job drops or refuses them. Not read: generated data, and your own callables.
+data.max_input_seq_length do not count, since the job drops or refuses them. Generated data and your own callables are not read.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> DataLengths 
             readings.append(set_lengths)
     except (RecipeError, ValueError, bounded.Unbounded):  # the checks of the recipe report it
         return None
-    of_training = [(dataset, read) for dataset, read in zip([*sets.values()][:trained], readings, strict=False) if read]
-    weights = [dataset.weight or record_counts.count(dataset) or len(read.lengths) for dataset, read in of_training]
-    means = [sum(read.lengths) / len(read.lengths) for _, read in of_training]
+    of_training = [(dataset, sample) for dataset, sample in zip([*sets.values()][:trained], readings, strict=False) if sample]
+    weights = [dataset.weight or record_counts.count(dataset) or len(sample.lengths) for dataset, sample in of_training]
+    means = [sum(sample.lengths) / len(sample.lengths) for _, sample in of_training]
     mean = sum(weight * set_mean for weight, set_mean in zip(weights, means, strict=True)) / sum(weights)
-    complete = not generates(recipe) and all(read and read.complete for read in readings)
-    longest = max(length for read in readings if read for length in read.lengths) if complete else None
-    count = sum(len(read.lengths) for _, read in of_training)
-    which = "all records" if all(read.complete for _, read in of_training) else f"the first {count:,} records"
-    return DataLengths(mean, longest, f"the mean of {which} of {', '.join([*sets][:trained])}")
+    complete = not generates(recipe) and all(sample and sample.complete for sample in readings)
+    longest = max(length for sample in readings if sample for length in sample.lengths) if complete else None
+    count = sum(len(sample.lengths) for _, sample in of_training)
+    records_text = "all records" if all(sample.complete for _, sample in of_training) else f"the first {count:,} records"
+    return DataLengths(mean, longest, f"the mean of {records_text} of {', '.join([*sets][:trained])}")
 
 
 def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> _Read | None:
@@ -79,9 +79,9 @@ def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadin
             data_files.first_cached(key, dataset, MOST_RECORDS),
             named.columns(dataset, recipe.algorithm in PAIRED),
         )
-    if records is None or not records.found:
+    if records is None or not records.numbered:
         return None
-    rows = _bound_rows([record for _, record in records.found])
+    rows = _bound_rows([record for _, record in records.numbered])
     if dataset.dataset_name not in config.NAMED_DATASETS:
         dataset = config.recognize_columns(recipe, key, dataset, rows).dataset
 
@@ -92,12 +92,12 @@ def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadin
 
     limit, of_rows = recipe.data.max_input_seq_length, bounded.call(work)
     lengths = [length for row_lengths in of_rows for length in row_lengths if length <= limit]
-    complete = len(rows) == len(records.found) and all(of_rows) and not records.bad and _is_whole(dataset, records)
+    complete = len(rows) == len(records.numbered) and all(of_rows) and not records.bad and _is_whole(dataset, records)
     return _Read(lengths, complete) if lengths else None
 
 
 def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]:
-    """Return the tokens of a record: of its prompt, its sequence or both of a pair; none if it cannot be read here."""
+    """Return the tokens of a record's prompt, of its sequence, or of both of a pair; none if they cannot be read here."""
     try:
         if generates(recipe):
             return [len(encoder.prompt(row))]
@@ -110,17 +110,17 @@ def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]
 
 def _bound_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first records that have MOST_CHARACTERS together, at least one."""
-    left, rows_read = MOST_CHARACTERS, []
+    characters_left, rows_read = MOST_CHARACTERS, []
     for row in rows:
-        left -= len(json.dumps(row, default=str))
-        if left < 0 and rows_read:
+        characters_left -= len(json.dumps(row, default=str))
+        if characters_left < 0 and rows_read:
             break
         rows_read.append(row)
     return rows_read
 
 
 def _is_whole(dataset: DatasetConfig, records: FirstRecords) -> bool:
-    """Return whether the records are all of a JSONL file."""
+    """Return whether these are all records of a JSONL file."""
     if dataset.data_path is None or records.path.stat().st_size > SCAN_BYTES:
         return False
-    return record_counts.count(replace(dataset, max_samples=None, split_validation_size=0, repeat=1)) == len(records.found)
+    return record_counts.count(replace(dataset, max_samples=None, split_validation_size=0, repeat=1)) == len(records.numbered)

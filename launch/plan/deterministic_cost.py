@@ -1,6 +1,6 @@
-"""The price of policy.deterministic, as factors on the time of matrix products, attention and reads of memory.
+"""Price policy.deterministic by factors on the time of matrix products, attention and reads of memory.
 
-Neither is measured here.
+Both factors are others' measurements, not ours.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def generation(policy: PolicyConfig) -> float:
     return GENERATION if policy.deterministic else 1.0
 
 
-def assumed(recipe: Recipe) -> str:
-    """Return what the plan assumes of a recipe with the key."""
+def assumed_factors(recipe: Recipe) -> str:
+    """Return the plan's line about the factors that it assumes for a recipe with policy.deterministic."""
     factors = [f"{TRAINING:g} times as long in training"] if trains(recipe) else []
     factors += [f"{GENERATION:g} times in engines"] if generates(recipe) else []
     return f"policy.deterministic: kernels take {' and '.join(factors)}, measured by others: deterministic_cost.py"

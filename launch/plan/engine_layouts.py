@@ -50,9 +50,9 @@ class _TensorCut(NamedTuple):
 
 def engine_stages(layers: int, pipeline: int) -> list[range]:
     """Return the layers of each pipeline stage of a vLLM engine."""
-    layers_per_stage, rest = divmod(layers, pipeline)
+    layers_per_stage, remainder = divmod(layers, pipeline)
     # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
-    return consecutive([layers_per_stage + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
+    return consecutive([layers_per_stage + (pipeline - 1 - remainder <= stage < pipeline - 1) for stage in range(pipeline)])
 
 
 def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
@@ -75,16 +75,16 @@ def _vllm_tables(cuts: list[_TensorCut], size: int, builder: TableBuilder) -> li
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
     tables = []
     for rank in range(size):
-        mine = np.flatnonzero((owner == -1) | (owner == rank))
-        offset, extent = everything.offset[mine], everything.size[mine]
-        rows = np.flatnonzero(parts[mine] > 1)
-        rank_part, along = mine[rows], dim[mine[rows]]
+        rank_cuts = np.flatnonzero((owner == -1) | (owner == rank))
+        offset, extent = everything.offset[rank_cuts], everything.size[rank_cuts]
+        rows = np.flatnonzero(parts[rank_cuts] > 1)
+        rank_part, along = rank_cuts[rows], dim[rank_cuts[rows]]
         length = extent[rows, along]
         # A part is on several ranks where there are too few parts.
         start = np.minimum(rank * parts[rank_part] // size * step[rank_part], length)
         offset[rows, along] += start
         extent[rows, along] = np.minimum(step[rank_part], length - start)
-        tables.append(LayoutTable(everything.tensor[mine], offset, extent, everything.unit[mine], everything.units))
+        tables.append(LayoutTable(everything.tensor[rank_cuts], offset, extent, everything.unit[rank_cuts], everything.units))
     return tables
 
 
@@ -121,7 +121,7 @@ def _cuts_of_parts(of: SimpleNamespace, size: int, tensor: Tensor, unit: str, ro
 
 
 def _stacked_cut(vllm: VLLMConfig, tensor: Tensor, unit: str, dim: int) -> _TensorCut:
-    """Cut a tensor of all of a layer's experts, which has a dimension of experts first."""
+    """Cut a tensor of all experts of a layer, whose first dimension counts the experts."""
     size, dim = vllm.tensor_parallel_size, 0 if vllm.expert_parallel_size > 1 else dim
     if dim == -1 or size == 1:
         return _TensorCut(unit, tensor.name, owner=0)
@@ -132,7 +132,7 @@ def _stacked_cut(vllm: VLLMConfig, tensor: Tensor, unit: str, dim: int) -> _Tens
 def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor, unit: str) -> _TensorCut:
     size = vllm.tensor_parallel_size
     if tensor.expert is not None and vllm.expert_parallel_size > 1:
-        return _TensorCut(unit, tensor.name, owner=_place_of(tensor.expert, experts(of), size))
+        return _TensorCut(unit, tensor.name, owner=_rank_of_expert(tensor.expert, experts(of), size))
     whole_states = of.model_type == "nemotron_h" and tensor.name.endswith((".A_log", ".D", ".dt_bias"))
     if tensor.split == "none" or whole_states:
         return _TensorCut(unit, tensor.name)  # vLLM computes A from A_log, so its loader takes all of that module's tensors
@@ -146,25 +146,29 @@ def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor, unit: str) 
 
 
 def _step(name: str, dim: int, length: int, parts: int) -> int:
-    """Return the entries of each of `parts` parts of dimension `dim` of a tensor."""
+    """Return the length of one of `parts` equal parts of a tensor's dimension `dim`."""
     if length % parts:
         message = f"{parts} does not divide dimension {dim} of {name}, which has {length} entries"
         raise RecipeError(Problem(_SIZE, "not-divisible", message))
     return length // parts
 
 
-def _place_of(expert: int, count: int, size: int) -> int:
-    """Return the rank of an expert as vLLM's determine_expert_map does: consecutive ones, one more on the first ranks."""
-    per_rank, rest = divmod(count, size)
-    return expert // (per_rank + 1) if expert < rest * (per_rank + 1) else rest + (expert - rest * (per_rank + 1)) // per_rank
+def _rank_of_expert(expert: int, count: int, size: int) -> int:
+    """Return the rank of an expert as vLLM's determine_expert_map does: consecutive, one more on the first ranks."""
+    per_rank, remainder = divmod(count, size)
+    return (
+        expert // (per_rank + 1)
+        if expert < remainder * (per_rank + 1)
+        else remainder + (expert - remainder * (per_rank + 1)) // per_rank
+    )
 
 
 def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
     """Return the name of vLLM's module that holds the tensor."""
     module = tensor.name.rpartition(".")[0]
     if of.model_type in _RENAMED:
-        for theirs, ours in _RENAMED[of.model_type].items():
-            module = module.replace(theirs, ours)
+        for transformers_name, vllm_name in _RENAMED[of.model_type].items():
+            module = module.replace(transformers_name, vllm_name)
     parent, _, leaf = module.rpartition(".")
     latent = of.model_type == "deepseek_v3"
     if tensor.expert is not None:

@@ -25,21 +25,21 @@ def engine_sizes(recipe: Recipe, shape: ModelShape) -> tuple[int, int]:
     if generation.backend == "transformers":
         return generation.max_num_seqs or MOST_SEQUENCES, 0
     kwargs, longest = generation.vllm_kwargs, generation.vllm_cfg.max_model_len
-    asked = generation.max_num_seqs or (MOST_SEQUENCES if shape.state_layers else None)
+    configured = generation.max_num_seqs or (MOST_SEQUENCES if shape.state_layers else None)
     sequences, tokens = _defaults(recipe)
     doubled = 2 if kwargs.get("performance_mode") == "throughput" else 1
-    most = asked or doubled * sequences
+    most = configured or doubled * sequences
     if not recipe.cluster.generate.gpus_per_node:
-        batched = max(longest, asked or sequences, 4096)
+        batched = max(longest, configured or sequences, 4096)
     else:
-        whole = longest if kwargs.get("enable_chunked_prefill") is False else 0  # prompts are not cut
-        batched = min(most * longest, max(whole, doubled * tokens))
+        longest_prompt = longest if kwargs.get("enable_chunked_prefill") is False else 0  # prompts are not cut
+        batched = min(most * longest, max(longest_prompt, doubled * tokens))
     batched = _number(kwargs.get("max_num_batched_tokens"), batched)
-    return most if asked else min(most, batched), batched
+    return most if configured else min(most, batched), batched
 
 
 def _defaults(recipe: Recipe) -> tuple[int, int]:
-    """Return vLLM's defaults for a class of sequences and tokens."""
+    """Return vLLM's default numbers of sequences and tokens."""
     component = recipe.cluster.generate
     if not component.gpus_per_node:
         ranks = engine_ranks(recipe.policy.generation.vllm_cfg)
@@ -50,5 +50,5 @@ def _defaults(recipe: Recipe) -> tuple[int, int]:
 
 
 def _number(value: Any, default: int) -> int:
-    """Return a number of vllm_kwargs, of which null is vLLM's own default."""
+    """Return a number of vllm_kwargs; `default` for null, which is vLLM's own default."""
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default

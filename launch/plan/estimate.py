@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def submissions(self) -> int | None:
-        """Return how often the run has to be submitted, if each submission takes cluster.time_min."""
+        """Return how many submissions the run needs, if each takes cluster.time_min."""
         return None if self.total is None else max(1, math.ceil(self.total / (60 * self.recipe.cluster.time_min)))
 
     @property
@@ -168,10 +168,10 @@ class Plan:
         train = self.recipe.cluster.train
         state = sum(self.train.parts.get(name, 0.0) for name in STATE)
         if _exceeds(train, state):
-            key, how = _cut_key(self.recipe)
+            key, remedy = _cut_key(self.recipe)
             message = (
                 f"weights, gradients and optimizer state take {state / GIGA:.4g} GB on a train rank; expected at most the"
-                f" {hardware.memory_gb(train):g} GB of its GPU (cluster.train.gpu, gpu_memory_gb). Try {how}"
+                f" {hardware.memory_gb(train):g} GB of its GPU (cluster.train.gpu, gpu_memory_gb). Try {remedy}"
             )
             yield Problem(key, "out-of-memory", message)
         if self.generate:
@@ -202,7 +202,7 @@ class Plan:
                 )
 
     def advice(self) -> list[str]:
-        """Return the changes that help where it does not fit, by key, the most helpful first."""
+        """Return, by key, the changes that help a plan which does not fit, the most helpful first."""
         texts = []
         besides = {turn.name: turn for turn in self.turns}
         for memory_needed, component in (
@@ -235,21 +235,23 @@ def plan(
     that have not run yet. Raises RecipeError, which names the key, for an unknown model or GPU, a `before` without a complete
     step, or a plan.hardware that does not measure the recipe's GPUs.
     """
-    recipe = gpu_check.sized(recipe)
-    known = data_lengths.measure(recipe, pending)
-    if known and known.longest and recipe.plan.longest_tokens is None:
-        recipe = replace(recipe, plan=replace(recipe.plan, longest_tokens=known.longest))
+    recipe = gpu_check.with_measured_memory(recipe)
+    measured_lengths = data_lengths.measure(recipe, pending)
+    if measured_lengths and measured_lengths.longest and recipe.plan.longest_tokens is None:
+        recipe = replace(recipe, plan=replace(recipe.plan, longest_tokens=measured_lengths.longest))
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
     refit, unknown = _refit(recipe, models["policy"])
     means = (earlier.prompt, earlier.answer, earlier.where) if earlier else (None, None, "")
-    made = Plan(
+    estimate = Plan(
         recipe=recipe,
         choice=choice,
         models=models,
         shapes=shapes,
-        lengths=lengths.assumed(recipe, *means, data=(known.mean, known.source) if known else None),
+        lengths=lengths.assume(
+            recipe, *means, data=(measured_lengths.mean, measured_lengths.source) if measured_lengths else None
+        ),
         train=memory.train(recipe, shapes),
         generate=_generate_memory(recipe, shapes),
         reward=memory.reward(recipe, shapes),
@@ -261,13 +263,13 @@ def plan(
         ratios={},
         split=None,
     )
-    if earlier and _can_be_timed(recipe, made.generate):
-        made = replace(made, ratios=_ratios(earlier, pending, recipe))
-    made = _with_times(made, calibration.scale(_refit_phases(recipe, made.generate, refit), made.ratios))
-    if not made.phases or not split.movable(recipe):
-        return made
-    now = made.step if made.fits else math.inf
-    return replace(made, split=split.better(recipe, now, lambda other: step_elsewhere(made, other)))
+    if earlier and _can_be_timed(recipe, estimate.generate):
+        estimate = replace(estimate, ratios=_ratios(earlier, pending, recipe))
+    estimate = _with_times(estimate, calibration.scale(_refit_phases(recipe, estimate.generate, refit), estimate.ratios))
+    if not estimate.phases or not split.movable(recipe):
+        return estimate
+    now = estimate.step if estimate.fits else math.inf
+    return replace(estimate, split=split.better(recipe, now, lambda variant: step_elsewhere(estimate, variant)))
 
 
 def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
@@ -275,20 +277,20 @@ def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
 
     It has no phases if it does not fit. Raises RecipeError.
     """
-    made = _without_times(plan, recipe)
-    if not made.fits:
-        return made
+    estimate = _without_times(plan, recipe)
+    if not estimate.fits:
+        return estimate
     refit, unknown = _refit(recipe, plan.models["policy"])
-    made = replace(made, refit=refit, refit_unknown=unknown)
-    return _with_times(made, calibration.scale(_refit_phases(recipe, made.generate, refit), plan.ratios))
+    estimate = replace(estimate, refit=refit, refit_unknown=unknown)
+    return _with_times(estimate, calibration.scale(_refit_phases(recipe, estimate.generate, refit), plan.ratios))
 
 
 def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
     """Return the seconds of a step of another recipe; None if it does not fit. Assumes that the refit takes as long as now."""
-    made = _without_times(plan, recipe)
-    if not made.fits:
+    estimate = _without_times(plan, recipe)
+    if not estimate.fits:
         return None
-    return _with_times(made, [phase for phase in plan.phases if phase.clock == "refit"]).step
+    return _with_times(estimate, [phase for phase in plan.phases if phase.clock == "refit"]).step
 
 
 def _without_times(plan: Plan, recipe: Recipe) -> Plan:
@@ -351,9 +353,9 @@ def needed_model(recipe: Recipe) -> str | None:
     if Path(recipe.policy.model_name).is_dir():
         return None
     for name in recipe.needs:
-        needed = reading.load(name, [f"run_dir=runs/{config.name_of(name)}"])
-        if is_inside(recipe.policy.model_name, [Path(needed.run_dir)]):
-            return needed_model(needed) or needed.policy.model_name
+        needed_recipe = reading.load(name, [f"run_dir=runs/{config.name_of(name)}"])
+        if is_inside(recipe.policy.model_name, [Path(needed_recipe.run_dir)]):
+            return needed_model(needed_recipe) or needed_recipe.policy.model_name
     return None
 
 
@@ -362,7 +364,7 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
 
 
 def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[RefitPrediction | None, str]:
-    """Return a refit's prediction, or why there is none."""
+    """Return (a refit's prediction or None, why there is none)."""
     if not generates(recipe):
         return None, ""
     try:
@@ -392,13 +394,13 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
     planned: the recipe whose plan these calibrate, of which plan.hardware counts where both runs have the same GPUs.
     """
     kinds = [{component.gpu for component in config.components(run).values()} for run in (measured.recipe, planned)]
-    same = planned.plan.hardware if kinds[0] == kinds[1] else None
-    recipe = replace(measured.recipe, plan=PlanConfig(hardware=same))
+    measured_hardware = planned.plan.hardware if kinds[0] == kinds[1] else None
+    recipe = replace(measured.recipe, plan=PlanConfig(hardware=measured_hardware))
     if not is_priced(recipe):
         return {}
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
-    spread = lengths.assumed(recipe, measured.prompt, measured.answer, measured.where)
+    spread = lengths.assume(recipe, measured.prompt, measured.answer, measured.where)
     generate = memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
     refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"])[0])
     phases = step_phases(recipe, shapes, spread, generate)

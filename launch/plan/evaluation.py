@@ -1,6 +1,6 @@
 """Plan an evaluation: questions, tokens, an engine's memory, seconds and GPU-hours.
 
-Numbers of questions and lengths of prompts are those of the data where these are here and small to read; other prompts have
+Numbers of questions and lengths of prompts come from the data if these are here and small to read; other prompts have
 plan.prompt_tokens, or the guess of `lengths`. A token has 4 characters, whatever the tokenizer is. Answers have
 plan.answer_tokens, or half of max_new_tokens. A likelihood task has no answers: its questions are read once, and its choices
 after them.
@@ -53,17 +53,17 @@ class TaskPlan:
 
     @property
     def answers(self) -> int:
-        """The answers of all questions."""
+        """Return the number of answers to all questions."""
         return (self.questions or 0) * self.samples
 
     @property
     def read_tokens(self) -> float:
-        """The tokens that engines read: each prompt once, and choices."""
+        """Return the tokens that engines read: each prompt once, and the choices."""
         return (self.questions or 0) * (self.prompt + (0 if self.samples else self.lengths.answer))
 
     @property
     def drawn_tokens(self) -> float:
-        """The tokens that engines draw."""
+        """Return the tokens that engines sample."""
         return self.answers * self.lengths.answer
 
 
@@ -78,12 +78,12 @@ class EvaluationPlan:
 
     @property
     def gpus(self) -> int:
-        """The GPUs of the engines."""
+        """Return the number of the engines' GPUs."""
         return self.recipe.cluster.generate.nodes * self.recipe.cluster.generate.gpus_per_node
 
     @property
     def is_timed(self) -> bool:
-        """True if durations can be estimated: there are GPUs, and room for a KV cache."""
+        """Return whether durations can be estimated: there are GPUs, and room for a KV cache."""
         return self.gpus > 0 and self.memory.tokens > 0
 
     def task_seconds(self, task: TaskPlan) -> float | None:
@@ -91,22 +91,22 @@ class EvaluationPlan:
         if not self.is_timed or task.questions is None:
             return None
         gpu = gpu_check.gpu(self.recipe, self.recipe.cluster.generate)
-        engine, made = (
+        engine, engine_count = (
             generate_time.engine(self.recipe, self.shape, gpu),
             engines(self.recipe.policy, self.recipe.cluster.generate),
         )
         length = task.read_tokens / max(1, task.questions)
         duration_s = flops.forward(self.shape, task.read_tokens, task.questions * length**2 / 2) / (
-            made * engine.ranks * engine.rate
+            engine_count * engine.ranks * engine.rate
         )
         if task.answers:
-            answers, slots = math.ceil(task.answers / made), generate_time.slots(self.recipe, self.memory, task.lengths)
+            answers, slots = math.ceil(task.answers / engine_count), generate_time.slots(self.recipe, self.memory, task.lengths)
             duration_s += sum(generate_time.decoding(engine, answers, slots, task.lengths, task.answers).values())
         return duration_s
 
     @property
     def seconds(self) -> float | None:
-        """The seconds of all tasks; None if the seconds of any task are unknown."""
+        """Return the seconds of all tasks; None if the seconds of any task are unknown."""
         seconds_of = [self.task_seconds(task) for task in self.tasks]
         return None if None in seconds_of else sum(duration_s for duration_s in seconds_of if duration_s is not None)
 
@@ -124,11 +124,11 @@ class EvaluationPlan:
             )
         total = self.recipe.policy.max_total_sequence_length
         for task in self.tasks:
-            asked = self.recipe.evaluate.tasks[task.name].max_new_tokens
+            max_new_tokens = self.recipe.evaluate.tasks[task.name].max_new_tokens
             least = task.prompt * LEAST[task.source]
-            if task.samples and least + asked > total:
+            if task.samples and least + max_new_tokens > total:
                 yield (
-                    f"{task.name}: prompts of at least {least:,.0f} tokens leave less than max_new_tokens={asked:,} of"
+                    f"{task.name}: prompts of at least {least:,.0f} tokens leave less than max_new_tokens={max_new_tokens:,} of"
                     f" policy.max_total_sequence_length={total:,}; longer answers are cut"
                 )
 
@@ -138,7 +138,7 @@ def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = Fals
 
     Raises RecipeError for an unknown model or GPU, or a plan.hardware that does not measure the recipe's GPUs.
     """
-    recipe = gpu_check.sized(recipe)
+    recipe = gpu_check.with_measured_memory(recipe)
     model = planning_config(recipe.policy, list(pending))
     if model is None:
         return None
@@ -148,10 +148,10 @@ def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = Fals
 
 
 def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
-    here = task.data.data_path is not None or task.data.dataset_name in GENERATED_DATASETS
-    if reads and not here:  # `datasets` would look for it on the network, with minutes of retries
-        here = not any(input_files.check_name("data", task.data.dataset_name))
-    questions, prompt, choices = _of_data(name, task) if here else (None,) * 3
+    is_readable = task.data.data_path is not None or task.data.dataset_name in GENERATED_DATASETS
+    if reads and not is_readable:  # `datasets` would look for it on the network, with minutes of retries
+        is_readable = not any(input_files.check_name("data", task.data.dataset_name))
+    questions, prompt, choices = _of_data(name, task) if is_readable else (None,) * 3
     questions = _lines(task) if questions is None else questions
     total, settings = recipe.policy.max_total_sequence_length, recipe.plan
     source = GIVEN if settings.prompt_tokens else MEASURED if prompt else GUESSED
@@ -169,11 +169,13 @@ def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, flo
     """Return (questions, mean tokens of a prompt, mean tokens of the choices); None if the data cannot be read here."""
     with collected([]):  # other checks report it
         data = task_data.read(name, task)
-        some = data.questions[:SAMPLED]
-        if not some:
+        questions = data.questions[:SAMPLED]
+        if not questions:
             return 0, None, None
-        texts = [_length(q.prompt) + sum(_length(e.prompt) + len(e.target) for e in data.examples.get(q.id, ())) for q in some]
-        choices = [sum(map(len, question.choices)) for question in some]
+        texts = [
+            _length(q.prompt) + sum(_length(e.prompt) + len(e.target) for e in data.examples.get(q.id, ())) for q in questions
+        ]
+        choices = [sum(map(len, question.choices)) for question in questions]
         return len(data.questions), _mean(texts) / CHARACTERS, _mean(choices) / CHARACTERS
     return None, None, None
 
@@ -212,11 +214,11 @@ def _headline(plan: EvaluationPlan) -> Iterator[str]:
     recipe, on, shape = plan.recipe, plan.recipe.cluster.generate, plan.shape
     vllm = recipe.policy.generation.backend == "vllm"
     cuts = parallel_sizes(recipe.policy.generation.vllm_cfg) if vllm else "no parallelism"
-    where = f"{on.gpus_per_node} {on.gpu} of {hardware.memory_gb(on):g} GB each" if on.gpus_per_node else "no GPUs"
+    gpus_text = f"{on.gpus_per_node} {on.gpu} of {hardware.memory_gb(on):g} GB each" if on.gpus_per_node else "no GPUs"
     yield f"{recipe.name}: plan for evaluate. All figures are estimates"
     yield from _row(
         "generate",
-        f"{plural(ranks(on), 'rank')} on {plural(on.nodes, 'node')}, {where};"
+        f"{plural(ranks(on), 'rank')} on {plural(on.nodes, 'node')}, {gpus_text};"
         f" {plural(engines(recipe.policy, on), 'engine')}, {cuts}",
     )
     yield from _row(
@@ -230,15 +232,15 @@ def _tasks(plan: EvaluationPlan) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [header]
     for task in plan.tasks:
         took = plan.task_seconds(task)
-        known = task.questions is not None
+        is_counted = task.questions is not None
         rows.append(
             (
                 task.name,
-                f"{task.questions:,}" if known else "unknown",
+                f"{task.questions:,}" if is_counted else "unknown",
                 str(task.samples) if task.samples else "-",
                 f"{task.prompt:,.0f}",
                 f"{task.lengths.answer:,.0f}",
-                f"{task.read_tokens + task.drawn_tokens:,.0f}" if known else "-",
+                f"{task.read_tokens + task.drawn_tokens:,.0f}" if is_counted else "-",
                 "-" if took is None else seconds(took),
             )
         )
@@ -273,10 +275,10 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
         )
     else:
         yield from _row("run", f"its time is unknown: the data of {', '.join(unknown)} are not read here. Try plan=true")
-    if measured := gpu_check.described(plan.recipe, plan.recipe.cluster.generate):
+    if measured := gpu_check.describe(plan.recipe, plan.recipe.cluster.generate):
         yield from _row("measured", measured)
     if plan.gpus and plan.recipe.policy.deterministic:
-        yield from _row("deterministic", deterministic_cost.assumed(plan.recipe))
+        yield from _row("deterministic", deterministic_cost.assumed_factors(plan.recipe))
     answer_tokens = plan.recipe.plan.answer_tokens
     answers = "answers of half of max_new_tokens" if answer_tokens is None else f"answers of {answer_tokens:g} tokens"
     yield from _row(
@@ -287,10 +289,10 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
 
 
 def _sources(tasks: Sequence[TaskPlan]) -> str:
-    """Return where the prompts' lengths come from; the tasks of each source, if there are several."""
+    """Return the source of the prompts' lengths; if there are several, each with its tasks."""
     by_source = {source: [task.name for task in tasks if task.source == source] for source in LEAST}
-    known = {source: names for source, names in by_source.items() if names}
-    return " or ".join(source if len(known) == 1 else f"{source} ({', '.join(names)})" for source, names in known.items())
+    nonempty = {source: names for source, names in by_source.items() if names}
+    return " or ".join(source if len(nonempty) == 1 else f"{source} ({', '.join(names)})" for source, names in nonempty.items())
 
 
 def _verdict(plan: EvaluationPlan) -> Iterator[str]:
@@ -305,5 +307,7 @@ def _verdict(plan: EvaluationPlan) -> Iterator[str]:
         yield from _row("", line)
 
 
-def _row(label: str, what: str) -> list[str]:
-    return textwrap.wrap(what, WIDTH, break_on_hyphens=False, initial_indent=f"{label:{LABEL}s}", subsequent_indent=" " * LABEL)
+def _row(label: str, words: str) -> list[str]:
+    return textwrap.wrap(
+        words, WIDTH, break_on_hyphens=False, initial_indent=f"{label:{LABEL}s}", subsequent_indent=" " * LABEL
+    )

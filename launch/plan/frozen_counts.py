@@ -24,7 +24,7 @@ def cut(model_tensors: Iterable[Tensor], tensor: int) -> float:
     return sum(part.numel / (1 if part.split == "none" else tensor) for part in model_tensors if part.part != "routed")
 
 
-def routed(experts: Iterable[Tensor]) -> int:
+def routed_parameters(experts: Iterable[Tensor]) -> int:
     """Return the number of parameters of routed experts, on all ranks together."""
     return sum(expert.numel for expert in experts if expert.part == "routed")
 
@@ -47,4 +47,4 @@ def of_stage(model: TrainModel, layout: Parallelism, layers: range, first: bool,
         of_layers = [
             frozen_tensor for frozen_tensor in of_layers if frozen_tensor.part != "router" or frozen_tensor.shape != router
         ]
-    return cut(of_layers, layout.tensor), routed(of_layers) / (layout.expert * layout.expert_tensor)
+    return cut(of_layers, layout.tensor), routed_parameters(of_layers) / (layout.expert * layout.expert_tensor)

@@ -1,8 +1,8 @@
-"""How FSDP2's tensor parallelism cuts each tensor: `pipeline/train/tensor_parallel.py` on transformers' modules.
+"""Describe how FSDP2's tensor parallelism cuts each tensor, as `pipeline/train/tensor_parallel.py` cuts transformers' modules.
 
-It is the cut of the tensor's description but for these: a joint projection's rows are cut as they come, not each half. Latent
-attention is whole on every rank. So are state spaces, and delta nets with sequence parallelism; without it the projections of
-delta nets are cut by rows, and what is between them is whole.
+Most tensors are cut as their description says. The exceptions: the rows of a joint projection are cut as they come, not each
+half of them. Latent attention and state spaces are whole on every rank. Delta nets are whole with sequence parallelism; without
+it their projections are cut by rows, and the tensors between these are whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROJECTION = re.compile(r"_proj\w*(\.lora_B)?\.weight$")  # A of a layer that i
 
 
 def fsdp_splits(tensors: Iterable[Tensor], sequence: bool) -> list[Split]:
-    """Return "rows", "columns" or "none" for each tensor of a model, or of its adapters. sequence: with sequence parallelism.
+    """Return "rows", "columns" or "none" for each tensor of a model or of its adapters. sequence: with sequence parallelism.
 
     Routed experts are not cut by tensor parallelism; their splits are those of the description.
     """

@@ -9,8 +9,8 @@ whenever another ends. Then the last ones end one after another, and the longest
 of `launch/plan/lengths.py`. Waiting sequences are assumed to be as long as running ones, which is exact if lengths are
 exponential or equal.
 
-Not counted: several turns (an episode counts as one answer), preemption, speculative decoding, launching kernels one by one
-(enforce_eager), environments that run on the CPU, and the second and later batches of dynamic sampling, whose number is
+The estimate leaves out several turns (an episode counts as one answer), preemption, speculative decoding, launching kernels one
+by one (enforce_eager), environments that run on the CPU, and the second and later batches of dynamic sampling, whose number is
 unknown.
 """
 
@@ -68,11 +68,11 @@ class Engine:
         shape = self.shape
         chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** batch if shape.experts else 0.0
         linear = shape.attention + shape.mlp + chosen * shape.routed
-        rest = shape.vocabulary * shape.hidden + shape.other  # the output layer, which is the embedding if it is tied
-        return (linear * (1 if self.fp8 else self.itemsize) + rest * self.itemsize) / self.ranks
+        unquantized = shape.vocabulary * shape.hidden + shape.other  # the output layer, which is the embedding if it is tied
+        return (linear * (1 if self.fp8 else self.itemsize) + unquantized * self.itemsize) / self.ranks
 
     @property
-    def cached(self) -> float:
+    def cache_bytes(self) -> float:
         """Return the bytes of KV cache that a rank reads for each cached token.
 
         With more ranks than key-value heads, ranks hold copies. Every rank holds a copy of a latent.
@@ -87,7 +87,7 @@ class Engine:
         A layer with a sliding window reads only the window's tokens. A layer with a state reads and writes the state.
         """
         states = self.shape.state_layers * kept_bytes(self.shape.state, self.itemsize) if self.shape.state else 0.0
-        return self.shape.cached_tokens(context) * self.cached + 2 * states / self.ranks
+        return self.shape.cached_tokens(context) * self.cache_bytes + 2 * states / self.ranks
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
         """Return the seconds, by part, of a step of `batch` sequences with `context` tokens each."""
@@ -111,8 +111,8 @@ class Engine:
         return reduces * (latency / 1e6 + moved)
 
 
-def sampled(recipe: Recipe) -> tuple[int, int]:
-    """Return (prompts, answers) of a rollout. With dynamic sampling, these are of its first batch."""
+def rollout_size(recipe: Recipe) -> tuple[int, int]:
+    """Return (prompts, answers) of a rollout; with dynamic sampling, of its first batch."""
     online = section(recipe)
     assert isinstance(online, OnlineConfig), recipe.algorithm
     prompts = int(online.num_prompts_per_step * getattr(online, "batch_multiplier", 1))
@@ -120,7 +120,7 @@ def sampled(recipe: Recipe) -> tuple[int, int]:
 
 
 def slots(recipe: Recipe, memory: GenerateMemory, lengths: Lengths) -> int:
-    """Return how many sequences an engine decodes at once. memory: of its ranks."""
+    """Return how many sequences an engine decodes at once. memory: of the engine's ranks."""
     context = lengths.prompt + lengths.squared_answer / (2 * lengths.answer)
     return max(1, min(engine_sizes(recipe, memory.shape)[0], int(memory.holds(context))))
 
@@ -154,20 +154,20 @@ class EngineLoad:
 
 def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory) -> EngineLoad:
     """Return the load of the engine with the most answers to sample in a step."""
-    prompts, answers = sampled(recipe)
+    prompts, answers = rollout_size(recipe)
     prompts_of_engine = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
     return EngineLoad(engine(recipe, shape, gpu), prompts_of_engine, slots(recipe, memory, lengths), lengths, answers)
 
 
 def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory) -> list[Phase]:
     """Return the phases of a step on the generate ranks."""
-    made, engine_load = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, memory)
-    prompts, answers = sampled(recipe)
-    known = recipe.policy.generation.backend == "vllm" and recipe.policy.generation.vllm_cfg.enable_prefix_caching
-    read = prompts if known else answers
+    engine_count, engine_load = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, memory)
+    prompts, answers = rollout_size(recipe)
+    caches_prefixes = recipe.policy.generation.backend == "vllm" and recipe.policy.generation.vllm_cfg.enable_prefix_caching
+    read = prompts if caches_prefixes else answers
     prefill = flops.forward(shape, read * lengths.prompt, read * lengths.prompt**2 / 2)
-    share = engine_load.count * made / answers  # the busiest engine's prompts against the mean
-    seconds = share * prefill / (made * engine_load.engine.ranks * engine_load.engine.rate)
+    share = engine_load.count * engine_count / answers  # the busiest engine's prompts against the mean
+    seconds = share * prefill / (engine_count * engine_load.engine.ranks * engine_load.engine.rate)
     phases_of_step = [Phase("rollout", SAMPLING[0], prefill, {"matrix products": seconds})]
     pairs = answers * (lengths.prompt * lengths.answer + lengths.squared_answer / 2)
     work = 2 * shape.active * answers * lengths.answer + flops.decode_attention(shape, pairs)
@@ -198,6 +198,6 @@ def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers
 
 def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory, count: int) -> float:
     """Return the seconds of sampling one answer to each of `count` prompts."""
-    made, engine_rates = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
-    parts = decoding(engine_rates, math.ceil(count / made), slots(recipe, memory, lengths), lengths, count)
+    engine_count, engine_rates = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
+    parts = decoding(engine_rates, math.ceil(count / engine_count), slots(recipe, memory, lengths), lengths, count)
     return sum(parts.values())

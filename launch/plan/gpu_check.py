@@ -1,10 +1,10 @@
-"""Take what `make gpu-check` measured on a GPU in place of what recipes/hardware assumes of it: plan.hardware.
+"""Replace the assumptions of recipes/hardware by the measurements of `make gpu-check` on a GPU: plan.hardware.
 
 The measured GPU's name chooses its description, and the components of that GPU take the measurements:
 
     train: FSDP2, FSDP2 eager, Megatron-Core    `dense_training`: MFU of the backend that the policy uses, and of compiled or
                                                 eager layers, without the optimizer's seconds, which the plan adds
-    decode: vllm                                `engine_step_ms`: what its seconds are longer than those of the GPU's work
+decode: vllm                                `engine_step_ms`: its seconds minus the seconds of the GPU's work
     offload                                     `page_locked`: the slower of both directions
     refit: shared GPU                           `ipc_gb_per_s`: all bytes into the GPU. `gloo_gb_per_s`: those into a process,
                                                 without the copies to and from the host, which the plan adds
@@ -102,10 +102,10 @@ class Value:
 def read(path: str) -> GPUCheck:
     """Return the measurements of a file. Raises RecipeError."""
     try:
-        changed = os.stat(path).st_mtime_ns
+        modified_ns = os.stat(path).st_mtime_ns
     except (OSError, ValueError) as error:
         raise _refusal(path, f"cannot be read ({error})", "the file that make gpu-check writes", "file-not-found") from None
-    return _read(path, changed)
+    return _read(path, modified_ns)
 
 
 @functools.lru_cache(maxsize=8)
@@ -117,9 +117,9 @@ def _read(path: str, _changed: int) -> GPUCheck:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         version = record.get("format") if isinstance(record, dict) else None
         raise _refusal(path, f"format {version!r}", f"format {FORMAT}, which this version's make gpu-check writes")
-    for name, wanted, why in (("device", "cuda", "a GPU"), ("size", "full", "size=full")):
-        if record.get(name) != wanted:
-            raise _refusal(path, f"{name} {record.get(name)!r}", f"measurements of {why}")
+    for name, expected, label in (("device", "cuda", "a GPU"), ("size", "full", "size=full")):
+        if record.get(name) != expected:
+            raise _refusal(path, f"{name} {record.get(name)!r}", f"measurements of {label}")
     machine, date, results = (record.get(name) for name in ("machine", "date", "results"))
     if not (isinstance(machine, dict) and isinstance(date, str) and isinstance(results, list)):
         raise _refusal(path, "a record without machine, date or results", "all three")
@@ -128,8 +128,10 @@ def _read(path: str, _changed: int) -> GPUCheck:
     numbers = {name: parts[name][0] for name in NUMBERS if name in parts and parts[name][0]}
     unmeasured = {name: parts[name][2] for name in NUMBERS if name in parts and parts[name][2]}
     if not numbers:
-        got = "; ".join(["no measurement that a plan takes", *(f"{name} {ended}" for name, ended in unmeasured.items())])
-        raise _refusal(path, got, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
+        message = "; ".join(
+            ["no measurement that a plan takes", *(f"{name} {outcome}" for name, outcome in unmeasured.items())]
+        )
+        raise _refusal(path, message, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
     decoded = _read_decode(path, parts[DECODE][1]) if DECODE in numbers else None
     rates = {name: _rate(path, name, of, hardware.gpu(gpu)) for name, of in numbers.items() if "MFU" in of}
     return GPUCheck(Path(path), date, gpu, memory, numbers, unmeasured, rates, decoded)
@@ -150,24 +152,24 @@ def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[str, Any], str]]:
-    """Return (part, (its numbers that are read, its details, "" or how it failed or was cut)); numbers if it has passed."""
+    """Return (part, (its numbers that a plan reads, its details, its outcome)); numbers and an outcome "" if it has passed."""
     name = result.get("part") if isinstance(result, dict) else None
     outcome = result.get("outcome") if isinstance(result, dict) else None
     if not isinstance(name, str) or outcome not in OUTCOMES:
         raise _refusal(path, f"the part {name!r} with the outcome {outcome!r}", f"an outcome of {', '.join(OUTCOMES)}")
-    wanted, note = NUMBERS.get(name, ()), result.get("note")
-    if not wanted or outcome == LEFT_OUT:
+    number_names, note = NUMBERS.get(name, ()), result.get("note")
+    if not number_names or outcome == LEFT_OUT:
         return name, ({}, {}, "")
     if outcome != PASSED:
         return name, ({}, {}, " ".join(filter(None, [outcome, note and f"({note})"])))
     numbers, details = result.get("numbers"), result.get("details")
     if not isinstance(numbers, dict) or not isinstance(details, dict):
         raise _refusal(path, f"{name} without numbers or details", "both")
-    for number in wanted:
+    for number in number_names:
         value = numbers.get(number)
         if not _is_number(value) or (number == "MFU" and value > 1):
             raise _refusal(path, f"{name}: {number} {value!r}", f"a number above 0{' and at most 1' * (number == 'MFU')}")
-    return name, ({number: float(numbers[number]) for number in wanted}, details, "")
+    return name, ({number: float(numbers[number]) for number in number_names}, details, "")
 
 
 def _read_decode(path: str, details: Mapping[str, Any]) -> Decoded:
@@ -228,18 +230,18 @@ def of_recipe(recipe: Recipe) -> GPUCheck | None:
     return check
 
 
-def sized(recipe: Recipe) -> Recipe:
+def with_measured_memory(recipe: Recipe) -> Recipe:
     """Return the recipe with the measured memory of GPUs, for the plan. Raises RecipeError."""
     check = of_recipe(recipe)
     if check is None:
         return recipe
     components = config.components(recipe)
-    changed: dict[str, Any] = {
+    components_with_memory: dict[str, Any] = {
         name: replace(on, gpu_memory_gb=check.memory_gb)
         for name, on in components.items()
         if on.gpu == check.gpu and on.gpus_per_node and on.gpu_memory_gb is None
     }
-    return replace(recipe, cluster=replace(recipe.cluster, **changed))
+    return replace(recipe, cluster=replace(recipe.cluster, **components_with_memory))
 
 
 def gpu(recipe: Recipe, component: ComponentConfig) -> GPUSpec:
@@ -286,7 +288,7 @@ def _train_part(recipe: Recipe) -> str:
 
 
 def _mixture(recipe: Recipe) -> bool:
-    """Return whether the policy's model is a mixture; False for a model that a run is still to write."""
+    """Return whether the policy's model is a mixture of experts; False if a run has yet to write the model."""
     try:
         model = planning_config(recipe.policy)
         return model is not None and ModelShape.of(model).mixture
@@ -316,24 +318,24 @@ SHOWN = {
 }
 
 
-def described(recipe: Recipe, component: ComponentConfig) -> str:
-    """Return which values of a component's GPU are measured, which are still assumed, and which parts failed or were cut.
+def describe(recipe: Recipe, component: ComponentConfig) -> str:
+    """Describe which values of a component's GPU are measured, which are still assumed, and which parts failed or were cut.
 
     Return "" if the GPU is not the measured one.
     """
     check = of_recipe(recipe)
     if check is None or check.gpu != component.gpu:
         return ""
-    taken = values(recipe, component)
-    shown = [f"{SHOWN[value.field].format(value.value)} ({value.part})" for value in taken]
-    shown.append(f"{check.memory_gb:g} GB (machine)")
+    measured = values(recipe, component)
+    texts = [f"{SHOWN[value.field].format(value.value)} ({value.part})" for value in measured]
+    texts.append(f"{check.memory_gb:g} GB (machine)")
     if numbers := check.numbers.get(_train_part(recipe)):
         share = numbers["GB"] / numbers["plan's GB"]
-        shown.append(f"the memory of a step is {share:.2f} of the planned one ({_train_part(recipe)})")
-    assumed = [name for name in hardware.assumptions() if name not in {value.field for value in taken}]
-    where = f"{check.gpu} by {check.path} of {check.date}, with small models"
-    lines = f"{where}: {'; '.join(shown)}. Still assumed: {', '.join(assumed)}"
+        texts.append(f"the memory of a step is {share:.2f} of the planned one ({_train_part(recipe)})")
+    assumed = [name for name in hardware.assumptions() if name not in {value.field for value in measured}]
+    source = f"{check.gpu} by {check.path} of {check.date}, with small models"
+    lines = f"{source}: {'; '.join(texts)}. Still assumed: {', '.join(assumed)}"
     if not check.unmeasured:
         return lines
-    failed = "; ".join(f"{part} {ended}" for part, ended in check.unmeasured.items())
-    return f"{lines}. Not measured: {failed}. Try {_again(check.path, check.unmeasured)} on that GPU"
+    failures = "; ".join(f"{part} {outcome}" for part, outcome in check.unmeasured.items())
+    return f"{lines}. Not measured: {failures}. Try {_again(check.path, check.unmeasured)} on that GPU"

@@ -1,4 +1,4 @@
-"""Make the tables of boxes of `refit_layouts` from tensors' names."""
+"""Build the tables of boxes of `refit_layouts` from tensors' names."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class TableBuilder:
         """Return the columns tensor, offset and size."""
         return columns(list(boxes_held), self._number, self._dims)
 
-    def table(self, wanted: Iterable[tuple[str, str, Box]]) -> LayoutTable:
+    def table(self, entries: Iterable[tuple[str, str, Box]]) -> LayoutTable:
         """Return the table of a generate rank from (unit, tensor, box)."""
-        wanted = list(wanted)
-        units = {unit: i for i, unit in enumerate(dict.fromkeys(unit for unit, _, _ in wanted))}
-        unit = np.array([units[unit] for unit, _, _ in wanted], np.int32)
-        tensor, offset, size = self.columns((name, box) for _, name, box in wanted)
+        entries = list(entries)
+        units = {unit: i for i, unit in enumerate(dict.fromkeys(unit for unit, _, _ in entries))}
+        unit = np.array([units[unit] for unit, _, _ in entries], np.int32)
+        tensor, offset, size = self.columns((name, box) for _, name, box in entries)
         return LayoutTable(tensor, offset, size, unit, list(units))
 
 
@@ -50,7 +50,7 @@ def consecutive(counts: list[int]) -> list[range]:
 
 
 def stages_of(layer: int | None, embedding: bool, stages: list[range], tied: bool) -> list[int]:
-    """Return the stages that hold the tensors of a layer, of the embedding, or of neither.
+    """Return the stages that hold the tensors of a layer, of the embedding, or of the head.
 
     A tied embedding is the last stage's output layer as well.
     """

@@ -66,26 +66,27 @@ class Lengths:
         return self.limit if math.isinf(scale) else min(self.limit, scale * (math.log(max(1.0, answers)) + EULER))
 
 
-def assumed(
+def assume(
     recipe: Recipe,
     prompt: float | None = None,
     answer: float | None = None,
-    where: str = "",
+    source_run: str = "",
     data: tuple[float, str] | None = None,
 ) -> Lengths:
     """Return the lengths of a recipe: plan.prompt_tokens and plan.answer_tokens, else of an earlier run, else of the data.
 
-    Without these, a guess. prompt, answer: means of the run in `where`. An offline algorithm's has one mean, of whole
-    sequences: that is `answer`. data: (mean tokens of its prompts, or of an offline algorithm's sequences; of what).
+    Without any of these, the lengths are guessed. prompt, answer: means of the run in `source_run`. A run of an offline
+    algorithm has one mean, `answer`, of whole sequences. data: (mean tokens of the prompts, or of an offline algorithm's
+    sequences; the name of their source).
     """
     total, settings = longest_sequence(recipe), recipe.plan
     if not generates(recipe) and settings.answer_tokens is None and (answer or data):
-        mean, of = (answer, f"the mean in {where}") if answer else data or (0.0, "")
+        mean, of = (answer, f"the mean in {source_run}") if answer else data or (0.0, "")
         return Lengths(0.0, min(mean, total), total, f"sequences of {mean:,.0f} tokens, {of}")
     if prompt is None and data and generates(recipe):
         prompt, where_prompt = data[0], data[1]
     else:
-        where_prompt = f"the mean in {where}"
+        where_prompt = f"the mean in {source_run}"
     sources, guess = [], min(PROMPT_TOKENS, PROMPT_SHARE * recipe.data.max_input_seq_length, total / 2)
     prompt, source = _first("prompts", settings.prompt_tokens, prompt, guess, where_prompt)
     prompt = min(prompt, total - 1)
@@ -93,15 +94,15 @@ def assumed(
     limit = total - prompt
     if generates(recipe):
         limit = min(limit, recipe.policy.generation.max_new_tokens)
-    answer, source = _first("answers", settings.answer_tokens, answer, ANSWER_SHARE * limit, f"the mean in {where}")
+    answer, source = _first("answers", settings.answer_tokens, answer, ANSWER_SHARE * limit, f"the mean in {source_run}")
     sources.append(source)
     return Lengths(prompt, min(answer, limit), limit, "; ".join(sources))
 
 
-def _first(what: str, key: float | None, run: float | None, guess: float, where: str) -> tuple[float, str]:
-    name = f"plan.{what.removesuffix('s')}_tokens"
+def _first(kind: str, key: float | None, run: float | None, guess: float, source: str) -> tuple[float, str]:
+    name = f"plan.{kind.removesuffix('s')}_tokens"
     if key is not None:
-        return key, f"{what} of {key:,.0f} tokens: {name}"
+        return key, f"{kind} of {key:,.0f} tokens: {name}"
     if run is not None:
-        return run, f"{what} of {run:,.0f} tokens, {where}"
-    return guess, f"{what} of {guess:,.0f} tokens, a guess; set {name} to change it"
+        return run, f"{kind} of {run:,.0f} tokens, {source}"
+    return guess, f"{kind} of {guess:,.0f} tokens, a guess; set {name} to change it"

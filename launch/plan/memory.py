@@ -91,8 +91,8 @@ def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank:
 
 def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -> Iterator[tuple[str, Parts]]:
     """Yield (phase, memory) for each model's phases, including the resident memory of all models."""
-    policy, *others = of_stage
-    besides = sum(sum(other.resident.values()) for other in others)
+    policy, *other_memories = of_stage
+    besides = sum(sum(model_memory.resident.values()) for model_memory in other_memories)
     if not cuda:
         besides += sum(stage_memory.host for stage_memory in of_stage)
     resident = add_parts(policy.resident, {"other models": besides})
@@ -114,8 +114,8 @@ def staging(recipe: Recipe, shape: ModelShape, layout: Parallelism) -> float:
     bucket = generation.refit_cfg.bucket_bytes
     if generation.refit_transport == "broadcast":
         return bucket + size * max(shape.output, shape.embedding - shape.output)
-    sent = size * shape.parameters * engines(recipe.policy, recipe.cluster.generate) / layout.ranks
-    return 2 * min(bucket, sent) + (sent if generation.refit_transport == "delta" else 0.0)
+    sent_bytes = size * shape.parameters * engines(recipe.policy, recipe.cluster.generate) / layout.ranks
+    return 2 * min(bucket, sent_bytes) + (sent_bytes if generation.refit_transport == "delta" else 0.0)
 
 
 def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str, ...]:

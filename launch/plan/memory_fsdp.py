@@ -50,7 +50,7 @@ class FSDPMemory:
         return self.cuda and (self.model.policy.dtensor_cfg.cpu_offload or self.model.offload)
 
     @property
-    def adapted(self) -> bool:
+    def trains_adapters(self) -> bool:
         """Return whether the model trains LoRA adapters."""
         return self.model.trained and self.model.policy.dtensor_cfg.lora_cfg.enabled
 
@@ -61,17 +61,17 @@ class FSDPMemory:
 
     def layer(self, sparse: bool) -> float:
         """Return the parameters of one layer after tensor and expert parallelism. sparse: it is a mixture of experts."""
-        return self._dense(sparse) + (self._experts if sparse else 0.0)
+        return self._dense_layer(sparse) + (self._experts if sparse else 0.0)
 
-    def _dense(self, sparse: bool) -> float:
+    def _dense_layer(self, sparse: bool) -> float:
         """Return the parameters of a layer outside of its routed experts, after tensor parallelism."""
         shape = self.model.shape
-        divided = shape.attention_layer + (shape.sparse_layer - self._routed if sparse else shape.mlp_layer)
-        whole = whole_mixers(shape, self.layout) / shape.layers
-        return (divided - whole) / self.layout.tensor + whole + shape.norms_layer
+        divided = shape.attention_layer + (shape.sparse_layer - self._routed_layer if sparse else shape.mlp_layer)
+        undivided = whole_mixers(shape, self.layout) / shape.layers
+        return (divided - undivided) / self.layout.tensor + undivided + shape.norms_layer
 
     @property
-    def _routed(self) -> float:
+    def _routed_layer(self) -> float:
         """Return the parameters of a layer's routed experts."""
         return self.model.shape.routed / max(1, self.model.shape.sparse_layers)
 
@@ -87,22 +87,22 @@ class FSDPMemory:
 
     @property
     def parameters(self) -> float:
-        """Return the parameters that a rank holds, the first one: the last ones may have fewer experts."""
-        layers = sum(count * self._dense(sparse) for sparse, count in self._counts.items())
+        """Return the parameters that the first rank holds; the last ranks may have fewer experts."""
+        layers = sum(count * self._dense_layer(sparse) for sparse, count in self._counts.items())
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
         return (self.root + layers) / self.layout.shard + experts
 
     @property
-    def _frozen(self) -> float:
+    def _frozen_parameters(self) -> float:
         """Return the parameters that this rank holds and does not train: frozen by patterns, kept in policy.precision."""
-        frozen, whole = frozen_counts.tensors(self.model), self.model.shape.routed
+        frozen, routed = frozen_counts.tensors(self.model), self.model.shape.routed
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
-        share = frozen_counts.routed(frozen) / whole if whole else 0.0
+        share = frozen_counts.routed_parameters(frozen) / routed if routed else 0.0
         return numel_of_rank(frozen, self.layout) / self.layout.shard + share * experts
 
     @property
-    def _trained(self) -> float:
-        return self.parameters - self._frozen
+    def _trained_parameters(self) -> float:
+        return self.parameters - self._frozen_parameters
 
     @property
     def adapters(self) -> float:
@@ -146,27 +146,27 @@ class FSDPMemory:
         """Return the bytes that are on the device all the time, gradients included."""
         if self.offloads:
             return {}
-        whole = self.model.size * self.parameters
+        weight_bytes = self.model.size * self.parameters
         if not self.model.trained:
-            return {"weights": whole}
-        if self.adapted:
+            return {"weights": weight_bytes}
+        if self.trains_adapters:
             trained, merged = self.adapters, {"merged weights": self._merged_bytes} if self.model.merged else {}
-            return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
-        weights = 4 * self._trained + self.model.size * self._frozen
-        parts = {"weights": weights, "gradients": 4 * self._trained, "optimizer": 8 * self._trained}
+            return {"weights": weight_bytes + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
+        weights = 4 * self._trained_parameters + self.model.size * self._frozen_parameters
+        parts = {"weights": weights, "gradients": 4 * self._trained_parameters, "optimizer": 8 * self._trained_parameters}
         stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
         return parts | ({"other models": self.reference} if stays and self.reference else {})
 
     @property
     def reference(self) -> float:
-        """Return the bytes of the reference policy's weights; 0 without one, or where it is the model without adapters."""
-        return self.model.size * self.parameters if self.model.reference and not self.adapted else 0.0
+        """Return the bytes of the reference policy's weights; 0 without one, or if it is the model without adapters."""
+        return self.model.size * self.parameters if self.model.reference and not self.trains_adapters else 0.0
 
     @property
     def host(self) -> float:
         """Return the bytes in host memory: offloaded state, and reference weights."""
         reference = 0.0 if "other models" in self.resident else self.reference
-        fixed = self._frozen if self.model.trained else self.parameters
+        fixed = self._frozen_parameters if self.model.trained else self.parameters
         return reference + (16 * (self.parameters - fixed) + self.model.size * fixed if self.offloads else 0.0)
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
@@ -207,7 +207,7 @@ class FSDPMemory:
         recomputes = self.model.policy.dtensor_cfg.activation_checkpointing
         layers = {sparse: self._activations(sparse, tokens) for sparse in self._counts}
         kept_bytes = {sparse: self._kept_bytes(sparse, layer, tokens) for sparse, layer in layers.items()}
-        saved = sum(count * kept_bytes[sparse] for sparse, count in self._counts.items())
+        saved_bytes = sum(count * kept_bytes[sparse] for sparse, count in self._counts.items())
         kind = next(iter(layers))
         last = layers[kind]
         again = last.saved - kept_bytes[kind] + last.input if recomputes else 0.0
@@ -215,18 +215,22 @@ class FSDPMemory:
             final_norm(self.model.shape, self._passage(tokens), False),
             head_activations(self.model, tokens, self.layout.tensor),
         )
-        missing = {} if batches.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self._trained}
+        missing = (
+            {}
+            if batches.microbatches > 1 or self.offloads or self.trains_adapters
+            else {"gradients": -4 * self._trained_parameters}
+        )
         flying = self._in_flight()
-        at_head = {"activations": saved + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
+        at_head = {"activations": saved_bytes + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
         yield "backward of the head", add_parts(at_head, {"buffers": 0 if self.plain else self._gathered_bytes(2)}, missing)
-        at_layer = {"activations": saved + again, "buffers": flying}
-        yield "backward of the norm", add_parts({"activations": saved + norm.backward, "buffers": flying}, missing)
+        at_layer = {"activations": saved_bytes + again, "buffers": flying}
+        yield "backward of the norm", add_parts({"activations": saved_bytes + norm.backward, "buffers": flying}, missing)
         yield "backward of the last layer", add_parts(at_layer, {"activations": last.backward}, missing)
         if recomputes and self.model.shape.layers > 1:  # while the last layer's gradients are reduced
             before = {"activations": last.backward - last.input, "buffers": self._reducing}
             yield "backward of the layer before", add_parts(at_layer, before, missing)
         if not self.plain:
-            yield "reduction of the last layer", self._reduction(saved - (0 if recomputes else last.saved), missing)
+            yield "reduction of the last layer", self._reduction(saved_bytes - (0 if recomputes else last.saved), missing)
             yield "reduction of the first layer", self._reduction(0.0, {})
             yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.layout.shard) * self.root}
         yield "optimizer", {}
@@ -270,10 +274,10 @@ class FSDPMemory:
         prefetched = self.model.size * self.largest if self.layout.shard > 1 else 0.0
         return self._gathered_bytes(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
 
-    def _reduction(self, saved: float, missing: Parts) -> Parts:
-        """Return the bytes at the end of a layer's backward pass: its gradient as computed, and the float32 one."""
+    def _reduction(self, saved_bytes: float, missing: Parts) -> Parts:
+        """Return the bytes at the end of a layer's backward pass: its gradient as computed, and in float32."""
         part = self.model.size * self.largest
-        return add_parts({"activations": saved, "buffers": self._in_flight() + part + self._reducing}, missing)
+        return add_parts({"activations": saved_bytes, "buffers": self._in_flight() + part + self._reducing}, missing)
 
     @property
     def _reducing(self) -> float:

@@ -77,7 +77,7 @@ class EngineRank:
         return max(1, self.shape.kv_heads // self.tensor)  # vLLM copies heads where there are fewer than ranks
 
     @property
-    def cached(self) -> int:
+    def cache_elements(self) -> int:
         """Return the elements of KV cache for each token."""
         layers = -(-self.shape.attention_layers // self.stages)
         return layers * (self.shape.kv_width if self.shape.latent else 2 * self.kv_heads * self.shape.head_dim)
@@ -150,8 +150,12 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     longest = arguments.get("max_model_len", vllm.max_model_len)
     sequences, batched = engine_sizes(recipe, shape)
     parts = {"weights": rank.weights, "buffers": _staging(recipe, rank) + _connections(recipe)}
-    less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if arguments.get("quantization") else ""
-    assumptions = [f"an engine's weights as if none were quantized: the effect of {less} is not counted"] if less else []
+    uncounted = (
+        "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if arguments.get("quantization") else ""
+    )
+    assumptions = (
+        [f"an engine's weights as if none were quantized: the effect of {uncounted} is not counted"] if uncounted else []
+    )
     if cuda:
         budget = arguments.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
         working = rank.working(batched, sequences)
@@ -166,11 +170,11 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
         cache = _cpu_cache(rank, longest, sequences)
     cache = arguments.get("kv_cache_memory_bytes", cache)
     parts["KV cache"] = max(0.0, cache)
-    token_bytes = rank.cached * CACHE_BYTES.get(str(arguments.get("kv_cache_dtype")), size)
+    token_bytes = rank.cache_elements * CACHE_BYTES.get(str(arguments.get("kv_cache_dtype")), size)
     block = BLOCK[cuda]
     tokens = (math.floor(cache / (token_bytes * block)) - 1) * block  # vLLM keeps one block for itself
     states = rank.state_bytes(STATE_BYTES.get(str(arguments.get("mamba_ssm_cache_dtype")), 4)) / token_bytes
-    memory = GenerateMemory(add_parts(parts), rank.received, not less, tokens, 0, tuple(assumptions), shape, states)
+    memory = GenerateMemory(add_parts(parts), rank.received, not uncounted, tokens, 0, tuple(assumptions), shape, states)
     return replace(memory, sequences=math.floor(memory.holds(-(-longest // block) * block)))
 
 

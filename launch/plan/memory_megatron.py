@@ -50,12 +50,12 @@ def stages(model: TrainModel) -> list[StageLayers]:
     ends = {0: settings.num_layers_in_first_pipeline_stage, size - 1: settings.num_layers_in_last_pipeline_stage}
     layer_counts = {number: count for number, count in ends.items() if count is not None}
     middle = (shape.layers - sum(layer_counts.values())) // max(1, size - len(layer_counts))
-    stage_layers, done = [], 0
+    stage_layers, start = [], 0
     for number in range(size):
         count = layer_counts.get(number, middle)
-        sparse = sum(shape.sparse[done : done + count])
-        stage_layers.append(StageLayers(number, count - sparse, sparse, number == 0, number == size - 1, done))
-        done += count
+        sparse = sum(shape.sparse[start : start + count])
+        stage_layers.append(StageLayers(number, count - sparse, sparse, number == 0, number == size - 1, start))
+        start += count
     return stage_layers
 
 
@@ -71,13 +71,13 @@ class MegatronMemory:
     @property
     def dense_parameters(self) -> float:
         """Return the parameters outside of routed experts. Every rank holds whole norms and routers."""
-        shape, stage, tensor, whole = (
+        shape, stage, tensor, undivided = (
             self.model.shape,
             self.stage,
             self.layout.tensor,
             latent_projections(self.model.shape),
         )
-        total = stage.layers * ((shape.attention_layer - whole) / tensor + whole + shape.norms_layer)
+        total = stage.layers * ((shape.attention_layer - undivided) / tensor + undivided + shape.norms_layer)
         total += stage.dense * shape.mlp_layer / tensor
         total += stage.sparse * (shape.shared_layer / tensor + shape.router_layer)
         if stage.first:
@@ -158,7 +158,7 @@ class MegatronMemory:
 
     @property
     def _merged_bytes(self) -> float:
-        """Return the bytes of merged weights: all outside of routed experts, as if adapted, and these if they are."""
+        """Return the bytes of merged weights: all outside of routed experts, and routed experts with adapters."""
         return self.model.size * (self.dense_parameters + self.expert_parameters * self._adapts_experts)
 
     @property
@@ -188,10 +188,10 @@ class MegatronMemory:
         microbatch = self._passage(tokens)
         hidden = self.model.size * microbatch.tokens * self.model.shape.hidden
         layer = max((layer_activations.forward for layer_activations in self._layers(microbatch).values()), default=0.0)
-        loaded = {"buffers": self.weights} if loads else {}
+        weight_buffer = {"buffers": self.weights} if loads else {}
         if self.stage.last and (logits := head_activations(self.model, microbatch.tokens, self.layout.tensor).forward) > layer:
-            return add_parts({"activations": hidden, "logits": logits}, loaded)
-        return add_parts({"activations": hidden + layer}, loaded)
+            return add_parts({"activations": hidden, "logits": logits}, weight_buffer)
+        return add_parts({"activations": hidden + layer}, weight_buffer)
 
     def _training(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         shape, microbatch = self.model.shape, self._passage(batches.train_tokens)
@@ -201,16 +201,16 @@ class MegatronMemory:
         kept_bytes = sum(counts[sparse] * self._kept_bytes(layer) for sparse, layer in layers.items())
         last, again = next(iter(layers.values())), self._again(layers)
         hidden = self.model.size * microbatch.tokens * shape.hidden
-        saved = flying * kept_bytes + (flying * hidden / microbatch.sequence if self.layout.pipeline > 1 else 0.0)
+        saved_bytes = flying * kept_bytes + (flying * hidden / microbatch.sequence if self.layout.pipeline > 1 else 0.0)
         if self.stage.last:
             of_head, norm = (
                 head_activations(self.model, microbatch.tokens, self.layout.tensor),
                 final_norm(shape, microbatch, self.cuda),
             )
             work = max(of_head.forward, of_head.saved + of_head.backward)
-            yield "backward of the head", {"activations": saved + norm.saved, "logits": work}
-            yield "backward of the norm", {"activations": saved + norm.backward + (norm.saved if self.cuda else 0.0)}
-        yield "backward of the last layer", {"activations": saved + again + last.backward}
+            yield "backward of the head", {"activations": saved_bytes + norm.saved, "logits": work}
+            yield "backward of the norm", {"activations": saved_bytes + norm.backward + (norm.saved if self.cuda else 0.0)}
+        yield "backward of the last layer", {"activations": saved_bytes + again + last.backward}
         if self.stage.first:
             gradient = self.model.size * self._rows * shape.hidden  # gradient of the embedding table, unsharded
             yield "backward of the embedding", {"activations": (flying - 1) * kept_bytes + hidden, "buffers": gradient}

@@ -93,12 +93,12 @@ def _preference(mode: Mode) -> tuple[bool, bool, int]:
 def _mode(plan: Plan, name: str) -> Mode:
     with collected(refused := []):
         if (best := plan.split) and name == mode_name(plan.recipe):
-            other = _as_much(config.changed(plan.recipe, split.values(best.key, best.train, best.generate)), plan.recipe)
+            variant = _as_much(config.changed(plan.recipe, split.values(best.key, best.train, best.generate)), plan.recipe)
         else:
-            other = _best(plan, _ways(plan.recipe, name))
-        same = other.cluster == plan.recipe.cluster
-        made = replace(plan, recipe=other, split=None) if same else elsewhere(plan, other)
-        return Mode(name, _changes(plan.recipe, other, name), made, _unfit(made))
+            variant = _best(plan, _ways(plan.recipe, name))
+        same_cluster = variant.cluster == plan.recipe.cluster
+        estimate = replace(plan, recipe=variant, split=None) if same_cluster else elsewhere(plan, variant)
+        return Mode(name, _changes(plan.recipe, variant, name), estimate, _unfit(estimate))
     return Mode(name, {}, None, str(refused[0]))
 
 
@@ -132,12 +132,12 @@ def _ways(recipe: Recipe, name: str) -> list[Recipe]:
     return ways
 
 
-def _as_much(other: Recipe, recipe: Recipe) -> Recipe:
+def _as_much(variant: Recipe, recipe: Recipe) -> Recipe:
     """Return the other recipe with the same number of answers in a step as the recipe."""
     if not isinstance(section := config.section(recipe), config.RewardedConfig):
-        return other
-    changed: Any = replace(config.section(other), batch_multiplier=section.batch_multiplier)  # type: ignore[call-arg]
-    return replace(other, **{recipe.algorithm: changed})
+        return variant
+    rewarded: Any = replace(config.section(variant), batch_multiplier=section.batch_multiplier)  # type: ignore[call-arg]
+    return replace(variant, **{recipe.algorithm: rewarded})
 
 
 def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
@@ -152,8 +152,8 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
             message = "got nodes that differ from cluster.train's; expected the same kind"
             raise RecipeError(Problem("cluster.generate", "contradiction", message))
         nodes = train.nodes + generate.nodes
-        fewer = {size for sizes in split.halves(nodes) for size in sizes}
-        yield from (split.values("nodes", count, count) for count in (nodes, *sorted(fewer, reverse=True)))
+        node_counts = {size for sizes in split.halves(nodes) for size in sizes}
+        yield from (split.values("nodes", count, count) for count in (nodes, *sorted(node_counts, reverse=True)))
         return
     if not in_turn:
         yield {}
@@ -168,11 +168,11 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
         raise RecipeError(Problem("cluster.train.gpus_per_node", "too-small", message))
 
 
-def _changes(recipe: Recipe, other: Recipe, name: str) -> Changes:
+def _changes(recipe: Recipe, variant: Recipe, name: str) -> Changes:
     sizes = {}
     for key in ("nodes", "gpus_per_node"):
-        sizes |= split.values(key, *(getattr(part, key) for part in (other.cluster.train, other.cluster.generate)))
-    return placement.differing(recipe, _keys(recipe, name) | sizes | {"cluster.share_nodes": other.cluster.share_nodes})
+        sizes |= split.values(key, *(getattr(part, key) for part in (variant.cluster.train, variant.cluster.generate)))
+    return placement.differing(recipe, _keys(recipe, name) | sizes | {"cluster.share_nodes": variant.cluster.share_nodes})
 
 
 def _keys(recipe: Recipe, name: str) -> Changes:

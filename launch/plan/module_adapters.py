@@ -1,4 +1,7 @@
-"""The adapters of Megatron-Core's modules in a refit that delivers these alone, from the recipe. `refit_adapters`: FSDP2's."""
+"""Describe, from the recipe, the adapters of Megatron-Core's modules in a refit that delivers adapters alone.
+
+`refit_adapters` does so for FSDP2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases of a step, and their durations."""
+"""Define a step's phases and their durations."""
 
 from __future__ import annotations
 

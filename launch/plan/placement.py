@@ -43,11 +43,12 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
     except RecipeError:  # `prepare` reports it
         return loaded
     without = {name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward")}
-    bare = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))  # a local run has no Slurm options
+    # A local run has no Slurm options.
+    without_slurm = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))
     available, refused = f"{plural(len(devices), 'GPU')} according to {source}", ""
     for changes in candidates(loaded, len(devices)):
         with collected(problems := []):
-            recipe = config.changed(bare, changes)
+            recipe = config.changed(without_slurm, changes)
             config.validate(config.with_backend(recipe, choice.backend) if choice else recipe)
         if not problems:
             overrides = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
@@ -55,8 +56,8 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
             return replace(loaded, recipe=recipe, notes=[*loaded.notes, note])
         refused = refused or f": {problems[0]}"
     key = f"cluster.{'train' if config.trains(loaded.recipe) else 'generate'}.gpus_per_node"
-    why = f"no placement of the recipe fits this machine's {available}{refused}. Try a smaller layout, or {key}=0 for CPUs"
-    return replace(loaded, problems=[Problem(key, "too-large", why)])
+    message = f"no placement of the recipe fits this machine's {available}{refused}. Try a smaller layout, or {key}=0 for CPUs"
+    return replace(loaded, problems=[Problem(key, "too-large", message)])
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -66,8 +67,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if 0 < len(without) < len(parts):
         having = ", ".join(f"cluster.{name}" for name in parts if name not in without)
         key = f"cluster.{without[0]}.gpus_per_node"
-        why = f"got 0; expected GPUs, as {having} has, since all ranks communicate over NCCL. Try {key}=1"
-        yield Problem(key, "needs-gpu", why)
+        message = f"got 0; expected GPUs, as {having} has, since all ranks communicate over NCCL. Try {key}=1"
+        yield Problem(key, "needs-gpu", message)
 
 
 def notes(recipe: Recipe) -> Iterator[str]:

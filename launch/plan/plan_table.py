@@ -45,19 +45,19 @@ def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
 def _line_text(line: Line) -> str:
     if isinstance(line, str):
         return line
-    label, what = line
+    label, line_text = line
     first, further = f"{label:{LABEL}s}", " " * LABEL
-    return textwrap.fill(what, WIDTH, break_on_hyphens=False, initial_indent=first, subsequent_indent=further)
+    return textwrap.fill(line_text, WIDTH, break_on_hyphens=False, initial_indent=first, subsequent_indent=further)
 
 
 def _headline(plan: Plan) -> Iterator[Line]:
     recipe = plan.recipe
     yield f"{recipe.name}: plan for {recipe.algorithm}. All figures are estimates"
     for name, component in config.components(recipe).items():
-        same = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
+        sharing = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
         if name != "train" and recipe.cluster.share_nodes:
-            same = ", on the same nodes"
-        yield name, f"{_ranks(component)}{same}; {_cuts(plan, name)}"
+            sharing = ", on the same nodes"
+        yield name, f"{_ranks(component)}{sharing}; {_cuts(plan, name)}"
     yield "backend", str(plan.choice)
     if plan.choice.recomputation:
         yield "recomputation", plan.choice.recomputation
@@ -86,15 +86,18 @@ def _models(plan: Plan) -> Iterator[Line]:
     yield f"{'parameters':24s}" + "".join(f"{name:>13s}" for name in names)
     for name, shape in plan.shapes.items():
         numbers = (shape.embedding, shape.attention, shape.mlp, shape.routed, shape.other, shape.parameters, shape.active)
-        yield f"{_shown(name)[:23]:24s}" + "".join(f"{_billions(number):>13s}" for number in numbers)
+        yield f"{_model_name(name)[:23]:24s}" + "".join(f"{_billions(number):>13s}" for number in numbers)
     for name, policy in config.models(plan.recipe).items():
         shape = plan.shapes[name]
         layers = f"{plural(shape.layers, 'layer')}, hidden size {shape.hidden:,}, vocabulary {shape.vocabulary:,}"
         experts = f", {shape.experts} experts of which {shape.experts_per_token}" if shape.experts else ""
-        yield _shown(name)[: LABEL - 1], f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} exactly"
+        yield (
+            _model_name(name)[: LABEL - 1],
+            f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} exactly",
+        )
 
 
-def _shown(section: str) -> str:
+def _model_name(section: str) -> str:
     """Return the name of a model by its section: "teacher math" for one of several teachers."""
     return section.replace("on_policy_distillation.teachers.", "teacher ")
 
@@ -124,14 +127,15 @@ def _memory(plan: Plan) -> Iterator[Line]:
 def _cache(plan: Plan, generate: GenerateMemory) -> str:
     """Return the capacity of an engine's KV cache, and whether it could be larger."""
     generation, tokens = plan.recipe.policy.generation, max(0.0, generate.tokens)
-    whole, mean = max(0.0, generate.sequences), generate.holds(plan.lengths.sequence)
+    most_longest, most_mean = max(0.0, generate.sequences), generate.holds(plan.lengths.sequence)
     at_once, _ = engine_sizes(plan.recipe, generate.shape)
     holds = (
-        f"an engine's KV cache holds {tokens:,.0f} tokens: {whole:,.0f} sequences of {generation.vllm_cfg.max_model_len:,}"
-        f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}; at most {at_once:,} run at once (max_num_seqs)"
+        f"an engine's KV cache holds {tokens:,.0f} tokens: {most_longest:,.0f} sequences of"
+        f" {generation.vllm_cfg.max_model_len:,} or {most_mean:,.0f} of {plan.lengths.sequence:,.0f};"
+        f" at most {at_once:,} run at once (max_num_seqs)"
     )
     share = generation.vllm_cfg.gpu_memory_utilization
-    if mean < at_once and share < FULL:
+    if most_mean < at_once and share < FULL:
         holds += f"; it holds more with policy.generation.vllm_cfg.gpu_memory_utilization above {share:g}"
     return holds
 
@@ -141,8 +145,8 @@ def _refit(plan: Plan) -> Iterator[Line]:
     if refit is None:
         yield "refit", f"unknown: {plan.refit_unknown}"
         return
-    sent, received = (size(float(nbytes.max())) for nbytes in (refit.sent, refit.received))
-    moved = f"the busiest train rank sends {sent}, a generate rank receives {received}"
+    most_sent, most_received = (size(float(nbytes.max())) for nbytes in (refit.sent, refit.received))
+    moved = f"the busiest train rank sends {most_sent}, a generate rank receives {most_received}"
     if plan.turns:
         way = "by CUDA IPC" if config.refits_by_ipc(plan.recipe) else "through host memory"
         yield "refit", f"{moved}, {way}{f', {took} including the change of turns' if took else ''}"
@@ -158,8 +162,8 @@ def _refit(plan: Plan) -> Iterator[Line]:
 def _times(plan: Plan) -> Iterator[Line]:
     if not plan.phases:
         without = [f"cluster.{name}" for name, on in config.components(plan.recipe).items() if not on.gpus_per_node]
-        why = f"no GPUs in {' and '.join(without)}" if without else "an engine has no room for a KV cache"
-        yield "times", f"unknown: {why}"
+        reason = f"no GPUs in {' and '.join(without)}" if without else "an engine has no room for a KV cache"
+        yield "times", f"unknown: {reason}"
         return
     yield f"{'a step':36s}{'FLOPs':>10s}{'time':>10s}   most of it"
     for clock, duration in plan.seconds.items():
@@ -171,10 +175,10 @@ def _times(plan: Plan) -> Iterator[Line]:
     at_once = f"   rollout and training overlap{_under_way(plan.recipe)}" if runs_ahead(plan.recipe) else ""
     yield f"{'all':36s}{sum(phase.flops for phase in plan.phases):10.2e}{seconds(plan.step):>10s}{at_once}"
     if not plan.ratios:
-        yield "expect", _expected(plan)
+        yield "expect", _step_range(plan)
 
 
-def _expected(plan: Plan) -> str:
+def _step_range(plan: Plan) -> str:
     """Return the range of a step's time, by published steps on the plan's GPUs."""
     specs = {
         spec.name: spec.assumed
@@ -264,16 +268,16 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         network = recipe.cluster.network
         yield "", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {network.latency_us:g} us a message; full bisection"
         if plan.turns:
-            yield "", shared_gpus.assumed(recipe)
+            yield "", shared_gpus.assumed_rates(recipe)
         if recipe.policy.deterministic:
-            yield "", deterministic_cost.assumed(recipe)
+            yield "", deterministic_cost.assumed_factors(recipe)
         yield "", _why_unpriced(recipe)
     for text in (*plan.train.assumptions, *(plan.generate.assumptions if plan.generate else ())):
         yield "", text
     if plan.measured:
-        where = plan.measured.where
-        times = f"by {where}: a clock's seconds are multiplied by measured / predicted there"
-        lengths = f"only lengths, by {where}; the times of that run cannot be compared with predicted ones"
+        source = plan.measured.where
+        times = f"by {source}: a clock's seconds are multiplied by measured / predicted there"
+        lengths = f"only lengths, by {source}; the times of that run cannot be compared with predicted ones"
         yield "calibrated", times if plan.ratios else lengths
     elif is_priced(recipe):
         yield "calibrated", "no: run_dir has no earlier run. Try plan_from=RUN_DIR"
@@ -281,8 +285,8 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
 
 def _measured_lines(plan: Plan) -> list[str]:
     """Return what plan.hardware measures, for each kind of GPU."""
-    described = (gpu_check.described(plan.recipe, on) for on in config.components(plan.recipe).values())
-    return [text for text in dict.fromkeys(described) if text]
+    descriptions = (gpu_check.describe(plan.recipe, on) for on in config.components(plan.recipe).values())
+    return [text for text in dict.fromkeys(descriptions) if text]
 
 
 def _hardware(plan: Plan, component: str) -> str:
@@ -299,15 +303,15 @@ def _hardware(plan: Plan, component: str) -> str:
 
 
 def _why_unpriced(recipe: Recipe) -> str:
-    left = ["the run's start", "checkpoints", "packing on the CPU"]
+    uncounted = ["the run's start", "checkpoints", "packing on the CPU"]
     if not uses_megatron(recipe.policy):
-        left.append("what policy.dtensor_cfg.compile, use_liger_kernel and flash_attention save")
+        uncounted.append("what policy.dtensor_cfg.compile, use_liger_kernel and flash_attention save")
     if generates(recipe):
-        left.append("environments on the CPU")
+        uncounted.append("environments on the CPU")
         if getattr(section(recipe), "use_dynamic_sampling", False):
             groups, batches = "groups that dynamic sampling drops", "batches of dynamic sampling after the first"
-            left.append(groups if runs_ahead(recipe) else batches)
-    return f"not counted: {', '.join(left)}"
+            uncounted.append(groups if runs_ahead(recipe) else batches)
+    return f"not counted: {', '.join(uncounted)}"
 
 
 def _verdict(plan: Plan) -> Iterator[Line]:

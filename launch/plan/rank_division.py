@@ -1,4 +1,4 @@
-"""Division of a model over the ranks of a component, and the rates at which groups of ranks communicate."""
+"""Compute how a component's ranks divide a model, and the rates at which groups of ranks communicate."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Parallelism:
 
     @property
     def shard(self) -> int:
-        """Return over how many ranks FSDP2 shards the weights that a tensor-parallel rank has."""
+        """Return the number of ranks over which FSDP2 shards a tensor-parallel rank's weights."""
         return max(1, self.ranks // (self.tensor * self.replicas))
 
     @property
     def expert_shard(self) -> int:
-        """Return over how many ranks FSDP2 shards the routed experts of a rank. Tensor parallelism does not cut experts."""
+        """Return the number of ranks over which FSDP2 shards a rank's routed experts, which tensor parallelism does not cut."""
         return max(1, self.ranks // (self.expert * self.replicas))
 
     def gathered_experts(self, shape: ModelShape) -> float:
@@ -54,10 +54,10 @@ class Parallelism:
         """Return how many ranks hold the same experts."""
         return max(1, self.ranks // (self.expert * self.expert_tensor * self.pipeline))
 
-    def held(self, shape: ModelShape) -> tuple[float, float]:
+    def parameters_of_rank(self, shape: ModelShape) -> tuple[float, float]:
         """Return the mean number of parameters of a rank: (outside of routed experts, in routed experts)."""
-        rest = (shape.parameters - shape.routed) / (self.tensor * self.pipeline)
-        return rest, shape.routed / (self.expert * self.expert_tensor * self.pipeline)
+        dense = (shape.parameters - shape.routed) / (self.tensor * self.pipeline)
+        return dense, shape.routed / (self.expert * self.expert_tensor * self.pipeline)
 
 
 def train_parallelism(policy: PolicyConfig, component: ComponentConfig) -> Parallelism:

@@ -17,7 +17,7 @@ from typing import Any
 
 from launch.plan import gpu_check, memory, memory_generate, shared_gpus, train_time
 from launch.plan.advice import set_key
-from launch.plan.lengths import Lengths, assumed
+from launch.plan.lengths import Lengths, assume
 from launch.plan.memory_megatron import stages
 from launch.plan.memory_parts import GenerateMemory, TrainModel
 from launch.plan.rank_division import train_parallelism
@@ -60,7 +60,7 @@ class Tried:
 
 
 def open_keys(recipe: Recipe) -> tuple[str, ...]:
-    """Return the keys that are to be chosen. The train backend must be chosen."""
+    """Return the keys that the plan has to choose. The train backend must be chosen."""
     section, settings = _section(recipe)
     null = [name for name in NAMES if getattr(settings, name, "") is None]
     keys = [f"{section}.{name}" for name in null] if set(null) & set(NAMES[:2]) else []
@@ -79,16 +79,16 @@ def choose(
     if not open_keys(recipe):
         return recipe, ""
     if before is not None and (earlier := _kept_setting(recipe, before)):
-        same = _with(recipe, earlier)
-        anew = shapes is not None and not open_keys(same) and not _fits(same, shapes) and _compile_alike(recipe, same, shapes)
-        recipe = _with(recipe, {TOKENS: earlier[TOKENS]} if TOKENS in earlier else {}) if anew else same
+        kept = _with(recipe, earlier)
+        anew = shapes is not None and not open_keys(kept) and not _fits(kept, shapes) and _compile_alike(recipe, kept, shapes)
+        recipe = _with(recipe, {TOKENS: earlier[TOKENS]} if TOKENS in earlier else {}) if anew else kept
         if not open_keys(recipe):
             return recipe, _line(earlier, "as the run began")
     settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
     if shapes is None or not train.gpus_per_node:
-        why = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
-        return _with(recipe, settings[-1]), _line(settings[-1], f"which needs the least memory, because {why}")
-    tried = try_all(recipe, settings, shapes, lengths or assumed(recipe))
+        reason = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
+        return _with(recipe, settings[-1]), _line(settings[-1], f"which needs the least memory, because {reason}")
+    tried = try_all(recipe, settings, shapes, lengths or assume(recipe))
     memory_gb = _memory_gb(recipe)
     best, fitting = fastest(tried, (1 - spare(shapes)) * memory_gb * 1e9)
     used = f"{best.nbytes / 1e9:.1f} of {memory_gb:g} GB"
@@ -110,9 +110,9 @@ def faster(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths) -
     """Return the recipe with the recomputation that would be chosen for its microbatches, and the keys that select it."""
     section, settings = _section(recipe)
     keys = [f"{section}.{name}" for name in NAMES if hasattr(settings, name)]
-    other = again(recipe, keys, shapes, lengths)
-    changed = [key for key in keys if _value(other, key) != _value(recipe, key)]
-    return other, " ".join(config.format_override(key, _value(other, key)) for key in changed)
+    variant = again(recipe, keys, shapes, lengths)
+    changed_keys = [key for key in keys if _value(variant, key) != _value(recipe, key)]
+    return variant, " ".join(config.format_override(key, _value(variant, key)) for key in changed_keys)
 
 
 def spare(shapes: Mapping[str, ModelShape]) -> float:
@@ -139,7 +139,9 @@ def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, Mo
 
 def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
     """Return the memory of the generate rank that shares a train rank's GPU; None without one."""
-    return memory_generate.generate(gpu_check.sized(recipe), shapes["policy"]) if config.colocated(recipe) else None
+    return (
+        memory_generate.generate(gpu_check.with_measured_memory(recipe), shapes["policy"]) if config.colocated(recipe) else None
+    )
 
 
 def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMemory | None) -> float:
@@ -154,7 +156,7 @@ def _try_settings(
 ) -> Tried:
     phases = train_time.phases(recipe, shapes, lengths, gpu_check.gpu(recipe, recipe.cluster.train))
     size = recipe.policy.megatron_cfg.pipeline_model_parallel_size
-    recomputed = flops.recomputed(recipe.policy, shapes["policy"], size, 0.0)
+    recomputed = flops.recomputed_share(recipe.policy, shapes["policy"], size, 0.0)
     return Tried(recipe, setting, sum(phase.seconds for phase in phases), _bytes(recipe, shapes, engine), recomputed)
 
 
@@ -223,14 +225,14 @@ def _fits(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
 
 
 def _memory_gb(recipe: Recipe) -> float:
-    """Return the memory of a train rank's GPU, as plan.hardware measured it if that is given."""
-    return hardware.memory_gb(gpu_check.sized(recipe).cluster.train)
+    """Return the memory of a train rank's GPU: measured, if plan.hardware is set."""
+    return hardware.memory_gb(gpu_check.with_measured_memory(recipe).cluster.train)
 
 
-def _compile_alike(recipe: Recipe, other: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
-    """Return whether both recipes compile layers or neither does: compiled layers round differently."""
+def _compile_alike(recipe: Recipe, other_recipe: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
+    """Return whether both recipes compile layers or neither does, since compiled layers round differently."""
     mixture = shapes["policy"].mixture
-    return compiles(recipe.policy, mixture) == compiles(other.policy, mixture)
+    return compiles(recipe.policy, mixture) == compiles(other_recipe.policy, mixture)
 
 
 def _section(recipe: Recipe) -> tuple[str, Any]:
@@ -250,8 +252,8 @@ def _with(recipe: Recipe, setting: Setting) -> Recipe:
     return recipe
 
 
-def _line(setting: Setting, why: str) -> str:
+def _line(setting: Setting, reason: str) -> str:
     """Return the choice with its reason, without keys that keep their default, null or whole layers; empty if all do."""
     values = {key: value for key, value in setting.items() if value not in (None, "full")}
-    shown = " ".join(config.format_override(key, value) for key, value in values.items())
-    return f"{shown}, {why}" if shown else ""
+    settings_text = " ".join(config.format_override(key, value) for key, value in values.items())
+    return f"{settings_text}, {reason}" if settings_text else ""

@@ -1,4 +1,4 @@
-"""The tensors of a refit that delivers FSDP2's adapters alone (policy.generation.lora_refit=adapter), from the recipe."""
+"""Describe, from the recipe, the tensors of a refit of FSDP2's adapters alone: policy.generation.lora_refit=adapter."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def adapter_tensors(model_tensors: Iterable[Tensor], config: LoRAConfig) -> list
 
 
 def received_boxes(tensors: Iterable[Tensor]) -> Iterator[tuple[str, str, Box]]:
-    """Yield (unit, tensor, box) of a rank of an engine."""
+    """Yield (unit, tensor, box) for each box that a rank of an engine receives."""
     for tensor in tensors:
         yield UNIT, tensor.name, whole(tensor.shape)

@@ -103,15 +103,15 @@ def rank_layouts(
         train_tables = _fsdp(policy, train, builder)
     size = engine_ranks(policy.generation.vllm_cfg)
     if adapters:
-        wanted = [builder.table(received_boxes(served))] * size
+        engine_tables = [builder.table(received_boxes(served))] * size
     elif policy.generation.backend == "vllm":
-        wanted = vllm_tables(of, policy.generation.vllm_cfg, builder)
+        engine_tables = vllm_tables(of, policy.generation.vllm_cfg, builder)
     else:
-        wanted = [builder.table((name, name, whole(shape)) for name, shape in builder.shapes.items())]
+        engine_tables = [builder.table((name, name, whole(shape)) for name, shape in builder.shapes.items())]
     engines = [list(range(first, first + size)) for first in range(train, train + generate, size)]
     return RankLayouts(
         train=dict(enumerate(train_tables)),
-        generate={rank: wanted[member] for engine in engines for member, rank in enumerate(engine)},
+        generate={rank: engine_tables[member] for engine in engines for member, rank in enumerate(engine)},
         engines=engines,
         shapes=builder.shapes,
     )
@@ -144,8 +144,8 @@ def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[Layou
         offset, length = origin.copy(), extent.copy()
         data_rank, tensor_rank = divmod(rank, tensor_size)
         shard, expert_rank = divmod(rank, expert_size)
-        for dim, mine in cut.items():
-            _chunk(offset, length, mine, dim, tensor_size, tensor_rank)
+        for dim, rows_to_cut in cut.items():
+            _chunk(offset, length, rows_to_cut, dim, tensor_size, tensor_rank)
         _chunk(offset, length, dense, 0, of_replica // tensor_size, data_rank)
         stacked = routed & (expert < 0)
         _chunk(offset, length, stacked, 0, expert_size, expert_rank)
@@ -226,9 +226,9 @@ def _megatron(
 def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Parameter]:
     """Return the family's parameters. Raises RecipeError if it leaves out a tensor that is on disk."""
     parameters = models.family(of.model_type).parameters(of)
-    known = {source for parameter in parameters.values() for source in parameter.sources}
-    if left := [name for name in shapes if name not in known]:
-        message = f"this {of.model_type} has {left[0]}, which its family does not describe"
+    sources = {source for parameter in parameters.values() for source in parameter.sources}
+    if undescribed := [name for name in shapes if name not in sources]:
+        message = f"this {of.model_type} has {undescribed[0]}, which its family does not describe"
         raise RecipeError(Problem(_MODEL, "unsupported", message))
     return parameters
 
@@ -271,7 +271,7 @@ def _megatron_boxes(
 
 
 def _parts_of(sources: list[tuple[str, Box]], parts: tuple[int, ...]) -> Iterator[tuple[str, Box, tuple[int, ...]]]:
-    """Yield (source, its box, the numbers of rows of its parts) of a parameter that stacks its sources."""
+    """Yield (source, its box, rows of each of its parts) of a parameter that stacks its sources."""
     first = 0
     for source, box in sources:
         ends = list(itertools.accumulate(parts[first:]))
@@ -281,7 +281,7 @@ def _parts_of(sources: list[tuple[str, Box]], parts: tuple[int, ...]) -> Iterato
 
 
 def _part_boxes(name: str, box: Box, parts: tuple[int, ...], rank: int, size: int) -> Iterator[Box]:
-    """Yield a rank's boxes of a parameter whose parts, with these numbers of rows, are cut each by rows."""
+    """Yield a rank's boxes of a parameter, each of whose parts is cut by rows. parts: rows of each."""
     start = 0
     for rows in parts:
         rows_per_rank = _divide(name, rows, size)
@@ -300,9 +300,9 @@ def _query_group_boxes(
     low, high = rank * rows, (rank + 1) * rows
     for group in range(low // rows_per_group, -(-high // rows_per_group)):
         at = group * rows_per_group
-        (query, box), *others = ((source, chunk(box, 0, groups, group)) for source, box in sources)
+        (query, box), *key_and_value = ((source, chunk(box, 0, groups, group)) for source, box in sources)
         queries = _queries_then_gates(box, gated) if gated else [box]
-        for source, part in [*((query, each_query) for each_query in queries), *others]:
+        for source, part in [*((query, query_box) for query_box in queries), *key_and_value]:
             start, stop = max(low, at), min(high, at + part.size[0])
             if start < stop:
                 yield source, Box((part.offset[0] + start - at, *part.offset[1:]), (stop - start, *part.size[1:]))
@@ -311,9 +311,9 @@ def _query_group_boxes(
 
 def _queries_then_gates(box: Box, head: int) -> list[Box]:
     """Return the boxes of all queries of a group, then of all gates. On disk a gate follows its query, of `head` rows each."""
-    first, others = box.offset[0], box.offset[1:]
-    starts = [first + at for kind in (0, head) for at in range(kind, box.size[0], 2 * head)]
-    return [Box((start, *others), (head, *box.size[1:])) for start in starts]
+    first_row, other_offsets = box.offset[0], box.offset[1:]
+    starts = [first_row + at for kind in (0, head) for at in range(kind, box.size[0], 2 * head)]
+    return [Box((start, *other_offsets), (head, *box.size[1:])) for start in starts]
 
 
 def _divide(name: str, count: int, size: int) -> int:
@@ -331,20 +331,20 @@ def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
     count, layers = megatron.pipeline_model_parallel_size, of.num_hidden_layers
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
     middle = count - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if rest < 0 or (rest % middle if middle else rest):
+    middle_layers = layers - (first or 0) - (last or 0)
+    if middle_layers < 0 or (middle_layers % middle if middle else middle_layers):
         message = (
             f"{layers} layers cannot be divided among {count} stages with num_layers_in_first_pipeline_stage={first} and"
             f" num_layers_in_last_pipeline_stage={last}"
         )
         raise RecipeError(Problem("policy.megatron_cfg.pipeline_model_parallel_size", "not-divisible", message))
-    per_stage = rest // middle if middle else 0
+    per_stage = middle_layers // middle if middle else 0
     counts = [*([] if first is None else [first]), *[per_stage] * middle, *([] if last is None else [last])]
     return consecutive(counts)
 
 
 def _layer(name: str) -> int | None:
-    """Return the layer of a parameter of Megatron-Core's; None if it is in none."""
+    """Return the layer of a parameter of Megatron-Core's; None for a parameter outside of layers."""
     return int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
 
 

@@ -36,9 +36,9 @@ def draw(simulation: RefitSimulation, train_ranks: int, title: str) -> str:
 
 def busiest(simulation: RefitSimulation, train_ranks: int) -> list[int]:
     """Return the train rank that sends most, then the generate ranks that receive most, in descending order."""
-    sent, received = simulation.loads.sent.sum(0), simulation.loads.received.sum(0)
-    generate = train_ranks + np.argsort(-received[train_ranks:], kind="stable")[:GENERATE_ROWS]
-    return [int(sent[:train_ranks].argmax()), *map(int, generate)]
+    sent_bytes, received_bytes = simulation.loads.sent.sum(0), simulation.loads.received.sum(0)
+    generate = train_ranks + np.argsort(-received_bytes[train_ranks:], kind="stable")[:GENERATE_ROWS]
+    return [int(sent_bytes[:train_ranks].argmax()), *map(int, generate)]
 
 
 def _bars(simulation: RefitSimulation, rank: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -51,8 +51,8 @@ def _bars(simulation: RefitSimulation, rank: int) -> Iterator[tuple[str, np.ndar
         "apply": (applied - simulation.parts["apply"][:, rank], applied),
     }
     for part, (start, stop) in bars.items():
-        there = active & (stop > start)
-        yield part, start[there], stop[there]
+        visible = active & (stop > start)
+        yield part, start[visible], stop[visible]
 
 
 def _flight(simulation: RefitSimulation, scale: float, y: float) -> Iterator[Html]:
@@ -60,10 +60,10 @@ def _flight(simulation: RefitSimulation, scale: float, y: float) -> Iterator[Htm
     active = simulation.loads.sends + simulation.loads.receives > 0
     start = np.where(active, simulation.begun, np.inf).min(1, initial=np.inf)
     stop = np.where(active, simulation.arrived, 0.0).max(1, initial=0.0)
-    some, size = active.any(1), simulation.loads.sent.sum(1)
+    rounds, size = active.any(1), simulation.loads.sent.sum(1)
     most = max(size.max(initial=0), 1)
-    height = (FLIGHT - 10) * size[some] / most
-    yield _path(start[some] * scale, stop[some] * scale, y + FLIGHT - height, height, "c5")
+    height = (FLIGHT - 10) * size[rounds] / most
+    yield _path(start[rounds] * scale, stop[rounds] * scale, y + FLIGHT - height, height, "c5")
     for label, at in (("GB in flight,", y + 20), ("by round", y + 34), (f"{most / GIGA:.3g} GB at most", y + 54)):
         yield tag("text", label, x=LEFT - 8, y=at, text_anchor="end", class_="tick")
 

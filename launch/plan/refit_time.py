@@ -49,7 +49,7 @@ class Messages:
 
 
 def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.ndarray, relay: np.ndarray) -> Messages:
-    """Return the messages of items. Items with the same round, source and target form one message."""
+    """Merge items with the same round, source and target into one message, and return the messages."""
     ranks = int(max(source.max(initial=0), target.max(initial=0))) + 1
     route = (round.astype(np.int64) * ranks + source) * ranks + target
     order = np.argsort(route, kind="stable")
@@ -63,10 +63,10 @@ def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.nd
 
 def messages(schedule: RefitSchedule) -> Messages:
     """Return all messages of a plan."""
-    sent, forwarded = schedule.train_messages(), schedule.forwarded_messages()
+    from_train, from_relays = schedule.train_messages(), schedule.forwarded_messages()
     names = ("round", "source", "target", "bytes")
-    round, source, target, size = (np.concatenate([getattr(sent, name), getattr(forwarded, name)]) for name in names)
-    return merge(round, source, target, size, np.repeat([False, True], [len(sent.round), len(forwarded.round)]))
+    round, source, target, size = (np.concatenate([getattr(from_train, name), getattr(from_relays, name)]) for name in names)
+    return merge(round, source, target, size, np.repeat([False, True], [len(from_train.round), len(from_relays.round)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Re
         if r:
             applied[r - 1] = np.maximum(posted[r], arrived[r - 1]) + parts["apply"][r - 1]
     if rounds:
-        before = applied[rounds - 2] if rounds > 1 else never
-        applied[-1] = np.maximum(before, arrived[-1]) + parts["apply"][-1]
+        previous_end = applied[rounds - 2] if rounds > 1 else never
+        applied[-1] = np.maximum(previous_end, arrived[-1]) + parts["apply"][-1]
     return RefitSimulation(messages, load, parts, posted, begun, moved, arrived, applied)
 
 
@@ -181,7 +181,7 @@ def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
 
 
 def _with_partners(amount: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return, for each rank, the latest time of it and the ranks that it exchanges messages with."""
+    """Return, for each rank, the latest time of the rank and of its partners."""
     latest = amount.copy()
     np.maximum.at(latest, source, amount[target])
     np.maximum.at(latest, target, amount[source])
@@ -228,8 +228,8 @@ def _before_arrived(simulation: RefitSimulation, r: int, rank: int, spent: dict[
     path = max(("wire out", "wire in", "node"), key=lambda name: simulation.parts[name][r, slowest])
     for name in ("latency", path):
         spent[name] += float(simulation.parts[name][r, slowest])
-    ready = simulation.posted[r] if r == 0 else np.maximum(simulation.posted[r], simulation.arrived[r - 1])
-    waited_for = _latest(simulation, r, slowest, ready)
+    ready_times = simulation.posted[r] if r == 0 else np.maximum(simulation.posted[r], simulation.arrived[r - 1])
+    waited_for = _latest(simulation, r, slowest, ready_times)
     if r and simulation.arrived[r - 1, waited_for] > simulation.posted[r, waited_for]:
         return "arrived", r - 1, waited_for
     return "posted", r, waited_for
@@ -238,12 +238,12 @@ def _before_arrived(simulation: RefitSimulation, r: int, rank: int, spent: dict[
 _STEPS = {"applied": _before_applied, "posted": _before_posted, "arrived": _before_arrived}
 
 
-def _latest(simulation: RefitSimulation, r: int, rank: int, when: np.ndarray) -> int:
-    """Return the latest of a rank and its partners in a round."""
+def _latest(simulation: RefitSimulation, r: int, rank: int, times: np.ndarray) -> int:
+    """Return the rank with the latest time among a rank and its partners in a round."""
     start, stop = np.searchsorted(simulation.messages.round, (r, r + 1))
     source, target = simulation.messages.source[start:stop], simulation.messages.target[start:stop]
-    there = np.concatenate([[rank], target[source == rank], source[target == rank]])
-    return int(there[when[there].argmax()])
+    members = np.concatenate([[rank], target[source == rank], source[target == rank]])
+    return int(members[times[members].argmax()])
 
 
 # ---- floors, and the reference ------------------------------------------------------------------------------------------
@@ -263,22 +263,22 @@ class Demand:
 
 def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
     """Return the demand of a plan. node: [ranks], the node of each. Boxes that overlap and are not equal count twice."""
-    needed, size = schedule.needed, schedule.needed.boxes.numel * schedule.width[schedule.needed.boxes.tensor]
-    owned = np.bincount(needed.receiver, size[needed.box], schedule.engines.shape[1])
+    needed_boxes, size = schedule.needed, schedule.needed.boxes.numel * schedule.width[schedule.needed.boxes.tensor]
+    owned = np.bincount(needed_boxes.receiver, size[needed_boxes.box], schedule.engines.shape[1])
     inside: dict[int, set[int]] = {}  # the ranks in the engine that a node has, of whichever engine
     for rank, (_, member) in schedule.member.items():
         inside.setdefault(int(node[rank]), set()).add(member)
     distinct = {
-        places: np.unique(needed.box[np.isin(needed.receiver, places)])
-        for places in {tuple(sorted(p)) for p in inside.values()}
+        engine_members: np.unique(needed_boxes.box[np.isin(needed_boxes.receiver, engine_members)])
+        for engine_members in {tuple(sorted(p)) for p in inside.values()}
     }
-    by_node = np.array([size[distinct[tuple(sorted(places))]].sum() for places in inside.values()])
+    by_node = np.array([size[distinct[tuple(sorted(engine_members))]].sum() for engine_members in inside.values()])
     shared = bool(set(node[list(schedule.held.rows)].tolist()) & inside.keys())
     if shared:
         box, holders, held_bytes = _bytes_by_set(schedule)
-        for i, (number, places) in enumerate(inside.items()):
-            here = np.array([(node[members] == number).any() for members in schedule.held.sets])
-            by_node[i] -= held_bytes[here[holders] & np.isin(box, distinct[tuple(sorted(places))])].sum()
+        for i, (number, engine_members) in enumerate(inside.items()):
+            sets_on_node = np.array([(node[members] == number).any() for members in schedule.held.sets])
+            by_node[i] -= held_bytes[sets_on_node[holders] & np.isin(box, distinct[tuple(sorted(engine_members))])].sum()
     return Demand(
         owned=np.tile(owned, len(schedule.engines)),
         by_node=by_node,
@@ -294,8 +294,8 @@ def _bytes_by_set(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.n
     pieces, sets = schedule.pieces, len(schedule.held.sets)
     size = pieces.numel * schedule.width[schedule.needed.boxes.tensor[pieces.needed_box]]
     pair = pieces.needed_box.astype(np.int64) * sets + schedule.held.holders[pieces.held_box]
-    pairs, which = np.unique(pair, return_inverse=True)
-    return pairs // sets, pairs % sets, np.bincount(which, size, len(pairs)).astype(np.int64)
+    pairs, pair_index = np.unique(pair, return_inverse=True)
+    return pairs // sets, pairs % sets, np.bincount(pair_index, size, len(pairs)).astype(np.int64)
 
 
 def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
@@ -332,9 +332,9 @@ class Broadcast:
 
 def reference(schedule: RefitSchedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
     """Return the bytes of the bucketed broadcast, the alternative to the schedule. total: bytes of all full tensors."""
-    held, size = schedule.held, schedule.held.boxes.numel * schedule.width[schedule.held.boxes.tensor]
-    beside = [rows.box for rank, rows in held.rows.items() if node[rank] == node[0]]
-    rank_bytes, near = int(size[np.unique(held.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
+    held_boxes, size = schedule.held, schedule.held.boxes.numel * schedule.width[schedule.held.boxes.tensor]
+    beside = [rows.box for rank, rows in held_boxes.rows.items() if node[rank] == node[0]]
+    rank_bytes, near = int(size[np.unique(held_boxes.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
     return Broadcast(
         total=total,
         far=int(size.sum()) - near,

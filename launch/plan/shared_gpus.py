@@ -65,7 +65,7 @@ def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
 
 
 def _read(train: TrainMemory) -> float:
-    """Return the bytes that a refit reads on the GPU: with adapters the merged weights, since the others are on the host."""
+    """Return the bytes that a refit reads on the GPU; with adapters the merged weights, since the others are on the host."""
     return train.parts.get("merged weights", train.parts.get("weights", 0.0))
 
 
@@ -104,7 +104,7 @@ def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> P
 
 
 def _across(recipe: Recipe, received: float, planned: RefitPrediction | None) -> float:
-    """Return the bytes into the busiest node.
+    """Return the bytes that enter the busiest node.
 
     Without a plan each node is taken to hold an equal part of the model, as with FSDP2, and to receive the rest once.
     """
@@ -127,7 +127,7 @@ def _gpu(recipe: Recipe) -> GPUSpec:
     return gpu_check.gpu(recipe, recipe.cluster.train)
 
 
-def assumed(recipe: Recipe) -> str:
+def assumed_rates(recipe: Recipe) -> str:
     """Return the assumed transfer rates of shared GPUs, for the report."""
     gpu = _gpu(recipe)
     between = (

@@ -1,4 +1,4 @@
-"""Find divisions of the same nodes, or GPUs of shared nodes, between training and generation that make a shorter step."""
+"""Find divisions of the same nodes, or of shared nodes' GPUs, between training and generation that shorten a step."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def halves(total: int) -> Iterator[tuple[int, int]]:
 def divisions(recipe: Recipe) -> Iterator[Changes]:
     """Yield every other division of the recipe's nodes, or of the GPUs of shared nodes."""
     own_sizes = sizes(recipe)
-    yield from (values(key_of(recipe), *other) for other in halves(sum(own_sizes)) if other != own_sizes)
+    yield from (values(key_of(recipe), *other_sizes) for other_sizes in halves(sum(own_sizes)) if other_sizes != own_sizes)
 
 
 def others(recipe: Recipe) -> Iterator[Recipe]:
@@ -93,7 +93,9 @@ def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -
     now: seconds of a step with the recipe's own division. step: returns those of another recipe, None if it does not fit.
     """
     splits = [
-        Split(key_of(other), *sizes(other), seconds, now) for other in others(recipe) if (seconds := step(other)) is not None
+        Split(key_of(variant), *sizes(variant), seconds, now)
+        for variant in others(recipe)
+        if (seconds := step(variant)) is not None
     ]
     best = min(splits, key=lambda split: split.seconds, default=None)
     return best if best and best.gain > WORTH else None

@@ -31,7 +31,7 @@ def step_phases(
         return train
     gpu = gpu_check.gpu(recipe, recipe.cluster.generate)
     phases = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate)
-    answers = generate_time.sampled(recipe)[1]
+    answers = generate_time.rollout_size(recipe)[1]
     judge = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
     score = train_time.reward_phase(recipe, shapes, lengths, gpu_check.gpu(recipe, judge), answers)
     phases += [score] if score else []

@@ -59,7 +59,7 @@ def estimate(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load
 
 
 def simulate_steps(load: EngineLoad, sampling: float, train: float, refit: float, age: int) -> tuple[float, float]:
-    """Return (seconds of a step, of these seconds in which an engine decodes).
+    """Return (seconds of a step, seconds of it in which an engine decodes).
 
     sampling: seconds of a rollout that runs alone on the engine. train: seconds from a complete rollout to the refit.
     age: how many steps sampling runs ahead, at least 1.
@@ -113,9 +113,9 @@ class _EngineSimulation:
             self.time += tokens * step
             self.busy += tokens * step
             while self._running and self._running[0][0] <= self._clock * (1 + 1e-12):
-                _, ended, begun = heapq.heappop(self._running)
-                self._left[ended] -= 1
-                self._begun -= begun
+                _, rollout_number, begin_clock = heapq.heappop(self._running)
+                self._left[rollout_number] -= 1
+                self._begun -= begin_clock
             self._admit()
         if until < math.inf:
             self.time = until

@@ -107,20 +107,20 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
     packing = job.policy.sequence_packing
     microbatches = job.microbatches(count, packing.train_tokens, job.policy.train_micro_batch_size)
     forward = job.forward_flops(count)
-    again = recomputed(job, count)
+    again = recomputed_share(job, count)
     lora = config.adapters(job.policy)
     backward = (1 if lora else 2) * forward + again * forward  # with LoRA, frozen weights need no gradient
-    layers = flops.recomputed(job.policy, job.shape, job.layout.pipeline, 0.0)
+    layers = flops.recomputed_share(job.policy, job.shape, job.layout.pipeline, 0.0)
     parts = _pass(job, count, microbatches, forward, backward, passes=2 + layers)
     if not lora:
         parts |= _gradients(job, parts.get("matrix products", 0.0) * 2 / 3 / microbatches)
     return forward + backward, parts
 
 
-def recomputed(job: Job, count: float) -> float:
+def recomputed_share(job: Job, count: float) -> float:
     """Return the share of the forward pass that the backward pass recomputes."""
     attention = flops.attention(job.shape, count * job.lengths.squared_sequence / 2)
-    return flops.recomputed(job.policy, job.shape, job.layout.pipeline, attention / job.forward_flops(count))
+    return flops.recomputed_share(job.policy, job.shape, job.layout.pipeline, attention / job.forward_flops(count))
 
 
 def _pass(job: Job, count: float, microbatches: int, forward: float, backward: float, passes: float) -> dict[str, float]:
@@ -156,9 +156,9 @@ def _waited_for(job: Job, count: float, passes: float) -> dict[str, float]:
         gathered = links.ring_seconds(layout.context, tokens * numbers * job.itemsize, layout.tensor)
         parts["context parallelism"] = passes * stage * shape.attention_layers * gathered
     if layout.expert > 1:
-        split = layout.sequence or not uses_megatron(job.policy)  # over tensor-parallel ranks
-        sent = hidden / (layout.tensor if split else 1) * shape.experts_per_token
-        exchange = links.exchange_seconds(layout.expert, sent, layout.expert_tensor)
+        splits_tokens = layout.sequence or not uses_megatron(job.policy)  # over tensor-parallel ranks
+        sent_bytes = hidden / (layout.tensor if splits_tokens else 1) * shape.experts_per_token
+        exchange = links.exchange_seconds(layout.expert, sent_bytes, layout.expert_tensor)
         parts["expert parallelism"] = passes * stage * shape.sparse_layers * 2 * exchange
     return parts
 
@@ -174,9 +174,9 @@ def _stage_transfers(job: Job, count: float, directions: int) -> float:
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
     """Return the seconds of all microbatches, where gathering weights overlaps with the passes."""
     shape, layout, links = job.shape, job.layout, job.links
-    whole = whole_mixers(shape, layout)
+    undivided = whole_mixers(shape, layout)
     groups = (  # numbers, ranks that shard them, and how far apart these are
-        ((shape.parameters - shape.routed - whole) / layout.tensor + whole, layout.shard, layout.tensor),
+        ((shape.parameters - shape.routed - undivided) / layout.tensor + undivided, layout.shard, layout.tensor),
         (layout.gathered_experts(shape), layout.expert_shard, layout.expert),
     )
     gather, scatter = 0.0, 0.0
@@ -205,7 +205,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
         (layout.data * layout.context, layout.tensor),
         (layout.expert_data, layout.expert * layout.expert_tensor),
     )
-    parameters = layout.held(job.shape)
+    parameters = layout.parameters_of_rank(job.shape)
     bandwidth = GIGA * job.gpu.hbm_gb_per_s * job.gpu.assumed.bandwidth
     if not uses_megatron(job.policy):
         numbers = job.shape.parameters + (layout.tensor - 1) * whole_mixers(job.shape, layout)
@@ -217,8 +217,8 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
         reduce += links.ring_seconds(size, numbers * itemsize, stride)
         gather += links.ring_seconds(size, numbers * job.itemsize, stride)
         optimizer += numbers / size * OPTIMIZER_BYTES / bandwidth
-    shown = max(0.0, reduce - hidden_by) if ddp.overlap_grad_reduce else reduce
-    return {"gradients": shown, "gathering weights": gather, "optimizer": optimizer}
+    exposed = max(0.0, reduce - hidden_by) if ddp.overlap_grad_reduce else reduce
+    return {"gradients": exposed, "gathering weights": gather, "optimizer": optimizer}
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
     step_phases += _teacher_phases(recipe, jobs, count)
     if algorithm.needs.head == "values":
         policy = _without_head(policy)
-    many = algorithm.updates_per_step
+    update_count = algorithm.updates_per_step
     samples = recipe.policy.train_global_batch_size * algorithm.sequences_per_item
     for name, trained in (("policy", policy), ("critic", jobs.get("value"))):
         if trained is not None:
@@ -251,9 +251,9 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
             step_phases.append(
                 Phase(
                     "train",
-                    f"{many} update{'s' * (many > 1)} of the {name}",
-                    many * work,
-                    {k: many * v for k, v in parts.items()},
+                    f"{update_count} update{'s' * (update_count > 1)} of the {name}",
+                    update_count * work,
+                    {k: update_count * v for k, v in parts.items()},
                 )
             )
     return step_phases
@@ -261,12 +261,12 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
 
 def _teacher_phases(recipe: Recipe, jobs: Mapping[str, Job], count: float) -> Iterator[Phase]:
     """Yield the forward pass of each teacher. Several are assumed to score equally many samples."""
-    teachers, what = config.teachers(recipe), "top k" if build(recipe).needs.teacher_top_k else "log-probs"
+    teachers, scores = config.teachers(recipe), "top k" if build(recipe).needs.teacher_top_k else "log-probs"
     for name, teacher in teachers.items():
         if (of_teacher := jobs.get(config.teacher_section(name))) is not None:
             work, parts = forward_pass(of_teacher, count / len(teachers))
-            whose = f"{what} of the teacher {name}" if name else f"the teacher's {what}"
-            yield Phase("train", whose, work, parts | _host_copies(of_teacher, teacher.cpu_offload))
+            label = f"{scores} of the teacher {name}" if name else f"the teacher's {scores}"
+            yield Phase("train", label, work, parts | _host_copies(of_teacher, teacher.cpu_offload))
 
 
 def reward_phase(
@@ -305,7 +305,9 @@ def _host_copies(job: Job, offloaded: bool) -> dict[str, float]:
     """Return the seconds of copying offloaded weights from host memory."""
     if not offloaded:
         return {}
-    parameters = sum(job.layout.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.layout.ranks
+    parameters = (
+        sum(job.layout.parameters_of_rank(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.layout.ranks
+    )
     return {"host copies": job.itemsize * parameters / _host(job)}
 
 

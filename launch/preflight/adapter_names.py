@@ -16,23 +16,23 @@ HEADS = ("lm_head", "score")
 
 
 def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False) -> Iterator[Problem]:
-    """Yield problems of names that end like no layer of the model that can have an adapter, and of adapters not to be served.
+    """Yield a problem for each name that no adaptable layer matches, and for adapters that engines cannot serve.
 
     served: whether refits deliver adapters alone. The job checks patterns with *, the other parts of a name, and families that
     are not in `MODEL_TYPES`.
     """
     if not config.enabled or model.get("model_type") not in MODEL_TYPES:
         return
-    described = tensors(model)
-    weights = [tensor for tensor in described if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
-    routed = experts(described)
+    model_tensors = tensors(model)
+    weights = [tensor for tensor in model_tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
+    routed = experts(model_tensors)
     kinds = {expert.name.rpartition(".")[2] for expert in routed}
     layers = {_layer(tensor.name) for tensor in weights if tensor.part in (*ADAPTED, "router")} | kinds
-    shown = ", ".join(sorted({_layer(tensor.name) for tensor in weights if tensor.part in ADAPTED} | kinds))
-    for key, allowed in (("target_modules", layers), ("exclude_modules", layers.union(HEADS))):
+    names_text = ", ".join(sorted({_layer(tensor.name) for tensor in weights if tensor.part in ADAPTED} | kinds))
+    for key, layer_names in (("target_modules", layers), ("exclude_modules", layers.union(HEADS))):
         for name in getattr(config, key):
-            if "*" not in name and name.rpartition(".")[2] not in allowed:
-                message = f"got '{name}', which no layer of the model matches; expected some of: {shown}"
+            if "*" not in name and name.rpartition(".")[2] not in layer_names:
+                message = f"got '{name}', which no layer of the model matches; expected some of: {names_text}"
                 yield Problem(f"{KEY}.{key}", "not-a-choice", message)
     if served:
         linear = [tensor.name.removesuffix(".weight") for tensor in weights if tensor.part in ADAPTED]

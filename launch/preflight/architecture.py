@@ -1,7 +1,7 @@
 """Check a recipe against its models' config.json, for the chosen train backend.
 
-Covers the policy and, where the recipe has them, critic, teacher and reward model. All are sharded like the policy, so the same
-keys must fit them all.
+The checks cover the policy and, if the recipe has them, critic, teacher and reward model. All are sharded like the policy, so
+the same keys must fit them all.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
 
 
 def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
-    """Check that it is a reward model: in another model `score.weight` would be random."""
+    """Check that the model is a reward model; in another model `score.weight` would be random."""
     kinds = model.get("architectures") or []
     labels = model.get("num_labels") or len(model.get("id2label") or (0, 1))  # transformers' default is two
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
@@ -158,8 +158,8 @@ def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, 
     """Refuse layers that compute sums along a sequence in any order, in torch and in vLLM: state spaces and delta nets."""
     if not (policy.deterministic and any(component.gpus_per_node for component in config.components(recipe).values())):
         return
-    known = model.get("model_type") in MODEL_TYPES
-    if ModelShape.of(model).state_layers if known else has_states(model):
+    is_known = model.get("model_type") in MODEL_TYPES
+    if ModelShape.of(model).state_layers if is_known else has_states(model):
         message = (
             f"got true with {policy.model_name}, whose state-space layers have no deterministic kernels on GPUs; expected a"
             f" model whose layers all have attention. Try {determinism.KEY}=false"
@@ -168,13 +168,13 @@ def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, 
 
 
 def _check_generator(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
-    """Check that vLLM builds a model that samples: it follows `architectures`, and trainers follow `model_type`."""
+    """Check that vLLM builds a model that samples. vLLM chooses the class by `architectures`, trainers by `model_type`."""
     kinds = model.get("architectures") or []
     if kinds and not any(kind.endswith(GENERATORS) for kind in kinds):
-        what = (
+        message = (
             f"got {name}, whose config.json has architectures={kinds}, which vLLM does not sample from; expected one that ends"
         )
-        yield Problem(key, "unavailable-model", f"{what} in {' or '.join(GENERATORS)}")
+        yield Problem(key, "unavailable-model", f"{message} in {' or '.join(GENERATORS)}")
 
 
 def _check_served_precision(policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
@@ -185,27 +185,27 @@ def _check_served_precision(policy: PolicyConfig, model: dict[str, Any]) -> Iter
         yield Problem("policy.precision", "unsupported", message)
 
 
-def _indivisible(key: str, size: int, total: int, what: str, hint: str = "") -> Iterator[Problem]:
+def _indivisible(key: str, size: int, total: int, quantity: str, hint: str = "") -> Iterator[Problem]:
     if total % size:
-        yield Problem(key, "not-divisible", f"got {size}; expected a divisor of {what} {total}{hint}")
+        yield Problem(key, "not-divisible", f"got {size}; expected a divisor of {quantity} {total}{hint}")
 
 
 # ---- attention and lengths ----------------------------------------------------------------------------------------------
 
 
 def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
-    whose = "the model's" if section == "policy" else f"{section}.model_name's"
+    owner = "the model's" if section == "policy" else f"{section}.model_name's"
     if heads := model.get("num_attention_heads"):
         key, size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
         if uses_megatron(policy):
             key, size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
-        yield from _check_heads(key, size, whose, heads, model.get("num_key_value_heads") or heads, False)
+        yield from _check_heads(key, size, owner, heads, model.get("num_key_value_heads") or heads, False)
     if (limit := _longest(model)) and policy.max_total_sequence_length > limit:
-        what = f"got {policy.max_total_sequence_length}; expected at most {limit}, {whose} max_position_embeddings"
-        yield Problem("policy.max_total_sequence_length", "too-large", what)
+        message = f"got {policy.max_total_sequence_length}; expected at most {limit}, {owner} max_position_embeddings"
+        yield Problem("policy.max_total_sequence_length", "too-large", message)
 
 
-def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, replicates: bool) -> Iterator[Problem]:
+def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int, replicates: bool) -> Iterator[Problem]:
     """Check that `size` divides the attention heads.
 
     replicates: several ranks may hold the same key-value head, as in vLLM; the train backends do not support that.
@@ -215,10 +215,10 @@ def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, rep
         return heads % k == 0 and (kv_heads % k == 0 or (replicates and k % kv_heads == 0))
 
     if not fits(size):
-        allowed = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
-        what = f"{whose} {heads} attention heads and {kv_heads} key-value heads"
-        expected = f"one of {allowed}, which divide" if "," in allowed else f"{allowed}, which divides"
-        yield Problem(key, "not-divisible", f"got {size}; expected {expected} {what}")
+        valid_sizes = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
+        message = f"{owner} {heads} attention heads and {kv_heads} key-value heads"
+        expected = f"one of {valid_sizes}, which divide" if "," in valid_sizes else f"{valid_sizes}, which divides"
+        yield Problem(key, "not-divisible", f"got {size}; expected {expected} {message}")
 
 
 def _rope(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -243,16 +243,16 @@ def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Pro
     """
     generation = recipe.policy.generation
     environment = {**os.environ, **recipe.cluster.generate.env_vars, **generation.vllm_cfg.env_vars}
-    allowed = environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
-    if generation.backend != "vllm" or allowed or recipe.policy.max_total_sequence_length > _longest(model):
+    is_unlimited = environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
+    if generation.backend != "vllm" or is_unlimited or recipe.policy.max_total_sequence_length > _longest(model):
         return  # _check_attention reports the last case
     kind, rope = _rope(model)
     stretch = 1 if kind in SCALED_ROPE_TYPES else rope.get("factor") or 1
     limit = int(stretch * (model.get("model_max_length") or model.get("max_position_embeddings") or 0))
     if limit and generation.vllm_cfg.max_model_len > limit:
-        what = f"got {generation.vllm_cfg.max_model_len}; expected at most {limit}, the model's context length in vLLM"
+        message = f"got {generation.vllm_cfg.max_model_len}; expected at most {limit}, the model's context length in vLLM"
         hint = "Try policy.hf_config_overrides.max_position_embeddings for a longer one"
-        yield Problem("policy.generation.vllm_cfg.max_model_len", "too-large", f"{what}. {hint}")
+        yield Problem("policy.generation.vllm_cfg.max_model_len", "too-large", f"{message}. {hint}")
 
 
 def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
@@ -273,12 +273,12 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
-    """Refuse a checkpoint in 8 or 4 bits, and name the same in bfloat16 where it is known."""
+    """Refuse a checkpoint in 8 or 4 bits, and name the same checkpoint in bfloat16 if it is known."""
     if quantization := model.get("quantization_config"):
         dequantized = DEQUANTIZED.get(name.rpartition("/")[2])
-        what = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no training backend reads; expected"
+        message = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no training backend reads; expected"
         hint = f"{key}={dequantized}" if dequantized else "a copy in bfloat16"
-        yield Problem(key, "unsupported", f"{what} bfloat16 or float32. Try {hint}")
+        yield Problem(key, "unsupported", f"{message} bfloat16 or float32. Try {hint}")
 
 
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
@@ -288,13 +288,13 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     """Check what the backend reads of a model. served: whether refits deliver adapters alone."""
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
-        what = f"got a '{family}' model; the Megatron backend has only {', '.join(MEGATRON_MODEL_TYPES)}"
-        yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
+        message = f"got a '{family}' model; the Megatron backend has only {', '.join(MEGATRON_MODEL_TYPES)}"
+        yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
         return
     for name, only in PLAIN.items():
         if (configured := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
-            what = f"got a {family} model with {name}={configured}; the Megatron backend has only {only}"
-            yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
+            message = f"got a {family} model with {name}={configured}; the Megatron backend has only {only}"
+            yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
     shape_problems: list[Problem] = []
     with collected(shape_problems):
         shape = ModelShape.of(model, key)
@@ -322,8 +322,10 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
     yield from _indivisible(key, size, state.groups, "the number of groups of the model's state spaces,")
     key, ranks, (heads, groups) = f"{MEGATRON}.context_parallel_size", m.context_parallel_size, (state.heads, state.groups)
     if groups % size == 0 and (heads // size % ranks or (groups // size % ranks and ranks % (groups // size))):
-        what = f"got {ranks}, which does not divide the {heads} heads, in {groups} groups, of the model's state spaces"
-        yield Problem(key, "not-divisible", f"{what} over {size} tensor-parallel ranks; expected a power of two up to {heads}")
+        message = f"got {ranks}, which does not divide the {heads} heads, in {groups} groups, of the model's state spaces"
+        yield Problem(
+            key, "not-divisible", f"{message} over {size} tensor-parallel ranks; expected a power of two up to {heads}"
+        )
 
 
 def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -> Iterator[Problem]:
@@ -346,10 +348,10 @@ def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[P
     kind, rope = _rope(model)
     if isinstance(rope.get("full_attention"), dict):  # layers of several kinds, which pipeline/models checks
         return
-    known = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
-    if kind not in known:
-        what = f"got a model with rope_type '{kind}'; the Megatron backend has for {family}: {', '.join(known)}"
-        yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
+    rope_types = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
+    if kind not in rope_types:
+        message = f"got a model with rope_type '{kind}'; the Megatron backend has for {family}: {', '.join(rope_types)}"
+        yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
 
 
 def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -369,16 +371,18 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
         yield from _indivisible(key, stages, layers, "the model's number of layers,", hint)
     elif (layers <= 0 or layers % stages) if stages else layers:
         name = "first" if first is not None else "last"
-        what = f"got first {first} and last {last}, which of the model's {shape.layers} layers leave {layers} for the {stages}"
+        message = (
+            f"got first {first} and last {last}, which of the model's {shape.layers} layers leave {layers} for the {stages}"
+        )
         expected = "other stages; expected the same number for each, at least 1"
-        yield Problem(f"{MEGATRON}.num_layers_in_{name}_pipeline_stage", "not-divisible", f"{what} {expected}")
+        yield Problem(f"{MEGATRON}.num_layers_in_{name}_pipeline_stage", "not-divisible", f"{message} {expected}")
 
 
 def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> Iterator[Problem]:
     m = policy.megatron_cfg
     if m.moe_router_bias_update_rate and family not in BALANCED:
-        what = f"got {m.moe_router_bias_update_rate}; expected 0, since {family} models have no such bias"
-        yield Problem(f"{MEGATRON}.moe_router_bias_update_rate", "has-no-effect", what)
+        message = f"got {m.moe_router_bias_update_rate}; expected 0, since {family} models have no such bias"
+        yield Problem(f"{MEGATRON}.moe_router_bias_update_rate", "has-no-effect", message)
     if not shape.experts:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if (size := getattr(m, name) or 1) > 1:
@@ -386,9 +390,9 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> Iter
         return
     yield from check_expert_layout(policy)
     if family == "gpt_oss" and expert_tensor_parallel_size(m) > 1:
-        what = f"got {expert_tensor_parallel_size(m)}; expected 1, since tensor parallelism does not split a gpt_oss model's"
+        message = f"got {expert_tensor_parallel_size(m)}; expected 1, since tensor parallelism does not split a gpt_oss model's"
         hint = "Try expert_model_parallel_size > 1 with tensor parallelism"
-        yield Problem(f"{MEGATRON}.expert_tensor_parallel_size", "unsupported", f"{what} experts. {hint}")
+        yield Problem(f"{MEGATRON}.expert_tensor_parallel_size", "unsupported", f"{message} experts. {hint}")
         return
     key, size = f"{MEGATRON}.expert_model_parallel_size", m.expert_model_parallel_size
     yield from _indivisible(key, size, shape.experts, "the model's number of experts,")

@@ -1,4 +1,4 @@
-"""Call a function in a fork of this process that ends after a time of CPU and has little memory.
+"""Call a function in a fork of this process that has limits of CPU time and memory.
 
 A chat template is a program: Jinja's sandbox keeps it from files and objects, and not from loops and long texts. The source of
 a module may be long and deep.
@@ -34,7 +34,7 @@ class Unbounded(Exception):
 
 
 def call(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, which JSON must be able to represent. Raises Unbounded."""
+    """Return what a function returns; JSON must be able to represent it. Raises Unbounded."""
     seconds = SECONDS
     read, write = os.pipe()
     pid = os.fork()
@@ -60,7 +60,7 @@ def call(function: Callable[[], Any]) -> Any:
 
 
 def _child(function: Callable[[], Any], write: int, seconds: float) -> None:
-    """Reply and exit, whatever happens."""
+    """Call the function, reply and exit, whatever happens."""
     gc.disable()  # a finalizer may wait for a thread, which the fork does not have
     try:
         signal.set_wakeup_fd(-1)
@@ -94,8 +94,8 @@ def _read(read: int, seconds: float) -> bytes:
     pieces, size, end = [], 0, time.monotonic() + seconds
     waiting = select.poll()  # `select` knows no descriptor above 1023
     waiting.register(read, select.POLLIN)
-    while (left := end - time.monotonic()) > 0 and size <= REPLY_BYTES:
-        if not waiting.poll(left * 1000):
+    while (remaining_s := end - time.monotonic()) > 0 and size <= REPLY_BYTES:
+        if not waiting.poll(remaining_s * 1000):
             break
         if not (piece := os.read(read, 1 << 16)):
             return b"".join(pieces)

@@ -63,8 +63,8 @@ class RequiredPath:
 def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) -> Iterator[Problem]:
     """Yield problems of each component's image and mounts. conversions: the folder of Megatron checkpoints."""
     for variable in sorted(name for name in os.environ if name.startswith("PYXIS_CONTAINER_")):
-        what = f"pyxis uses {variable} of the environment for components without the option. Try to unset it"
-        yield Problem("cluster", "contradiction", what)
+        message = f"pyxis uses {variable} of the environment for components without the option. Try to unset it"
+        yield Problem("cluster", "contradiction", message)
     for name, component in components(recipe).items():
         key = f"cluster.{name}"
         yield from _check_options(key, component)
@@ -88,8 +88,10 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
             and not _is_system_program(sys.executable)
             and not resolve_inside(Path(sys.executable), mounts)[1]
         ):
-            what = f"got null, which takes {sys.executable}, and the container has none. Try the image's own, such as python3"
-            yield Problem(f"{key}.python", "not-mounted", what)
+            message = (
+                f"got null, which takes {sys.executable}, and the container has none. Try the image's own, such as python3"
+            )
+            yield Problem(f"{key}.python", "not-mounted", message)
 
 
 def import_notes(recipe: Recipe) -> Iterator[str]:
@@ -111,12 +113,12 @@ def import_notes(recipe: Recipe) -> Iterator[str]:
 def _check_python(key: str, component: ComponentConfig) -> Iterator[Problem]:
     python = component.python
     if python and os.sep in python and not os.access(python, os.X_OK):
-        what = f"got {python}; expected a program that can be run here. Try null, which takes {sys.executable}"
-        yield Problem(f"{key}.python", "file-not-found", what)
+        message = f"got {python}; expected a program that can be run here. Try null, which takes {sys.executable}"
+        yield Problem(f"{key}.python", "file-not-found", message)
 
 
 def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
-    """Check that options do not repeat keys, and that keys have an effect."""
+    """Check that no option repeats a key, and that keys have an effect."""
     for argument in component.srun_args:
         option = argument.partition("=")[0]
         if option.startswith("--con") and any(
@@ -124,8 +126,8 @@ def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
         ):  # srun accepts a prefix of a name too
             yield Problem(f"{key}.srun_args", "contradiction", f"got {argument}; expected {key}.container_... instead")
     if component.env_vars and "=" in (python := component.python or sys.executable):
-        what = f"got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
-        yield Problem(f"{key}.python", "bad-format", what)
+        message = f"got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
+        yield Problem(f"{key}.python", "bad-format", message)
     if component.container_image is None:
         for field in ("container_mounts", "container_workdir", "container_env", "container_writable"):
             if getattr(component, field) not in (None, []):
@@ -173,16 +175,16 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
 
 def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
     """Parse `SRC[:DST[:FLAGS]]`, flags joined by +, and append it to `mounts`. A tmpfs hides everything below it."""
-    source, colon, rest = text.partition(":")
-    target, more, flags = rest.partition(":")
+    source, colon, target_and_flags = text.partition(":")
+    target, more, flags = target_and_flags.partition(":")
     target = target if colon else source
     named = source in ("tmpfs", "umount")  # special names in pyxis
     if not source or not target.startswith("/") or not (named or source.startswith(("/", "."))) or not target.isprintable():
         yield Problem(key, "bad-format", f"got '{text}'; expected /from:/to or /from:/to:ro")
         return
     if more and flags and not FLAGS.fullmatch(flags):
-        what = f"got '{text}', in which '{flags}' are not flags such as ro+rprivate"
-        yield Problem(key, "bad-format", f"{what}; pyxis cannot mount paths with a colon or a comma")
+        message = f"got '{text}', in which '{flags}' are not flags such as ro+rprivate"
+        yield Problem(key, "bad-format", f"{message}; pyxis cannot mount paths with a colon or a comma")
         return
     if not named and not os.path.exists(source):
         yield Problem(key, "file-not-found", f"got '{text}', but there is no {source} here; srun would fail")
@@ -192,28 +194,28 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
 
 def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[Problem]:
     resolved, mounted = resolve_inside(need.path, mounts)
-    this, real = f"{need.purpose}, {need.path},", Path(os.path.realpath(need.path))
+    subject, real = f"{need.purpose}, {need.path},", Path(os.path.realpath(need.path))
     if mounted:
         if need.written and (mount := _covering(resolved, mounts)) and mount.read_only:
-            what = f"{this} is written, but {mount.target} is mounted read-only. Try to mount it without ro"
-            yield Problem(key, "permission-denied", what)
+            message = f"{subject} is written, but {mount.target} is mounted read-only. Try to mount it without ro"
+            yield Problem(key, "permission-denied", message)
         return
     also = f", and {real}:{real}, where it leads" if real != resolved else ""
     if set(":,") & set(str(need.path)):
-        why = "is not mounted in the container, and pyxis cannot mount a path with a colon or a comma"
-        what = f"{this} {why}. Try to mount a folder above it, or to rename it"
+        reason = "is not mounted in the container, and pyxis cannot mount a path with a colon or a comma"
+        message = f"{subject} {reason}. Try to mount a folder above it, or to rename it"
     elif resolved == need.path:
-        what = f"{this} is not mounted in the container. Try {resolved}:{resolved}{also}"
+        message = f"{subject} is not mounted in the container. Try {resolved}:{resolved}{also}"
     else:
-        why = f"is a link, or in one, that leads to {resolved}, which is not mounted in the container"
-        what = f"{this} {why}. Try {resolved}:{resolved}{also}"
-    yield Problem(key, "not-mounted", what)
+        reason = f"is a link, or in one, that leads to {resolved}, which is not mounted in the container"
+        message = f"{subject} {reason}. Try {resolved}:{resolved}{also}"
+    yield Problem(key, "not-mounted", message)
 
 
 def _check_workdir(key: str, workdir: str | None) -> Iterator[Problem]:
     if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
-        what = f"got '{workdir}'; expected the whole path of a folder inside the container, such as {Path.cwd()}"
-        yield Problem(key, "bad-format", what)
+        message = f"got '{workdir}'; expected the whole path of a folder inside the container, such as {Path.cwd()}"
+        yield Problem(key, "bad-format", message)
 
 
 def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
@@ -225,8 +227,9 @@ def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
 def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
     """Return (path that `path` resolves to inside the container, whether that is the same file as on this machine).
 
-    Follows each link as the kernel does inside, so the target of every link must be mounted too. If the second is False, the
-    first is where the resolution leaves the mounts. Folders above a mount's target exist, since enroot makes them.
+    The function follows each link as the kernel does inside, so the target of every link must be mounted too. If the second
+    value is False, the first is where the resolution leaves the mounts. Folders above a mount's target exist, since enroot
+    makes them.
     """
     at, ahead, links = Path("/"), list(path.parts[1:]), 0
     while ahead:
@@ -237,16 +240,16 @@ def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
             if any(mount.target.is_relative_to(at) for mount in mounts):
                 continue
             return at.joinpath(*ahead), False
-        if at != mount.target and os.path.islink(shown := mount.source / at.relative_to(mount.target)):
-            target, links = Path(os.readlink(shown)), links + 1
+        if at != mount.target and os.path.islink(source := mount.source / at.relative_to(mount.target)):
+            target, links = Path(os.readlink(source)), links + 1
             if links > MOST_LINKS:
                 return at, False
             at, ahead = (Path("/") if target.is_absolute() else at.parent), [*target.parts, *ahead]
             ahead = ahead[1:] if target.is_absolute() else ahead
     if (mount := _covering(at, mounts)) is None:
         return at, False
-    shown = mount.source / at.relative_to(mount.target)
-    return at, os.path.realpath(shown) == os.path.realpath(path)
+    source = mount.source / at.relative_to(mount.target)
+    return at, os.path.realpath(source) == os.path.realpath(path)
 
 
 # ---- what the ranks open ------------------------------------------------------------------------------------------------
@@ -287,17 +290,17 @@ def _holds(recipe: Recipe, name: str, section: str, rewarded: str | None) -> boo
     return section == "policy" if name == "generate" else name == "train"
 
 
-def _model_paths(what: str, key: str, name: str | None, pending: Sequence[os.PathLike]) -> Iterator[RequiredPath]:
+def _model_paths(purpose: str, key: str, name: str | None, pending: Sequence[os.PathLike]) -> Iterator[RequiredPath]:
     if not name:
         return
     if is_inside(name, pending) or Path(name).is_dir():
-        yield RequiredPath(what, Path(name))
+        yield RequiredPath(purpose, Path(name))
     elif is_local(name):
         try:
             snapshot = model_folder(key, name)
         except RecipeError:
             return
-        yield RequiredPath(what, snapshot.parent.parent)  # its files are links to blobs/ in that folder
+        yield RequiredPath(purpose, snapshot.parent.parent)  # its files are links to blobs/ in that folder
 
 
 def _data_paths(recipe: Recipe) -> Iterator[RequiredPath]:

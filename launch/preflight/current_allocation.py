@@ -76,7 +76,7 @@ def _length(ids: str) -> int:
 
 
 def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]:
-    """Yield why a recipe does not fit into a job. notes: receives keys of the recipe that have no effect there."""
+    """Yield a problem for each way in which a recipe does not fit into a job. notes: receives keys without an effect there."""
     try:
         allocation = read(job_id)
     except SlurmError as why:
@@ -101,7 +101,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
 
 
 def _shortfalls(allocation: Allocation, request: ComponentRequest, nodes: list[AllocatedNode]) -> Iterator[Problem]:
-    """Yield why a component cannot run on its nodes."""
+    """Yield a problem for each resource that a component's nodes lack."""
     if len(nodes) < request.nodes:
         room = not allocation.het and len(allocation.parts[0]) >= request.nodes
         shared = "; cluster.share_nodes=true puts all components on the same nodes" if room else ""
@@ -110,15 +110,15 @@ def _shortfalls(allocation: Allocation, request: ComponentRequest, nodes: list[A
         return
     used = nodes[: request.nodes]
     for_ranks = f"CPUs for its {plural(request.ranks_per_node, 'rank')}"
-    for name, what, needed, has in (
+    for name, unit, requested, has in (
         ("gpus_per_node", "GPUs", request.gpus, lambda node: node.gpus),
         ("cpus_per_task", for_ranks, request.cpus, lambda node: node.cpus),
         ("mem", "MB of memory", request.memory_mb, lambda node: node.memory_mb or request.memory_mb),
     ):
         fewest = min(used, key=has)
-        if has(fewest) < needed:
+        if has(fewest) < requested:
             terms = f" ({request.keys(name)})" if len(request.together) > 1 and name != "mem" else ""
-            message = f"got {needed:g} {what} on each node{terms}; expected at most {has(fewest):g}, which the job has on"
+            message = f"got {requested:g} {unit} on each node{terms}; expected at most {has(fewest):g}, which the job has on"
             yield Problem(f"{request.key}.{name}", "over-limit", f"{message} {fewest.name}")
 
 

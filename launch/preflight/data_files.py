@@ -44,16 +44,16 @@ class FirstRecords:
     key: str  # of the recipe, which names the data
     path: Path
     rows: bool = False  # of Parquet
-    found: list[tuple[int, Record]] = field(default_factory=list)  # (number, record)
+    numbered: list[tuple[int, Record]] = field(default_factory=list)  # (number, record)
     bad: dict[str, list[int]] = field(default_factory=dict)  # fault of lines that are no records -> their numbers
 
-    def place(self, number: int) -> str:
-        """Return the location of a record for messages, as the job tells it."""
+    def location(self, number: int) -> str:
+        """Return the location of a record for messages, as the job's messages have it."""
         return f"{self.path}, row {number} (from 0)" if self.rows else f"{self.path}:{number}"
 
     @property
     def unit(self) -> str:
-        """The unit of the numbers: lines or rows."""
+        """Return the unit of the numbers: line or row."""
         return "row" if self.rows else "line"
 
 
@@ -88,10 +88,10 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
     name = dataset.dataset_name
     if name is None or name in GENERATED_DATASETS or Path(name).exists():
         return None
-    known = NAMED_DATASETS.get(name)
-    folder = hub_snapshot("datasets", known.repository if known else name, dataset.kwargs.get("revision"))
-    split = dataset.split or (known.split if known else "train")
-    subset = dataset.subset or (known.subsets[0] if known and known.subsets else None)
+    named_dataset = NAMED_DATASETS.get(name)
+    folder = hub_snapshot("datasets", named_dataset.repository if named_dataset else name, dataset.kwargs.get("revision"))
+    split = dataset.split or (named_dataset.split if named_dataset else "train")
+    subset = dataset.subset or (named_dataset.subsets[0] if named_dataset and named_dataset.subsets else None)
     paths = sorted(folder.rglob(f"{split}-*.parquet")) if folder else []
     paths = [path for path in paths if subset is None or subset in path.parts]
     if not paths:
@@ -100,8 +100,8 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
         records = _of_parquet(FirstRecords(f"{key}.dataset_name", paths[0], rows=True), dataset, most)
     except _LeftToTheJob:
         return None
-    if known:
-        records.found = [(number, named.record(dataset, row)) for number, row in records.found]
+    if named_dataset:
+        records.numbered = [(number, named.record(dataset, row)) for number, row in records.numbered]
     return records
 
 
@@ -111,7 +111,7 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
 def _of_lines(records: FirstRecords, most: int | None, drops: bool = False) -> FirstRecords:
     for number, line in itertools.islice(lines_of(records.key, records.path, drops), most):
         try:
-            records.found.append((number, parse_record(line)))
+            records.numbered.append((number, parse_record(line)))
         except ValueError as error:
             records.bad.setdefault(str(error), []).append(number)
     return records
@@ -133,8 +133,8 @@ def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, b
             for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
                 if (read := read + len(line)) > SCAN_BYTES:
                     return
-                if number == 1 and (other := user_files.other_format(line)):
-                    raise RecipeError(Problem(key, "bad-format", f"{path}: {other}"))
+                if number == 1 and (format_name := user_files.other_format(line)):
+                    raise RecipeError(Problem(key, "bad-format", f"{path}: {format_name}"))
                 if line.strip():
                     has_lines = True
                     yield number, line.strip()
@@ -163,7 +163,7 @@ def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
         raise _LeftToTheJob("expected Parquet files alone, or .jsonl files alone")
     words = {path: set(re.split(r"[-._ 0-9/]+", str(path.relative_to(folder)))) for path in data}
     split = dataset.split or "train"
-    if any(path_words & known for path_words in words.values() for known in SPLITS.values()):
+    if any(path_words & split_words for path_words in words.values() for split_words in SPLITS.values()):
         data = [path for path in data if words[path] & SPLITS.get(split, set())]
     elif split != "train":
         data = []
@@ -204,7 +204,7 @@ def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None)
         raise RecipeError(unreadable(records.key, records.path, error)) from None
     if not rows:
         raise RecipeError(Problem(records.key, "no-records", f"{records.path} has no rows; expected at least one"))
-    records.found = list(enumerate(ArrowRecords(rows[:most], str(records.path), dataset.tools_key)))
+    records.numbered = list(enumerate(ArrowRecords(rows[:most], str(records.path), dataset.tools_key)))
     return records
 
 
@@ -212,11 +212,11 @@ def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None)
 
 
 def also(numbers: list[int], unit: str = "line") -> str:
-    """Return the end of a message about a fault of several records, by their numbers."""
-    if not (others := numbers[1:]):
+    """Return the end of a message about a fault of several records, which lists their numbers."""
+    if not (other_numbers := numbers[1:]):
         return ""
-    shown = ", ".join(map(str, others[:SHOWN_NUMBERS])) + (" ..." if len(others) > SHOWN_NUMBERS else "")
-    return f" (and so in {len(others)} more: {unit}{'s' if len(others) > 1 else ''} {shown})"
+    numbers_text = ", ".join(map(str, other_numbers[:SHOWN_NUMBERS])) + (" ..." if len(other_numbers) > SHOWN_NUMBERS else "")
+    return f" (and so in {len(other_numbers)} more: {unit}{'s' if len(other_numbers) > 1 else ''} {numbers_text})"
 
 
 def unreadable(key: str, path: str | Path, error: Exception) -> Problem:

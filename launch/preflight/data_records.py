@@ -45,7 +45,7 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, field
 
 
 def learned_answers(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> list[str]:
-    """Return the answers of a valid record that training learns from: one, two of a pair, none of a conversation or a text."""
+    """Return the answers that training learns from a valid record: one, two of a pair, none of a conversation or a text."""
     if generates(recipe) or dataset.messages_key or dataset.text_key:
         return []
     keys = (dataset.chosen_key, dataset.rejected_key) if recipe.algorithm in PAIRED else (dataset.output_key,)
@@ -64,7 +64,7 @@ class ExpectedAnswers:
         self._where = f"'{dataset.messages_key or dataset.output_key}': env.{dataset.env_name} cannot judge by it"
 
     def fault(self, record: dict[str, Any]) -> str | None:
-        """Return why the environment cannot judge by the expected answer of a valid record; None if it can."""
+        """Return why the environment cannot judge by a valid record's expected answer; None if it can."""
         if self._check is None or not self._left:
             return None
         self._left -= 1
@@ -77,37 +77,39 @@ class ExpectedAnswers:
 
 def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a note if the recipe names a column of tools that no record has. Later records may have it."""
-    wanted = dataset.tools_key
-    if not wanted or wanted == DatasetConfig().tools_key or not recipe.data.apply_chat_template:
+    tools_key = dataset.tools_key
+    if not tools_key or tools_key == DatasetConfig().tools_key or not recipe.data.apply_chat_template:
         return
-    if all(column(record, wanted) is None for record in records):
-        columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)) if name != wanted)
-        meant = difflib.get_close_matches(wanted, columns, 1, 0.7)
-        hint = f". Did you mean {meant[0]}?" if meant else ""
-        what = f"none of the first {len(records)} records has tools in '{wanted}'; their prompts show none"
-        yield f"{key}.tools_key: {what}{hint}"
+    if all(column(record, tools_key) is None for record in records):
+        columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)) if name != tools_key)
+        close_names = difflib.get_close_matches(tools_key, columns, 1, 0.7)
+        hint = f". Did you mean {close_names[0]}?" if close_names else ""
+        message = f"none of the first {len(records)} records has tools in '{tools_key}'; their prompts show none"
+        yield f"{key}.tools_key: {message}{hint}"
 
 
 def absent_columns(
     recipe: Recipe,
     key: str,
-    described: DatasetConfig,
+    configured: DatasetConfig,
     dataset: DatasetConfig,
     fields: Sequence[str],
     records: list[dict[str, Any]],
 ) -> Iterator[Problem]:
     """Yield a problem if no record has a field that the user's reward function needs, or if `output_key` looks misspelt.
 
-    described: the data set as the recipe describes it. dataset: with its recognized columns. fields: that the function needs.
+    configured: the data set as the recipe describes it. dataset: with its recognized columns. fields: that the function needs.
     """
     columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
-    if described.output_key not in columns and (meant := difflib.get_close_matches(described.output_key, columns, 1, 0.7)):
-        what = f"got {described.output_key}; expected one of the columns {', '.join(columns)}. Try {meant[0]}"
-        yield Problem(f"{key}.output_key", "missing-column", what)
+    if configured.output_key not in columns and (
+        close_names := difflib.get_close_matches(configured.output_key, columns, 1, 0.7)
+    ):
+        message = f"got {configured.output_key}; expected one of the columns {', '.join(columns)}. Try {close_names[0]}"
+        yield Problem(f"{key}.output_key", "missing-column", message)
         return
-    there = {*columns} | ({"expected"} if dataset.output_key in columns or dataset.messages_key else set())
-    if absent := [field for field in fields if field not in there]:
+    names = {*columns} | ({"expected"} if dataset.output_key in columns or dataset.messages_key else set())
+    if absent := [field for field in fields if field not in names]:
         hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in env's kwargs"
         path = recipe.env[dataset.env_name or ""].kind
-        what = f"{path} needs {absent[0]}, and the records of {key} have: {', '.join(columns)}. Try {hint}"
-        yield Problem(f"env.{dataset.env_name}.kind", "missing-column", what)
+        message = f"{path} needs {absent[0]}, and the records of {key} have: {', '.join(columns)}. Try {hint}"
+        yield Problem(f"env.{dataset.env_name}.kind", "missing-column", message)

@@ -1,4 +1,4 @@
-"""Check that the disks have room for a run's Megatron conversions and checkpoints; possible rollouts are noted.
+"""Check that the disks have room for a run's Megatron conversions and checkpoints, and note rollouts that may not fit.
 
 A checkpoint of either backend holds the float32 weight of each trained parameter and the optimizer's states of the same size in
 float32: two for Adam and its variants, and for unknown optimizers. Leaves out: replicas that all tensor-parallel ranks write
@@ -49,7 +49,7 @@ class PlannedWrite:
     folder: Path  # may not exist yet
     nbytes: float
     files: int
-    what: str
+    description: str
     key: str
 
 
@@ -102,14 +102,14 @@ def _of_one_disk(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | N
     disk = os.statvfs(folder)
     if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # file_systems.py reports this
         return
-    free, needed, files = disk.f_bavail * disk.f_frsize, sum(use.nbytes for use in uses), sum(use.files for use in uses)
-    key, terms = max(uses, key=lambda use: use.nbytes).key, "; ".join(use.what for use in uses)
-    if needed > free:
-        what = f"{size(free)} are free on the file system of {folder}, and this run will write {size(needed)} there: {terms}"
-        yield Problem(key, "no-space", f"{what}. Try {_fewer(recipe, uses, checkpoint, free) or 'another folder'}")
+    free, nbytes, files = disk.f_bavail * disk.f_frsize, sum(use.nbytes for use in uses), sum(use.files for use in uses)
+    key, terms = max(uses, key=lambda use: use.nbytes).key, "; ".join(use.description for use in uses)
+    if nbytes > free:
+        message = f"{size(free)} are free on the file system of {folder}, and this run will write {size(nbytes)} there: {terms}"
+        yield Problem(key, "no-space", f"{message}. Try {_fewer(recipe, uses, checkpoint, free) or 'another folder'}")
     elif disk.f_files and files > disk.f_favail:
-        what = f"the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files} there"
-        yield Problem(key, "no-space", f"{what}. Try another folder")
+        message = f"the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files} there"
+        yield Problem(key, "no-space", f"{message}. Try another folder")
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
@@ -136,14 +136,14 @@ def _checkpoint(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]
 
 
 def saved_bytes(policy: PolicyConfig, parameters: int) -> float:
-    """Return the bytes of a trained model in a checkpoint. parameters: the number of trained ones."""
+    """Return the bytes of a trained model in a checkpoint. parameters: the number of trained parameters."""
     return 4 * (1 + _states(policy)) * parameters
 
 
 def _parameters(section: str, policy: PolicyConfig, pending: Sequence[os.PathLike], trained: bool) -> int | None:
     """Return the number of a model's parameters; None if it is not known.
 
-    trained: count only trained ones, which with LoRA are the adapters, one assumed for every linear layer.
+    trained: count only trained parameters; with LoRA these are the adapters, assumed for every linear layer.
     """
     key, lora = f"{section}.model_name", adapters(policy)
     try:
@@ -178,20 +178,20 @@ def _states(policy: PolicyConfig) -> int:
 def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> PlannedWrite:
     """Return the write of all checkpoints that exist at the same time, without those already on disk."""
     at_once = _at_once(recipe, keep)
-    there = _there(run_dir)
+    existing = _existing_bytes(run_dir)
     writers = ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys())
     consolidated = ", checkpointing.save_consolidated" if recipe.checkpointing.save_consolidated else ""
     return PlannedWrite(
         folder=run_dir / "checkpoints",
-        nbytes=max(0.0, at_once * nbytes - there),
+        nbytes=max(0.0, at_once * nbytes - existing),
         files=at_once * (2 * writers + 2),
-        what=f"{at_once} checkpoints of {size(nbytes)} at once (checkpointing.keep_top_k={keep}{consolidated})"
-        + (f", of which {size(there)} are there" if there else ""),
+        description=f"{at_once} checkpoints of {size(nbytes)} at once (checkpointing.keep_top_k={keep}{consolidated})"
+        + (f", of which {size(existing)} are there" if existing else ""),
         key="run_dir",
     )
 
 
-def _there(run_dir: Path) -> int:
+def _existing_bytes(run_dir: Path) -> int:
     """Return the bytes of the checkpoints already on disk."""
     return sum(path.stat().st_size for path in run_dir.glob("checkpoints/step_*/**/*") if path.is_file())
 
@@ -206,12 +206,12 @@ def _at_once(recipe: Recipe, keep: int | None) -> int:
 
 
 def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, free: int) -> str | None:
-    ours = [use for use in uses if use.key == "run_dir"]
-    if not ours:
+    of_run = [use for use in uses if use.key == "run_dir"]
+    if not of_run:
         return None
-    others = sum(use.nbytes for use in uses if use not in ours)
+    other_bytes = sum(use.nbytes for use in uses if use not in of_run)
     assert checkpoint is not None  # uses of run_dir are checkpoints
-    at_once = int((free - others + _there(Path(recipe.run_dir).absolute())) // checkpoint)
+    at_once = int((free - other_bytes + _existing_bytes(Path(recipe.run_dir).absolute())) // checkpoint)
     keep = at_once - (2 if recipe.checkpointing.metric_name else 1)  # the inverse of `_at_once`
     if keep > 0:
         return f"checkpointing.keep_top_k={keep} would fit, or another run_dir"
@@ -226,27 +226,27 @@ def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Pla
     if not uses_megatron(recipe.policy):
         return
     root = conversions_folder(recipe)
-    wanted: dict[str, list[str]] = {}  # model's name -> sections; critic and policy have separate conversions
+    sections_of: dict[str, list[str]] = {}  # model's name -> sections; critic and policy have separate conversions
     for section, policy in config.models(recipe).items():
         if not policy.random_init and policy.model_name and not is_inside(policy.model_name, pending):
-            wanted.setdefault(policy.model_name, []).append(section)
-    for name, sections in wanted.items():
+            sections_of.setdefault(policy.model_name, []).append(section)
+    for name, sections in sections_of.items():
         try:
             weight_files = read_weight_files(model_folder(f"{sections[0]}.model_name", name))
         except RecipeError:
             continue
-        made = (
+        converted = (
             0
             if recipe.policy.megatron_cfg.force_reconvert_from_hf
             else len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
         )
         nbytes = sum(stored.nbytes for stored in weight_files.tensors.values())
-        if nbytes and made < len(sections):
+        if nbytes and converted < len(sections):
             yield PlannedWrite(
                 folder=root,
-                nbytes=nbytes * (len(sections) - made),
-                files=(ranks(recipe.cluster.train) + 2) * (len(sections) - made),
-                what=f"{len(sections) - made} Megatron conversion of {name}, {size(nbytes)}",
+                nbytes=nbytes * (len(sections) - converted),
+                files=(ranks(recipe.cluster.train) + 2) * (len(sections) - converted),
+                description=f"{len(sections) - converted} Megatron conversion of {name}, {size(nbytes)}",
                 key=CONVERSIONS[0],
             )
 
@@ -260,7 +260,7 @@ def _slug(name: str) -> str:
 # ---- rollouts -----------------------------------------------------------------------------------------------------------
 
 
-def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]) -> None:
+def _note_rollouts(recipe: Recipe, run_dir: Path, other_bytes: float, notes: list[str]) -> None:
     """Note rollouts that may not fit, if the number of steps is bounded.
 
     The policy determines their length, so only the largest size is known.
@@ -273,7 +273,7 @@ def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]
     answers = answers if logged is None else min(answers, logged)
     most = answers * recipe.policy.max_total_sequence_length * BYTES_PER_TOKEN * online.max_num_steps
     disk = os.statvfs(nearest_existing(run_dir))
-    if most + other > disk.f_bavail * disk.f_frsize:
+    if most + other_bytes > disk.f_bavail * disk.f_frsize:
         notes.append(
             f"logger.num_rollouts_to_log: {logged or 'all'}: if all were of full length, the rollouts of"
             f" {online.max_num_steps} steps would take {size(most)}"

@@ -14,19 +14,19 @@ from pipeline.files.stored_files import SECTION, obtain_key
 def problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[Problem]:
     """Yield a problem of the key's file, or of its command, which is not started here.
 
-    notes: receives what is missing here and may be on the nodes, if the ranks run there (`on_nodes`).
+    notes: receives a file that is missing here and may be on the nodes, if the ranks run there (`on_nodes`).
     """
-    given = recipe.checkpointing.encryption
-    if given.key_file is not None:
-        if on_nodes and not os.path.exists(given.key_file):
-            notes.append(f"not checked: {SECTION}.key_file, as {given.key_file} is not on this machine")
+    encryption = recipe.checkpointing.encryption
+    if encryption.key_file is not None:
+        if on_nodes and not os.path.exists(encryption.key_file):
+            notes.append(f"not checked: {SECTION}.key_file, as {encryption.key_file} is not on this machine")
             return
-        found: list[Problem] = []
-        with collected(found):
-            obtain_key(given.key_file, None, 0.0)
-        yield from found
-    elif given.key_command is not None and not on_nodes:
-        yield from _command(given.key_command)
+        key_problems: list[Problem] = []
+        with collected(key_problems):
+            obtain_key(encryption.key_file, None, 0.0)
+        yield from key_problems
+    elif encryption.key_command is not None and not on_nodes:
+        yield from _command(encryption.key_command)
 
 
 def _command(command: str) -> Iterator[Problem]:

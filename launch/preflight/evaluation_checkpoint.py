@@ -1,4 +1,4 @@
-"""Check the checkpoint of an evaluation: it is complete, and of the model that the recipe names."""
+"""Check that the checkpoint of an evaluation is complete and is one of the recipe's model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     except RecipeError:  # of another version
         return
     for key in ("model_name", "hf_config_overrides"):
-        ours, theirs = getattr(recipe.policy, key), getattr(trained, key)
-        if ours != theirs:
-            message = f"got {ours}; expected {theirs}, the model that {run_dir} trains from. Try without it"
+        configured, trained_value = getattr(recipe.policy, key), getattr(trained, key)
+        if configured != trained_value:
+            message = f"got {configured}; expected {trained_value}, the model that {run_dir} trains from. Try without it"
             yield Problem(f"policy.{key}", "contradiction", message)

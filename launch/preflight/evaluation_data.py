@@ -75,5 +75,5 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
                 bad.setdefault(str(error), []).append(number)
     yield from file_problems
     bad = input_files.droppable(f"{key}.bad_records", drops, bad, count)
-    for what, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
-        yield Problem(f"{key}.data_path", "bad-record", f"{path}:{numbers[0]}: {what}{data_files.also(numbers)}")
+    for fault, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
+        yield Problem(f"{key}.data_path", "bad-record", f"{path}:{numbers[0]}: {fault}{data_files.also(numbers)}")

@@ -1,7 +1,7 @@
 """Check the file systems of a run: writable folders, a key, model files, container images and free space.
 
-Calls `encryption_key.py`, `model_weights.py`, `container_images.py` and `disk_space.py`. Sees the mounts of the machine that
-submits the job only; those of the nodes may differ.
+The module calls `encryption_key.py`, `model_weights.py`, `container_images.py` and `disk_space.py`. It sees only the mounts of
+the machine that submits the job; those of the nodes may differ.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
     if not existing.is_dir():
         yield Problem(key, "not-a-folder", f"{existing} is a file, so the folder {folder} cannot be made. Try {instead}")
     elif not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        what = f"{folder} cannot be written: {getpass.getuser()} may not write in {existing}. Try {instead}"
-        yield Problem(key, "permission-denied", what)
+        message = f"{folder} cannot be written: {getpass.getuser()} may not write in {existing}. Try {instead}"
+        yield Problem(key, "permission-denied", message)
 
 
 def _note_local(folders: dict[str, Path], notes: list[str]) -> None:
     """Note folders on local file systems. folders: by the key that sets each."""
-    places: dict[tuple[str, str], list[str]] = {}
+    folders_of: dict[tuple[str, str], list[str]] = {}
     for key, folder in folders.items():
-        places.setdefault(file_system(folder), []).append(f"{key} ({folder.absolute()})")
-    for (kind, mounted), those in places.items():
+        folders_of.setdefault(file_system(folder), []).append(f"{key} ({folder.absolute()})")
+    for (kind, mounted), names in folders_of.items():
         if kind in LOCAL:
             notes.append(
-                f"{', '.join(those)}: on {mounted}, a file system of type {kind}, which is usually local to a machine; all"
+                f"{', '.join(names)}: on {mounted}, a file system of type {kind}, which is usually local to a machine; all"
                 " nodes of the job must see it"
             )
 

@@ -88,8 +88,8 @@ def _check_dataset(
     if not recipe.data.apply_chat_template:
         for name in ("system_prompt_file", "messages_key"):
             if getattr(dataset, name):
-                what = f"got {getattr(dataset, name)}, which needs a chat template, but data.apply_chat_template is false"
-                yield Problem(f"{key}.{name}", "contradiction", what)
+                message = f"got {getattr(dataset, name)}, which needs a chat template, but data.apply_chat_template is false"
+                yield Problem(f"{key}.{name}", "contradiction", message)
     if dataset.data_path is None:
         yield from check_name(key, dataset.dataset_name)
     elif dataset.dataset_name is not None:
@@ -102,8 +102,8 @@ def _check_dataset(
     if records is None:
         return
     rendered = functools.partial(RenderedRecords, recipe, tokenizer=None if texts else tokenizer, text=template, system=system)
-    needed = fields.get(dataset.env_name or "")
-    inputs, answers = yield from _check_records(recipe, key, dataset, records, notes, needed, rendered)
+    function_fields = fields.get(dataset.env_name or "")
+    inputs, answers = yield from _check_records(recipe, key, dataset, records, notes, function_fields, rendered)
     if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
         prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in _select_texts(inputs)]
@@ -113,7 +113,7 @@ def _check_dataset(
 
 
 def _select_texts(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return the (number, text) to tokenize: the longest ones and the first ones."""
+    """Return the (number, text) to tokenize: the longest texts and the first ones."""
     return list(dict.fromkeys(sorted(texts, key=lambda numbered: -len(numbered[1]))[:LONGEST] + texts[:LONGEST]))
 
 
@@ -130,7 +130,7 @@ def _check_records(
 
     fields: that the user's reward function needs; None without one. rendered: makes the renderer of a data set's records.
     """
-    numbered = records.found
+    numbered = records.numbered
     inputs: list[tuple[int, str]] = []
     answers: list[tuple[int, str]] = []
     unusable: dict[str, list[int]] = {}
@@ -142,14 +142,16 @@ def _check_records(
         if columns.description:
             notes.append(f"{key}: {columns.description}")
         if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
-            what = f"{records.place(numbered[0][0])}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
+            message = (
+                f"{records.location(numbered[0][0])}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
+            )
             hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
-            yield Problem(records.key, "contradiction", f"{what} {hint}")
+            yield Problem(records.key, "contradiction", f"{message} {hint}")
             return [], []
-        read = [record for _, record in numbered]
-        notes += data_records.absent_tools(recipe, key, dataset, read)
+        rows = [record for _, record in numbered]
+        notes += data_records.absent_tools(recipe, key, dataset, rows)
         if fields is not None:
-            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, read))
+            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, rows))
             yield from absent
             fields = () if absent else fields
         expected, refused = (
@@ -166,35 +168,37 @@ def _check_records(
             else:
                 inputs += [] if text is None else [(number, text)]
                 answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
-                if why := expected.fault(record):
-                    unusable.setdefault(why, []).append(number)
+                if fault := expected.fault(record):
+                    unusable.setdefault(fault, []).append(number)
     stays, count = records.bad, len(numbered)
     if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
         unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
     bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
-    for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
-        yield Problem(records.key, "bad-record", f"{records.place(numbers[0])}: {what}{data_files.also(numbers, records.unit)}")
-    if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
-        yield Problem(records.key, "bad-record", f"{records.path}: {rest} more {records.unit}s have other faults")
+    for message, numbers in list(bad.items())[:SHOWN_FAULTS]:
+        yield Problem(
+            records.key, "bad-record", f"{records.location(numbers[0])}: {message}{data_files.also(numbers, records.unit)}"
+        )
+    if more := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
+        yield Problem(records.key, "bad-record", f"{records.path}: {more} more {records.unit}s have other faults")
     return inputs, answers
 
 
 def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Return the faults to report of a file of `count` records, of which some may be dropped, but never all.
+    """Return the faults to report for a file of `count` records, of which some may be dropped, but never all.
 
     key: `bad_records` of these data. drops: whether it is `drop`. bad: fault -> numbers of records.
     """
     wrong = sum(map(len, bad.values()))
     if drops and wrong < count:
         return {}
-    return {f"{what}{_advice(key, what, wrong < count)}": numbers for what, numbers in bad.items()}
+    return {f"{fault}{_advice(key, fault, wrong < count)}": numbers for fault, numbers in bad.items()}
 
 
-def _advice(key: str, what: str, some: bool) -> str:
-    """Return the end of a message. what: the fault, maybe with a hint. some: whether other records have none."""
-    if not some:
+def _advice(key: str, fault: str, others_usable: bool) -> str:
+    """Return the end of a message. fault: with or without a hint. others_usable: whether other records have no fault."""
+    if not others_usable:
         return "; no record of the file can be used"
-    return f", or {key}=drop" if ". Try " in what else f". Try to fix it, or {key}=drop"
+    return f", or {key}=drop" if ". Try " in fault else f". Try to fix it, or {key}=drop"
 
 
 def _template(key: str, path: str) -> str:

@@ -1,6 +1,6 @@
-"""Check the sections of a recipe that go to a library: their keys must be the library's options.
+"""Check that the keys of a recipe's sections for libraries are the libraries' options.
 
-Reads the library's source where it is installed; elsewhere the job reports errors. Leaves out: the meaning of values.
+The checks read the source of installed libraries; for others the job reports errors. They do not check what values mean.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _schedule("value.scheduler", recipe.value.scheduler)
 
 
-def unchecked(recipe: Recipe) -> Iterator[str]:
-    """Yield notes on options that `problems` cannot check because the library is not installed on this machine."""
+def notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a note on options that `problems` cannot check because their library is not installed on this machine."""
     policy = recipe.policy
     read_by = {"torch": ["policy.optimizer", "policy.scheduler"]} if trains(recipe) else {}
     if policy.generation.vllm_kwargs and generates(recipe):
@@ -137,21 +137,23 @@ def unchecked(recipe: Recipe) -> Iterator[str]:
             yield f"not checked: the options in {' and '.join(keys)}, as {library} is not installed here"
 
 
-def _unknown(key: str, names: Iterable[str], known: Iterable[str], whose: str) -> Iterator[Problem]:
-    known = sorted(known)
+def _unknown(key: str, names: Iterable[str], valid_names: Iterable[str], owner: str) -> Iterator[Problem]:
+    valid_names = sorted(valid_names)
     for name in names:
-        if name not in known:
-            ours = [
+        if name not in valid_names:
+            equivalents = [
                 key_name.rpartition(".")[2]
                 for key_name in aliases.equivalents(name, None, lambda key_name: not key_name.startswith(key))
             ]
-            near = [key_name for key_name in ours if key_name in known] or difflib.get_close_matches(name, known, 1)
+            near = [key_name for key_name in equivalents if key_name in valid_names] or difflib.get_close_matches(
+                name, valid_names, 1
+            )
             hint = f". Did you mean '{near[0]}'?" if near else ". Leave it out"
-            yield Problem(f"{key}.{name}", "unknown-key", f"{whose} has no such option{hint}")
+            yield Problem(f"{key}.{name}", "unknown-key", f"{owner} has no such option{hint}")
 
 
 def _forbidden(key: str, names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each option that must not be given. reasons: by option."""
+    """Yield a problem for each option that a recipe must not set. reasons: by option."""
     for name in names:
         if name in reasons:
             yield Problem(f"{key}.{name}", "contradiction", f"cannot be given: {reasons[name]}. Leave it out")
@@ -162,12 +164,12 @@ def _forbidden(key: str, names: Iterable[str], reasons: Mapping[str, str]) -> It
 
 def _engine(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _forbidden(VLLM_KWARGS, arguments, FIXED | {name: f"{key} sets this" for name, key in SET_BY_KEYS.items()})
-    if not arguments or (known := _known_parameters("vllm.engine.arg_utils.EngineArgs")) is None:
+    if not arguments or (types := _known_parameters("vllm.engine.arg_utils.EngineArgs")) is None:
         return
-    yield from _unknown(VLLM_KWARGS, arguments, known, "the installed vLLM")
+    yield from _unknown(VLLM_KWARGS, arguments, types, "the installed vLLM")
     for name, value in arguments.items():
-        if not _fits(known.get(name), value):
-            yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected vLLM's type {known[name]}")
+        if not _fits(types.get(name), value):
+            yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected vLLM's type {types[name]}")
 
 
 def _known_parameters(dotted: str) -> signatures.Parameters | None:
@@ -210,23 +212,25 @@ def _kernels(recipe: Recipe) -> Iterator[Problem]:
         return
     key, dtensor = "policy.dtensor_cfg", recipe.policy.dtensor_cfg
     if dtensor.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-        what = f"got true, but liger_kernel is not installed. Try pip install 'hetstep[liger]', or {key}.use_liger_kernel=false"
-        yield Problem(f"{key}.use_liger_kernel", "not-installed", what)
+        message = (
+            f"got true, but liger_kernel is not installed. Try pip install 'hetstep[liger]', or {key}.use_liger_kernel=false"
+        )
+        yield Problem(f"{key}.use_liger_kernel", "not-installed", message)
     if dtensor.flash_attention == 3 and importlib.util.find_spec("flash_attn_interface") is None:
-        what = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
-        yield Problem(f"{key}.flash_attention", "not-installed", what)
+        message = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
+        yield Problem(f"{key}.flash_attention", "not-installed", message)
 
 
 # ---- encryption -----------------------------------------------------------------------------------------------------------
 
 
 def _encryption(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if files are to be encrypted without the package that does it, if the ranks use this Python."""
+    """Yield a problem if the recipe encrypts files, the ranks use this Python, and it lacks the package for that."""
     writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
-    wanted = recipe.checkpointing.encryption.enabled and not containers.has_another_python(writer)
-    if wanted and importlib.util.find_spec("cryptography") is None:
-        what = "got true, but cryptography is not installed. Try pip install 'hetstep[encryption]'"
-        yield Problem("checkpointing.encryption.enabled", "not-installed", what)
+    is_needed = recipe.checkpointing.encryption.enabled and not containers.has_another_python(writer)
+    if is_needed and importlib.util.find_spec("cryptography") is None:
+        message = "got true, but cryptography is not installed. Try pip install 'hetstep[encryption]'"
+        yield Problem("checkpointing.encryption.enabled", "not-installed", message)
 
 
 # ---- lm-evaluation-harness ------------------------------------------------------------------------------------------------
@@ -239,8 +243,8 @@ def _harness() -> Iterator[Problem]:
     except importlib.metadata.PackageNotFoundError:
         installed = "none"
     if installed != HARNESS_VERSION:
-        what = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
-        yield Problem("evaluate.lm_eval.tasks", "not-installed", what)
+        message = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
+        yield Problem("evaluate.lm_eval.tasks", "not-installed", message)
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------------
@@ -254,35 +258,45 @@ def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool) -> Iter
             yield Problem(f"{key}.kwargs.{name}", "wrong-type", f"got {value!r}; expected a number from 0 on")
     if megatron:
         if optimizer.name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
-            what = f"got {optimizer.name}; expected {' or '.join(adams)} with the Megatron backend"
-            yield Problem(f"{key}.name", "unsupported", f"{what}. Try these, or, of the policy, policy.megatron_cfg.optimizer")
+            message = f"got {optimizer.name}; expected {' or '.join(adams)} with the Megatron backend"
+            yield Problem(
+                f"{key}.name", "unsupported", f"{message}. Try these, or, of the policy, policy.megatron_cfg.optimizer"
+            )
         else:
             yield from _unknown(f"{key}.kwargs", optimizer.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
         return
     yield from _torch_class(key, optimizer.name, optimizer.kwargs, "params", "torch.optim.AdamW")
     if optimizer.kwargs.get("fused") and any(_same_class(optimizer.name, f"torch.optim.{name}") for name in ("SGD", "Adagrad")):
-        what = f"got true; the fused kernel of {optimizer.name} does not take weights that are cut over ranks. Try foreach=true"
-        yield Problem(f"{key}.kwargs.fused", "unsupported", what)
+        message = (
+            f"got true; the fused kernel of {optimizer.name} does not take weights that are cut over ranks. Try foreach=true"
+        )
+        yield Problem(f"{key}.kwargs.fused", "unsupported", message)
 
 
-def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], passed: str, example: str) -> Iterator[Problem]:
-    """Check a class of torch and its kwargs. passed: the parameter that the backend passes."""
+def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], model_argument: str, example: str) -> Iterator[Problem]:
+    """Check a class of torch and its kwargs. model_argument: the parameter for which the backend passes a value."""
     if "." not in name:
         yield Problem(f"{key}.name", "bad-format", f"got '{name}'; expected the dotted path of a class, such as {example}")
         return
-    if why := next((why for unfit, why in UNFIT.items() if _same_class(name, unfit)), None):
-        yield Problem(f"{key}.name", "unsupported", f"got {name}, which {why}. Try {example}")
+    if reason := next((reason for unfit, reason in UNFIT.items() if _same_class(name, unfit)), None):
+        yield Problem(f"{key}.name", "unsupported", f"got {name}, which {reason}. Try {example}")
         return
     try:
-        known = signatures.parameters(name)
+        parameters = signatures.parameters(name)
     except signatures.NoSuchClass:
         library = name.partition(".")[0]
-        what = f"got '{name}', which the installed {library} does not have; expected one such as {example}"
-        yield Problem(f"{key}.name", "not-a-choice", what)
+        message = f"got '{name}', which the installed {library} does not have; expected one such as {example}"
+        yield Problem(f"{key}.name", "not-a-choice", message)
         return
-    if known is not None:
-        yield from _unknown(f"{key}.kwargs", kwargs, [other for other in known if other != passed], name)
-        if absent := [other for other in signatures.required(name) if other != passed and other not in kwargs]:
+    if parameters is not None:
+        yield from _unknown(
+            f"{key}.kwargs", kwargs, [parameter for parameter in parameters if parameter != model_argument], name
+        )
+        if absent := [
+            parameter
+            for parameter in signatures.required_parameters(name)
+            if parameter != model_argument and parameter not in kwargs
+        ]:
             yield Problem(f"{key}.kwargs.{absent[0]}", "missing-value", f"{name} needs {', '.join(absent)}")
 
 
@@ -302,20 +316,20 @@ def _schedule(key: str, schedule: Any) -> Iterator[Problem]:
         steps = last.get("milestones") if isinstance(last, dict) and set(last) == {"milestones"} else None
         numbers = isinstance(steps, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
         if steps is None or not numbers or len(steps) != len(parts) - 1 or sorted(steps) != steps:
-            what = (
+            message = (
                 "expected schedules {name, kwargs} and last {milestones: [...]}, the step at which each but the first begins,"
             )
-            yield Problem(key, "bad-format", f"{what} in order")
+            yield Problem(key, "bad-format", f"{message} in order")
             return
     for number, part in enumerate(parts):
         name = f"{key}[{number}]" if isinstance(schedule, list) else key
         kwargs = part.get("kwargs") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(part.get("name"), str) or set(part) - {"name", "kwargs"}:
-            what = f"got {part!r}; expected a schedule {{name, kwargs}}, such as torch.optim.lr_scheduler.LinearLR"
-            yield Problem(name, "bad-format", what)
+            message = f"got {part!r}; expected a schedule {{name, kwargs}}, such as torch.optim.lr_scheduler.LinearLR"
+            yield Problem(name, "bad-format", message)
         elif not isinstance(kwargs, dict | None):
-            what = f"got {kwargs!r}; expected a mapping of arguments for {part['name']}"
-            yield Problem(f"{name}.kwargs", "wrong-type", what)
+            message = f"got {kwargs!r}; expected a mapping of arguments for {part['name']}"
+            yield Problem(f"{name}.kwargs", "wrong-type", message)
         else:
             yield from _torch_class(name, part["name"], kwargs or {}, "optimizer", "torch.optim.lr_scheduler.LinearLR")
 
@@ -335,25 +349,25 @@ def _unknown_overrides(key: str, overrides: Mapping[str, Any], model: Mapping[st
         if name.endswith("_config") and isinstance(value, dict) and isinstance(model.get(name), dict):
             yield from _unknown_overrides(f"{key}.{name}", value, model[name])
     if (fields := _configuration(model.get("model_type"))) is not None:
-        known = {*model, *fields}
+        fields_of_model = {*model, *fields}
         if "rope_parameters" in fields:  # transformers reads the other spellings too
-            known |= {rope.SCALING, rope.THETA}
-        yield from _unknown(key, overrides, known, f"a {model['model_type']} configuration")
+            fields_of_model |= {rope.SCALING, rope.THETA}
+        yield from _unknown(key, overrides, fields_of_model, f"a {model['model_type']} configuration")
 
 
 def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a family or an activation function of config.json that the installed transformers does not have."""
-    family, known = model.get("model_type"), set(ALIASES)
+    family, families = model.get("model_type"), set(ALIASES)
     for name in ("auto_mappings", "configuration_auto"):
-        known |= _first_texts(signatures.module(f"transformers.models.auto.{name}"))
-    if len(known) > len(ALIASES) and family not in known:
-        near = difflib.get_close_matches(str(family), known, 1)
+        families |= _first_texts(signatures.module(f"transformers.models.auto.{name}"))
+    if len(families) > len(ALIASES) and family not in families:
+        near = difflib.get_close_matches(str(family), families, 1)
         hint = f"Did you mean '{near[0]}'?" if near else "Try a newer transformers"
         yield Problem(key, "unsupported", f"config.json has model_type={family!r}, which transformers does not have. {hint}")
     functions = _first_texts(signatures.module("transformers.activations"))
     if functions and (activation := model.get("hidden_act")) is not None and activation not in functions:
-        what = f"config.json has hidden_act={activation!r}, which transformers does not have; expected silu, gelu or another"
-        yield Problem(key, "unsupported", what)
+        message = f"config.json has hidden_act={activation!r}, which transformers does not have; expected silu, gelu or another"
+        yield Problem(key, "unsupported", message)
 
 
 def _first_texts(tree: ast.Module | None) -> set[str]:

@@ -42,7 +42,7 @@ class ModelReading:
     """Why the chat template cannot be used."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield (label, text) for people."""
+        """Yield (label, text) to print."""
         yield "stop tokens", ", ".join(map(str, self.stops.tokens)) or "none: every answer ends at its longest"
         yield from (("", note) for note in self.stops.notes)
         yield "BOS and EOS", self._added_tokens()
@@ -62,13 +62,13 @@ class ModelReading:
     def _added_tokens(self) -> str:
         """Describe the special tokens around texts and conversations."""
         tokenizer = self.tokenizer
-        bare, bounds = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
-        at = next((i for i in range(len(bounds)) if bounds[i : i + len(bare)] == bare), 0)
+        plain, bounds = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+        at = next((i for i in range(len(bounds)) if bounds[i : i + len(plain)] == plain), 0)
         names = [str(tokenizer.convert_ids_to_tokens(id)) for id in bounds]
-        before, after = names[:at], names[at + len(bare) :]
-        added = [f"begins with {' '.join(before)}"] if before else []
-        added += [f"ends with {' '.join(after)}"] if after else []
-        text = f"a text without the template {' and '.join(added) or 'gets none'} ({VOCABULARY})"
+        before, after = names[:at], names[at + len(plain) :]
+        phrases = [f"begins with {' '.join(before)}"] if before else []
+        phrases += [f"ends with {' '.join(after)}"] if after else []
+        text = f"a text without the template {' and '.join(phrases) or 'gets none'} ({VOCABULARY})"
         if not tokenizer.chat_template:
             return text
         bos = tokenizer.bos_token
@@ -77,7 +77,7 @@ class ModelReading:
 
 
 def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ()) -> ModelReading | None:
-    """Return what is read for a model; None if a needed run is still to write it, or without a tokenizer.json.
+    """Return what the job will read of a model; None without a tokenizer.json, or if a needed run has yet to write the model.
 
     section: of the recipe, such as policy or evaluate.judge. Raises RecipeError.
     """
@@ -93,19 +93,19 @@ def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ())
         _render_probe(tokenizer, model, template_key) if tokenizer.chat_template else _Template(find_turn_ends(_as(tokenizer)))
     )
     weights_folder: Path | None = None
-    described: dict[str, Any] = {}
+    model_json: dict[str, Any] = {}
     rows = None
     ropes: list[rope.Rope] = []
     if not is_inside(model.model_name, pending):
-        with collected([]):  # other checks report a model that is not here, or its config
+        with collected([]):  # other checks report a model that is not here, or its model_json
             weights_folder = model_folder(f"{section}.model_name", model.model_name)
-            described = read_json(weights_folder / CONFIG)
+            model_json = read_json(weights_folder / CONFIG)
             rows = (model_config(model, pending, f"{section}.model_name") or {}).get("vocab_size")
-            text = {**described, **(described.get("text_config") or {})}
+            text = {**model_json, **(model_json.get("text_config") or {})}
             ropes = rope.decide(text, model.hf_config_overrides, f"{section}.hf_config_overrides")
     generation = read_json(weights_folder / GENERATION) if weights_folder and (weights_folder / GENERATION).exists() else {}
     try:
-        stops = decide(_as(tokenizer), template.ends, generation, described, model.hf_config_overrides)
+        stops = decide(_as(tokenizer), template.ends, generation, model_json, model.hf_config_overrides)
     except RecipeError as error:
         raise RecipeError(
             *(Problem(f"{section}.model_name", problem.code, problem.message) for problem in error.problems)
@@ -131,7 +131,7 @@ def template_files(recipe: Recipe) -> dict[str, Path]:
 
 
 def describe_models(recipe: Recipe) -> Iterator[str]:
-    """Yield lines about every model of a recipe that has a tokenizer. What cannot be read is named."""
+    """Yield lines about every model of a recipe that has a tokenizer, and a line about each that cannot be read."""
     for section, model in models(recipe).items():
         yield f"{section}: {model.model_name}"
         try:
@@ -154,7 +154,7 @@ class _Template:
 
 
 def _render_probe(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _Template:
-    """Return what conversations show of a template, from a process with little time and memory."""
+    """Return what conversations show of a template, rendered in a process with limits of time and memory."""
     if not tokenizer.chat_template:
         return _Template(find_turn_ends(_as(tokenizer)))
     kwargs = model.tokenizer.chat_template_kwargs or {}
@@ -185,5 +185,5 @@ def _render_probe(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _T
 
 
 def _as(tokenizer: FileTokenizer) -> Any:
-    """Return the tokenizer for functions that name transformers' class, which this process must not import."""
+    """Return the tokenizer, typed for functions that name transformers' class, which this process must not import."""
     return tokenizer

@@ -43,7 +43,7 @@ def problems(
 def _check(
     recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
 ) -> Generator[Problem, None, ModelReading | None]:
-    """Yield problems of one tokenizer, and return what is read of it."""
+    """Yield problems of one tokenizer, and return its reading."""
     key, tokenizer_config = f"{section}.tokenizer", model.tokenizer
     if not tokenizer_config.name:
         if tokenizer_config.name != model.model_name:
@@ -59,8 +59,8 @@ def _check(
             yield from tokenizer_problems
         return None
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        what = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
-        yield Problem(f"{key}.name", "file-not-found", what)
+        message = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
+        yield Problem(f"{key}.name", "file-not-found", message)
         return None
     reading = None
     with collected(tokenizer_problems):
@@ -70,8 +70,10 @@ def _check(
     yield from tokenizer_problems
     wants = "" if tokenizer_problems else _renders(recipe, section)
     if wants and not template:
-        what = f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
-        yield Problem(wants, "missing-value", what)
+        message = (
+            f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
+        )
+        yield Problem(wants, "missing-value", message)
     elif wants and reading:
         yield from reading.problems
     return reading
@@ -88,15 +90,15 @@ def _renders(recipe: Recipe, section: str) -> str:
 
 
 def _rows(section: str, model: PolicyConfig, pending: Sequence[os.PathLike]) -> int | None:
-    described = None
+    model_json = None
     with collected([]):  # other checks report it
-        described = model_config(model, pending, f"{section}.model_name")
-    rows = (described or {}).get("vocab_size")
+        model_json = model_config(model, pending, f"{section}.model_name")
+    rows = (model_json or {}).get("vocab_size")
     return rows if isinstance(rows, int) else None
 
 
 def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) -> Iterator[Problem]:
-    """Yield the problem of a tokenizer with tokens for which the model has no row, and which texts or prompts may have.
+    """Yield the problem of a tokenizer with tokens for which the model has no row and which texts or prompts may have.
 
     Special tokens beyond the rows that neither end nor render a text do no harm: a token for padding, or for images.
     """
@@ -110,6 +112,6 @@ def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) ->
     harmful = [id for id, text in sorted(beyond.items()) if id not in special or id in used or text in rendered]
     if harmful:
         first = f"{harmful[0]} {beyond[harmful[0]]!r}"
-        what = f"got the tokenizer in {tokenizer.name_or_path} with {len(tokenizer)} tokens, {first} among them"
+        message = f"got the tokenizer in {tokenizer.name_or_path} with {len(tokenizer)} tokens, {first} among them"
         hint = "Try that model's own tokenizer, or a model whose embedding is resized"
-        yield Problem(key, "too-large", f"{what}; expected at most the {rows} of {model}. {hint}")
+        yield Problem(key, "too-large", f"{message}; expected at most the {rows} of {model}. {hint}")

@@ -1,7 +1,7 @@
 """Check by names, sizes and headers that a model's files are all present and complete.
 
-`pipeline/models/weight_files.py` reads them, as the job does, and `weight_tensors.py` compares them with config.json. Leaves
-out the weights' bytes, so a file damaged without a change of length passes.
+`pipeline/models/weight_files.py` reads them, as the job does, and `weight_tensors.py` compares them with config.json. Nothing
+reads the weights' bytes, so a file damaged without a change of length passes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SHOWN = 4  # bad files reported per model
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
-    """Yield incomplete files; `architecture` and `input_files` report missing folders.
+    """Yield problems of incomplete files; `architecture` and `input_files` report missing folders.
 
     pending: models of needed runs that are still to be written, which are not checked. notes: receives what is not read.
     """
     notes = [] if notes is None else notes
-    seen: set[Path] = set()
+    listed: set[Path] = set()
     weighed: set[Path] = set()  # folders checked; another model of the same folder may have random_init
     models = config.models(recipe) | config.served_models(recipe)
     names = {f"{section}.model_name": policy.model_name for section, policy in models.items()}
@@ -40,15 +40,15 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
     for key, name in names.items():
         if not (folder := _folder(key, name, pending)):
             continue
-        if folder not in seen:
-            seen.add(folder)
+        if folder not in listed:
+            listed.add(folder)
             present = [folder / name for name in OTHER_FILES if os.path.lexists(folder / name)]
             yield from (
                 Problem(key, fault_code(reason), f"{path} {reason}") for path in present if (reason := file_fault(path))
             )
         section = key.removesuffix(".model_name")
-        loaded = section in models and not models[section].random_init
-        if loaded and folder not in weighed and not (section == "policy" and _has_checkpoint(recipe)):
+        loads_weights = section in models and not models[section].random_init
+        if loads_weights and folder not in weighed and not (section == "policy" and _has_checkpoint(recipe)):
             weighed.add(folder)
             yield from _check_weights(section, models[section], folder, _head(recipe, section), notes)
 
@@ -64,7 +64,7 @@ def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
 
 
 def _has_checkpoint(recipe: Recipe) -> bool:
-    """Return whether all of the policy's weights come from a run's checkpoint, which may have adapters alone."""
+    """Return whether all of the policy's weights come from a run's checkpoint; some checkpoints have adapters alone."""
     adapters = recipe.policy.dtensor_cfg.lora_cfg.enabled or recipe.policy.megatron_cfg.peft.enabled  # of the run
     return not config.trains(recipe) and recipe.evaluate.checkpoint is not None and not adapters
 
@@ -91,11 +91,11 @@ def _check_weights(
     if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
         random = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
         if any(folder.glob("pytorch_model*.bin")):
-            what = f"{folder} has weights as pytorch_model*.bin only, which are pickles. Try safetensors{random}"
-            yield Problem(key, "unsupported", what)
+            message = f"{folder} has weights as pytorch_model*.bin only, which are pickles. Try safetensors{random}"
+            yield Problem(key, "unsupported", message)
         else:
-            what = f"{folder} has no weights ({SINGLE} or {INDEX}). Try to fetch the whole checkpoint{random}"
-            yield Problem(key, "file-not-found", what)
+            message = f"{folder} has no weights ({SINGLE} or {INDEX}). Try to fetch the whole checkpoint{random}"
+            yield Problem(key, "file-not-found", message)
         return
     weight_files = read_weight_files(folder)
     notes += weight_files.notes
@@ -104,17 +104,17 @@ def _check_weights(
     ]
     yield from file_problems[:SHOWN]
     if len(file_problems) > SHOWN:
-        what = (
+        message = (
             f"{folder}: so are {len(file_problems) - SHOWN} more of its {len(weight_files.files)} weight files; fetch it again"
         )
-        yield Problem(key, "unreadable", what)
+        yield Problem(key, "unreadable", message)
     if not weight_files.faults:
-        described = None
+        model_json = None
         with collected([]):  # faults of config.json, which `architecture` reports
-            described = model_config(policy, (), key)
-        if (described or {}).get("auto_map"):
+            model_json = model_config(policy, (), key)
+        if (model_json or {}).get("auto_map"):
             notes.append(f"{key}: {folder} comes with code of its own (auto_map in config.json), which never runs")
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
-        if described is not None:
-            yield from weight_tensors.problems(key, folder, described, weight_files.tensors, head)
+        if model_json is not None:
+            yield from weight_tensors.problems(key, folder, model_json, weight_files.tensors, head)

@@ -1,6 +1,6 @@
-"""Check the token counts of prompts in a data file, and text of prompts and answers that the tokenizer does not know.
+"""Check that prompts in a data file are short enough, and that the tokenizer knows the text of prompts and answers.
 
-Needs the `tokenizers` package and tokenizer.json. The job checks all records again, with transformers.
+The checks need the `tokenizers` package and tokenizer.json. The job checks all records again, with transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def notes(recipe: Recipe) -> Iterator[str]:
 def problems(
     records: FirstRecords, texts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe, kind: Literal["prompts", "answers"]
 ) -> Iterator[Problem]:
-    """Yield texts that the tokenizer does not know, and prompts that are too long.
+    """Yield problems of texts that the tokenizer does not know, and of prompts that are too long.
 
     texts: (number of a record, text), without the chat template, so the job counts at least as many tokens. tokenizer: path of
     tokenizer.json.
@@ -47,25 +47,25 @@ def problems(
             unknown_texts += [(number, parts)] if parts else []
         if unknown_texts:
             number, parts = min(unknown_texts)
-            shown = ", ".join(dict.fromkeys(map(repr, parts[:5])))
-            where = f"{records.place(number)}: the tokenizer in {tokenizer.parent}"
+            words = ", ".join(dict.fromkeys(map(repr, parts[:5])))
+            source = f"{records.location(number)}: the tokenizer in {tokenizer.parent}"
             share = f"{len(unknown_texts)} of the {len(numbered)} {kind} checked"
-            what = f"does not know {shown}, which becomes {mark} (so in {share})"
+            message = f"does not know {words}, which becomes {mark} (so in {share})"
             hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep or drop"
-            yield Problem(records.key, "bad-record", f"{where} {what}. {hint}")
+            yield Problem(records.key, "bad-record", f"{source} {message}. {hint}")
 
 
 def _too_long(records: FirstRecords, longest: tuple[int, int], recipe: Recipe) -> Iterator[Problem]:
     """Check the longest prompt. longest: (tokens, number of the record)."""
     length, number = longest
     if length > (limit := recipe.data.max_input_seq_length):
-        what = f", but data.max_input_seq_length is {limit}"
+        message = f", but data.max_input_seq_length is {limit}"
     elif generates(recipe) and length >= (limit := recipe.policy.max_total_sequence_length):
-        what = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
+        message = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
     else:
         return
     hint = "Try a shorter one, a higher limit, or data.overlong_prompts=drop"
-    yield Problem(records.key, "too-large", f"{records.place(number)}: a prompt of {length} tokens{what}. {hint}")
+    yield Problem(records.key, "too-large", f"{records.location(number)}: a prompt of {length} tokens{message}. {hint}")
 
 
 def _unknown_token(tokenizer: Path) -> str | None:
@@ -75,6 +75,6 @@ def _unknown_token(tokenizer: Path) -> str | None:
     if mark is None and model.get("unk_id") is not None:
         mark = model["vocab"][model["unk_id"]][0]
     settings = tokenizer.with_name("tokenizer_config.json")
-    others = read_json(settings) if settings.exists() else {}
-    named = [others.get(name) for name in ("bos_token", "eos_token")]
-    return None if mark in [token.get("content") if isinstance(token, dict) else token for token in named] else mark
+    configuration = read_json(settings) if settings.exists() else {}
+    special = [configuration.get(name) for name in ("bos_token", "eos_token")]
+    return None if mark in [token.get("content") if isinstance(token, dict) else token for token in special] else mark

@@ -1,7 +1,7 @@
-"""Check that the training data fill at least one step, where their number of records is known before the run.
+"""Check that the training data fill at least one step, if their number of records is known before the run.
 
-It is known of data files up to SCAN_BYTES, whose lines are counted, and of generated data sets. The job counts all data,
-without the records that it drops.
+The number is known for data files up to SCAN_BYTES, whose lines are counted, and for generated data sets. The job counts all
+data, without the records that it drops.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
     if problem := supply.problem():
         yield problem
     elif supply.steps is not None and supply.steps < section(recipe).max_num_steps:
-        left = f"; the last {plural(supply.left_over, 'record')} fill no step and are not used" if supply.left_over else ""
-        notes.append(f"data: {supply.source} make {plural(supply.steps, 'step')} of {supply.per_step}{left}")
+        rest_text = f"; the last {plural(supply.left_over, 'record')} fill no step and are not used" if supply.left_over else ""
+        notes.append(f"data: {supply.source} make {plural(supply.steps, 'step')} of {supply.per_step}{rest_text}")
 
 
 def count(dataset: DatasetConfig) -> int | None:
@@ -46,7 +46,7 @@ def count(dataset: DatasetConfig) -> int | None:
 
 
 def _lines(path: Path) -> int | None:
-    """Return the number of lines that are not blank; None of a file that is large, or that another check refuses."""
+    """Return the number of lines that are not blank; None for a large file, or one that another check refuses."""
     try:
         with user_files.open_file(path) as file:
             if user_files.other_format(file.read(8)) or path.stat().st_size > SCAN_BYTES:

@@ -37,14 +37,16 @@ class RenderedRecords:
             return
         config = recipe.policy.tokenizer
         try:
-            made: Any = FileTokenizer(tokenizer.parent, config)  # it has the part of transformers' interface that is used
+            file_tokenizer: Any = FileTokenizer(
+                tokenizer.parent, config
+            )  # it has the part of transformers' interface that is used
         except RecipeError:  # the check of tokenizers reports it
             return
-        if made.chat_template:
-            self._tokenizer, self._template = made, ChatTemplate(made, config.chat_template_kwargs)
+        if file_tokenizer.chat_template:
+            self._tokenizer, self._template = file_tokenizer, ChatTemplate(file_tokenizer, config.chat_template_kwargs)
 
     def faults(self, records: list[tuple[int, dict[str, Any]]], notes: list[str]) -> dict[int, str]:
-        """Return, by number, why the template refuses records, or hides what is to be learned of them.
+        """Return, by number, why the template refuses a record, or hides its text to learn.
 
         records: (number, record); those that cannot be read have no fault here. notes: receives a note if it takes too long.
         """

@@ -1,7 +1,7 @@
-"""Check, before a run is submitted, that the programs of its policy can be sandboxed.
+"""Check, before a run is submitted, that its sandboxes work.
 
-The sandbox is tried on this machine. On other nodes the ranks try it when they start, and end with the same message. Leaves
-out: the nodes of a Slurm job and images, which cannot be tried from here.
+The check tries the sandbox on this machine. It cannot try the nodes of a Slurm job, or images; there the ranks try it when they
+start, and end with the same message.
 """
 
 from __future__ import annotations

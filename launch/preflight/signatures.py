@@ -1,6 +1,6 @@
 """Read the parameters of a library's classes from its source. Importing the library would take seconds.
 
-Leaves out: parameters that a class takes through `**kwargs` other than its bases', and classes made at run time.
+The module does not see parameters that a class takes through `**kwargs` other than its bases', and classes made at run time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def parameters(dotted: str) -> Parameters | None:
 
 
 @cache
-def required(dotted: str) -> tuple[str, ...]:
+def required_parameters(dotted: str) -> tuple[str, ...]:
     """Return the parameters of a class that have no default, without `self`; none if they are not known."""
     module, _, name = dotted.rpartition(".")
     class_node = _class(module, name) if module and _roots(module.partition(".")[0]) else None
@@ -67,9 +67,9 @@ def module(dotted: str) -> ast.Module | None:
     return None
 
 
-def _class(dotted: str, name: str, seen: frozenset[str] = frozenset()) -> tuple[str, ast.ClassDef] | None:
+def _class(dotted: str, name: str, visited: frozenset[str] = frozenset()) -> tuple[str, ast.ClassDef] | None:
     """Return (module, class) for a name that a module defines or imports."""
-    if dotted in seen or (tree := module(dotted)) is None:
+    if dotted in visited or (tree := module(dotted)) is None:
         return None
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -78,7 +78,7 @@ def _class(dotted: str, name: str, seen: frozenset[str] = frozenset()) -> tuple[
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return _class(_imported_from(dotted, node), alias.name, seen | {dotted})
+                    return _class(_imported_from(dotted, node), alias.name, visited | {dotted})
     return None
 
 

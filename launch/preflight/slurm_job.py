@@ -1,8 +1,8 @@
 """Check a recipe against Slurm. `sbatch --test-only` judges the request of each component.
 
-Own checks cover what Slurm accepts and never starts: components that do not fit together (here), limits of partitions where
-Slurm does not enforce them (`slurm_nodes.py`), limits of accounts (`slurm_limits.py`). `slurm_refusals.py` finds the recipe's
-keys behind a refusal. What Slurm does not answer is noted.
+Our own checks cover requests that Slurm accepts and never starts: components that do not fit together (here), limits of
+partitions where Slurm does not enforce them (`slurm_nodes.py`), limits of accounts (`slurm_limits.py`). `slurm_refusals.py`
+finds the recipe's keys behind a refusal. What Slurm does not answer is noted.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _site_problems(
     cluster: Cluster, tester: SbatchTester, requests: list[ComponentRequest], notes: list[str]
 ) -> Iterator[Problem]:
     if len(requests) > 1 and (kind := cluster.config.get("SchedulerType", "sched/backfill")) != "sched/backfill":
-        why = f"only Slurm's backfill scheduler starts a job of several components, and this cluster has {kind}"
+        message = f"only Slurm's backfill scheduler starts a job of several components, and this cluster has {kind}"
         help_ = "its administrators can set SchedulerType=sched/backfill"
-        yield Problem(f"{requests[-1].key}.nodes", "unsupported", f"{why}; {help_}")
+        yield Problem(f"{requests[-1].key}.nodes", "unsupported", f"{message}; {help_}")
     user = pwd.getpwuid(os.getuid()).pw_name
     accounting = _accounting(cluster, user, notes)
     examiner, accepted = RefusalExaminer(cluster, accounting, tester, notes), []
@@ -56,18 +56,20 @@ def _site_problems(
         refusal = examiner.refusal(request)
         yield from refusal
         accepted += [] if refusal else [request]
-    limits_of = accounting if cluster.enforced & {"limits", "safe"} else None
+    limits_of = accounting if cluster.enforced_parts & {"limits", "safe"} else None
     if len(accepted) > 1 or limits_of:
         suitable = {request: tester.nodes_for(request, cluster) for request in accepted}
         yield from _start_together(suitable)
         if limits_of is not None:
-            whole = [count_whole_nodes(request, cluster, names) for request, names in suitable.items()]
-            yield from slurm_limits.problems(limits_of, user, [(counted, cluster.partition(counted)) for counted in whole])
+            counted_requests = [count_whole_nodes(request, cluster, names) for request, names in suitable.items()]
+            yield from slurm_limits.problems(
+                limits_of, user, [(counted, cluster.partition(counted)) for counted in counted_requests]
+            )
 
 
 def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | None:
     """Return the user's accounting; None if the cluster does not enforce it or it does not answer."""
-    if "associations" not in cluster.enforced:
+    if "associations" not in cluster.enforced_parts:
         notes.append("accounts and QOS were not checked: this cluster does not enforce them")
         return None
     try:
@@ -78,21 +80,21 @@ def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | N
 
 
 def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterator[Problem]:
-    """Yield components that cannot start together, as no two share a node. suitable: nodes of each component.
+    """Yield a problem if components cannot start together, as no two share a node. suitable: nodes of each component.
 
     Slurm accepts such a job, and it waits forever. By Hall's theorem nodes can be assigned if and only if, for every set of
     components, the nodes suitable for at least one of them are as many as the set requests.
     """
     for count in range(2, len(suitable) + 1):
-        for some in combinations(suitable, count):
-            requested = sum(request.nodes for request in some)
-            available = len(frozenset().union(*(suitable[request] for request in some)))
+        for group in combinations(suitable, count):
+            requested = sum(request.nodes for request in group)
+            available = len(frozenset().union(*(suitable[request] for request in group)))
             if requested > available:
-                terms = " + ".join(str(request.nodes) for request in some)
+                terms = " + ".join(str(request.nodes) for request in group)
                 yield Problem(
-                    f"{some[-1].key}.nodes",
+                    f"{group[-1].key}.nodes",
                     "over-limit",
-                    f"{', '.join(f'{request.key}.nodes' for request in some)} ask for {terms} nodes, but there are {available}"
+                    f"{', '.join(f'{request.key}.nodes' for request in group)} ask for {terms} nodes, but there are {available}"
                     f" suitable ones; expected together at most {available}. Try fewer, or cluster.share_nodes=true to put"
                     " components on the same nodes",
                 )

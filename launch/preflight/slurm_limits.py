@@ -42,16 +42,16 @@ class Accounting:
 
 
 def accounting(cluster: str, user: str) -> Accounting:
-    """Return what sacctmgr reports for a user. Raises SlurmError, also where there is no accounting."""
+    """Return what sacctmgr reports for a user. Raises SlurmError, also on a cluster without accounting."""
     of_cluster = ("sacctmgr", "-nP", "show", "assoc", f"format={','.join(ASSOCIATION)}", "where", f"cluster={cluster}")
     associations = _rows(ASSOCIATION, run_command(*of_cluster, f"user={user}"))
     accounts: dict[str, Fields] = {}
-    wanted = {row["Account"] for row in associations}
-    while wanted:
-        rows = _rows(ASSOCIATION, run_command(*of_cluster, f"account={','.join(sorted(wanted))}"))
+    names = {row["Account"] for row in associations}
+    while names:
+        rows = _rows(ASSOCIATION, run_command(*of_cluster, f"account={','.join(sorted(names))}"))
         above = [row for row in rows if not row["User"]]
         accounts |= {row["Account"]: row for row in above}
-        wanted = {row["ParentName"] for row in above if row["ParentName"]} - accounts.keys()
+        names = {row["ParentName"] for row in above if row["ParentName"]} - accounts.keys()
     qos = {row["Name"]: row for row in _rows(QOS, run_command("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"))}
     default = run_command("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount").strip()
     return Accounting(tuple(associations), accounts, qos, default or None)
@@ -76,10 +76,8 @@ def effective_qos(accounting: Accounting | None, request: ComponentRequest, part
     if request.qos or accounting is None:
         return request.qos
     row = accounting.association(effective_account(request, accounting), partition)
-    allowed = _names(row["QOS"]) if row else []
-    return (row["DefaultQOS"] if row else None) or (
-        "normal" if "normal" in allowed else allowed[0] if len(allowed) == 1 else None
-    )
+    names = _names(row["QOS"]) if row else []
+    return (row["DefaultQOS"] if row else None) or ("normal" if "normal" in names else names[0] if len(names) == 1 else None)
 
 
 def _names(text: str) -> list[str]:
@@ -100,7 +98,7 @@ class ApplicableLimits:
 
     @property
     def rows(self) -> dict[str, Fields]:
-        """All limiting rows by holder."""
+        """Return all limiting rows by holder."""
         return {row["who"]: row for row in (*self.qos, self.association, *self.accounts)}
 
 
@@ -138,45 +136,46 @@ def _per_node(request: ComponentRequest) -> dict[str, float]:
 
 def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
     request, rows = limits.request, [*limits.qos, limits.association]
-    others = ", ".join(sorted(set(_names(limits.association["QOS"])) - {row["Name"] for row in limits.qos}))
-    instead = f"another QOS (of {others})" if others else "another QOS, of which there is none"
+    other_names = ", ".join(sorted(set(_names(limits.association["QOS"])) - {row["Name"] for row in limits.qos}))
+    instead = f"another QOS (of {other_names})" if other_names else "another QOS, of which there is none"
     for name, per_node in _per_node(request).items():
         for field, count, of in (("MaxTRES", request.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
-            who, limit = _first(rows, field, name)
+            holder, limit = _first(rows, field, name)
             if limit is not None and per_node * count > limit:
-                fewer = f"{int(limit // per_node)} nodes" if count > 1 or name == "node" else f"{limit:g}"
-                message = f"got {_times(count, per_node, name)}, but {who} allows {of} {limit:g}; expected at most {fewer}"
+                most_text = f"{int(limit // per_node)} nodes" if count > 1 or name == "node" else f"{limit:g}"
+                message = (
+                    f"got {_times(count, per_node, name)}, but {holder} allows {of} {limit:g}; expected at most {most_text}"
+                )
                 yield Problem(f"{request.key}.nodes", "over-limit", f"{message}. Try {instead}")
-        who, least = _first(limits.qos, "MinTRES", name)
+        holder, least = _first(limits.qos, "MinTRES", name)
         if least is not None and name in ("node", "gres/gpu") and per_node * request.nodes < least:
-            message = f"got {_times(request.nodes, per_node, name)}, but {who} is for jobs of {least:g} or more"
+            message = f"got {_times(request.nodes, per_node, name)}, but {holder} is for jobs of {least:g} or more"
             yield Problem(request.key_of("--qos"), "too-small", f"{message}. Try {instead}")
     # A limit of a QOS takes precedence over the association.
-    who, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
+    holder, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
     if most is not None and request.minutes > most:
-        message = f"got {request.minutes}; expected at most {most:g} minutes, which {who} allows {request.key}"
+        message = f"got {request.minutes}; expected at most {most:g} minutes, which {holder} allows {request.key}"
         yield Problem("cluster.time_min", "over-limit", f"{message}. Try less, or {instead}")
 
 
 def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
     """Yield requests whose sum over components is beyond a limit."""
-    for who, row in {who: row for limits in applicable for who, row in limits.rows.items()}.items():
-        under = [limits for limits in applicable if who in limits.rows]
+    for holder, row in {holder: row for limits in applicable for holder, row in limits.rows.items()}.items():
+        under = [limits for limits in applicable if holder in limits.rows]
         key, of = under[-1].request.key, " + ".join(limits.request.key for limits in under)
         # A resource that a QOS limits is not limited by associations.
-        settled = set() if who.startswith("QOS ") else {t for s in under for qos in s.qos for t in tres(qos["GrpTRES"])}
+        settled = set() if holder.startswith("QOS ") else {t for s in under for qos in s.qos for t in tres(qos["GrpTRES"])}
         for field, whom in (("GrpTRES", ""), ("MaxTRESPU", " a user"), ("MaxTRESPA", " an account")):
-            for what, limit in tres(row.get(field, "")).items():
-                amounts = [s.request.nodes * _per_node(s.request).get(what, 0) for s in under]
-                if sum(amounts) > limit and what not in settled:
+            for resource, limit in tres(row.get(field, "")).items():
+                amounts = [s.request.nodes * _per_node(s.request).get(resource, 0) for s in under]
+                if sum(amounts) > limit and resource not in settled:
                     terms = " + ".join(f"{amount:g}" for amount in amounts)
-                    message = (
-                        f"got {terms} {UNITS[what]} at once ({of}); expected at most the {limit:g} that {who} allows{whom}"
-                    )
+                    most = f"expected at most the {limit:g} that {holder} allows{whom}"
+                    message = f"got {terms} {UNITS[resource]} at once ({of}); {most}"
                     yield Problem(f"{key}.nodes", "over-limit", f"{message}. Try fewer nodes, or another QOS or account")
         for field, whom in (("GrpJobs", ""), ("MaxJobs", ""), ("MaxJobsPU", " a user"), ("MaxJobsPA", " an account")):
             if (text := row.get(field, "")) and len(under) > int(text):
-                message = f"got {len(under)} components ({of}), each a job to Slurm; expected at most the {text} that {who}"
+                message = f"got {len(under)} components ({of}), each a job to Slurm; expected at most the {text} that {holder}"
                 yield Problem(
                     under[-1].request.key_of("--qos"),
                     "over-limit",
@@ -187,7 +186,7 @@ def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
 def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None]:
     """Return (holder, limit) of the first row with this limit; ("", None) if there is none."""
     limits = ((row["who"], tres(row.get(field, "")).get(name)) for row in rows)
-    return next(((who, limit) for who, limit in limits if limit is not None), ("", None))
+    return next(((holder, limit) for holder, limit in limits if limit is not None), ("", None))
 
 
 def _times(count: int, amount: float, name: str) -> str:

@@ -49,8 +49,8 @@ class Cluster:
         return {node.name: node for node in nodes}
 
     @property
-    def enforced(self) -> frozenset[str]:
-        """The parts of accounting that Slurm enforces: associations, limits, qos, safe."""
+    def enforced_parts(self) -> frozenset[str]:
+        """Return the parts of accounting that Slurm enforces: associations, limits, qos, safe."""
         return frozenset(self.config.get("AccountingStorageEnforce", "none").lower().split(","))
 
     def names(self, request: ComponentRequest) -> list[str]:
@@ -105,7 +105,7 @@ def count_whole_nodes(request: ComponentRequest, cluster: Cluster, names: Collec
     nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
     if request.all_memory and nodes:
         request = replace(request, memory_mb=min(node.memory_mb for node in nodes))
-    if request.whole and nodes:
+    if request.takes_whole_nodes and nodes:
         request = replace(request, cpus=min(node.cpus for node in nodes), gpus=min(node.gpus for node in nodes))
     return request
 
@@ -124,9 +124,9 @@ def partition_problems(
         yield Problem(f"{key}.nodes", "over-limit", f"got {request.nodes}; expected at most {most} in partition {name}")
     if least.isdigit() and request.nodes < int(least) and "PartitionMinNodes" not in flags:
         yield Problem(f"{key}.nodes", "too-small", f"got {request.nodes}; expected at least {least} in partition {name}")
-    for value, what, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
+    for value, option, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
         allowed, denied = partition.get(f"Allow{kind}", "ALL"), partition.get(f"Deny{kind}", "")
         expected = f"one of {allowed}" if allowed != "ALL" else f"any but {denied}"
         if value is not None and (value in denied.split(",") or (allowed != "ALL" and value not in allowed.split(","))):
             message = f"got {value}, which may not use partition {name}; expected {expected}"
-            yield Problem(request.key_of(f"--{what}"), "permission-denied", message)
+            yield Problem(request.key_of(f"--{option}"), "permission-denied", message)

@@ -70,7 +70,7 @@ class RefusalExaminer:
     notes: list[str]  # receives what only delays the job
 
     def refusal(self, request: ComponentRequest) -> list[Problem]:
-        """Return why Slurm refuses a request, or accepts it and never starts it."""
+        """Return the problems for which Slurm refuses a request, or accepts it and never starts it."""
         answer = self.tester(request.options)
         against = {name: [*self._partition_problems(request, name)] for name in self.cluster.names(request)}
         if not answer.refusal and not (against and all(against.values())):  # one partition without problems is enough
@@ -81,10 +81,10 @@ class RefusalExaminer:
             if not problems and MISFIT.search(answer.refusal) and self._waits(request):
                 return []
             try:
-                known = {problem.key for problem in problems}
-                known |= {request.key_of("--partition")} if problems else set()  # already reported
+                keys = {problem.key for problem in problems}
+                keys |= {request.key_of("--partition")} if problems else set()  # already reported
                 diagnosis = self._diagnosis(request, answer.refusal)
-                problems += [problem for problem in diagnosis if problem.key not in known]
+                problems += [problem for problem in diagnosis if problem.key not in keys]
             except SlurmError:  # no time left for more tests
                 problems.append(_problem(request.key, "a request", answer.refusal))
         instead, key = self._other_partitions(request), request.key_of("--partition")
@@ -115,8 +115,12 @@ class RefusalExaminer:
 
     def _note_idle(self, request: ComponentRequest, nodes: str) -> None:
         """Note GPUs that the job occupies and does not use. nodes: where it would run, in Slurm's short form."""
-        there = self.cluster.nodes
-        gpus = [there[name].gpus for name in host_names(nodes) if name in there] if request.whole else []
+        cluster_nodes = self.cluster.nodes
+        gpus = (
+            [cluster_nodes[name].gpus for name in host_names(nodes) if name in cluster_nodes]
+            if request.takes_whole_nodes
+            else []
+        )
         if gpus and 0 < request.gpus < min(gpus):
             self.notes.append(
                 f"{request.keys('gpus_per_node')}: {request.gpus}, and the job takes whole nodes of {min(gpus)} or more GPUs;"
@@ -126,12 +130,13 @@ class RefusalExaminer:
     def _diagnosis(self, request: ComponentRequest, message: str) -> Iterator[Problem]:
         """Yield a problem for each key that makes Slurm refuse a request. message: Slurm's refusal of the whole request.
 
-        First tests the options that are no demands. If Slurm accepts these, adds the demands in turn; one that Slurm refuses is
-        reported, and stays at the largest value that it accepts. If it refuses none of them, the time is too long.
+        Slurm first tests the options that are no demands. If it accepts these, the demands are added in turn; a demand that
+        Slurm refuses is reported, and stays at the largest value that Slurm accepts. If Slurm refuses none, the time is too
+        long.
         """
         demands = _demands(request)
         tested = {option_name(option) for demand in demands for option in demand.options(demand.value)}
-        rest = [option for option in request.options if option_name(option) not in tested]
+        basic = [option for option in request.options if option_name(option) not in tested]
 
         def refused(options: Sequence[str]) -> str:
             """Return Slurm's refusal of options, for one minute; "" if it accepts them."""
@@ -142,29 +147,29 @@ class RefusalExaminer:
             )
             return self.tester([*nodes, *options], "--time=1").refusal
 
-        if why := refused(rest):
-            may = (option for option in rest if option_name(option) not in WEAK)
+        if refusal := refused(basic):
+            may = (option for option in basic if option_name(option) not in WEAK)
             guilty = next(
-                (option for option in may if not refused([candidate for candidate in rest if candidate != option])),
+                (option for option in may if not refused([candidate for candidate in basic if candidate != option])),
                 "--partition",
             )
             key = request.key_of(guilty)
-            yield _problem(key, _requested_value(request, key), why, self._choices(request, key))
+            yield _problem(key, _requested_value(request, key), refusal, self._choices(request, key))
             return
-        taken: list[str] = []
+        accepted: list[str] = []
         fits = False
         for demand in demands:
             options = demand.options(demand.value)
-            if why := refused([*rest, *taken, *options]):
-                fits, most = True, demand.most(lambda options: not refused([*rest, *taken, *options]))  # noqa: B023 called here
-                context = f" with {' '.join(taken)}" if taken else ""
+            if refusal := refused([*basic, *accepted, *options]):
+                fits, most = True, demand.most(lambda options: not refused([*basic, *accepted, *options]))  # noqa: B023 called here
+                context = f" with {' '.join(accepted)}" if accepted else ""
                 unit = "M" if demand.key == "mem" else ""
                 key = request.key_of("--constraint") if demand.key == "constraint" else f"{request.key}.{demand.key}"
                 expected = f"; expected at most {most}{unit}{context}" if most else self._choices(request, key) or context
                 requested = f"{demand.value}{unit}" + (f" ({request.keys(demand.key)})" if len(request.together) > 1 else "")
-                yield _problem(key, requested, why, expected)
+                yield _problem(key, requested, refusal, expected)
                 options = demand.options(most) if most else []
-            taken += options
+            accepted += options
         if not fits:
             yield _problem("cluster.time_min", request.minutes, message)
 
@@ -172,36 +177,36 @@ class RefusalExaminer:
         """Return valid choices for a key, as the end of a message."""
         name, chosen = _option(key), ""
         if name == "partition":
-            there: list[str] = [*self.cluster.partitions]
+            choices: list[str] = [*self.cluster.partitions]
             settings = [(partition, name, usual) for partition in self.cluster.names(request) for name, usual in OPEN.items()]
-            if closed := [
+            if restrictions := [
                 f"{partition} has {name}={value}"
                 for partition, name, usual in settings
                 if (value := self.cluster.partitions[partition].get(name, usual)) != usual
             ]:
-                reservation = any("ReqResv" in text for text in closed)
+                reservation = any("ReqResv" in text for text in restrictions)
                 help_ = f". Try {request.key}.sbatch_options={{reservation: NAME}}" if reservation else ""
-                return f"; {', '.join(closed)}{help_}"
-            chosen = next((partition for partition in request.partitions if partition not in there), "")
+                return f"; {', '.join(restrictions)}{help_}"
+            chosen = next((partition for partition in request.partitions if partition not in choices), "")
         elif name == "constraint":
-            there = sorted({feature for node in self.cluster.members(request) for feature in node.features})
+            choices = sorted({feature for node in self.cluster.members(request) for feature in node.features})
             words = re.findall(r"[\w.-]+", request.constraint or "")
-            chosen = next((word for word in words if word not in there), "")
+            chosen = next((word for word in words if word not in choices), "")
         elif name in ("account", "qos") and self.accounting:
             chosen, rows = getattr(request, name), self.accounting.associations
             accounts = {row["Account"] + (f" (in {row['Partition']})" if row["Partition"] else "") for row in rows}
-            there = sorted(accounts if name == "account" else {qos for row in rows for qos in row["QOS"].split(",") if qos})
+            choices = sorted(accounts if name == "account" else {qos for row in rows for qos in row["QOS"].split(",") if qos})
         else:
             return ""
-        near = get_close_matches(chosen or "", there, 1)
-        return f". Did you mean '{near[0]}'?" if near else f"; there is: {', '.join(there) or 'none'}"
+        near = get_close_matches(chosen or "", choices, 1)
+        return f". Did you mean '{near[0]}'?" if near else f"; there is: {', '.join(choices) or 'none'}"
 
     def _other_partitions(self, request: ComponentRequest) -> list[str]:
         """Return a few other partitions that accept the request unchanged."""
         accepting: list[str] = []
-        others = [name for name in self.cluster.partitions if name not in self.cluster.names(request)]
+        names = [name for name in self.cluster.partitions if name not in self.cluster.names(request)]
         with contextlib.suppress(SlurmError):  # no time left for more tests
-            for name in others[:TRIED]:
+            for name in names[:TRIED]:
                 if len(accepting) == SHOWN:
                     break
                 if not any(self._partition_problems(request, name)):
@@ -210,12 +215,14 @@ class RefusalExaminer:
 
 
 def _demands(request: ComponentRequest) -> list[ResourceDemand]:
-    host, memory, many = request.host, round(request.memory_mb), "--ntasks-per-node={}"
+    host, memory, tasks_option = request.host, round(request.memory_mb), "--ntasks-per-node={}"
     demands = [
         ResourceDemand("constraint", request.constraint or "", "--constraint={}"),
-        ResourceDemand("ranks_per_node", host.ranks_per_node or 0, many),
+        ResourceDemand("ranks_per_node", host.ranks_per_node or 0, tasks_option),
         ResourceDemand(
-            "gpus_per_node", request.gpus, "--gpus-per-node={}" if host.ranks_per_node else f"--gpus-per-node={{}} {many}"
+            "gpus_per_node",
+            request.gpus,
+            "--gpus-per-node={}" if host.ranks_per_node else f"--gpus-per-node={{}} {tasks_option}",
         ),
         ResourceDemand("cpus_per_task", host.cpus_per_task or 0, "--cpus-per-task={}"),
         ResourceDemand("mem", memory, "--mem={}M", step=max(1, memory // 32)),
@@ -236,6 +243,6 @@ def _option(key: str) -> str:
     return key.removeprefix("SBATCH_").lower() if key.startswith("SBATCH_") else key.rpartition(".")[2]
 
 
-def _problem(key: str, got: object, refusal: str, expected: str = "") -> Problem:
+def _problem(key: str, requested: object, refusal: str, expected: str = "") -> Problem:
     code = next((code for words, code in CODES.items() if re.search(words, refusal, re.I)), "refused-by-slurm")
-    return Problem(key, code, f"got {got}, which Slurm refuses: {refusal}{expected}")
+    return Problem(key, code, f"got {requested}, which Slurm refuses: {refusal}{expected}")

@@ -1,4 +1,4 @@
-"""Describe each component's request as sbatch reads it: from the recipe, and from variables where it says nothing."""
+"""Describe each component's request as sbatch reads it: from the recipe, or else from variables of the environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ComponentRequest:
     account: str | None
     qos: str | None
     constraint: str | None
-    whole: bool  # without other jobs on the nodes
+    takes_whole_nodes: bool  # without other jobs on the nodes
 
     def keys(self, name: str) -> str:
         """Return the keys whose values add up to the request."""
@@ -93,7 +93,7 @@ def requests(recipe: Recipe) -> list[ComponentRequest]:
                 account=host.account,
                 qos=host.qos,
                 constraint=host.constraint,
-                whole=takes_whole_nodes(host),
+                takes_whole_nodes=takes_whole_nodes(host),
             )
         )
     return requests

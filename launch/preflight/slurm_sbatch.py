@@ -35,7 +35,7 @@ def sentence(output: str) -> str:
 
 
 def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
-    """Yield options that sbatch does not have or cannot parse, for which it needs no controller.
+    """Yield problems of options that sbatch does not have or cannot parse; it needs no controller for that.
 
     Yields nothing without sbatch or without a configured cluster.
     """
@@ -44,14 +44,16 @@ def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
     except SlurmError:
         return
     for request in requests:
-        bare = [option for option in request.options if "=" not in option and option != "--exclusive"]
-        full = [option for option in request.options if "=" in option]
-        for option in (*bare, *(full if _parse_error(*full, "--version") else ())):
-            why = _parse_error(option, *(["--version"] if option in full else []))
-            code = next((code for words, code in OPTION_CODES.items() if words in why), "bad-format" if option in full else "")
-            if why and code:
+        flags = [option for option in request.options if "=" not in option and option != "--exclusive"]
+        assignments = [option for option in request.options if "=" in option]
+        for option in (*flags, *(assignments if _parse_error(*assignments, "--version") else ())):
+            reason = _parse_error(option, *(["--version"] if option in assignments else []))
+            code = next(
+                (code for words, code in OPTION_CODES.items() if words in reason), "bad-format" if option in assignments else ""
+            )
+            if reason and code:
                 near = _near(option) if code == "unknown-key" else ""
-                yield Problem(request.key_of(option), code, f"got {option}, which sbatch refuses: {why}{near}")
+                yield Problem(request.key_of(option), code, f"got {option}, which sbatch refuses: {reason}{near}")
 
 
 def _parse_error(*options: str) -> str:
@@ -69,10 +71,10 @@ def _parse_error(*options: str) -> str:
 
 def _near(option: str) -> str:
     try:
-        there = re.findall(r"--([a-z][a-z-]+)", slurm_client.run_command("sbatch", "--help"))
+        option_names = re.findall(r"--([a-z][a-z-]+)", slurm_client.run_command("sbatch", "--help"))
     except SlurmError:
         return ""
-    near = get_close_matches(option_name(option), there, 1)
+    near = get_close_matches(option_name(option), option_names, 1)
     return f". Did you mean '{near[0]}'?" if near else ""
 
 
@@ -95,13 +97,13 @@ class SbatchTester:
 
     def __call__(self, options: Iterable[str], *instead: str) -> SbatchResult:
         """Test options. instead: options that override them. Raises SlurmError."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
             raise SlurmError(f"the tests of this recipe took more than {TESTS_S:g} s", "late")
         script = "\n".join(["#!/bin/bash", *directives(*options), ""])
         command = [*unset_for_sbatch(), "sbatch", "--test-only", *instead]
         try:
-            output = slurm_client.run_command(*command, timeout_s=min(left, slurm_client.ANSWER_S), script=script)
+            output = slurm_client.run_command(*command, timeout_s=min(remaining_s, slurm_client.ANSWER_S), script=script)
         except SlurmError as error:
             if error.kind != "failed" or NO_ANSWER.search(error.output):
                 raise

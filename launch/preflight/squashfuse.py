@@ -1,4 +1,4 @@
-"""Note work that a run in containers loses where pyxis mounts images with squashfuse and Slurm's signals reach it.
+"""Note the work that a run in containers loses if pyxis mounts images with squashfuse and Slurm's signals reach it.
 
 With use_squashfuse=1 the root file system of a step's ranks depends on other processes of that step (enroot's
 src/runtime.sh). Where Slurm signals all processes of a step, and not only its tasks, SIGTERM ends these processes and the
@@ -24,15 +24,15 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
     setting = _squashfuse_setting(config.get("PlugStackConfig", "/etc/slurm/plugstack.conf"))
     if setting is None or not signals_reach_children(config):
         return
-    lost = ["scancel", "scontrol requeue"]
+    losing = ["scancel", "scontrol requeue"]
     remedy = ""
     if config.get("PreemptMode", "OFF") != "OFF" and not sends_user_signal(config):
-        lost.append("preemption")
+        losing.append("preemption")
         setting = "PreemptParameters=" if "PreemptParameters" in config else "SlurmctldParameters=preempt_"
         remedy = f" Slurm's administrators can set {setting}send_user_signal, and preemption with a GraceTime saves."
     yield (
         f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({setting}), and SIGTERM to a step ends it, so"
-        f" {', '.join(lost[:-1])} and {lost[-1]} lose what came after the last checkpoint; checkpointing.save_period bounds"
+        f" {', '.join(losing[:-1])} and {losing[-1]} lose what came after the last checkpoint; checkpointing.save_period bounds"
         f" that. The time limit saves, and so does `scancel --batch --signal=USR2 JOB`.{remedy}"
     )
 

@@ -1,4 +1,4 @@
-"""Make stand-ins for the functions and classes in a syntax tree: they have its names and signatures, and none of its code."""
+"""Make stand-ins for the functions and classes in a syntax tree, which have their names and signatures but not their code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAKE_NAMES = ("globals", "vars", "exec")
 
 
 class _Default:
-    """The default of a parameter, which shows its source."""
+    """The default of a parameter, whose repr is its source."""
 
     def __init__(self, node: ast.expr) -> None:
         self._text = ast.unparse(node)
@@ -56,17 +56,17 @@ def class_of(node: ast.ClassDef, bases: Sequence[Any]) -> Any:
 def _member(node: ast.AST | None) -> Any:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         decorators = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
-        made = _function(node if not set(decorators) - {"abstractmethod", "override"} else None)
+        stand_in = _function(node if not set(decorators) - {"abstractmethod", "override"} else None)
         if "abstractmethod" in decorators:
-            made.__isabstractmethod__ = True
-        return property(made) if {"property", "cached_property"} & {*decorators} else made
+            stand_in.__isabstractmethod__ = True
+        return property(stand_in) if {"property", "cached_property"} & {*decorators} else stand_in
     if isinstance(node, ast.Constant):
         return node.value
     return _function(None)
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None) -> Any:
-    """Return a function that does nothing. None: it takes any arguments."""
+    """Return a function that does nothing, with the signature of a definition. None: it takes any arguments."""
 
     async def coroutine(*args: Any, **kwargs: Any) -> None: ...
 

@@ -28,22 +28,28 @@ def problems(recipe: Recipe, tokenizer: Path | None, pending: Sequence[os.PathLi
         yield from _check_rows(recipe, key, model.model_name, config.teacher_policy(recipe, model), pending)
 
 
-def _check_tokenizer(recipe: Recipe, key: str, name: str, ours: Path, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+def _check_tokenizer(
+    recipe: Recipe, key: str, name: str, student_file: Path, pending: Sequence[os.PathLike]
+) -> Iterator[Problem]:
     """Check that the teacher has the policy's vocabulary, apart from a few added tokens."""
     if is_inside(name, pending):
         return
     problems: list[Problem] = []
     with collected(problems):
-        theirs = model_folder(key, name) / "tokenizer.json"
-        student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
+        teacher_file = model_folder(key, name) / "tokenizer.json"
+        student, teacher = _vocabulary(student_file), _vocabulary(teacher_file) if teacher_file.exists() else None
     if problems or teacher is None:  # other checks report a missing folder
         return
     moved = [token for token, number in student.items() if teacher.get(token, number) != number]
     absent = len(student.keys() - teacher.keys())
     if moved or absent > OWN_TOKENS * len(student):
-        what = f"'{moved[0]}' has another id there" if moved else f"{absent} of its {len(student)} tokens are missing there"
+        difference = (
+            f"'{moved[0]}' has another id there" if moved else f"{absent} of its {len(student)} tokens are missing there"
+        )
         policy = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
-        message = f"got {name}, whose vocabulary differs from {policy}: {what}; expected a teacher with the policy's tokenizer"
+        message = (
+            f"got {name}, whose vocabulary differs from {policy}: {difference}; expected a teacher with the policy's tokenizer"
+        )
         yield Problem(key, "contradiction", message)
 
 
@@ -54,13 +60,14 @@ def _check_rows(
 
     Models with one tokenizer may differ in unused rows, and a teacher may give probability to one that the policy lacks.
     """
-    ours = theirs = None
+    student_rows = teacher_rows = None
     with collected([]):  # other checks report problems of the models
-        ours = (model_config(recipe.policy, pending, "policy.model_name") or {}).get("vocab_size")
-        theirs = (model_config(teacher, pending, key) or {}).get("vocab_size")
-    if ours and theirs and theirs > ours:
-        message = f"got {name} with {theirs} rows of vocabulary; expected at most the policy's {ours}, since it may give"
-        yield Problem(key, "too-large", f"{message} probability to rows that the policy does not have")
+        student_rows = (model_config(recipe.policy, pending, "policy.model_name") or {}).get("vocab_size")
+        teacher_rows = (model_config(teacher, pending, key) or {}).get("vocab_size")
+    if student_rows and teacher_rows and teacher_rows > student_rows:
+        most = f"expected at most the policy's {student_rows}"
+        reason = "since it may give probability to rows that the policy does not have"
+        yield Problem(key, "too-large", f"got {name} with {teacher_rows} rows of vocabulary; {most}, {reason}")
 
 
 def _vocabulary(path: Path) -> dict[str, int]:

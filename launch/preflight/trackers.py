@@ -22,5 +22,5 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for name in tracking.enabled(recipe) if tracking else ():
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
-            what = f"got true, but {package} is not installed. Try pip install 'hetstep[{package}]', or false"
-            yield Problem(f"logger.{name}_enabled", "not-installed", what)
+            message = f"got true, but {package} is not installed. Try pip install 'hetstep[{package}]', or false"
+            yield Problem(f"logger.{name}_enabled", "not-installed", message)

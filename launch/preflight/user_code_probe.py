@@ -20,7 +20,7 @@ from pipeline.recipe import user_code
 def describe(source: dict[str, Any]) -> dict[str, Any]:
     """Import and describe one object. source: its path, role (environment, tool, dataset, format) and kwargs."""
     try:
-        thing = user_code.load(source["path"])
+        loaded_object = user_code.load(source["path"])
     except user_code.NotFound as error:
         return {"wrong": str(error), "code": "not-importable"}
     except ModuleNotFoundError as error:
@@ -29,15 +29,15 @@ def describe(source: dict[str, Any]) -> dict[str, Any]:
         return {"raised": f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})", "foreign": False}
     except BaseException as error:  # SystemExit too
         file, line = _innermost(error)
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
-        return {"raised": what, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
+        return {"raised": message, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
     if source["role"] == "environment":
-        if wrong := custom.problem(thing, source["kwargs"]):
-            return {"wrong": wrong, "code": "wrong-type" if custom.problem(thing, ()) else "unknown-key"}
-        if not inspect.isclass(thing):
-            return {"ok": True, "fields": custom.fields(thing), "required": custom.required_fields(thing)}
-    elif not callable(thing):
-        return {"wrong": f"it is a {type(thing).__name__}, which cannot be called", "code": "wrong-type"}
+        if wrong := custom.problem(loaded_object, source["kwargs"]):
+            return {"wrong": wrong, "code": "wrong-type" if custom.problem(loaded_object, ()) else "unknown-key"}
+        if not inspect.isclass(loaded_object):
+            return {"ok": True, "fields": custom.fields(loaded_object), "required": custom.required_fields(loaded_object)}
+    elif not callable(loaded_object):
+        return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}
 
 

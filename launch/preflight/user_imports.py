@@ -103,9 +103,9 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     replies = _probe(recipe, imported, trust, trusted) if imported else {}
     if isinstance(replies, str):
         return replies
-    others = [reference for reference in references if reference not in imported]
+    untrusted = [reference for reference in references if reference not in imported]
     try:
-        return {**replies, **(bounded.call(lambda: _read(others, folders)) if others else {})}
+        return {**replies, **(bounded.call(lambda: _read(untrusted, folders)) if untrusted else {})}
     except bounded.Unbounded as error:
         return f"reading the source: {error}"
 
@@ -211,10 +211,10 @@ def _end(process: subprocess.Popen) -> None:
 
 def _check_source(recipe: Recipe, reference: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
     """Check the source of a module that cannot be imported on this machine."""
-    why = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
+    reason = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
     notes.append(
-        f"{reference.key}: {reference.path} was not imported ({why}); the ranks of cluster.{reference.component} may have what"
-        " it needs"
+        f"{reference.key}: {reference.path} was not imported ({reason}); the ranks of cluster.{reference.component} may have"
+        " what it needs"
     )
     if wrong := user_source.lacks(reference.path, places(recipe)):
         yield Problem(reference.key, "not-importable", f"{reference.path}: {wrong}")

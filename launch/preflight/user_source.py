@@ -51,18 +51,18 @@ def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path
     """
     module, _, name = path.rpartition(".")
     try:
-        thing = SourceReader(folders).named(module, name)
+        stand_in = SourceReader(folders).find(module, name)
     except CodeFault as fault:
         return fault.reply
-    if thing is UNKNOWN:
+    if stand_in is UNKNOWN:
         return {"ok": True, "fields": None, "required": []}
     if role == "environment":
-        if wrong := custom.problem(thing, kwargs):
-            return {"wrong": wrong, "code": "wrong-type" if custom.problem(thing, ()) else "unknown-key"}
-        if not isinstance(thing, type):
-            return {"ok": True, "fields": custom.fields(thing), "required": custom.required_fields(thing)}
-    elif not callable(thing):
-        return {"wrong": f"it is a {type(thing).__name__}, which cannot be called", "code": "wrong-type"}
+        if wrong := custom.problem(stand_in, kwargs):
+            return {"wrong": wrong, "code": "wrong-type" if custom.problem(stand_in, ()) else "unknown-key"}
+        if not isinstance(stand_in, type):
+            return {"ok": True, "fields": custom.fields(stand_in), "required": custom.required_fields(stand_in)}
+    elif not callable(stand_in):
+        return {"wrong": f"it is a {type(stand_in).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}
 
 
@@ -70,7 +70,7 @@ def lacks(path: str, folders: Sequence[Path]) -> str | None:
     """Return why there is no such module or name; None if there is, or if the source does not show it."""
     module, _, name = path.rpartition(".")
     try:
-        SourceReader(folders, checks_imports=False).named(module, name)
+        SourceReader(folders, checks_imports=False).find(module, name)
     except CodeFault as fault:
         return fault.reply.get("wrong")
     except RecursionError:
@@ -88,8 +88,8 @@ class ModuleSource:
     body: list[ast.stmt]
 
     @functools.cached_property
-    def bound(self) -> dict[str, ast.AST | None]:
-        """The statements that bind each name of the module."""
+    def bindings(self) -> dict[str, ast.AST | None]:
+        """Return the statement or value that binds each name of the module."""
         return bindings(self.body)
 
     @functools.cached_property
@@ -114,8 +114,8 @@ class SourceReader:
     _read: dict[str, ModuleSource | None] = field(default_factory=dict)
     _known: dict[str, Any] = field(default_factory=dict)
 
-    def named(self, module: str, name: str) -> Any:
-        """Return a stand-in for what a module has under a name, or UNKNOWN. Raises CodeFault."""
+    def find(self, module: str, name: str) -> Any:
+        """Return a stand-in for a module's object of this name, or UNKNOWN. Raises CodeFault."""
         path = f"{module}.{name}"
         if path not in self._known:
             is_first = not self._known
@@ -134,7 +134,7 @@ class SourceReader:
         source = self.source(module)
         if source is None:
             return UNKNOWN
-        bound = source.bound
+        bound = source.bindings
         if name in bound:
             return self._stand_in(source, name, bound[name])
         if (
@@ -155,14 +155,14 @@ class SourceReader:
             raise CodeFault(wrong=str(error), code="not-importable") from None
 
     def _stand_in(self, source: ModuleSource, name: str, node: ast.AST | None) -> Any:
-        """Return a stand-in for what a module binds to a name."""
+        """Return a stand-in for the object that a module binds to a name."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             return function_of(node)
         if isinstance(node, ast.ClassDef):
             return class_of(node, [self._value(source, base) for base in node.bases])
         if isinstance(node, ast.ImportFrom):
             original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
-            return self.named(source.absolute(node), original)
+            return self.find(source.absolute(node), original)
         if isinstance(node, ast.expr):
             return self._value(source, node)
         return UNKNOWN
@@ -172,18 +172,18 @@ class SourceReader:
         if isinstance(node, ast.Lambda):
             return function_of(node)
         if isinstance(node, ast.Name):
-            if node.id in source.bound:
-                return self.named(source.name, node.id)
+            if node.id in source.bindings:
+                return self.find(source.name, node.id)
             if node.id in ("__name__", "__file__", "__doc__") or source.has_stars or may_bind(source.body, node.id):
                 return UNKNOWN
             if hasattr(builtins, node.id):
                 return getattr(builtins, node.id)
             raise CodeFault(raised=f"NameError: name '{node.id}' is not defined ({source.file}:{node.lineno})", foreign=False)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            bound = source.bound.get(node.value.id)
+            bound = source.bindings.get(node.value.id)
             if isinstance(bound, ast.Import):
-                wanted = {alias.asname or alias.name: alias.name for alias in bound.names}
-                return self.named(wanted[node.value.id], node.attr) if node.value.id in wanted else UNKNOWN
+                modules = {alias.asname or alias.name: alias.name for alias in bound.names}
+                return self.find(modules[node.value.id], node.attr) if node.value.id in modules else UNKNOWN
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -192,7 +192,7 @@ class SourceReader:
     # ---- modules ----------------------------------------------------------------------------------------------------------
 
     def source(self, module: str) -> ModuleSource | None:
-        """Return the source of a module; None if it has none, or after MAX_MODULES. Raises CodeFault if there is no module."""
+        """Return the source of a module; None if it has no source, or after MAX_MODULES. Raises CodeFault without a module."""
         if module not in self._read:
             self._read[module] = None
             if len(self._read) <= MAX_MODULES and (file := self._file(module)):
@@ -223,8 +223,8 @@ class SourceReader:
         top, *inner = module.split(".")
         roots = self._roots(top)
         if not roots:
-            places = ", ".join(dict.fromkeys(["installed packages", *map(str, self.folders)]))
-            raise CodeFault(wrong=f"there is no module {top}; looked in {places}", code="not-importable")
+            folders = ", ".join(dict.fromkeys(["installed packages", *map(str, self.folders)]))
+            raise CodeFault(wrong=f"there is no module {top}; looked in {folders}", code="not-importable")
         for root in roots:
             if root.suffix == ".py" and not inner:
                 return root
@@ -278,5 +278,5 @@ def _parse(file: Path) -> list[ast.stmt]:
     except SyntaxError as error:
         raise CodeFault(raised=f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})", foreign=False) from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:  # ValueError: null bytes
-        why = error.strerror if isinstance(error, OSError) else error
-        raise CodeFault(raised=f"{type(error).__name__}: {why} ({file})", foreign=False) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CodeFault(raised=f"{type(error).__name__}: {reason} ({file})", foreign=False) from None

@@ -27,7 +27,7 @@ PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
 def problems(
     key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, TensorEntry], head: Head
 ) -> Iterator[Problem]:
-    """Yield how the tensors differ from the model in config.json. key: of the model's name in the recipe.
+    """Yield a problem for each way in which the tensors differ from config.json. key: of the model's name in the recipe.
 
     head: logprobs, of a language model; values, of a critic, whose checkpoint may lack the value head; rewards, of a reward
     model, whose checkpoint has one.
@@ -44,8 +44,8 @@ def problems(
     if head == "rewards":
         expected[SCORE] = (1, config["hidden_size"])
     missing = [name for name in expected if name not in stored]
-    known = {*expected, LM_HEAD} if head == "logprobs" else {*expected, LM_HEAD, SCORE}
-    unknown = [name for name in stored if name not in known and _is_loaded(name, config)]
+    valid_names = {*expected, LM_HEAD} if head == "logprobs" else {*expected, LM_HEAD, SCORE}
+    unknown = [name for name in stored if name not in valid_names and _is_loaded(name, config)]
     if missing or unknown:
         faults = [f"has no {some(missing)}"] if missing else []
         faults += [f"has {some(unknown)}, which the model does not have"] if unknown else []
@@ -54,16 +54,16 @@ def problems(
     if wrong := [
         f"{name} {_shape(stored[name].shape)} for {_shape(s)}" for name, s in named.items() if stored[name].shape != s
     ]:
-        what = f"{folder}: shapes differ from config.json's: {some(wrong)}. Try the config.json of these weights"
-        yield Problem(key, "unavailable-model", what)
+        message = f"{folder}: shapes differ from config.json's: {some(wrong)}. Try the config.json of these weights"
+        yield Problem(key, "unavailable-model", message)
     if packed := [f"{name} ({stored[name].dtype})" for name in named if stored[name].dtype not in FLOATS]:
-        what = f"{folder} has weights that are no floating-point numbers of 16 bits or more, {some(packed)}; expected"
-        yield Problem(key, "unsupported", f"{what} {', '.join(FLOATS)}")
+        message = f"{folder} has weights that are no floating-point numbers of 16 bits or more, {some(packed)}; expected"
+        yield Problem(key, "unsupported", f"{message} {', '.join(FLOATS)}")
     copied = LM_HEAD in stored and LM_HEAD not in expected and head == "logprobs" and embedding in stored
     if copied and not _look_equal(stored[LM_HEAD], stored[embedding]):
-        what = f"{folder}: {LM_HEAD} and {embedding} differ, but config.json ties them"
+        message = f"{folder}: {LM_HEAD} and {embedding} differ, but config.json ties them"
         untied = f"{key.removesuffix('.model_name')}.hf_config_overrides.tie_word_embeddings=false"
-        yield Problem(key, "unavailable-model", f"{what}. Try {untied}")
+        yield Problem(key, "unavailable-model", f"{message}. Try {untied}")
 
 
 def _is_loaded(name: str, config: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ def text(recipe: Recipe) -> str:
     try:
         for key, dataset in config.keyed_sets(recipe.data).items():
             records = first_records(key, dataset, [], READ, recipe.data.bad_records == "drop")
-            if records and records.found:
+            if records and records.numbered:
                 reading = model_readings.read("policy", recipe.policy)
                 return "\n".join(_lines(recipe, key, dataset, records, reading)) if reading else ""
         return ""
@@ -36,7 +36,7 @@ def text(recipe: Recipe) -> str:
 
 
 def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, records: FirstRecords, reading: ModelReading) -> Iterator[str]:
-    numbered = records.found
+    numbered = records.numbered
     columns = config.recognize_columns(recipe, key, dataset, [record for _, record in numbered]).dataset
 
     def work() -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, records: FirstRecor
         reply = {"number": numbered[0][0], "error": str(error)}
     if (reading.problems and recipe.data.apply_chat_template) or not reply:  # the checks of the recipe report it
         return
-    where = records.place(reply["number"])
+    where = records.location(reply["number"])
     if "error" in reply:
         yield f"the first prompt, of {where}, cannot be shown: {reply['error']}"
         return

@@ -237,7 +237,7 @@ def site_problems_of(
     if not config.trains(recipe):
         yield from evaluation_data.problems(recipe)
     yield from file_systems.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
-    notes += libraries.unchecked(recipe)
+    notes += libraries.notes(recipe)
     notes += placement.notes(recipe)
     notes += cuda_variables.notes(recipe) if config.trains(recipe) else ()
     if unreachable:

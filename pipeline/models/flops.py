@@ -33,7 +33,7 @@ def decode_attention(shape: ModelShape, pairs: float) -> float:
     return 4 * shape.attention_layers * shape.heads * shape.kv_width * pairs
 
 
-def recomputed(policy: PolicyConfig, shape: ModelShape, stages: int, attention_share: float) -> float:
+def recomputed_share(policy: PolicyConfig, shape: ModelShape, stages: int, attention_share: float) -> float:
     """Return the share of the forward pass that the backward pass recomputes.
 
     stages: pipeline-parallel size. attention_share: attention's share of the forward pass.

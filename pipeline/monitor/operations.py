@@ -63,7 +63,7 @@ class TrainedModel:
         """Return the operations of a forward and a backward pass."""
         forward = self.forward(lengths).model
         attention = flops.attention(self.shape, sum(length**2 for length in lengths) / 2)
-        again = flops.recomputed(self.policy, self.shape, self._stages, attention / forward)
+        again = flops.recomputed_share(self.policy, self.shape, self._stages, attention / forward)
         backward = 1 if config.adapters(self.policy) else 2  # with adapters, frozen weights need no gradient
         return ModelWork((1 + backward) * forward, (1 + backward + again) * forward)
 

@@ -438,7 +438,7 @@ def test_limits_count_all_components(accounts):
 
 def test_limits_count_whole_nodes(accounts, monkeypatch):
     """Two nodes of 8 GPUs exceed the account's 12, even if the job uses fewer."""
-    monkeypatch.setattr(Cluster, "enforced", property(lambda _: frozenset(("associations", "limits"))))
+    monkeypatch.setattr(Cluster, "enforced_parts", property(lambda _: frozenset(("associations", "limits"))))
     monkeypatch.setattr(slurm_job.pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="jo"))
     asked = {"nodes": 2, "gpus_per_node": 4, "constraint": "ib", "partition": "all"}
     (problem,) = slurm_job.problems(recipe(train=ComponentConfig(**asked)))

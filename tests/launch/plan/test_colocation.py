@@ -106,7 +106,9 @@ def test_between_nodes_weights_go_over_tcp(trainer, by):
     link = ASSUMED.page_locked * GIGA * hardware.gpu("h100").host_gb_per_s
     assert parts.get("to and from the host", 0.0) == pytest.approx(copied / link)
     assert unknown["gloo between nodes"] == 0.5 * weights / (shared_gpus.TCP_GB_PER_S * GIGA)
-    assert "GLOO_SOCKET_IFNAME" in shared_gpus.assumed(found.recipe) and "GLOO" not in shared_gpus.assumed(made(*SHARED).recipe)
+    assert "GLOO_SOCKET_IFNAME" in shared_gpus.assumed_rates(found.recipe) and "GLOO" not in shared_gpus.assumed_rates(
+        made(*SHARED).recipe
+    )
 
 
 def test_a_reward_model_scores_beside_the_engine():

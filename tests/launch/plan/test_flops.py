@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from launch.plan.lengths import Lengths, assumed
+from launch.plan.lengths import Lengths, assume
 from launch.recipes.model_files import planning_config
 from pipeline import config
 from pipeline.config import PolicyConfig
@@ -69,9 +69,9 @@ def test_the_length_distribution_equals_its_samples(mean, limit):
 
 def test_lengths_of_a_recipe(tmp_path):
     path = str(write_recipe(tmp_path))
-    guess = assumed(config.load(path))
+    guess = assume(config.load(path))
     assert (guess.prompt, guess.answer, guess.limit) == (8, 12, 24) and "a guess" in guess.source
-    said = assumed(config.load(path, ["plan.answer_tokens=5", "policy.generation.max_new_tokens=10"]), 4, 9, "runs/x")
+    said = assume(config.load(path, ["plan.answer_tokens=5", "policy.generation.max_new_tokens=10"]), 4, 9, "runs/x")
     assert (said.prompt, said.answer, said.limit) == (4, 5, 10)
     assert "plan.answer_tokens" in said.source and "the mean in runs/x" in said.source
-    assert assumed(config.load(path, ["plan.answer_tokens=500"])).answer == 24  # not beyond the limit
+    assert assume(config.load(path, ["plan.answer_tokens=500"])).answer == 24  # not beyond the limit

@@ -102,7 +102,7 @@ def test_turns_take_the_measured_rates():
     named_turn = "the trainer takes the GPUs"
     one, other = (next(p.seconds for p in each.phases if p.name == named_turn) for each in (found, before))
     assert one / other == pytest.approx(0.8 / (40 / 64))
-    assert "62% of the host link's 64 GB/s" in shared_gpus.assumed(found.recipe)
+    assert "62% of the host link's 64 GB/s" in shared_gpus.assumed_rates(found.recipe)
 
 
 @pytest.mark.parametrize("by", ["ipc", "host"])

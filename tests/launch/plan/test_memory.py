@@ -288,12 +288,12 @@ def test_stages_of_a_hybrid_model_have_the_experts_of_their_layers():
 
 
 def test_kv_heads_are_replicated_over_more_ranks_than_heads():
-    cached = [EngineRank(LLAMA, 2, tensor, 1, False).cached for tensor in (1, 8, 16)]
+    cached = [EngineRank(LLAMA, 2, tensor, 1, False).cache_elements for tensor in (1, 8, 16)]
     assert cached == [65536, 8192, 8192]
 
 
 def test_latents_are_replicated_on_all_ranks():
-    assert [EngineRank(DEEPSEEK, 2, tensor, 1, True).cached for tensor in (1, 16)] == [61 * 576] * 2
+    assert [EngineRank(DEEPSEEK, 2, tensor, 1, True).cache_elements for tensor in (1, 16)] == [61 * 576] * 2
 
 
 def test_engine_ranks_sum_to_the_model_and_padding():

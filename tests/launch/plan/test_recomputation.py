@@ -41,7 +41,7 @@ def estimated(name: str, *overrides: str) -> tuple[float, float]:
     recipe, choice = chosen(name, *overrides)
     assert choice.recomputation == ""
     shapes = backend_choice._known_shapes(recipe, [])
-    phases = train_time.phases(recipe, shapes, lengths.assumed(recipe), hardware.gpu(recipe.cluster.train.gpu))
+    phases = train_time.phases(recipe, shapes, lengths.assume(recipe), hardware.gpu(recipe.cluster.train.gpu))
     return sum(phase.seconds for phase in phases), memory.train(recipe, shapes).total
 
 
@@ -122,7 +122,7 @@ def test_the_choice_is_of_the_gpu_that_plan_hardware_measured(tmp_path):
     assert recipe.cluster.train.gpu_memory_gb is None  # which the recipe does not say
     shapes = backend_choice._known_shapes(recipe, [])
     measured, assumed = (
-        recomputation.try_all(each, [{}], shapes, lengths.assumed(each))[0].seconds
+        recomputation.try_all(each, [{}], shapes, lengths.assume(each))[0].seconds
         for each in (recipe, config.changed(recipe, {"plan.hardware": None}))
     )
     assert measured > 1.5 * assumed  # matrix products reach 25 % of the peak

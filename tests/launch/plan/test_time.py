@@ -34,7 +34,7 @@ def load(*overrides: str, name: str = "llama8b_grpo") -> config.Recipe:
 def train_phases(*overrides: str, name: str = "llama8b_grpo") -> dict[str, train_time.Phase]:
     recipe = load(*overrides, name=name)
     shapes = {section: ModelShape.of(planning_config(policy)) for section, policy in config.models(recipe).items()}
-    return {phase.name: phase for phase in train_time.phases(recipe, shapes, lengths.assumed(recipe), H100)}
+    return {phase.name: phase for phase in train_time.phases(recipe, shapes, lengths.assume(recipe), H100)}
 
 
 def train_seconds(*overrides: str, name: str = "llama8b_grpo") -> float:
@@ -177,7 +177,7 @@ def test_more_gpus_never_take_longer():
 
 def test_faster_hardware_is_faster():
     recipe = load(*MEGATRON)
-    shapes, spread = {"policy": shape(recipe.policy.model_name)}, lengths.assumed(recipe)
+    shapes, spread = {"policy": shape(recipe.policy.model_name)}, lengths.assume(recipe)
 
     def seconds(name: str) -> float:
         return sum(phase.seconds for phase in train_time.phases(recipe, shapes, spread, gpu(name)))
@@ -206,7 +206,7 @@ def test_linear_layers_in_eight_bits():
     plain = engine()
     small = replace(plain, fp8=True)
     assert plain.weights(1) - small.weights(1) == plain.shape.attention + plain.shape.mlp
-    assert small.rate == pytest.approx(2 * plain.rate, rel=1e-3) and small.cached == plain.cached
+    assert small.rate == pytest.approx(2 * plain.rate, rel=1e-3) and small.cache_bytes == plain.cache_bytes
 
 
 def test_windows_and_states_of_a_cache():
@@ -228,9 +228,9 @@ def test_only_routed_experts_are_read():
 def test_tensor_parallelism_divides_the_bytes_read():
     read = [engine(ranks=ranks).weights(1) for ranks in (1, 2, 4, 8)]
     assert read == [read[0], read[0] / 2, read[0] / 4, read[0] / 8]
-    cached = [engine(ranks=ranks).cached for ranks in (1, 8, 16)]
+    cached = [engine(ranks=ranks).cache_bytes for ranks in (1, 8, 16)]
     assert cached[1] == cached[0] / 8 == cached[2]  # 8 key-value heads
-    deepseek = [engine("deepseek-ai/DeepSeek-V3", ranks).cached for ranks in (8, 32)]
+    deepseek = [engine("deepseek-ai/DeepSeek-V3", ranks).cache_bytes for ranks in (8, 32)]
     assert deepseek == [576 * 61 * 2] * 2  # the latent is on all
 
 
@@ -261,7 +261,7 @@ def _play(engine: Engine, lengths: Lengths, count: int, slots: int, seed: int) -
 
 def test_a_rollout():
     recipe = load("plan.prompt_tokens=200", "plan.answer_tokens=1000")
-    llama, spread = shape(recipe.policy.model_name), lengths.assumed(recipe)
+    llama, spread = shape(recipe.policy.model_name), lengths.assume(recipe)
 
     def phases(recipe, tokens=400_000) -> list[train_time.Phase]:
         held = GenerateMemory({}, 0, True, tokens, 0, (), llama)

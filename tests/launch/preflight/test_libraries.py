@@ -179,9 +179,9 @@ def test_kernels_must_be_installed_if_ranks_use_this_python(problems, monkeypatc
 
 def test_options_of_a_missing_library_are_noted_as_unchecked(tmp_path, monkeypatch):
     recipe = config.load(str(write_recipe(tmp_path)), ["policy.generation.vllm_kwargs={swap_space: 1}"])
-    assert list(libraries.unchecked(recipe)) == []
+    assert list(libraries.notes(recipe)) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    torch, vllm = libraries.unchecked(recipe)
+    torch, vllm = libraries.notes(recipe)
     assert "policy.optimizer and policy.scheduler, as torch" in torch and "vllm_kwargs, as vllm" in vllm
 
 
