@@ -156,13 +156,13 @@ def _unreadable(folder: Path, error: Exception) -> dict[str, Any]:
 def _show_one(run: RunFolder, as_machine: bool, board: Board | None) -> tuple[int, bool]:
     of = state(run)
     try:
-        summary = run_summary.whole(run, of)
+        summary = run_summary.full(run, of)
     except OSError as error:
         raise RecipeError(Problem("run", "unreadable", f"{error.filename} cannot be read: {error.strerror}")) from None
     if as_machine:
         print(status_text.as_json(summary))
     elif board or sys.stdout.isatty():
-        (board or console).print_rows(status_text.whole(summary), heading=status_text.heading(summary))
+        (board or console).print_rows(status_text.rows(summary), heading=status_text.heading(summary))
         if board and (ranks := resources.ranks(run))[1]:
             board.print_table(*ranks)
     else:

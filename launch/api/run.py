@@ -80,7 +80,7 @@ class BaseRun:
     def status(self) -> RunStatus:
         """Return the state of the run. Queries its job, within seconds."""
         run = RunFolder.at(self.folder)
-        summary = run_summary.whole(run, run_state.state(run))
+        summary = run_summary.full(run, run_state.state(run))
         latest = {key: values[-1] for key, values in summary["metrics"].items()}
         names = ("state", "why", "job", "step", "max_steps", "seconds_per_step", "seconds_left", "restarts")
         checkpoint = summary["checkpoint"].get("step")

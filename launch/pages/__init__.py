@@ -1,1 +1,1 @@
-"""HTML pages about runs: the sections of `launch/report.py`, charts (`chart`), and the page around them (`document`)."""
+"""Build HTML pages about runs: the sections of `launch/report.py`, charts (`chart`), and the page around them (`document`)."""

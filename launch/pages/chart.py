@@ -1,4 +1,4 @@
-"""Charts as traces of Plotly, which charts.js draws in the browser, and their legends.
+"""Describe charts as traces of Plotly, which charts.js draws in the browser, with their legends.
 
 Every series belongs to a run: the page has one colour for it and one button that hides it in all charts. All charts of a page
 share the steps on their x axis. Colours are names of page.css, `var(--c0)`, which has one set for light and one for dark pages.
@@ -72,15 +72,15 @@ def figures(charts: Sequence[Chart], runs: Sequence[str] = ("",)) -> Html:
 def figure(chart: Chart, runs: Sequence[str] = ("",)) -> Html:
     """Return the chart with its title, its note, and a legend, in which charts.js puts the values at the cursor."""
     most = min(BARS, chart.points) if chart.stacked else chart.points
-    series = [_fewer(each, most, chart.stacked) for each in chart.series]
+    series = [_fewer(line, most, chart.stacked) for line in chart.series]
     bucket = max(
-        (len(whole.x) / len(thin.x) for thin, whole in zip(series, chart.series, strict=True) if len(thin.x)), default=1
+        (len(original.x) / len(thin.x) for thin, original in zip(series, chart.series, strict=True) if len(thin.x)), default=1
     )
     thinned = "" if bucket == 1 else f"means{'' if chart.stacked else ' and extremes'} of up to {math.ceil(bucket)} steps"
     note = "; ".join(filter(None, [chart.note, thinned]))
-    colours = [i if chart.stacked else each.run for i, each in enumerate(series)]
-    names = [_label(chart, each, runs) for each in series]
-    traces = [_trace(chart, *each) for each in zip(series, names, colours, _dashes(chart), strict=True)]
+    colours = [i if chart.stacked else line.run for i, line in enumerate(series)]
+    names = [_label(chart, line, runs) for line in series]
+    traces = [_trace(chart, *line) for line in zip(series, names, colours, _dashes(chart), strict=True)]
     packed = {
         "title": chart.title,
         "unit": chart.unit,
@@ -89,9 +89,9 @@ def figure(chart: Chart, runs: Sequence[str] = ("",)) -> Html:
     }
     named = len(runs) <= NAMED or chart.stacked
     legend = []
-    for each, name, colour in zip(series, names, colours, strict=True):
-        shown = f"{name} " if named and name else None
-        legend.append(tag("span", swatch(colour, each.kind), shown, tag("span", class_="value"), data_run=each.run, title=name))
+    for line, name, colour in zip(series, names, colours, strict=True):
+        label = f"{name} " if named and name else None
+        legend.append(tag("span", swatch(colour, line.kind), label, tag("span", class_="value"), data_run=line.run, title=name))
     caption = tag("figcaption", tag("h3", chart.title), tag("p", note) if note else None)
     table = tag("details", tag("summary", "data"))
     return tag("figure", caption, tag("div", *legend, class_="legend"), data(packed, "chart-data"), table, class_="chart")
@@ -106,7 +106,7 @@ def swatch(colour: int, kind: str = "line") -> Html:
 def _label(chart: Chart, series: Series, runs: Sequence[str]) -> str:
     if chart.stacked:
         return series.name  # the title names the run
-    alone = all(other.name == series.name for other in chart.series)
+    alone = all(series_of_chart.name == series.name for series_of_chart in chart.series)
     return " ".join(filter(None, [runs[series.run] if len(runs) > 1 else "", "" if alone else series.name]))
 
 
@@ -137,17 +137,17 @@ def _trace(chart: Chart, series: Series, name: str, colour: int, dash: str) -> d
     alone = _alone(trace["y"]) if len(series.y) else []
     if not any(alone):
         return trace | {"mode": "lines"}
-    return trace | {"mode": "lines+markers", "marker": {"color": ink, "size": [4 if each else 0 for each in alone]}}
+    return trace | {"mode": "lines+markers", "marker": {"color": ink, "size": [4 if is_alone else 0 for is_alone in alone]}}
 
 
 def _dashes(chart: Chart) -> Iterator[str]:
-    """Yield each series' dash, by how many lines its run has before it."""
-    for i, each in enumerate(chart.series):
-        yield DASHES[sum(other.run == each.run and other.kind == "line" for other in chart.series[:i]) % len(DASHES)]
+    """Yield each series' dash, which depends on the number of its run's earlier lines."""
+    for i, series in enumerate(chart.series):
+        yield DASHES[sum(earlier.run == series.run and earlier.kind == "line" for earlier in chart.series[:i]) % len(DASHES)]
 
 
 def _alone(values: list[float | None]) -> list[bool]:
-    """Return for each value whether it is between gaps, where a line is invisible."""
+    """Return, for each value, whether it lies between gaps, so that no line shows it."""
     around = [None, *values, None]
     return [b is not None and a is None and c is None for a, b, c in zip(around, values, around[2:], strict=False)]
 
@@ -155,17 +155,17 @@ def _alone(values: list[float | None]) -> list[bool]:
 def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
     """Yield a trace for each run with marks: dashed lines over the whole height, with a flag at the bottom."""
     for run, of in itertools.groupby(sorted(marks, key=lambda mark: mark.run), key=lambda mark: mark.run):
-        found = list(of)
+        marks_of_run = list(of)
         ink = f"var(--c{run % COLOURS})"
         yield {
             "name": "",
-            "x": [x for mark in found for x in (*_short([mark.x, mark.x]), None)],
-            "y": [0.03, 1, None] * len(found),
-            "text": [label for mark in found for label in (plotly_text(mark.label), "", "")],
+            "x": [x for mark in marks_of_run for x in (*_short([mark.x, mark.x]), None)],
+            "y": [0.03, 1, None] * len(marks_of_run),
+            "text": [label for mark in marks_of_run for label in (plotly_text(mark.label), "", "")],
             "yaxis": "y2",
             "mode": "lines+markers",
             "line": {"color": ink, "width": 1, "dash": "2px,3px"},
-            "marker": {"color": ink, "symbol": "triangle-up", "size": [9, 0, 0] * len(found), "opacity": 1},
+            "marker": {"color": ink, "symbol": "triangle-up", "size": [9, 0, 0] * len(marks_of_run), "opacity": 1},
             "hovertemplate": "%{text}<extra></extra>",
             "meta": {"run": run, "mark": True},
         }
@@ -174,7 +174,7 @@ def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
 def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
     """Return the chart's own part of Plotly's layout; charts.js adds the common part."""
     levels = [value for value, _ in chart.levels]
-    values = [*levels, *(value for each in series for column in (each.y, each.low, each.high) for value in column)]
+    values = [*levels, *(value for line in series for column in (line.y, line.low, line.high) for value in column)]
     finite = [value for value in values if _finite(value) is not None]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     axis: dict[str, Any] = {"exponentformat": "SI"} if max(high, -low) >= 1e-3 else {"tickformat": "~e"}
@@ -202,9 +202,9 @@ def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
     return {"yaxis": axis, "shapes": shapes}
 
 
-def plotly_text(said: str) -> str:
-    """Return a text as Plotly shows it, which would take <b> and <a> for markup, in lines that fit a chart."""
-    return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(said, 50))
+def plotly_text(text: str) -> str:
+    """Return a text in lines that fit a chart, escaped for Plotly, which interprets <b> and <a>."""
+    return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(text, 50))
 
 
 def _short(values: Sequence[float | None]) -> list[float | None]:
@@ -224,7 +224,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _fewer(series: Series, most: int, stacked: bool) -> Series:
-    """Return a line as the means of buckets in a band from their least to their greatest values, so that no peak is lost."""
+    """Return a line as means of buckets, with a band from their least to their greatest values, so that no peak is lost."""
     if len(series.x) <= most:
         return series
     if series.kind != "line":
@@ -232,23 +232,26 @@ def _fewer(series: Series, most: int, stacked: bool) -> Series:
     buckets = _buckets(len(series.x), most if stacked else most // 3)
     x = [series.x[bucket[-1]] for bucket in buckets]
     values = [[value for i in bucket if (value := _finite(series.y[i])) is not None] for bucket in buckets]
-    y = [sum(each) / len(each) if each else None for each in values]
+    y = [sum(bucket_values) / len(bucket_values) if bucket_values else None for bucket_values in values]
     if stacked:  # layers that are drawn on each other must stay additive
         return replace(series, x=x, y=y)
-    low, high = [min(each, default=None) for each in values], [max(each, default=None) for each in values]
+    low, high = (
+        [min(bucket_values, default=None) for bucket_values in values],
+        [max(bucket_values, default=None) for bucket_values in values],
+    )
     return replace(series, x=x, y=y, kind="band", low=low, high=high)
 
 
 def _extremes(series: Series, most: int) -> Series:
     """Return the points where each bucket is least and greatest, and both ends."""
     below, above = (series.low, series.high) if series.kind == "band" else (series.y, series.y)
-    kept = {0, len(series.x) - 1}
+    indices = {0, len(series.x) - 1}
     for bucket in _buckets(len(series.x), most // 2 - 1):
         lows, highs = ({i: value for i in bucket if (value := _finite(of[i])) is not None} for of in (below, above))
-        drawn = [i for i in bucket if i in lows and i in highs]
-        kept |= {min(drawn, key=lows.__getitem__), max(drawn, key=highs.__getitem__)} if drawn else {bucket[0]}
+        finite = [i for i in bucket if i in lows and i in highs]
+        indices |= {min(finite, key=lows.__getitem__), max(finite, key=highs.__getitem__)} if finite else {bucket[0]}
     columns = {name: getattr(series, name) for name in ("x", "y", "low", "high")}
-    return replace(series, **{name: [column[i] for i in sorted(kept)] for name, column in columns.items() if len(column)})
+    return replace(series, **{name: [column[i] for i in sorted(indices)] for name, column in columns.items() if len(column)})
 
 
 def _buckets(length: int, count: int) -> list[range]:

@@ -43,11 +43,11 @@ class LabelledRun:
 
     def restarts(self) -> list[tuple[float, str]]:
         """Return (step from which the run continued, reason) for each restart that completed a step."""
-        found = []
+        restarts = []
         for before, attempt in zip(self.run.attempts, self.run.attempts[1:], strict=False):
             if (step := self.metrics.step_after(attempt.started)) is not None:
-                found.append((max(0.0, step - 1), f"restart; {before.verdict or 'reason unknown'}"))
-        return found
+                restarts.append((max(0.0, step - 1), f"restart; {before.verdict or 'reason unknown'}"))
+        return restarts
 
     def changes(self) -> list[tuple[float, str]]:
         """Return (step after which it took effect, text) for each change of a key while the run went on."""
@@ -55,23 +55,27 @@ class LabelledRun:
 
 
 class Curves:
-    """Charts by section. Each key is shown once: `take` removes it from `left`."""
+    """Charts by section. Each key is shown once: `take` removes it from `remaining`."""
 
     def __init__(self, labelled: Sequence[LabelledRun]):
         self.labelled = labelled
-        self.left = list(dict.fromkeys(key for each in labelled for key in each.metrics.columns))
-        self.marks = [Mark(x, why, run) for run, each in enumerate(labelled) for x, why in (*each.restarts(), *each.changes())]
+        self.remaining = list(dict.fromkeys(key for labelled_run in labelled for key in labelled_run.metrics.columns))
+        self.marks = [
+            Mark(x, note, run)
+            for run, labelled_run in enumerate(labelled)
+            for x, note in (*labelled_run.restarts(), *labelled_run.changes())
+        ]
         self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(labelled))))
 
     def take(self, pattern: str) -> list[Chart]:
         """Return charts of the remaining keys that start with a match of a regular expression."""
-        taken = [key for key in self.left if re.match(pattern, key)]
-        self.left = [key for key in self.left if key not in taken]
-        return self._charts(taken)
+        keys = [key for key in self.remaining if re.match(pattern, key)]
+        self.remaining = [key for key in self.remaining if key not in keys]
+        return self._charts(keys)
 
     def groups(self) -> list[str]:
         """Return the prefixes of the remaining keys, with those of KINDS as one."""
-        return list(dict.fromkeys("train" if (prefix := _prefix(key)) in KINDS else prefix for key in self.left))
+        return list(dict.fromkeys("train" if (prefix := _prefix(key)) in KINDS else prefix for key in self.remaining))
 
     def _charts(self, keys: list[str]) -> list[Chart]:
         by_base: dict[tuple[str, str], list[str]] = {}
@@ -84,7 +88,7 @@ class Curves:
     def _chart(self, base: str, keys: list[str]) -> Chart:
         alone = len(keys) == 1 and _role(keys[0])
         title = f"{base} {ROLES[alone]}" if alone else base
-        series = [each for run in range(len(self.labelled)) for each in self._series(run, keys)]
+        series = [line for run in range(len(self.labelled)) for line in self._series(run, keys)]
         note = next((note for part, note in NOTES.items() if part in base), "")
         unit = next((unit for ending, unit in UNITS.items() if re.search(rf"(^|_){ending}(_|$)", base)), "")
         unit = "s" if _prefix(keys[0]) == "time" else unit
@@ -108,38 +112,40 @@ class Curves:
 
     def phase_times(self) -> list[Chart]:
         """Return a chart per run with the seconds of each phase, stacked."""
-        shown = ("time/step", *(f"time/{part}" for part in (*STEP_PHASES, *OTHER_PHASES)))
-        self.left = [key for key in self.left if key not in shown]
-        return [self._stack(run, "seconds per step", phases(each.metrics)) for run, each in enumerate(self.labelled)]
+        keys = ("time/step", *(f"time/{part}" for part in (*STEP_PHASES, *OTHER_PHASES)))
+        self.remaining = [key for key in self.remaining if key not in keys]
+        return [
+            self._stack(run, "seconds per step", phases(labelled_run.metrics)) for run, labelled_run in enumerate(self.labelled)
+        ]
 
     def refit_times(self) -> list[Chart]:
         """Return a chart per run with the parts of a refit. The digest's time is within them and has a separate chart."""
         stacks = []
-        for run, each in enumerate(self.labelled):
-            columns = each.metrics.columns
+        for run, labelled_run in enumerate(self.labelled):
+            columns = labelled_run.metrics.columns
             layers = {part: columns[key] for part in REFIT_PARTS if (key := f"time/refit_{part}") in columns}
             stacks.append(self._stack(run, "seconds of a refit", layers))
-        self.left = [key for key in self.left if key not in {f"time/refit_{part}" for part in REFIT_PARTS}]
+        self.remaining = [key for key in self.remaining if key not in {f"time/refit_{part}" for part in REFIT_PARTS}]
         return [chart for chart in stacks if chart.series]
 
     # ---- idle shares and the age of training tokens --------------------------------------------------------------------------
 
     def idle(self) -> list[Chart]:
         """Return a chart of the idle share of each realm."""
-        keys = [key for key in self.left if key.startswith("idle/")]
-        self.left = [key for key in self.left if key not in keys]
+        keys = [key for key in self.remaining if key.startswith("idle/")]
+        self.remaining = [key for key in self.remaining if key not in keys]
         note = "share of the ranks' seconds spent waiting; a rank inside a collective does not count as waiting"
         return [replace(chart, title=f"idle share, {chart.title}", note=note) for chart in self._charts(keys)]
 
     def ages(self) -> list[Chart]:
         """Return charts of the age in steps of training tokens, and a chart per run with the share of each age."""
         stacks = []
-        for run, each in enumerate(self.labelled):
-            columns = each.metrics.columns
+        for run, labelled_run in enumerate(self.labelled):
+            columns = labelled_run.metrics.columns
             of_age = {int(key.rpartition("_")[2]): columns[key] for key in columns if re.fullmatch(TOKENS_OF_AGE, key)}
             if of_age:
                 stacks.append(self._stack(run, "share of tokens by age", _shares(dict(sorted(of_age.items()))), unit=""))
-        self.left = [key for key in self.left if not re.fullmatch(TOKENS_OF_AGE, key)]
+        self.remaining = [key for key in self.remaining if not re.fullmatch(TOKENS_OF_AGE, key)]
         ages = [replace(chart, note="age of training tokens, in steps") for chart in self.take("async/age_")]
         return [*ages, *stacks]
 
@@ -154,8 +160,8 @@ def _shares(counts: dict[int, tuple[Sequence[float], Sequence[float]]]) -> Layer
     """Return each age's share of each step's tokens; 0 if a step has no token of that age."""
     by_step = {age: dict(zip(*column, strict=True)) for age, column in counts.items()}
     steps = sorted({step for of in by_step.values() for step in of})
-    whole = {step: sum(of.get(step, 0.0) for of in by_step.values()) or 1.0 for step in steps}
-    return {f"age {age}": (steps, [of.get(step, 0.0) / whole[step] for step in steps]) for age, of in by_step.items()}
+    totals = {step: sum(of.get(step, 0.0) for of in by_step.values()) or 1.0 for step in steps}
+    return {f"age {age}": (steps, [of.get(step, 0.0) / totals[step] for step in steps]) for age, of in by_step.items()}
 
 
 def _prefix(key: str) -> str:
@@ -174,5 +180,5 @@ def _base(key: str) -> str:
 
 def _order(chart: Chart) -> tuple[int, str]:
     name = chart.title.replace(" ", "_")
-    place = next((i for i, part in enumerate(FIRST) if re.search(rf"(^|_){part}(_|$)", name)), len(FIRST))
-    return place, name
+    position = next((i for i, part in enumerate(FIRST) if re.search(rf"(^|_){part}(_|$)", name)), len(FIRST))
+    return position, name

@@ -53,10 +53,10 @@ def add_plotly(folder: Path) -> bool:
     Raises OSError.
     """
     script = folder / PLOTLY
-    found = importlib.util.find_spec("plotly")  # only its script is needed; importing the package takes seconds
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("plotly")  # only its script is needed; importing the package takes seconds
+    if spec is None or spec.origin is None:
         return script.exists()
-    source = Path(found.origin).parent / "package_data" / PLOTLY
+    source = Path(spec.origin).parent / "package_data" / PLOTLY
     if not script.exists() or script.stat().st_size != source.stat().st_size:
         write_durably(script, source.read_text(encoding="utf-8"))
     return True
@@ -112,7 +112,7 @@ def _toolbar(runs: Sequence[str]) -> Html:
 
 
 def details(summary: str, *content: Html, open_: bool = False) -> Html:
-    """Return content that a click on the summary shows."""
+    """Return an element that shows its content after a click on the summary."""
     return tag("details", tag("summary", summary), text(*content), open=open_)
 
 

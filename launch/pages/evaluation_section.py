@@ -1,6 +1,7 @@
 """Show the evaluations of runs: curves with intervals, scores, verdicts, and the questions whose score changed.
 
-Of one run the first and the last evaluation of a suite are compared, of several runs the last ones with the first run's.
+A page of one run compares the first and the last evaluation of a suite; a page of several runs compares their last evaluations
+with the first run's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from itertools import islice
 from launch.drawing.html import Html, table, tag
 from launch.pages.chart import Chart, Mark, Series, figures
 from launch.pages.document import details
-from launch.pages.rollouts import shortened
+from launch.pages.rollouts import shorten
 from launch.runs import evaluation_folder
 from launch.runs.evaluation_comparison import ChangedQuestion, TaskComparison, compare
 from launch.runs.evaluation_folder import EvaluationFolder
@@ -27,34 +28,34 @@ Suites = Mapping[str, Sequence[EvaluationFolder]]
 
 
 def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence[Mark] = ()) -> list[Html]:
-    """Return all about the runs' evaluations; empty without one. Raises RecipeError for a malformed scores.json."""
-    found = [evaluation_folder.by_suite(evaluation_folder.of_run(run.folder)) for run in runs]
-    suites = list(dict.fromkeys(suite for each in found for suite in each))
+    """Return the elements about the runs' evaluations; none without any. Raises RecipeError for a malformed scores.json."""
+    suites_by_run = [evaluation_folder.by_suite(evaluation_folder.of_run(run.folder)) for run in runs]
+    suites = list(dict.fromkeys(suite for suites_of_run in suites_by_run for suite in suites_of_run))
     content: list[Html] = []
     for suite in suites:
         content.append(tag("h3", f"Suite {suite}", class_="suite"))
-        if charts := [*_curves(found, suite, marks)]:
+        if charts := [*_curves(suites_by_run, suite, marks)]:
             content.append(figures(charts, names))
-        content.append(_scores(found, names, suite))
-        content += _groups(found, names, suite)
-        content += _contamination(found, names, suite)
-        content += _warnings(found, names, suite)
-        (first, before), *others = _columns(found, names, suite)
-        for name, after in others:
-            content += _compared((first, name), compare(before, after))
+        content.append(_scores(suites_by_run, names, suite))
+        content += _groups(suites_by_run, names, suite)
+        content += _contamination(suites_by_run, names, suite)
+        content += _warnings(suites_by_run, names, suite)
+        (first, before), *later_columns = _columns(suites_by_run, names, suite)
+        for name, after in later_columns:
+            content += _comparison_tables((first, name), compare(before, after))
     return content
 
 
 # ---- curves and tables ------------------------------------------------------------------------------------------------------
 
 
-def _curves(found: Sequence[Suites], suite: str, marks: Sequence[Mark]) -> Iterator[Chart]:
+def _curves(suites_by_run: Sequence[Suites], suite: str, marks: Sequence[Mark]) -> Iterator[Chart]:
     """Yield a chart of each task's own metric over the steps."""
-    evaluated = [[each for each in of.get(suite, ()) if each.step is not None] for of in found]
-    for task in _tasks(each for of in evaluated for each in of):
+    evaluated = [[evaluation for evaluation in of.get(suite, ()) if evaluation.step is not None] for of in suites_by_run]
+    for task in _tasks(evaluation for of in evaluated for evaluation in of):
         series = []
         for run, of in enumerate(evaluated):
-            points = [(each.step or 0, _own(each.tasks[task])) for each in of if task in each.tasks]
+            points = [(evaluation.step or 0, _own(evaluation.tasks[task])) for evaluation in of if task in evaluation.tasks]
             steps = [step for step, _ in points]
             columns = {end: [score.get(end) for _, score in points] for end in ("value", "low", "high")}
             if points:
@@ -63,12 +64,12 @@ def _curves(found: Sequence[Suites], suite: str, marks: Sequence[Mark]) -> Itera
         yield Chart(task, series, marks=marks, note=_metric(evaluated, task))
 
 
-def _scores(found: Sequence[Suites], names: Sequence[str], suite: str) -> Html:
+def _scores(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Html:
     """Return a table of every metric in the first and the last evaluation of each run."""
-    columns = _columns(found, names, suite)
+    columns = _columns(suites_by_run, names, suite)
     rows: list[list[object]] = []
-    for task in _tasks(each for _, each in columns):
-        summaries = [each.tasks.get(task) for _, each in columns]
+    for task in _tasks(evaluation for _, evaluation in columns):
+        summaries = [evaluation.tasks.get(task) for _, evaluation in columns]
         metrics = list(dict.fromkeys(metric for summary in summaries if summary for metric in summary["metrics"]))
         for metric in metrics:
             cells = [_cell(summary["metrics"].get(metric)) if summary else "" for summary in summaries]
@@ -77,28 +78,32 @@ def _scores(found: Sequence[Suites], names: Sequence[str], suite: str) -> Html:
     return table(["task", "metric", "questions", *(name for name, _ in columns)], rows, "Scores with 95% intervals")
 
 
-def _groups(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
-    columns = _columns(found, names, suite)
-    for task in _tasks(each for _, each in columns):
-        groups = dict.fromkeys(group for _, each in columns for group in each.tasks.get(task, {}).get("groups", {}))
-        rows = [[group, *(_of_group(each.tasks.get(task), group) for _, each in columns)] for group in groups]
-        macro = [_cell(_own(each.tasks.get(task, {}), "macro")) for _, each in columns]
+def _groups(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+    columns = _columns(suites_by_run, names, suite)
+    for task in _tasks(evaluation for _, evaluation in columns):
+        groups = dict.fromkeys(group for _, evaluation in columns for group in evaluation.tasks.get(task, {}).get("groups", {}))
+        rows = [[group, *(_of_group(evaluation.tasks.get(task), group) for _, evaluation in columns)] for group in groups]
+        macro = [_cell(_own(evaluation.tasks.get(task, {}), "macro")) for _, evaluation in columns]
         if rows:
             header = ["group", *(name for name, _ in columns)]
             yield details(f"{task} by group", table(header, [*rows, ["mean of the groups", *macro]]))
 
 
-def _warnings(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
-    said = [f"{name}: {warning}" for name, each in _columns(found, names, suite) for warning in each.scores["warnings"]]
-    if said:
-        yield tag("ul", *(tag("li", each, class_="warn") for each in said))
+def _warnings(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+    warnings = [
+        f"{name}: {warning}"
+        for name, evaluation in _columns(suites_by_run, names, suite)
+        for warning in evaluation.scores["warnings"]
+    ]
+    if warnings:
+        yield tag("ul", *(tag("li", evaluation, class_="warn") for evaluation in warnings))
 
 
-def _contamination(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
-    """Yield a table of the scores without the questions that occur in the training data, where these were searched for."""
+def _contamination(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+    """Yield a table of the scores without the questions that occur in the training data, for tasks with such a search."""
     rows: list[list[object]] = []
-    for name, each in _columns(found, names, suite):
-        for task, of in each.contamination.items():
+    for name, evaluation in _columns(suites_by_run, names, suite):
+        for task, of in evaluation.contamination.items():
             if "scores" in of:
                 scores = (_cell(of["scores"][part]) for part in ("all", "clean", "flagged"))
                 rows.append([task, name, f"{of['flagged']} of {of['questions']}", *scores])
@@ -107,20 +112,22 @@ def _contamination(found: Sequence[Suites], names: Sequence[str], suite: str) ->
         yield table(header, rows, "Questions that occur in the training data")
 
 
-def _columns(found: Sequence[Suites], names: Sequence[str], suite: str) -> list[tuple[str, EvaluationFolder]]:
+def _columns(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> list[tuple[str, EvaluationFolder]]:
     """Return the first and the last evaluation of a single run, or the last one of each run, with their names."""
-    if len(found) == 1:
-        of = found[0][suite]
-        return [(each.label, each) for each in (of if len(of) == 1 else (of[0], of[-1]))]
-    return [(f"{name}, {of[suite][-1].label}", of[suite][-1]) for name, of in zip(names, found, strict=True) if suite in of]
+    if len(suites_by_run) == 1:
+        of = suites_by_run[0][suite]
+        return [(evaluation.label, evaluation) for evaluation in (of if len(of) == 1 else (of[0], of[-1]))]
+    return [
+        (f"{name}, {of[suite][-1].label}", of[suite][-1]) for name, of in zip(names, suites_by_run, strict=True) if suite in of
+    ]
 
 
 def _tasks(evaluated: Iterator[EvaluationFolder]) -> list[str]:
-    return list(dict.fromkeys(task for each in evaluated for task in each.tasks))
+    return list(dict.fromkeys(task for evaluation in evaluated for task in evaluation.tasks))
 
 
 def _metric(evaluated: Sequence[Sequence[EvaluationFolder]], task: str) -> str:
-    return next((each.tasks[task]["metric"] for of in evaluated for each in of if task in each.tasks), "")
+    return next((evaluation.tasks[task]["metric"] for of in evaluated for evaluation in of if task in evaluation.tasks), "")
 
 
 def _own(summary: Mapping, key: str = "metrics") -> Mapping[str, float | None]:
@@ -144,35 +151,44 @@ def _cell(score: Mapping[str, float | None] | None) -> str:
 # ---- two evaluations --------------------------------------------------------------------------------------------------------
 
 
-def _compared(names: tuple[str, str], compared: Sequence[TaskComparison]) -> Iterator[Html]:
+def _comparison_tables(names: tuple[str, str], compared: Sequence[TaskComparison]) -> Iterator[Html]:
     if not compared:
         return
     title = " → ".join(names)
     rows: list[list[object]] = []
-    for each in compared:
-        found = each.difference
-        verdict = tag("span", found.verdict, class_=CLASSES[found.verdict])
+    for comparison in compared:
+        difference = comparison.difference
+        verdict = tag("span", difference.verdict, class_=CLASSES[difference.verdict])
         numbers = ["", "", "", ""]
-        if found.questions:
-            numbers = [found.shown, f"{found.p_value:.2g}", f"{found.gained} / {found.lost}", str(found.questions)]
-        unpaired = f"{each.unpaired} of one only" if each.unpaired else ""
-        rows.append([each.task, verdict, *numbers, unpaired])
+        if difference.questions:
+            numbers = [
+                difference.shown,
+                f"{difference.p_value:.2g}",
+                f"{difference.gained} / {difference.lost}",
+                str(difference.questions),
+            ]
+        unpaired = f"{comparison.unpaired} of one only" if comparison.unpaired else ""
+        rows.append([comparison.task, verdict, *numbers, unpaired])
     header = ["task", "", "difference", "p", "better / worse", "questions", ""]
     yield table(header, rows, f"{title}, question by question")
-    if said := [f"{title}, {each.task}: {warning}" for each in compared for warning in each.warnings]:
-        yield tag("ul", *(tag("li", each, class_="warn") for each in said))
-    for each in compared:
-        if each.changed:
-            shown = [_changed(question, names) for question in islice(each.changed, CHANGED)]
-            count = f"{len(shown)} of {len(each.changed)}" if len(shown) < len(each.changed) else str(len(shown))
-            yield details(f"{each.task}: {count} changed questions, {title}", *shown)
+    if warnings := [f"{title}, {comparison.task}: {warning}" for comparison in compared for warning in comparison.warnings]:
+        yield tag("ul", *(tag("li", comparison, class_="warn") for comparison in warnings))
+    for comparison in compared:
+        if comparison.changed:
+            articles = [_changed_article(question, names) for question in islice(comparison.changed, CHANGED)]
+            count = (
+                f"{len(articles)} of {len(comparison.changed)}"
+                if len(articles) < len(comparison.changed)
+                else str(len(articles))
+            )
+            yield details(f"{comparison.task}: {count} changed questions, {title}", *articles)
 
 
-def _changed(question: ChangedQuestion, names: tuple[str, str]) -> Html:
+def _changed_article(question: ChangedQuestion, names: tuple[str, str]) -> Html:
     facts = [_fact("question", question.question), _fact("change", f"{question.change:+.3g}")]
     prompt = next((answer.prompt for answer in (*question.after, *question.before) if answer.prompt), "")
     sides = [_side(*side) for side in zip(names, (question.before, question.after), strict=True)]
-    texts = tag("div", tag("pre", shortened(prompt, TEXT_CHARACTERS), class_="prompt"), tag("div", *sides), class_="texts")
+    texts = tag("div", tag("pre", shorten(prompt, TEXT_CHARACTERS), class_="prompt"), tag("div", *sides), class_="texts")
     return tag("article", tag("div", *facts, class_="facts"), texts)
 
 
@@ -180,7 +196,7 @@ def _side(name: str, answers: Sequence[Answer]) -> Html:
     """Return the scores of all samples, and the text of the first."""
     scores = ", ".join("not judged" if answer.score is None else f"{answer.score:g}" for answer in answers)
     text = answers[0].text or answers[0].failure
-    return tag("div", tag("span", f"{name}: score {scores}"), tag("pre", shortened(text, TEXT_CHARACTERS)), class_="turn")
+    return tag("div", tag("span", f"{name}: score {scores}"), tag("pre", shorten(text, TEXT_CHARACTERS)), class_="turn")
 
 
 def _fact(name: str, value: str) -> Html:

@@ -1,4 +1,4 @@
-"""The overview of a report: state, recipe, progress and duration of each run, and its attempts."""
+"""Build the overview of a report: state, recipe, progress and duration of each run, and its attempts."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ CLASSES = {"done": "good", "running": "good", "failed": "bad", "stopped": "warn"
 
 def overview(labelled: Sequence[LabelledRun], states: Sequence[RunState]) -> list[Html]:
     """Return the facts of each run, and the attempts of those that were started more than once or failed."""
-    columns = [_facts(each, state) for each, state in zip(labelled, states, strict=True)]
+    columns = [_facts(labelled_run, state) for labelled_run, state in zip(labelled, states, strict=True)]
     content = [_tiles(columns[0]) if len(labelled) == 1 else _side_by_side(labelled, columns)]
-    for each in labelled:
-        if len(each.run.attempts) > 1 or any(attempt.failure for attempt in each.run.attempts):
-            of = f" of {each.label}" if len(labelled) > 1 else ""
-            starts = [_attempt(i, attempt) for i, attempt in enumerate(each.run.attempts)]
+    for labelled_run in labelled:
+        if len(labelled_run.run.attempts) > 1 or any(attempt.failure for attempt in labelled_run.run.attempts):
+            of = f" of {labelled_run.label}" if len(labelled) > 1 else ""
+            starts = [_attempt(i, attempt) for i, attempt in enumerate(labelled_run.run.attempts)]
             names = ["", "attempt", "started", "lasted", "verdict", "first failure"]
             content.append(table(names, starts, f"Starts{of}"))
-        if changes := run_changes.rows(each.run):
-            of = f" of {each.label}" if len(labelled) > 1 else ""
+        if changes := run_changes.rows(labelled_run.run):
+            of = f" of {labelled_run.label}" if len(labelled) > 1 else ""
             names = ["after step", "key", "from", "to", "by", "at"]
-            content.append(table(names, [_changed(change) for change in changes], f"Changes while it ran{of}"))
+            content.append(table(names, [_change_cells(change) for change in changes], f"Changes while it ran{of}"))
     return content
 
 
-def _changed(change: dict[str, Any]) -> list[object]:
+def _change_cells(change: dict[str, Any]) -> list[object]:
     values = (tag("code", on_one_line(change[name])) for name in ("old", "new"))
     return [change["step"], tag("code", change["key"]), *values, change["user"], moment(change["time"])]
 
@@ -53,7 +53,7 @@ def _tiles(facts: dict[str, object]) -> Html:
 
 
 def _side_by_side(labelled: Sequence[LabelledRun], columns: list[dict[str, object]]) -> Html:
-    header = ["", *(text(swatch(i), each.label) for i, each in enumerate(labelled))]
+    header = ["", *(text(swatch(i), labelled_run.label) for i, labelled_run in enumerate(labelled))]
     names = [name for name in columns[0] if any(column[name] for column in columns)]
     return table(header, [[name, *(column[name] for column in columns)] for name in names])
 
@@ -111,10 +111,10 @@ def _command(command: str) -> str:
 
 
 def _attempt(index: int, attempt: AttemptFolder) -> list[object]:
-    said = attempt.failure
+    record = attempt.failure
     failure = ""
-    if said:
-        failure = f"rank {said['rank']} ({run_files.where(said)}): {run_files.last_line(said)}"
+    if record:
+        failure = f"rank {record['rank']} ({run_files.where(record)}): {run_files.last_line(record)}"
     verdict = attempt.verdict or ""
     kind = "good" if verdict == "done" else "bad" if verdict.startswith("stop") else None
     lasted = duration(max(0.0, last_active(attempt) - attempt.started))

@@ -1,4 +1,4 @@
-"""The page of a report: the sections of one or several runs, in order."""
+"""Build the page of a report: the sections of one or several runs, in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(folders: Sequence[Path]) -> list[LabelledRun]:
 
 def write(labelled: Sequence[LabelledRun], out: Path) -> tuple[int, bool]:
     """Write the page of runs, with plotly.min.js beside it. Return (its bytes, False if plotly is not installed)."""
-    text = page(labelled, states([each.run for each in labelled]), out)
+    text = page(labelled, states([labelled_run.run for labelled_run in labelled]), out)
     out.write_text(text, encoding="utf-8")
     return len(text.encode()), not out.is_file() or add_plotly(out.parent)
 
@@ -39,10 +39,10 @@ def write(labelled: Sequence[LabelledRun], out: Path) -> tuple[int, bool]:
 def labels(folders: Sequence[Path]) -> list[str]:
     """Return the folders' names, with as many parent folders as make them distinct."""
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
-        found = ["/".join(folder.parts[-parts:]) for folder in folders]
-        if len(set(found)) == len(found):
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(names)) == len(names):
             break
-    return found
+    return names
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------------
@@ -50,17 +50,17 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def page(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None = None) -> str:
     """Return the HTML page of runs and their states. out: where it is written; None: nowhere."""
-    names = [each.label for each in labelled]
-    written = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
+    names = [labelled_run.label for labelled_run in labelled]
+    date_line = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
     sections = [section for section in _sections(labelled, of, out) if section.content]
-    return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, written)
+    return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, date_line)
 
 
 def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None) -> Iterator[Section]:
     """Yield all sections. A section without data is empty."""
     curves = Curves(labelled)
-    sampled = rollouts.read([each.run.folder for each in labelled], out)
-    names = [each.label for each in labelled]
+    sampled = rollouts.read([labelled_run.run.folder for labelled_run in labelled], out)
+    names = [labelled_run.label for labelled_run in labelled]
 
     def grid(charts: Sequence[Chart]) -> list[Html]:
         return [figures(charts, names)] if charts else []
@@ -76,13 +76,13 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     main = curves.take("(train|val)/")
     spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
     yield Section("Curves", grid(main), "Lines: training; circles: validation; flags on the step axis: restarts, changes.")
-    scored = evaluations([each.run for each in labelled], names, curves.marks)
+    scored = evaluations([labelled_run.run for labelled_run in labelled], names, curves.marks)
     yield Section("Evaluations", scored, "Bands and brackets: 95% intervals. Verdicts: paired over the questions.")
     for group in curves.groups():
         yield Section(group.capitalize(), grid(curves.take(rf"{group}/" if group != "other" else "")))
     yield Section("Time", grid([*phases, *speed]), "rest: time/step without its phases.")
-    drawn = step_pictures([each.run for each in labelled], names)
-    yield Section("Timeline", [*drawn, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
+    pictures = step_pictures([labelled_run.run for labelled_run in labelled], names)
+    yield Section("Timeline", [*pictures, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
     shares = "Means, and bands from min to max, over the ranks of a component. pipeline/monitor/steps.py has the formulas."
     yield Section("Resources", [*resource_warnings(labelled), *grid(used)], shares)
     yield Section(
@@ -92,10 +92,12 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     yield Section("Refit", grid(refit), f"efficiency: {compared}.")
     yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: over the rollouts of a step.")
     if sampled.files or sampled.left_out:
-        shown = [rollouts.samples(sampled)] if sampled.files else []
-        why = [tag("p", each) for each in sampled.left_out]
-        yield Section("Samples", [*why, *shown], f"{'; '.join(sampled.notes) or 'None can be read here'}.")
-    yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
+        samples = [rollouts.samples(sampled)] if sampled.files else []
+        reasons = [tag("p", labelled_run) for labelled_run in sampled.left_out]
+        yield Section("Samples", [*reasons, *samples], f"{'; '.join(sampled.notes) or 'None can be read here'}.")
+    yield Section(
+        "Recipe" if len(labelled) == 1 else "Recipes", recipes([labelled_run.run for labelled_run in labelled], names)
+    )
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------------
@@ -110,8 +112,8 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
     if len(runs) > 1:
         rows = differences([environment_names.named(run.folder, run.recipe) for run in runs])
         header = ["key", *(text(swatch(i), label) for i, label in enumerate(labels))]
-        shown = [[tag("code", key), *(tag("code", value) for value in values)] for key, values in rows]
-        content.append(table(header, shown, "What differs") if rows else tag("p", "The recipes are the same."))
+        cells = [[tag("code", key), *(tag("code", value) for value in values)] for key, values in rows]
+        content.append(table(header, cells, "What differs") if rows else tag("p", "The recipes are the same."))
     for run, label in zip(runs, labels, strict=True):
         source = tag("pre", environment_names.recipe_text(run.folder))
         content.append(details(f"recipe.yaml of {label}" if len(runs) > 1 else "recipe.yaml", source, open_=len(runs) == 1))
@@ -121,8 +123,8 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
 def differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Yield (dotted key, value in each recipe) for keys that differ, except the run folder."""
     flat = [dict(_flat(recipe)) for recipe in recipes]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    rows = [(key, [each.get(key, MISSING) for each in flat]) for key in keys if key != "run_dir"]
+    keys = dict.fromkeys(key for values_of_recipe in flat for key in values_of_recipe)
+    rows = [(key, [values_of_recipe.get(key, MISSING) for values_of_recipe in flat]) for key in keys if key != "run_dir"]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -139,19 +141,22 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def resource_charts(curves: Curves) -> list[Chart]:
     """Return the charts of resources. Which rank is at the max is no curve."""
-    curves.left = [key for key in curves.left if not (key.startswith(resources.RESOURCES) and key.endswith("_max_rank"))]
+    curves.remaining = [
+        key for key in curves.remaining if not (key.startswith(resources.RESOURCES) and key.endswith("_max_rank"))
+    ]
     return curves.take(resources.RESOURCES)
 
 
 def resource_warnings(labelled: Sequence[LabelledRun]) -> list[Html]:
     """Return a table of the warnings of each run's last attempt; none for a run without."""
     content = []
-    for each in labelled:
+    for labelled_run in labelled:
         rows = [
-            [line["step"], moment(line["time"]), line.get("rank"), line.get("message")] for line in resources.warnings(each.run)
+            [line["step"], moment(line["time"]), line.get("rank"), line.get("message")]
+            for line in resources.warnings(labelled_run.run)
         ]
         if rows:
-            of = f" of {each.label}" if len(labelled) > 1 else ""
+            of = f" of {labelled_run.label}" if len(labelled) > 1 else ""
             content.append(table(["step", "time", "rank", "warning"], rows, f"Warnings{of}"))
     return content
 
@@ -165,16 +170,16 @@ PIXELS = 1000
 
 def step_pictures(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
     """Return the last complete step of each run that has a timeline."""
-    found = []
+    pictures = []
     for run, label in zip(runs, labels, strict=True):
         if recorded := rank_traces.attempt_traces(run.attempts):
             step = rank_traces.trace_with_step(recorded, None).step(None, PIXELS)
-            found.append(_figure(step, f" of {label}" if len(runs) > 1 else ""))
-    return found
+            pictures.append(_figure(step, f" of {label}" if len(runs) > 1 else ""))
+    return pictures
 
 
 def _figure(step: rank_traces.StepSpans, of: str) -> Html:
     title = f"{step.title}{of}, {step.end - step.begin:.3g} s"
     legend = [tag("span", tag("span", class_=f"swatch is-{key}", aria_hidden="true"), key) for key in step.categories()]
-    drawn = tag("div", step_picture.svg_figure(step, title), class_="scroll", tabindex="0")
-    return tag("figure", tag("figcaption", tag("h3", title)), tag("div", *legend, class_="legend"), drawn, class_="timeline")
+    picture = tag("div", step_picture.svg_figure(step, title), class_="scroll", tabindex="0")
+    return tag("figure", tag("figcaption", tag("h3", title)), tag("div", *legend, class_="legend"), picture, class_="timeline")

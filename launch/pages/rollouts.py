@@ -71,7 +71,7 @@ def read(folders: Sequence[Path], page: Path | None = None) -> Rollouts:
     Encrypted ones are left out, with a note, if their key is not here. page: where samples are written; None: nowhere. In a run
     folder it gets no samples of encrypted rollouts, which would be plain there.
     """
-    found = Rollouts()
+    rollouts = Rollouts()
     kinds = {(run, kind): _files(folder, kind) for run, folder in enumerate(folders) for kind in KINDS}
     kinds = {key: paths for key, paths in kinds.items() if paths}
     for (run, kind), paths in kinds.items():
@@ -80,26 +80,30 @@ def read(folders: Sequence[Path], page: Path | None = None) -> Rollouts:
         sampled = set(pick_evenly(chosen, SAMPLED_FILES))
         room = PAGE_CHARACTERS // len(kinds) // len(sampled)
         steps, of = [], 0
-        whole = f"{folders[run].name}: " if len(folders) > 1 else ""
+        run_name = f"{folders[run].name}: " if len(folders) > 1 else ""
         hides = _is_plain_beside(page, folders[run])
-        for path, records in _readable(chosen, folders[run], found.left_out):
-            steps.append(StepRollouts(_step(path), [_length(each) for each in records], [each["reward"] for each in records]))
+        for path, records in _readable(chosen, folders[run], rollouts.left_out):
+            steps.append(
+                StepRollouts(_step(path), [_length(record) for record in records], [record["reward"] for record in records])
+            )
             if path not in sampled:
                 continue
             if hides(path):
-                found.left_out.setdefault(f"{whole}encrypted samples are on no page in the run folder. Try out=FILE elsewhere")
+                rollouts.left_out.setdefault(
+                    f"{run_name}encrypted samples are on no page in the run folder. Try out=FILE elsewhere"
+                )
                 continue
             of += 1
-            found.files.append(_samples(found.prompts, run, kind, path, records, room))
+            rollouts.files.append(_samples(rollouts.prompts, run, kind, path, records, room))
         if not steps:
             continue
-        found.steps[run, kind] = steps
-        found.notes.append(f"{whole}{KINDS[kind]}: samples of {of} of {len(paths)} steps")
-    return found
+        rollouts.steps[run, kind] = steps
+        rollouts.notes.append(f"{run_name}{KINDS[kind]}: samples of {of} of {len(paths)} steps")
+    return rollouts
 
 
 def _readable(paths: Sequence[Path], folder: Path, left_out: dict[str, None]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Yield (file, its records) of files with records, up to one that cannot be decrypted; why is added to `left_out`."""
+    """Yield (file, its records) of files with records, up to one that cannot be decrypted; `left_out` gets its reason."""
     key = run_keys.source(folder)
     for path in paths:
         try:
@@ -114,15 +118,15 @@ def _readable(paths: Sequence[Path], folder: Path, left_out: dict[str, None]) ->
 
 
 def _is_plain_beside(page: Path | None, folder: Path) -> Callable[[Path], bool]:
-    """Return whether the page would have the text of an encrypted file in the same run folder, as a function of the file."""
+    """Return a function that says whether the page would show an encrypted file as plain text in the same run folder."""
     if page is None or folder.resolve() not in (page.absolute().parent.resolve() / page.name).parents:
         return lambda path: False
 
-    def encrypted(path: Path) -> bool:
+    def is_encrypted_file(path: Path) -> bool:
         with user_files.open_file(path) as file:
             return is_encrypted(file.read(8))
 
-    return encrypted
+    return is_encrypted_file
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
@@ -148,10 +152,10 @@ def _length(record: dict[str, Any]) -> int:
 
 
 def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: list[dict], room: int) -> dict[str, Any]:
-    """Return one file for samples.js. room: characters for all its texts."""
+    """Return one file's samples for samples.js. room: characters for all its texts."""
     samples = []
     for record in pick_evenly(records, SAMPLES):
-        prompt, answer = shortened(record["prompt"]), _answer(record)
+        prompt, answer = shorten(record["prompt"]), _answer(record)
         room -= _characters(answer) + (len(prompt) if prompt not in prompts else 0) + 100
         if room < 0 and samples:
             break
@@ -164,11 +168,11 @@ def _answer(record: dict[str, Any]) -> dict[str, Any]:
     """Return the completion, or the completion and observation of each turn. Many turns lose those in the middle."""
     turns = record.get("turns")
     if not turns:
-        return {"completion": shortened(record["completion"])}
-    shown = turns if len(turns) <= TURNS else [*turns[: TURNS // 2], None, *turns[-(TURNS // 2) :]]
-    most = max(200, TEXT_CHARACTERS // len(shown))
-    left_out = (f"… {len(turns) - len(shown) + 1} turns are left out here …", "")
-    return {"turns": [(shortened(each["said"], most), shortened(each["told"], most)) if each else left_out for each in shown]}
+        return {"completion": shorten(record["completion"])}
+    shown_turns = turns if len(turns) <= TURNS else [*turns[: TURNS // 2], None, *turns[-(TURNS // 2) :]]
+    most = max(200, TEXT_CHARACTERS // len(shown_turns))
+    left_out = (f"… {len(turns) - len(shown_turns) + 1} turns are left out here …", "")
+    return {"turns": [(shorten(turn["said"], most), shorten(turn["told"], most)) if turn else left_out for turn in shown_turns]}
 
 
 def _characters(answer: dict[str, Any]) -> int:
@@ -180,12 +184,12 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
     facts: list[tuple[str, Any]] = [("finish", record["finish"]), ("tokens", _length(record))]
     if turns := record.get("turns"):
         facts.append(("turns", len(turns)))
-    facts += [(key, shortened(str(record[key]), 200)) for key in ("dataset", "failure") if record.get(key)]
+    facts += [(key, shorten(str(record[key]), 200)) for key in ("dataset", "failure") if record.get(key)]
     facts += [(key, _digits(value)) for key, value in record.items() if key not in OWN and isinstance(value, int | float)]
     if isinstance(answer := (record.get("task") or {}).get("answer"), str | int | float):
-        facts.append(("answer", shortened(str(answer), 200)))
+        facts.append(("answer", shorten(str(answer), 200)))
     if versions := sorted({version for version, _ in record.get("spans", ())}):
-        facts.append(("weights of step", " to ".join(str(each) for each in dict.fromkeys((versions[0], versions[-1])))))
+        facts.append(("weights of step", " to ".join(str(step) for step in dict.fromkeys((versions[0], versions[-1])))))
     return facts
 
 
@@ -193,7 +197,7 @@ def _digits(value: float) -> float | None:
     return float(f"{value:.6g}") if value == value and abs(value) != float("inf") else None
 
 
-def shortened(text: str, most: int = TEXT_CHARACTERS) -> str:
+def shorten(text: str, most: int = TEXT_CHARACTERS) -> str:
     """Return a text without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
@@ -201,23 +205,23 @@ def shortened(text: str, most: int = TEXT_CHARACTERS) -> str:
     return f"{text[:head]}\n… {len(text) - head - tail:,} characters are left out here …\n{text[-tail:]}"
 
 
-def samples(found: Rollouts) -> Html:
+def samples(rollouts: Rollouts) -> Html:
     """Return the element in which samples.js draws the samples."""
-    return tag("div", data({"files": found.files, "prompts": list(found.prompts)}, "samples-data"), class_="samples")
+    return tag("div", data({"files": rollouts.files, "prompts": list(rollouts.prompts)}, "samples-data"), class_="samples")
 
 
 # ---- distributions ----------------------------------------------------------------------------------------------------------
 
 
-def lengths(found: Rollouts, marks: Sequence[Mark]) -> list[Chart]:
+def lengths(rollouts: Rollouts, marks: Sequence[Mark]) -> list[Chart]:
     """Return charts of the completion lengths of all runs, by kind."""
-    return list(_bands(found, "completion tokens", "tokens", lambda step: step.lengths, marks, []))
+    return list(_bands(rollouts, "completion tokens", "tokens", lambda step: step.lengths, marks, []))
 
 
-def rewards(found: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> list[Chart]:
+def rewards(rollouts: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> list[Chart]:
     """Return bands of the rewards of all runs. A run with few distinct rewards has a chart of their shares instead."""
     charts, shared = [], []
-    for (run, kind), steps in found.steps.items():
+    for (run, kind), steps in rollouts.steps.items():
         values = sorted({reward for step in steps for reward in step.rewards})
         if not 1 < len(values) <= DISTINCT:
             continue
@@ -228,16 +232,16 @@ def rewards(found: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> li
         layers = [Series(f"{value:g}", x, y, run) for value, y in zip(values, shares, strict=True)]
         of = f" of {labels[run]}" if len(labels) > 1 else ""
         charts.append(Chart(f"share of each reward, {KINDS[kind]}{of}", layers, stacked=True))
-    return [*_bands(found, "reward", "", lambda step: step.rewards, marks, shared), *charts]
+    return [*_bands(rollouts, "reward", "", lambda step: step.rewards, marks, shared), *charts]
 
 
-def _bands(found, what, unit, values, marks, without) -> Iterator[Chart]:
+def _bands(rollouts, quantity, unit, values, marks, without) -> Iterator[Chart]:
     """Yield charts with the median, 25% to 75% and 5% to 95% by step."""
     for kind in KINDS:
         series = []
-        for run, each in found.steps:
-            if each == kind and (run, kind) not in without:
-                steps = found.steps[run, kind]
+        for run, kind_of_run in rollouts.steps:
+            if kind_of_run == kind and (run, kind) not in without:
+                steps = rollouts.steps[run, kind]
                 x = [step.step for step in steps]
                 q05, q25, q50, q75, q95 = np.transpose([np.quantile(values(step), QUANTILES) for step in steps]).tolist()
                 series += [
@@ -246,4 +250,4 @@ def _bands(found, what, unit, values, marks, without) -> Iterator[Chart]:
                     Series("median", x, q50, run),
                 ]
         if series:
-            yield Chart(f"{what}, {KINDS[kind]}", series, unit=unit, marks=marks)
+            yield Chart(f"{quantity}, {KINDS[kind]}", series, unit=unit, marks=marks)

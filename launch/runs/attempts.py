@@ -16,34 +16,34 @@ STOP = "stop"
 
 @dataclass(frozen=True)
 class AttemptFolder:
-    """One start of all ranks. It may still run."""
+    """One start of all ranks, which may still run."""
 
     folder: Path
     started: float  # unix seconds
 
     @property
     def name(self) -> str:
-        """The attempt's id: JOB-RESTART, such as `17-0`."""
+        """Return the attempt's id: JOB-RESTART, such as `17-0`."""
         return self.folder.name
 
     @property
     def logs(self) -> list[Path]:
-        """Paths of the ranks' logs, in rank order."""
+        """Return the paths of the ranks' logs, in rank order."""
         return sorted(self.folder.glob("rank*.log"))
 
     @property
     def failure(self) -> FailureRecord | None:
-        """The first rank that failed; None if none has. Raises RecipeError for a damaged file, as all that read one."""
+        """Return the first rank that failed; None if none has. Raises RecipeError for a damaged file, as all properties do."""
         return small_files.read(self.folder / "failure.json", FailureRecord)
 
     @property
     def verdict(self) -> str | None:
-        """`done`, `requeue: why` or `stop: why`; None while the ranks run, or if the process that decides was killed."""
+        """Return `done`, `requeue: why` or `stop: why`; None while the ranks run, or if the deciding process was killed."""
         return self._read("verdict")
 
     @property
     def requeue_reason(self) -> str | None:
-        """Why the ranks saved everything and exited to be started again; None if they did not."""
+        """Return why the ranks saved everything and exited to be started again; None if they did not."""
         return self._read("requeue")
 
     @property
@@ -58,7 +58,7 @@ class AttemptFolder:
 
     @property
     def progress(self) -> int:
-        """Step of the latest checkpoint that the attempt completed; 0 if none."""
+        """Return the step of the latest checkpoint that the attempt completed; 0 without one."""
         text = self._read("progress") or "0"
         if not re.fullmatch(r"\d{1,15}", text):
             raise small_files.damaged(self.folder / "progress", f"{text[:80]!r}", "the step of a checkpoint")
@@ -66,13 +66,13 @@ class AttemptFolder:
 
     @property
     def bad_nodes(self) -> dict[str, str]:
-        """Why nodes failed their checks, by node name."""
+        """Return why nodes failed their checks, by node name."""
         lines = (self._read("bad_nodes") or "").splitlines()
-        return {node: why for node, _, why in (line.partition(": ") for line in lines)}
+        return {node: reason for node, _, reason in (line.partition(": ") for line in lines)}
 
     @property
     def startup(self) -> StartupRecord | None:
-        """startup.json: the stages until the first step; None if there is none yet."""
+        """Return startup.json, the stages until the first step; None if there is none yet."""
         return small_files.read(self.folder / "startup.json", StartupRecord)
 
     def _read(self, name: str) -> str | None:

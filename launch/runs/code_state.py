@@ -1,4 +1,4 @@
-"""Say which code this is: the Git commit, and a hash of what differs from it."""
+"""Identify this code by its Git commit and a hash of the changes since."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def code_state() -> dict[str, Any] | None:
 
 
 def _diff() -> str | None:
-    changes, others = (
+    changes, untracked = (
         _git("diff", "HEAD", "--binary", "--no-ext-diff"),
         _git("ls-files", "-z", "--others", "--exclude-standard"),
     )
-    if changes is None or others is None:
+    if changes is None or untracked is None:
         return None
     digest = hashlib.sha256(changes)
-    for name in sorted(others.split(b"\0")):
+    for name in sorted(untracked.split(b"\0")):
         path = ROOT / name.decode(errors="surrogateescape")
         if name and path.is_file():
             digest.update(b"\0" + name + b"\0" + _content(path))

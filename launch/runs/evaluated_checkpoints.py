@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are evaluated, being evaluated, or pending, from the run folder alone."""
+"""Read from a run folder which checkpoints are evaluated, being evaluated, or pending."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def of_run(run_dir: Path) -> Iterator[SuiteRecord]:
 
 def _of_suite(folder: Path) -> SuiteRecord:
     followed = follower_process.read_record(folder)
-    failed = dict(followed.failed) if followed else {}
-    record = SuiteRecord(folder.name, failed=failed, followed=follower_process.is_followed(folder))
+    failures = dict(followed.failed) if followed else {}
+    record = SuiteRecord(folder.name, failed=failures, followed=follower_process.is_followed(folder))
     for evaluation in sorted(path for path in folder.glob("step_*") if checkpoint.NAME.fullmatch(path.name)):
         step = int(evaluation.name.removeprefix("step_"))
         scores = _scores(evaluation)
@@ -44,7 +44,7 @@ def _of_suite(folder: Path) -> SuiteRecord:
             record.failed.pop(step, None)
         elif (evaluation / "job.json").exists():
             record.begun.append(step)
-        elif waiting_checkpoints.place(evaluation).exists() and step not in failed:
+        elif waiting_checkpoints.checkpoint_folder(evaluation).exists() and step not in failures:
             record.pending.append(step)
     return record
 

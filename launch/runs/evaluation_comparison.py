@@ -44,7 +44,7 @@ class TaskComparison:
 
     @property
     def summary(self) -> str:
-        """The verdict in a line."""
+        """Return the verdict as one line."""
         difference = self.difference
         if not difference.questions:
             return "no question in common"
@@ -65,19 +65,19 @@ def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, m
     moved = [question for question, change in changes.items() if change]
     moved.sort(key=lambda question: (-abs(changes[question]), question))
     by_question = [_by_question(folder.answers(task)) for folder in (before, after)] if moved else [{}, {}]
-    changed = [
+    changed_questions = [
         ChangedQuestion(question, by_question[0][question], by_question[1][question], changes[question]) for question in moved
     ]
     task_difference = difference(first, second, is_lower_better(metric), exponential=metric.endswith("perplexity"))
     unpaired = len(first.keys() ^ second.keys())
     warnings = [*_warnings(before, after, task, task_difference, unpaired)]
-    return TaskComparison(task, metric, task_difference, changed, unpaired, warnings)
+    return TaskComparison(task, metric, task_difference, changed_questions, unpaired, warnings)
 
 
 def _warnings(
     before: EvaluationFolder, after: EvaluationFolder, task: str, task_difference: Difference, unpaired: int
 ) -> Iterator[str]:
-    """Yield why two evaluations of a task can hardly be compared."""
+    """Yield a warning for each reason why two evaluations of a task can hardly be compared."""
     if unpaired:
         yield f"{task_difference.questions} of {plural(task_difference.questions + unpaired, 'question')} in common"
     first, second = before.settings(task), after.settings(task)

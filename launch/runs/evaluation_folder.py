@@ -49,22 +49,22 @@ class EvaluationFolder:
 
     @property
     def suite(self) -> str:
-        """Name of the suite."""
+        """Return the suite's name."""
         return self.scores["suite"]
 
     @property
     def step(self) -> int | None:
-        """Step of the checkpoint; None if the model is not of a run."""
+        """Return the checkpoint's step; None if the model is not a run's."""
         return self.scores["step"]
 
     @property
     def label(self) -> str:
-        """The step, or else the model, for people."""
+        """Return the step, or else the model, as text."""
         return self.scores["model"] if self.step is None else f"step {self.step}"
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
-        """The summary of each task by name."""
+        """Return the summary of each task by name."""
         return self.scores["tasks"]
 
     @property
@@ -74,7 +74,7 @@ class EvaluationFolder:
         return {name: dict(task) for name, task in findings["tasks"].items()} if findings else {}
 
     def values(self, task: str, metric: str | None = None) -> dict[str, list[float]]:
-        """Return a metric of a task by question, {} if the task does not have it. None: the task's own metric.
+        """Return a metric of a task by question; {} if the task does not have it. metric: None means the task's own.
 
         Raises RecipeError for an evaluation without values.json.
         """
@@ -99,7 +99,7 @@ class EvaluationFolder:
             return {}
 
     def answers(self, task: str) -> list[Answer]:
-        """Return a task's answers by question and sample. Raises RecipeError if they are encrypted, and not with a key here."""
+        """Return a task's answers by question and sample. Raises RecipeError if their key is not here."""
         return read_answers(self.folder / FOLDER / f"{task}.jsonl", run_keys.source(self.folder))
 
 

@@ -1,4 +1,4 @@
-"""How many answers an evaluation has so far."""
+"""Count the answers that an evaluation has so far."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AnswerCounts:
         start, count = self._read.get(path, (0, 0))
         with user_files.open_file(path) as file:
             file.seek(start)
-            while added := file.read(BLOCK):
-                start, count = start + len(added), count + added.count(b"\n")
+            while block := file.read(BLOCK):
+                start, count = start + len(block), count + block.count(b"\n")
         self._read[path] = start, count
         return self._read[path][1]

@@ -1,7 +1,7 @@
 """Find the model or checkpoint to evaluate, and the keys of the recipe that follow from it.
 
-Of a run an evaluation takes the policy without what only training reads, the generate component (of a run that does not sample:
-the shape of its train component) and what the cluster needs. The suite gives everything else.
+An evaluation of a run takes the policy without the keys that only training reads, the generate component (from a run that does
+not sample, the shape of its train component) and the keys that the cluster needs. The suite gives everything else.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ def select(run_dir: Path, suite: str, step: int | None) -> Checkpoint:
         message = f"{run_dir} has no complete checkpoint yet. Try step=follow, which waits for them, or model=PATH"
         raise RecipeError(Problem("run", "no-checkpoint", message))
     if step is not None and step not in checkpoints:
-        why = f"got {step}; expected the step of a complete checkpoint: {', '.join(map(str, checkpoints))}"
-        raise RecipeError(Problem("step", "no-checkpoint", why))
+        wrong_step = f"got {step}; expected the step of a complete checkpoint: {', '.join(map(str, checkpoints))}"
+        raise RecipeError(Problem("step", "no-checkpoint", wrong_step))
     return checkpoints[max(checkpoints) if step is None else step]
 
 
 def available(run_dir: Path, suite: str) -> dict[int, Checkpoint]:
     """Return the complete checkpoints by step, oldest first: the run's own, and those kept for this suite."""
     waiting = (checkpoint.read(folder) for folder in waiting_checkpoints.folders(run_dir / FOLDER / suite))
-    by_step = {saved.step: saved for saved in waiting if saved}
-    by_step |= {saved.step: saved for saved in checkpoint.complete_in(run_dir / "checkpoints")}
+    by_step = {point.step: point for point in waiting if point}
+    by_step |= {point.step: point for point in checkpoint.complete_in(run_dir / "checkpoints")}
     return dict(sorted(by_step.items()))
 
 
 def of_checkpoint(run_dir: Path, recipe: Recipe, saved: Checkpoint, suite: str) -> Source:
     """Return a run's checkpoint as a source. recipe: the run's."""
     folder = evaluation_folder(run_dir, suite, saved.step)
-    evaluated = {"checkpoint": str(waiting_checkpoints.place(folder)), "step": saved.step}
+    evaluated = {"checkpoint": str(waiting_checkpoints.checkpoint_folder(folder)), "step": saved.step}
     name = f"step {saved.step} of {run_dir}"
     return Source(_values(run_dir, recipe, evaluated), str(run_dir / "recipe.yaml"), folder, name, saved.folder)
 

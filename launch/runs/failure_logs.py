@@ -40,7 +40,7 @@ def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -
 
 
 def killed_lines(attempt: AttemptFolder) -> list[str]:
-    """Return which rank a signal ended, and what the kernel or Slurm has recorded of it; [] if nothing is known."""
+    """Return lines about the rank that a signal ended, with the records of the kernel or Slurm; [] if nothing is known."""
     with contextlib.suppress(OSError):
         return [(attempt.folder / KILLED).read_text().strip()]
     lines = (line for log in sorted(attempt.folder.glob("srun-*.out")) for line in tail(log).splitlines())
@@ -53,7 +53,7 @@ def log_end(log: Path, count: int) -> list[str]:
 
 
 def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
-    """Return why the container of the component that failed first did not start: its image, pyxis's errors; [] if it did."""
+    """Return lines about the first failed component's container if it did not start: image, pyxis's errors; else []."""
     component, first_rank, srun_lines = _failed_step(attempt)
     if component is None or _failed_rank_log(attempt, first_rank, srun_lines).exists():
         return []
@@ -126,7 +126,7 @@ def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> lis
 
 
 def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
-    """Return the log with a traceback that was written to least recently, or else the executor's newest log."""
+    """Return the least recently written log with a traceback, or else the executor's newest log."""
     oldest_first = sorted(logs, key=lambda path: path.stat().st_mtime)
     for log in oldest_first:
         if "Traceback (most recent call last)" in tail(log):

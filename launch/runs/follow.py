@@ -91,10 +91,10 @@ class MetricsTail:
 
 def _metrics_to_show(line: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step to show: val/reward only if the environments report no accuracy."""
-    shown = {key: line[key] for key in SHOWN_METRICS if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
-    if "val/accuracy" in shown:
-        shown.pop("val/reward", None)
-    return shown
+    metrics = {key: line[key] for key in SHOWN_METRICS if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
+    if "val/accuracy" in metrics:
+        metrics.pop("val/reward", None)
+    return metrics
 
 
 class Follower:
@@ -109,7 +109,7 @@ class Follower:
         self.metrics = metrics
         self.answers = AnswerCounts(run_dir)
         self.last_line = ""  # "steps" once a step has been printed
-        self.printed = {(attempt.name, what) for attempt in of_job(run_dir, job.job_id) if attempt.verdict for what in EVENTS}
+        self.printed = {(attempt.name, event) for attempt in of_job(run_dir, job.job_id) if attempt.verdict for event in EVENTS}
 
     def follow(self, timeout_s: float | None = None) -> bool:
         """Show progress until the job ends, and return whether the run succeeded. Ctrl-C raises KeyboardInterrupt.
@@ -142,13 +142,13 @@ class Follower:
         for number, attempt in enumerate(attempts):
             step = max((earlier.progress for earlier in attempts[:number]), default=0)
             verdict = attempt.verdict or ""
-            for what, lines in (
+            for event, lines in (
                 ("start", [f"attempt {attempt.name}: all ranks start again, {self._since(step)}"] if number else []),
                 ("failure", first_failure(attempt) if attempt.failure else []),
                 ("verdict", [f"attempt {attempt.name} ended; {verdict}"] if verdict.startswith("requeue") else []),
             ):
-                if lines and (attempt.name, what) not in self.printed:
-                    self.printed.add((attempt.name, what))
+                if lines and (attempt.name, event) not in self.printed:
+                    self.printed.add((attempt.name, event))
                     self._print("\n".join(lines))
 
     def _since(self, progress: int) -> str:
@@ -160,7 +160,7 @@ class Follower:
     # ---- progress -------------------------------------------------------------------------------------------------------
 
     def _waiting(self, status: JobStatus) -> str:
-        """Return what the job waits for or does, without seconds, so that each line is printed once."""
+        """Return a line about the job's state, without seconds, so that each line is printed once."""
         doing = startup_stages.now(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
         doing = doing or self.answers.text()
         return f"{self.job.name()}: {status}{': ' if doing else ''}{doing}"
@@ -170,8 +170,12 @@ class Follower:
         if not lines and waiting != self.last_line and not status.ended and self.last_line != "steps":
             self._print(waiting)
             self.last_line = waiting
-        if lines and self.last_line not in ("", "steps") and (done := startup_stages.text(startup_stages.stages(self.run_dir))):
-            self._print(f"start-up: {done}")
+        if (
+            lines
+            and self.last_line not in ("", "steps")
+            and (stages_text := startup_stages.text(startup_stages.stages(self.run_dir)))
+        ):
+            self._print(f"start-up: {stages_text}")
         for line in lines:
             self.last_line = "steps"
             self._print("  ".join([self._at(line["step"]), *self._values(line), *self._eta()]))
@@ -183,13 +187,13 @@ class Follower:
         return [f"{key} {value:.4g}" for key, value in _metrics_to_show(line).items()]
 
     def _eta(self) -> list[str]:
-        left = None if self.max_steps is None else self.metrics.seconds_left(self.max_steps)
-        return [] if left is None else [f"left {timedelta(seconds=round(left))}"]
+        seconds = None if self.max_steps is None else self.metrics.seconds_left(self.max_steps)
+        return [] if seconds is None else [f"left {timedelta(seconds=round(seconds))}"]
 
     def _view(self, status: JobStatus) -> Group | Text:
         if not self.metrics.step:
-            done = startup_stages.text(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
-            parts = filter(None, [f"{self.job.name()}: {status}", done, self.answers.text()])
+            stages_text = startup_stages.text(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
+            parts = filter(None, [f"{self.job.name()}: {status}", stages_text, self.answers.text()])
             return Text(plain(": ".join(parts)))
         head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))
@@ -204,18 +208,18 @@ class Follower:
     # ---- the end --------------------------------------------------------------------------------------------------------
 
     def _verdict(self, status: JobStatus) -> bool:
-        done = self.run_dir / "done.json"
+        done_file = self.run_dir / "done.json"
         deadline = time.monotonic() + SETTLE_S
-        while status.state in ("COMPLETED", "GONE") and not done.exists() and time.monotonic() < deadline:
+        while status.state in ("COMPLETED", "GONE") and not done_file.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        record = run_files.completion(done) if status.state in ("COMPLETED", "GONE") else None
+        record = run_files.completion(done_file) if status.state in ("COMPLETED", "GONE") else None
         if record is not None:
-            what = "all answers" if evaluates(self.run_dir) else f"step {record['step']}"
-            self._print(f"done: {what}, in {self.run_dir}", "green")
+            end_text = "all answers" if evaluates(self.run_dir) else f"step {record['step']}"
+            self._print(f"done: {end_text}, in {self.run_dir}", "green")
             return True
-        first, *rest = failure(self.run_dir, self.job, status, self.printed)
+        first, *further = failure(self.run_dir, self.job, status, self.printed)
         self._print(first, "bold red")
-        self._print("\n".join(rest))
+        self._print("\n".join(further))
         return False
 
 
@@ -223,7 +227,7 @@ class Follower:
 
 
 def first_failure(attempt: AttemptFolder) -> list[str]:
-    """Describe an attempt's failure.json, in lines: the rank, its traceback or the end of its log, the folder of logs."""
+    """Return lines about an attempt's failure.json: the rank, its traceback or the end of its log, and the folder of logs."""
     first = attempt.failure
     assert first is not None, "the caller has seen failure.json"
     lines = [f"rank {first['rank']} ({run_files.where(first)}): {first['message']}"]
@@ -233,8 +237,8 @@ def first_failure(attempt: AttemptFolder) -> list[str]:
         lines += [f"  {line}" for line in traceback.splitlines()[-TRACEBACK_LINES:]]
     elif log.exists() and tail(log):
         lines += log_end(log, RANK_LOG_LINES)
-    if others := len(attempt.logs) - 1:
-        lines += [f"{others} other rank{'s' if others > 1 else ''} ended with it; logs: {attempt.folder}"]
+    if other_logs := len(attempt.logs) - 1:
+        lines += [f"{other_logs} other rank{'s' if other_logs > 1 else ''} ended with it; logs: {attempt.folder}"]
     return lines
 
 

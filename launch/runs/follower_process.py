@@ -1,4 +1,4 @@
-"""The follower of a run's evaluations as a process of its own: what it is asked, its lock, its record, and its start.
+"""Start the follower of a run's evaluations as a separate process, and define its request, lock and record.
 
 At most one process follows a run's evaluations by one suite: it holds the lock of RUN_DIR/evaluations/SUITE, and writes
 follow.json there. Its output is in RUN_DIR/evaluations/follow.log.
@@ -40,7 +40,7 @@ class FollowRequest:
 
     @property
     def command(self) -> list[str]:
-        """The command that follows in the foreground."""
+        """Return the command that follows in the foreground."""
         arguments = {"run": self.run_dir, "step": "follow", "suite": self.suite, "period": self.period}
         keys = [f"{key}={value}" for key, value in arguments.items() if value is not None]
         return [sys.executable, "-u", str(ROOT / "launch/evaluate.py"), *keys, *self.overrides]
@@ -84,9 +84,9 @@ def is_followed(suite_folder: Path) -> bool:
     return False
 
 
-def write_record(suite_folder: Path, request: FollowRequest, failed: dict[int, str]) -> None:
-    """Write follow.json. failed: why the evaluation of a step was given up, by step."""
-    record = {"pid": os.getpid(), "host": socket.gethostname(), "period": request.period, "failed": failed}
+def write_record(suite_folder: Path, request: FollowRequest, failures: dict[int, str]) -> None:
+    """Write follow.json. failures: why the follower gave up the evaluation of a step, by step."""
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "period": request.period, "failed": failures}
     small_files.write(suite_folder / RECORD, record)
 
 

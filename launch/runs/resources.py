@@ -1,4 +1,4 @@
-"""Read what a run's resource monitor wrote: metrics `resources/...`, warnings, and each rank's latest sample."""
+"""Read the files of a run's resource monitor: metrics `resources/...`, warnings, and each rank's latest sample."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Line = TypeVar("Line", Warned, ResourceSample)
 
 
 def texts(metrics: MetricColumns, components: dict[str, Any]) -> dict[str, str]:
-    """Return what the latest step's metrics say of each component's resources; {} if they were not sampled."""
+    """Return a text about each component's resources in the latest step; {} if they were not sampled."""
     levels = {}
     for component in components:
         parts = []
@@ -94,7 +94,7 @@ def texts(metrics: MetricColumns, components: dict[str, Any]) -> dict[str, str]:
 
 
 def warnings(run: RunFolder, since_step: float = 0.0) -> list[Warned]:
-    """Return the latest warnings of the run's last attempt from a step on, oldest first; of a check and a rank the last one."""
+    """Return the warnings of the run's last attempt from a step on, oldest first; only the last of each check and rank."""
     if not run.attempts:
         return []
     latest = {}
@@ -111,16 +111,16 @@ def ranks(run: RunFolder) -> tuple[list[str], list[list[str]]]:
     folder = run.attempts[-1].folder / "resources" if run.attempts else run.folder
     paths = [path for path in sorted(folder.glob("rank*.jsonl")) if ".before" not in path.name]
     samples = {path: _tail(path, TAIL_BYTES, ResourceSample)[-2:] for path in paths[:MOST_RANKS]}
-    shown = [name for name in COLUMNS if any(name in sample[-1] for sample in samples.values() if sample)]
-    rows = [[path.stem.removeprefix("rank").lstrip("0") or "0", *_cells(sample, shown)] for path, sample in samples.items()]
+    columns = [name for name in COLUMNS if any(name in sample[-1] for sample in samples.values() if sample)]
+    rows = [[path.stem.removeprefix("rank").lstrip("0") or "0", *_cells(sample, columns)] for path, sample in samples.items()]
     if len(paths) > MOST_RANKS:
-        rows.append([f"and {len(paths) - MOST_RANKS} more", *("" for _ in shown)])
-    return ["rank", *(COLUMNS[name] for name in shown)], rows
+        rows.append([f"and {len(paths) - MOST_RANKS} more", *("" for _ in columns)])
+    return ["rank", *(COLUMNS[name] for name in columns)], rows
 
 
-def _cells(samples: Sequence[Mapping[str, Any]], shown: list[str]) -> Iterator[str]:
+def _cells(samples: Sequence[Mapping[str, Any]], columns: list[str]) -> Iterator[str]:
     before, after = (samples[0], samples[-1]) if samples else ({}, {})
-    for name in shown:
+    for name in columns:
         value = after.get(name)
         if value is not None and name in RATES:
             seconds = after["time"] - before.get("time", after["time"])

@@ -36,7 +36,7 @@ def pending(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def text(change: KeyChange | Change) -> str:
-    """Return a change for people: `grpo.max_num_steps: 100 -> 50`."""
+    """Return a change as text: `grpo.max_num_steps: 100 -> 50`."""
     return f"{change.key}: {on_one_line(change.old)} -> {on_one_line(change.new)}"
 
 
@@ -50,7 +50,7 @@ def lines(run: RunFolder) -> list[str]:
 
 
 def _values(run: RunFolder, number: int) -> dict[str, Any]:
-    """Return what a request asks of live keys; {} if it cannot be read."""
+    """Return the values that a request asks for, by live key; {} if it cannot be read."""
     try:
         values = steer_files.read_request(run.folder, number).values
     except (ValueError, OSError):

@@ -1,6 +1,6 @@
 """Tell extras what a command does to a run: submit, cancel, change, export, or refuse.
 
-`pipeline/seams/job_events.py` does so for what happens in a run's job.
+`pipeline/seams/job_events.py` does so for the events of a run's job.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RunObserver:
     def exported(self, run_dir: Path, checkpoint: Path, step: int, form: str, out: Path, receipts: Mapping[str, Any]) -> None:
         """The export of a checkpoint is in the folder `out`."""
 
-    def refused(self, run_dir: Path, why: list[str], audit: str | None) -> None:
-        """A command was denied something. audit: the value of `cluster.audit`; None: that of the run."""
+    def refused(self, run_dir: Path, reasons: list[str], audit: str | None) -> None:
+        """A command lacked a permission. audit: the value of `cluster.audit`; None: that of the run."""
 
     def variables(self) -> dict[str, str]:
         """Return environment variables for a process that carries out this command's work."""
@@ -57,21 +57,21 @@ class RunObserver:
 
 
 def emit(event: Callable[[RunObserver], Result]) -> list[Result]:
-    """Call the observers that are here, in order, and return what they return. Their errors propagate."""
+    """Call the installed observers in order, and return their results. Their errors propagate."""
     return [event(observer) for observer in extras.observers(OBSERVERS)]
 
 
 def environment() -> dict[str, str]:
     """Return the environment for a process that carries out this command's work."""
-    found = dict(os.environ)
+    environ = dict(os.environ)
     for variables in emit(lambda observer: observer.variables()):
-        found |= variables
-    return found
+        environ |= variables
+    return environ
 
 
 @contextlib.contextmanager
 def refusals(run_dir: Path, audit: str | None = None) -> Iterator[None]:
-    """Tell observers if the block is refused a file or a folder, or something in a cluster, for want of permission.
+    """Tell observers if the block lacks a permission, for a file, a folder or in a cluster.
 
     run_dir: the run that the block is about. audit: the value of `cluster.audit`; None: that of the run. A refusal raises
     RecipeError with the code `permission-denied`, whatever the observers do.
@@ -79,9 +79,9 @@ def refusals(run_dir: Path, audit: str | None = None) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        why = f"got {what}; expected what {user_name(os.geteuid())} may use. Try its owner"
-        refusal = RecipeError(Problem("run", DENIED, why))
+        denied = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        message = f"got {denied}; expected what {user_name(os.geteuid())} may use. Try its owner"
+        refusal = RecipeError(Problem("run", DENIED, message))
         _tell(refusal, run_dir, audit)
         raise refusal from error
     except RecipeError as error:

@@ -1,4 +1,4 @@
-"""Read what submissions and ranks leave in a run folder for commands: manifest.json, done.json, and files of attempts."""
+"""Read the files that submissions and ranks leave in a run folder: manifest.json, done.json, and files of attempts."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class FailureRecord(TypedDict):
 
 def where(failure: FailureRecord) -> str:
     """Return where the rank failed, as text."""
-    known = ((key, failure.get(key)) for key in ("realm", "host", "verb", "phase"))
-    return ", ".join(f"{key} {value}" for key, value in known if value)
+    facts = ((key, failure.get(key)) for key in ("realm", "host", "verb", "phase"))
+    return ", ".join(f"{key} {value}" for key, value in facts if value)
 
 
 def last_line(failure: FailureRecord) -> str:
@@ -113,6 +113,6 @@ class _Nodes(TypedDict):
 
 
 def nodes(attempt: Path) -> dict[str, NodeRecord]:
-    """Return what the node checks of an attempt wrote about each node, by name; {} before they have ended."""
+    """Return each node's record of an attempt's node checks, by name; {} before they have ended."""
     record = small_files.read(attempt / "nodes.json", _Nodes)
     return {} if record is None else record["nodes"]

@@ -39,7 +39,7 @@ DEEPEST = 6
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Everything that a run's folder holds. A job may still write into it."""
+    """The content of a run's folder, into which a job may still write."""
 
     folder: Path
 
@@ -70,53 +70,53 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """recipe.yaml as plain values, unchecked."""
+        """Return recipe.yaml as plain values, unchecked."""
         return small_files.read_yaml(self.folder / "recipe.yaml")
 
     @cached_property
     def submissions(self) -> list[SubmissionRecord]:
-        """Entries of manifest.json, oldest first: time, user, host, command, Git commit, versions."""
+        """Return the entries of manifest.json, oldest first: time, user, host, command, Git commit, versions."""
         return run_files.submissions(self.folder)
 
     @cached_property
     def attempts(self) -> list[AttemptFolder]:
-        """All starts of the ranks, oldest first."""
+        """Return all starts of the ranks, oldest first."""
         return all_attempts(self.folder)
 
     @property
     def name(self) -> str:
-        """The recipe's `name`, or else the folder's."""
+        """Return the recipe's `name`, or else the folder's."""
         return str(self.recipe.get("name", self.folder.name))
 
     @property
     def algorithm(self) -> str:
-        """The recipe's `algorithm`, such as `grpo`."""
+        """Return the recipe's `algorithm`, such as `grpo`."""
         return self.recipe["algorithm"]
 
     @property
     def trains(self) -> bool:
-        """True if the run has train ranks; an evaluation has none."""
+        """Return whether the run has train ranks; an evaluation has none."""
         return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].trains_model
 
     @property
     def model(self) -> str:
-        """The policy's model_name; `unknown` if the recipe has none."""
+        """Return the policy's model_name; `unknown` if the recipe has none."""
         return str(self.value("policy.model_name", "unknown"))
 
     @property
     def max_steps(self) -> int | None:
-        """The maximum number of steps; None if only the epochs of data bound it, or nothing does."""
+        """Return the maximum number of steps; None if only the epochs of data bound it, or nothing does."""
         key = f"{self.algorithm}.max_num_steps"
         return bound(int(self.changed_values.get(key, self.value(key, 0)))) or None
 
     @cached_property
     def answers(self) -> list[ChangeAnswer]:
-        """The answer to each request to change the run while it goes on, oldest first."""
+        """Return the answer to each request to change the run while it goes on, oldest first."""
         return steer_files.answers(self.folder)
 
     @property
     def changed_values(self) -> dict[str, Any]:
-        """The values in force that differ from recipe.yaml, by key. A later submission's value replaces a change."""
+        """Return the values in force that differ from recipe.yaml, by key. A later submission's value replaces a change."""
         return {
             change.key: change.new
             for answer in self.answers
@@ -137,7 +137,7 @@ class RunFolder:
 
     @property
     def backend(self) -> str:
-        """The train backend, if the run trains, and the generate backend, if it samples, for people."""
+        """Return, as text, the train backend if the run trains and the generate backend if it samples."""
         if not self.trains:
             return str(self.value("policy.generation.backend"))
         train = "Megatron-Core" if self.value("policy.megatron_cfg.enabled") else "FSDP2"
@@ -145,7 +145,7 @@ class RunFolder:
 
     @property
     def components(self) -> dict[str, dict[str, Any]]:
-        """The section of each component of the job, by name, in rank order."""
+        """Return the section of each component of the job, by name, in rank order."""
         environments = [section for section in self.value("env", {}).values() if isinstance(section, dict)]
         served = any(section.get("served_by") == "reward" for section in environments)
         present = {"train": self.trains, "generate": self.algorithm in ONLINE, "reward": served}
@@ -153,7 +153,7 @@ class RunFolder:
 
     @property
     def layout(self) -> str:
-        """Ranks, nodes, GPUs and the parallel sizes above 1 of each component, for people."""
+        """Return, as text, each component's ranks, nodes, GPUs and parallel sizes above 1."""
         return "; ".join(f"{name}: {', '.join(self._shape(name, component))}" for name, component in self.components.items())
 
     def _shape(self, name: str, component: dict[str, Any]) -> Iterator[str]:
@@ -170,7 +170,7 @@ class RunFolder:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs of the job; GPUs that train and generate ranks share count once."""
+        """Return the number of GPUs of the job; GPUs that train and generate ranks share count once."""
         sharing = {"generate"} if self.value("policy.generation.colocated.enabled") else set()
         return sum(
             component.get("nodes", 1) * component.get("gpus_per_node", 0)
@@ -237,10 +237,10 @@ def phases(metrics: MetricColumns) -> dict[str, tuple[list[float], list[float]]]
         if f"time/{part}" in metrics.columns:
             values.update(zip(*metrics.columns[f"time/{part}"], strict=True))
     steps = sorted({step for values in columns.values() for step in values})
-    whole = columns.pop("step")
+    step_seconds = columns.pop("step")
     layers = {part: [_or_zero(columns[part].get(step)) for step in steps] for part in STEP_PHASES}
     parts = zip(*layers.values(), strict=True)
-    layers["rest"] = [max(0.0, _or_zero(whole.get(step)) - sum(times)) for step, times in zip(steps, parts, strict=True)]
+    layers["rest"] = [max(0.0, _or_zero(step_seconds.get(step)) - sum(times)) for step, times in zip(steps, parts, strict=True)]
     layers |= {part: [_or_zero(columns[part].get(step)) for step in steps] for part in OTHER_PHASES}
     return {part: (steps, seconds) for part, seconds in layers.items() if any(seconds)}
 
@@ -251,8 +251,8 @@ def _or_zero(value: float | None) -> float:
 
 def last_active(attempt: AttemptFolder) -> float:
     """Return the unix seconds of an attempt's verdict or, before it has one, of the last write to a rank's log."""
-    ended = modified_time(attempt.folder / "verdict")
-    return ended or max([attempt.started, *(modified_time(log) for log in attempt.logs)])
+    end = modified_time(attempt.folder / "verdict")
+    return end or max([attempt.started, *(modified_time(log) for log in attempt.logs)])
 
 
 def modified_time(path: Path) -> float:

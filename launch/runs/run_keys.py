@@ -1,7 +1,7 @@
-"""The key of a run whose checkpoints and rollouts are encrypted, for commands that read its folder.
+"""Obtain the key of a run whose checkpoints and rollouts are encrypted, for commands that read its folder.
 
-HETSTEP_KEY_FILE, the path of a file with the key, goes before checkpointing.encryption of the run's recipe.yaml: what the ranks
-could read may not be on this machine.
+HETSTEP_KEY_FILE, the path of a file with the key, takes precedence over checkpointing.encryption of the run's recipe.yaml: the
+ranks' file may not be on this machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def key_of(run_dir: Path) -> FileKey | None:
         try:
             return obtain_key(path, None, 0.0)
         except RecipeError as error:
-            raise RecipeError(*(dataclasses.replace(each, key=VARIABLE) for each in error.problems)) from None
+            raise RecipeError(*(dataclasses.replace(problem, key=VARIABLE) for problem in error.problems)) from None
     run = RunFolder.at(run_dir)
     key_file, key_command = (run.value(f"{SECTION}.{name}") for name in ("key_file", "key_command"))
     if key_command is not None and (owner := (run_dir / "recipe.yaml").stat().st_uid) != os.geteuid():
@@ -39,5 +39,5 @@ def key_of(run_dir: Path) -> FileKey | None:
 
 
 def source(run_dir: Path) -> Callable[[], FileKey | None]:
-    """Return a function that returns the key of a run. It is obtained by the first call: most runs need none."""
+    """Return a function that returns the key of a run. Its first call obtains the key, as most runs need none."""
     return functools.cache(lambda: key_of(run_dir))

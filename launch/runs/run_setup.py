@@ -166,8 +166,8 @@ def _check_writable(run_dir: Path) -> None:
     if not existing.is_dir():
         raise _refusal("not-a-folder", f"{existing} is a file, so the folder {run_dir} cannot be made. Try another run_dir=...")
     if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}. Try another run_dir=..."
-        raise _refusal("permission-denied", why)
+        message = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}. Try another run_dir=..."
+        raise _refusal("permission-denied", message)
 
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -176,11 +176,11 @@ def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
     Equal paths relative to the run folder count as equal, because the whole tree may have been moved.
     """
     old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
-    moved, here = _from_run_folder(before, old), _from_run_folder(now, new)
+    before_relative, now_relative = _from_run_folder(before, old), _from_run_folder(now, new)
     return {
         key: (old.get(key), new.get(key))
         for key in (*new, *(key for key in old if key not in new))
-        if moved.get(key) != here.get(key)
+        if before_relative.get(key) != now_relative.get(key)
         and old.get(key) != new.get(key)
         and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
     }
@@ -213,11 +213,11 @@ def live_job(run_dir: Path) -> RunJob | None:
     record = read_record(run_dir)
     if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # an earlier start of this job wrote it
         return None
-    if record.executor == "slurm" and (why := slurm_client.unreachable()):
+    if record.executor == "slurm" and (reason := slurm_client.unreachable()):
         raise _refusal(
             "unreachable",
-            f"Slurm job {record.job_id} was the last to write into {run_dir}, and whether it has ended is unknown: {why}. Try"
-            f" again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
+            f"Slurm job {record.job_id} was the last to write into {run_dir}, and whether it has ended is unknown: {reason}."
+            f" Try again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
         )
     job = record.attach(run_dir)
     status = job.status(now=True)
@@ -232,8 +232,8 @@ def refuse_live(run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path, tell: Callable[[str], None] = print) -> Iterator[None]:
-    """Create the folder if necessary, and lock it during a submission. Files written meanwhile are writable by us alone.
+def lock_run(run_dir: Path, tell: Callable[[str], None] = print) -> Iterator[None]:
+    """Create the folder if necessary, and lock it during a submission. Files written meanwhile are writable only by us.
 
     tell: receives a line for each folder whose mode is changed. Raises RecipeError if a job or another submission uses the
     folder, if it belongs to another user, or if its disk is full or fails.
@@ -325,7 +325,7 @@ def ended_well(run_dir: Path) -> bool:
 
 
 def prepare(recipe: Recipe, run_dir: Path, script: str, from_environment: Mapping[str, Any] = {}) -> None:
-    """Write the recipe and the batch script, and remove done.json. Call it within `locked`, before a submission.
+    """Write the recipe and the batch script, and remove done.json. Call it within `lock_run`, before a submission.
 
     from_environment: the recipe's values as written that depend on the environment, by key.
     """

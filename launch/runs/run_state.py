@@ -1,4 +1,4 @@
-"""Derive the state of a run from its job, where Slurm or this machine can be queried, and from its folder.
+"""Derive the state of a run from its job, if Slurm or this machine can be queried, and from its folder.
 
 Queries have a time limit. If the job cannot be queried (another machine's, no scontrol here, a slow slurmctld), the state is
 `unknown`, with the reason.
@@ -63,36 +63,38 @@ def state(run: RunFolder) -> RunState:
 
 def _state(run: RunFolder) -> RunState:
     record = read_record(run.folder)
-    done, why = (run.folder / "done.json").exists(), _why_early(run)
+    is_done, reason = (run.folder / "done.json").exists(), _why_early(run)
     if record is None:
-        return RunState("done" if done else "unknown", why if done else "it has never been submitted: there is no job.json")
+        return RunState(
+            "done" if is_done else "unknown", reason if is_done else "it has never been submitted: there is no job.json"
+        )
     job = f"{'Slurm' if record.executor == 'slurm' else record.executor} job {record.job_id}"
-    if done:
-        return RunState("done", why, job=job)
+    if is_done:
+        return RunState("done", reason, job=job)
     try:
         job_state = _query_slurm(run, record) if record.executor == "slurm" else _query_local(run, record)
-    except _Unknown as why:
-        return _state_from_folder(run, str(why), job)
+    except _Unknown as reason:
+        return _state_from_folder(run, str(reason), job)
     job_states = {part.state for part in job_state.components.values()}
-    why = next((part.reason for part in job_state.components.values() if part.reason), "")
+    reason = next((part.reason for part in job_state.components.values() if part.reason), "")
     if job_state.ended:
         as_asked = bool(run.attempts) and run.attempts[-1].stopped_as_asked
         name: StateName = "stopped" if as_asked or job_states & {"CANCELLED", "REVOKED"} else "failed"
         verdict = run.attempts[-1].verdict if run.attempts else None
         ending = f"its job ended as {' and '.join(sorted(job_states))}, and the run is not complete"
-        return RunState(name, (verdict or why).removeprefix("stop: ") or ending, job, job_state.components)
+        return RunState(name, (verdict or reason).removeprefix("stop: ") or ending, job, job_state.components)
     running = bool(job_states & {"RUNNING", "COMPLETING", "SIGNALING", "SUSPENDED", "STAGE_OUT"})
-    return RunState("running" if running else "waiting", why, job, job_state.components, job_state.ends_by)
+    return RunState("running" if running else "waiting", reason, job, job_state.components, job_state.ends_by)
 
 
 def _why_early(run: RunFolder) -> str:
     """Return why a complete run stopped early; "" if it did not, or is not complete."""
-    done = run_files.completion(run.folder / "done.json")
-    return (done or {}).get("early_stop") or ""
+    completion = run_files.completion(run.folder / "done.json")
+    return (completion or {}).get("early_stop") or ""
 
 
 def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:
-    """Return the state of a run whose job cannot be queried. no_answer: why it cannot."""
+    """Return the state of a run whose job cannot be queried. no_answer: the reason."""
     latest = run.attempts[-1] if run.attempts else None
     if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
         return RunState("stopped" if latest.stopped_as_asked else "failed", verdict.removeprefix("stop: "), job)
@@ -110,17 +112,17 @@ def _query_local(run: RunFolder, record: JobRecord) -> _JobState:
     except RecipeError:
         raise _Unknown(f"its processes are on {record.host}; look there") from None
     components = {name: JobComponent(record.job_id, status.state, record.host, status.reason) for name in run.components}
-    started = run.attempts[-1].started if run.attempts else None
+    start = run.attempts[-1].started if run.attempts else None
     limit = run.value("cluster.time_min")
-    ends_by = started + 60 * limit if started and limit and not status.ended else None
+    ends_by = start + 60 * limit if start and limit and not status.ended else None
     return _JobState(components, ends_by, status.ended)
 
 
 def _query_slurm(run: RunFolder, record: JobRecord) -> _JobState:
-    if why := slurm_client.unreachable():
-        raise _Unknown(why)
-    if record.cluster and (here := slurm_client.cluster_name()) not in (None, record.cluster):
-        raise _Unknown(f"its job is on the cluster {record.cluster}, and this is {here}; look there")
+    if reason := slurm_client.unreachable():
+        raise _Unknown(reason)
+    if record.cluster and (this_cluster := slurm_client.cluster_name()) not in (None, record.cluster):
+        raise _Unknown(f"its job is on the cluster {record.cluster}, and this is {this_cluster}; look there")
     names = list(run.components)
     try:
         if job_parts := slurm_client.job_components(record.job_id):
@@ -136,6 +138,6 @@ def _name_components(job_parts: list[JobComponent], names: list[str]) -> _JobSta
     """Name the job's components; the one component of a plain job holds all of the run's."""
     names = names if len(job_parts) > 1 else [", ".join(names)]
     components = {names[i] if i < len(names) else f"component {i}": part for i, part in enumerate(job_parts)}
-    ended = all(part.state in TERMINAL for part in job_parts)
+    has_ended = all(part.state in TERMINAL for part in job_parts)
     ends = [part.ends_by for part in job_parts if part.ends_by]
-    return _JobState(components, None if ended else min(ends, default=None), ended)
+    return _JobState(components, None if has_ended else min(ends, default=None), has_ended)

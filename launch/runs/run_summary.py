@@ -1,4 +1,4 @@
-"""Summarize a run as plain values, which `status` prints, or writes as JSON.
+"""Summarize a run as plain values, which `status` prints or writes as JSON.
 
 `line` is cheap, for lists of hundreds of runs: it reads only the end of metrics.jsonl.
 """
@@ -42,7 +42,7 @@ def line(run: RunFolder, state: RunState) -> dict[str, Any]:
 def _line(run: RunFolder, state: RunState, metrics: MetricColumns) -> dict[str, Any]:
     pace = _pace(run, metrics)
     step = int(metrics.steps[-1]) if metrics.steps else int(run.value("evaluate.step", 0)) * (not run.trains)
-    left = (run.max_steps - step) * pace if pace and run.max_steps is not None and state.name == "running" else None
+    seconds_left = (run.max_steps - step) * pace if pace and run.max_steps is not None and state.name == "running" else None
     return {
         "folder": str(run.folder),
         "name": run.name,
@@ -53,7 +53,7 @@ def _line(run: RunFolder, state: RunState, metrics: MetricColumns) -> dict[str, 
         "step": step,
         "max_steps": run.max_steps,
         "seconds_per_step": pace,
-        "seconds_left": left,
+        "seconds_left": seconds_left,
         "restarts": max(0, len(run.attempts) - 1),
         "last_written": run.last_written(),
         "metrics": _own_scores(run)
@@ -66,7 +66,7 @@ def _line(run: RunFolder, state: RunState, metrics: MetricColumns) -> dict[str, 
     }
 
 
-def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
+def full(run: RunFolder, state: RunState) -> dict[str, Any]:
     """Return all values about one run, `line` included."""
     metrics = run.metrics(LINES_OF_ONE)
     return {
@@ -128,8 +128,8 @@ def _pace(run: RunFolder, metrics: MetricColumns) -> float | None:
 
 def _current_steps(run: RunFolder, metrics: MetricColumns) -> dict[float, float]:
     """Return the unix seconds at which each step of the current attempt ended, by step."""
-    started = run.attempts[-1].started if run.attempts else 0.0
-    return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > started}
+    start = run.attempts[-1].started if run.attempts else 0.0
+    return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > start}
 
 
 def _recent(metrics: MetricColumns, key: str) -> list[float]:
@@ -165,7 +165,7 @@ def _checkpoint(run: RunFolder) -> dict[str, Any]:
     checkpoints = Checkpoints(run.folder, "", CheckpointingConfig()).all()
     partial = sorted(path.name.split(".")[1] for path in folder.glob(".step_*.partial"))
     incomplete = {path.name for path in folder.glob("step_*") if NAME.fullmatch(path.name)} - {
-        saved.folder.name for saved in checkpoints
+        point.folder.name for point in checkpoints
     }
     summary: dict[str, Any] = {"count": len(checkpoints), "partial": partial, "incomplete": sorted(incomplete)}
     if checkpoints:
@@ -186,7 +186,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
-    """Return what is known of the run's evaluations, by suite; none without an evaluation."""
+    """Return the state of the run's evaluations, by suite; none without an evaluation."""
     evaluations = [asdict(suite) for suite in evaluated_checkpoints.of_run(run.folder)]
     for suite in evaluations:
         suite["scores"] = {step: score_tables.main_scores(scores) for step, scores in suite["scores"].items()}
@@ -213,5 +213,5 @@ def _why(run: RunFolder, state: RunState) -> list[str]:
     if state.name != "failed" or (attempt and attempt.requeue_reason):
         return []
     killed = killed_lines(attempt) if attempt else []
-    started = container_failure(run.folder, attempt) if attempt else []
-    return started or [*killed, *failed_log_lines(run.folder, attempt, LOG_LINES)]
+    start_failure = container_failure(run.folder, attempt) if attempt else []
+    return start_failure or [*killed, *failed_log_lines(run.folder, attempt, LOG_LINES)]

@@ -1,4 +1,4 @@
-"""Scores of an evaluation for the terminal."""
+"""Format the scores of an evaluation for the terminal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def lines(scores: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(name: str, task: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield the rows of a task: its own metric first, then the others. What is of the task is only in the first row."""
+    """Yield the rows of a task: its own metric first, then the others. Only the first row has the task's name and counts."""
     metrics = dict(task["metrics"])
     main = {task["metric"]: metrics.pop(task["metric"])} if task.get("metric") in metrics else {}
     about = (f"{task['questions']:,}", f"{task['samples']:,}", _share(task.get("truncated")), _share(task.get("unparsed")))

@@ -59,13 +59,13 @@ def of_attempt(attempt: AttemptFolder) -> list[Stage]:
     startup = attempt.startup
     if startup is None:
         return [Stage("starting the processes", attempt.started, None)]
-    here = f"{startup['here']} of {startup['world']} ranks"
+    joined = f"{startup['here']} of {startup['world']} ranks"
     realms = {name: [Stage(*row) for row in rows] for name, rows in startup["realms"].items()}
     stages = [Stage("starting the processes", attempt.started, startup["began"])]
-    for name, began, ended in startup["stages"]:
+    for name, began, end in startup["stages"]:
         parts = realms if name == "set up" else {}
-        about = here if name == "join the world" and ended is None else ""
-        stages.append(Stage(NAMES.get(name, name), began, ended, parts, about))
+        about = joined if name == "join the world" and end is None else ""
+        stages.append(Stage(NAMES.get(name, name), began, end, parts, about))
     return stages
 
 
@@ -75,7 +75,9 @@ def now(stages: list[Stage]) -> str:
     if latest is None or latest.ended is not None:
         return ""
     doing = {realm: rows[-1].name for realm, rows in latest.parts.items() if rows and rows[-1].name != "wait"}
-    return latest.name + _in_parentheses(f"{realm}: {what}" for realm, what in doing.items()) + _in_parentheses([latest.about])
+    return (
+        latest.name + _in_parentheses(f"{realm}: {stage}" for realm, stage in doing.items()) + _in_parentheses([latest.about])
+    )
 
 
 def text(stages: list[Stage], until: float | None = None) -> str:

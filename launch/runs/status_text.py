@@ -24,8 +24,8 @@ HEADER = ("state", "step", "each", "left", "restarts", "written", "last value", 
 
 
 def text(summary: dict[str, Any]) -> str:
-    """Return everything about a run as lines. summary: from `run_summary.whole`."""
-    return "\n".join(map(plain, [heading(summary), *(f"{label:{LABEL}s}{text}" for label, text in whole(summary))]))
+    """Return all facts about a run as lines. summary: from `run_summary.full`."""
+    return "\n".join(map(plain, [heading(summary), *(f"{label:{LABEL}s}{text}" for label, text in rows(summary))]))
 
 
 def as_json(value: Any) -> str:
@@ -72,8 +72,8 @@ def row(run: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _shorter(folder: str) -> str:
-    here = f"{Path.cwd()}/"
-    return folder.removeprefix(here)
+    working_folder = f"{Path.cwd()}/"
+    return folder.removeprefix(working_folder)
 
 
 # ---- one run ------------------------------------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ def heading(run: dict[str, Any]) -> str:
     return f"{run['name']} ({run['algorithm']}) in {run['folder']}"
 
 
-def whole(run: dict[str, Any]) -> Iterator[Row]:
-    """Yield (label, text) of everything about a run. run: a summary from `run_summary.whole`."""
+def rows(run: dict[str, Any]) -> Iterator[Row]:
+    """Yield (label, text) for all facts about a run. run: a summary from `run_summary.full`."""
     yield _row_of("state", run["state"], run["why"], "the ranks are starting" if run["starting"] and not run["answers"] else "")
     if run["job"]:
         yield _row_of("job", run["job"])
@@ -101,7 +101,9 @@ def whole(run: dict[str, Any]) -> Iterator[Row]:
         yield f"{key:16s}", f"{values[-1]:<10.4g} {sparkline(values)}  {_trend(values)}".rstrip()
     if run["phases"]:
         total = sum(run["phases"].values())
-        parts = [f"{phase} {seconds(taken)} ({taken / total:.0%})" for phase, taken in run["phases"].items()]
+        parts = [
+            f"{phase} {seconds(phase_seconds)} ({phase_seconds / total:.0%})" for phase, phase_seconds in run["phases"].items()
+        ]
         rate = f"{run['tokens_per_s']:,.0f} tokens/s" if run["tokens_per_s"] else ""
         yield _row_of("phases", ", ".join(parts), rate)
     if run["idle"]:
@@ -131,24 +133,26 @@ def _row_of(label: str, *texts: str) -> Row:
 def _time(run: dict[str, Any]) -> Iterator[Row]:
     ends, saves = run["ends_by"], run["saves_by"]
     pace = f"{seconds(run['seconds_per_step'])} from step to step" if run["seconds_per_step"] else ""
-    left = f"{duration(run['seconds_left'])} left" if run["seconds_left"] is not None else ""
+    left_text = f"{duration(run['seconds_left'])} left" if run["seconds_left"] is not None else ""
     limit = f"time limit in {until(ends)}, at {clock(ends)}" if ends else ""
     by = f"must save by {clock(saves)}" if saves else ""
-    if texts := [text for text in (pace, left, limit, by) if text]:
+    if texts := [text for text in (pace, left_text, limit, by) if text]:
         yield _row_of("time", *texts)
 
 
 def _changes(run: dict[str, Any]) -> Iterator[Row]:
     """Yield the changes of keys that the run has made, and the requested changes that it has not made yet."""
-    done = [
+    finished = [
         (
             f"after step {change['step']}: {change['key']} {shown(change['old'])} -> {shown(change['new'])}",
             f"by {change['user']}",
         )
         for change in run["changes"]
     ]
-    asked = [(f"asked: {key} -> {shown(value)}",) for change in run["asked_changes"] for key, value in change["values"].items()]
-    for i, texts in enumerate([*done, *asked]):
+    requested = [
+        (f"asked: {key} -> {shown(value)}",) for change in run["asked_changes"] for key, value in change["values"].items()
+    ]
+    for i, texts in enumerate([*finished, *requested]):
         yield _row_of("changes" if i == 0 else "", *texts)
 
 
@@ -175,8 +179,8 @@ def _evaluation(suite: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
     for label, steps in (("evaluated", list(scores)), ("begun", suite["begun"]), ("pending", suite["pending"])):
         if steps:
             yield f"{label}: {', '.join(map(str, sorted(steps)))}"
-    for step, why in suite["failed"].items():
-        yield f"step {step} failed: {why}"
+    for step, reason in suite["failed"].items():
+        yield f"step {step} failed: {reason}"
     if suite["asked"] and not suite["followed"] and (suite["pending"] or run["state"] in ("running", "waiting")):
         yield f"no process evaluates new checkpoints. Start it: python launch/evaluate.py run={run['folder']} step=follow"
 
@@ -196,8 +200,8 @@ def _starts(attempts: list[dict[str, Any]], goes_on: bool) -> Iterator[Row]:
         yield _row_of(
             "starts" if i == 0 else "", f"{i + 1}: {clock(attempt['started'])}, {duration(attempt['lasted'])}", verdict
         )
-        for node, why in attempt["bad_nodes"].items():
-            yield _row_of("", f"   bad node {node}: {why}")
+        for node, reason in attempt["bad_nodes"].items():
+            yield _row_of("", f"   bad node {node}: {reason}")
         if attempt["failure"] and not latest:  # the latest failure is shown in full
             yield _row_of("", f"   rank {attempt['failure']['rank']}: {run_files.last_line(attempt['failure'])}")
 
@@ -207,21 +211,21 @@ def _starts(attempts: list[dict[str, Any]], goes_on: bool) -> Iterator[Row]:
 
 def sparkline(values: list[float]) -> str:
     """Return a bar for each value, scaled from the minimum to the maximum; a space for NaN."""
-    known = [value for value in values if value == value]
-    if len(known) < 2:
+    numbers = [value for value in values if value == value]
+    if len(numbers) < 2:
         return ""
-    low, high = min(known), max(known)
+    low, high = min(numbers), max(numbers)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] if value == value else " " for value in values)
 
 
 def _trend(values: list[float]) -> str:
     """Return the mean of the later half of the values, and how much it differs from the mean of the earlier half."""
-    known = [value for value in values if value == value]
-    half = len(known) // 2
+    numbers = [value for value in values if value == value]
+    half = len(numbers) // 2
     if half < 2:
         return ""
-    before, now = sum(known[:half]) / half, sum(known[-half:]) / half
+    before, now = sum(numbers[:half]) / half, sum(numbers[-half:]) / half
     return f"mean {now:.4g}, {now - before:+.3g} over {half} steps"
 
 

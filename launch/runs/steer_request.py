@@ -43,17 +43,17 @@ def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
             Problem("key=value", "missing-value", "expected a key to change. Try policy.optimizer.kwargs.lr=1e-6")
         )
     run = RunFolder.at(run_dir)
-    started = read_recipe(run_dir)
-    if not trains(started) or only_evaluates(started):
+    original = read_recipe(run_dir)
+    if not trains(original) or only_evaluates(original):
         message = f"{run_dir} is an evaluation, which has no steps; expected a run that trains"
         raise RecipeError(Problem("run", "not-running", message))
     _refuse_ended(run, run_state.state(run))
-    now = copy.deepcopy(started)
+    now = copy.deepcopy(original)
     live_keys.put(now, run.changed_values)
     for earlier in run_changes.pending(run):
         live_keys.put(now, earlier["values"])
     overridden = list(config_tree.parse_overrides(overrides))
-    changes = live_keys.steered(started, now, overridden)
+    changes = live_keys.steered(original, now, overridden)
     values = {change.key: change.new for change in changes}
     refuse(_of_torch(now, values))
     refuse(_of_validations(run, changes))
@@ -69,16 +69,16 @@ def _refuse_ended(run: RunFolder, state: RunState) -> None:
     if state.name == "unknown":
         message = f"whether {run.folder} goes on is unknown: {state.why}"
         raise RecipeError(Problem("run", "unreachable", message))
-    why = f" ({state.why})" if state.why else ""
-    message = f"{run.folder} is {state.name}{why}; expected a run that goes on. Try to submit it again with the values"
+    reason = f" ({state.why})" if state.why else ""
+    message = f"{run.folder} is {state.name}{reason}; expected a run that goes on. Try to submit it again with the values"
     raise RecipeError(Problem("run", "not-running", message))
 
 
 def _of_torch(recipe: Recipe, values: dict[str, Any]) -> list[Problem]:
     """Return the problems of the arguments of optimizers and schedules, as before a submission."""
-    then = copy.deepcopy(recipe)
-    live_keys.put(then, values)
-    return [problem for problem in libraries.problems(then) if any(problem.key.startswith(key) for key in values)]
+    changed_recipe = copy.deepcopy(recipe)
+    live_keys.put(changed_recipe, values)
+    return [problem for problem in libraries.problems(changed_recipe) if any(problem.key.startswith(key) for key in values)]
 
 
 def _of_validations(run: RunFolder, changes: Sequence[Change]) -> list[Problem]:
@@ -86,9 +86,9 @@ def _of_validations(run: RunFolder, changes: Sequence[Change]) -> list[Problem]:
     for change in changes:
         if not change.key.endswith(".stop_at_validation_metric") or change.new is None:
             continue
-        known = [name for name in run.metrics().columns if name.startswith("val/")]
-        if change.new.replace(":", "/", 1) not in known:
-            expected = f"expected one of {', '.join(known)}" if known else "the run has not validated yet. Try again later"
+        metrics = [name for name in run.metrics().columns if name.startswith("val/")]
+        if change.new.replace(":", "/", 1) not in metrics:
+            expected = f"expected one of {', '.join(metrics)}" if metrics else "the run has not validated yet. Try again later"
             return [Problem(change.key, "not-a-choice", f"got {change.new}; {expected}")]
     return []
 
@@ -99,12 +99,12 @@ def wait(run_dir: Path, request: ChangeRequest, timeout_s: float | None = TIMEOU
     Raises RecipeError if the run refuses it or ends before, in which case nothing has changed and the request is withdrawn;
     NotAnswered after `timeout_s` (None: without a limit): the request stays.
     """
-    begun = asked = time.monotonic()
+    began_at = asked_at = time.monotonic()
     while True:
         if answer := _answer_to(run_dir, request):
             return answer
-        if time.monotonic() - asked >= STATE_S:
-            asked = time.monotonic()
+        if time.monotonic() - asked_at >= STATE_S:
+            asked_at = time.monotonic()
             run = RunFolder.at(run_dir)
             state = run_state.state(run)
             if state.name not in (*LIVE_STATES, "unknown"):
@@ -112,7 +112,7 @@ def wait(run_dir: Path, request: ChangeRequest, timeout_s: float | None = TIMEOU
                     return answer
                 steer_files.path_of(run_dir, request.number).unlink(missing_ok=True)
                 _refuse_ended(run, state)
-        if timeout_s is not None and time.monotonic() - begun >= timeout_s:
+        if timeout_s is not None and time.monotonic() - began_at >= timeout_s:
             path = steer_files.path_of(run_dir, request.number)
             raise NotAnswered(
                 f"{run_dir} has not answered change {request.number} within {timeout_s:g} s (timeout): it does so at the end of"

@@ -1,4 +1,4 @@
-"""The recipe of an evaluation: a suite, the keys of what is evaluated, and the command line's, each over the one before."""
+"""Merge the recipe of an evaluation from a suite, the keys of its model and the command line's; the later take precedence."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _unknown_tasks(
         parts[2] for override in overrides if (parts := override.partition("=")[0].split("."))[:2] == TASKS and len(parts) > 3
     }
     files = functools.reduce(config_tree.merge, [*config_tree.load_layers(path), *layers], config_tree.ConfigMapping())
-    known = files.find(".".join(TASKS))
-    names = list(known.children) if isinstance(known, config_tree.ConfigMapping) else []
+    section = files.find(".".join(TASKS))
+    names = list(section.children) if isinstance(section, config_tree.ConfigMapping) else []
     problems = []
     for name in sorted(named.difference(names)):
         key = ".".join([*TASKS, name])

@@ -16,8 +16,8 @@ from pipeline.config import Problem, RecipeError
 NAME = "checkpoint"
 
 
-def place(folder: Path) -> Path:
-    """Return where the checkpoint of an evaluation's folder is kept."""
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder in which an evaluation keeps its checkpoint."""
     return folder / NAME
 
 
@@ -31,7 +31,7 @@ def keep(source: Path, folder: Path) -> Path:
 
     Raises RecipeError if the run removes the checkpoint meanwhile, or if the file system has no hard links.
     """
-    target = place(folder)
+    target = checkpoint_folder(folder)
     if target == source or checkpoint.read(target):
         return target
     partial = folder / f".{NAME}.{os.getpid()}.partial"
@@ -61,5 +61,5 @@ def keep(source: Path, folder: Path) -> Path:
 
 def release(folder: Path) -> None:
     """Remove the links in an evaluation's folder, and the links of a `keep` that was killed."""
-    for path in (place(folder), *folder.glob(f".{NAME}.*.partial")):
+    for path in (checkpoint_folder(folder), *folder.glob(f".{NAME}.*.partial")):
         shutil.rmtree(path, ignore_errors=True)

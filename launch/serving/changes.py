@@ -212,4 +212,4 @@ def evaluate(request: Request, run_id: str, body: EvaluationBody) -> EvaluationA
 
 def _changed(request: Request, run_id: str) -> dict[str, Any]:
     runs(request).forget(run_id)
-    return runs(request).whole(run_id)
+    return runs(request).full(run_id)

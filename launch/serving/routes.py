@@ -54,7 +54,7 @@ def list_runs(
 @reading.get("/runs/{run_id}")
 def run_status(request: Request, run_id: str) -> dict[str, Any]:
     """Return the state of a run, as `python launch/status.py RUN_DIR json=true` prints it."""
-    return runs(request).whole(run_id)
+    return runs(request).full(run_id)
 
 
 @reading.get("/runs/{run_id}/metrics")
@@ -96,7 +96,7 @@ def checkpoints(request: Request, run_id: str) -> list[CheckpointAnswer]:
 @reading.get("/runs/{run_id}/evaluations")
 def evaluations(request: Request, run_id: str) -> list[dict[str, Any]]:
     """Return what is known of each suite's evaluations of a run, with the scores by step."""
-    return runs(request).whole(run_id).get("evaluations", [])
+    return runs(request).full(run_id).get("evaluations", [])
 
 
 @reading.get("/runs/{run_id}/exports")

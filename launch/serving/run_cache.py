@@ -103,9 +103,9 @@ class RunCache:
                 found.append(self.line(run_id))
         return sorted(found, key=lambda line: -line.get("last_written", 0.0))
 
-    def whole(self, run_id: str) -> dict[str, Any]:
+    def full(self, run_id: str) -> dict[str, Any]:
         """Return the whole summary of a run."""
-        return self._summary(run_id, "whole", run_summary.whole)
+        return self._summary(run_id, "full", run_summary.full)
 
     def report(self, run_id: str) -> str:
         """Return the report of a run as HTML, which loads plotly.min.js beside its address. Raises RecipeError."""

@@ -60,9 +60,9 @@ class Sweeps:
 
     def lines(self) -> list[SweepLine]:
         """Return the states of all sweeps, by id."""
-        return [SweepLine(**self.whole(each).model_dump(include={*SweepLine.model_fields})) for each in self.ids()]
+        return [SweepLine(**self.full(each).model_dump(include={*SweepLine.model_fields})) for each in self.ids()]
 
-    def whole(self, sweep_id: str) -> SweepAnswer:
+    def full(self, sweep_id: str) -> SweepAnswer:
         """Return the state of a sweep, at most `cache_s` old; `unknown` if a file of it or its jobs cannot be read."""
         run = self.get(sweep_id)
         known: dict[str, Any] = {"id": sweep_id, "owner": self._runs.owner(sweep_id)}
@@ -135,7 +135,7 @@ def _refuse_files(suite: Suite) -> None:
 @sweeps.get("/sweeps/{sweep_id}")
 def sweep_status(request: Request, sweep_id: str) -> SweepAnswer:
     """Return the state of a sweep or a search, of its jobs, and its verdict."""
-    return sweeps_of(request).whole(sweep_id)
+    return sweeps_of(request).full(sweep_id)
 
 
 @sweeps.get("/sweeps/{sweep_id}/report", response_class=FileResponse)
@@ -175,4 +175,4 @@ def cancel(request: Request, sweep_id: str) -> SweepAnswer:
     request.app.state.users.check_owner(user, runs(request).owner(sweep_id))
     run.cancel()
     runs(request).forget(sweep_id)
-    return sweeps_of(request).whole(sweep_id)
+    return sweeps_of(request).full(sweep_id)

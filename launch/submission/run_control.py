@@ -90,7 +90,7 @@ def start(
     assert prepared.choice is not None or not config.trains(recipe), "only a dry run has no backend"
     run_dir = Path(recipe.run_dir).absolute()
     name = prepared.executor.name
-    with refusals(run_dir, recipe.cluster.audit), run_setup.locked(run_dir, tell):
+    with refusals(run_dir, recipe.cluster.audit), run_setup.lock_run(run_dir, tell):
         if name == "allocation":
             runner = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
             name = runner.kind

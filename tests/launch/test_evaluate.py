@@ -90,7 +90,7 @@ def test_an_evaluation_takes_policy_cluster_and_checkpoint_of_its_run(run):
     assert recipe.cluster.generate.ranks_per_node == 3 and recipe.cluster.generate.nodes == 2  # the command line wins
     assert recipe.cluster.time_min == 7 and recipe.cluster.executor == "local"
     assert recipe.evaluate.step == 100 and recipe.evaluate.run == str(run)
-    assert recipe.evaluate.checkpoint == str(waiting_checkpoints.place(Path(recipe.run_dir)))
+    assert recipe.evaluate.checkpoint == str(waiting_checkpoints.checkpoint_folder(Path(recipe.run_dir)))
 
 
 def test_an_offline_run_gives_its_train_components_shape(tmp_path):
@@ -392,7 +392,7 @@ def test_a_complete_evaluation_is_said_to_be_complete(run, capsys):
     config.write(suites.inspect("tiny", source, ()).recipe, folder / "recipe.yaml")
     waiting_checkpoints.keep(run / "checkpoints/step_000050", folder)  # as detach=true leaves it
     assert evaluate.main([f"run={run}", "suite=tiny", "step=50"]) == 0
-    assert not waiting_checkpoints.place(folder).exists()
+    assert not waiting_checkpoints.checkpoint_folder(folder).exists()
     out = capsys.readouterr().out
     assert f"{folder} is complete" in out and "accuracy  0.500" in out
     assert "holds another recipe" in printed_problems(capsys, f"run={run}", "suite=tiny", "step=50", "evaluate.seed=9")

@@ -253,7 +253,7 @@ class Submission(Writer):
         self._write("first")
 
     def _write(self, job_id):
-        with run_setup.locked(self.folder):
+        with run_setup.lock_run(self.folder):
             run_setup.prepare(self.recipe, self.folder, self.script)
             run_setup.append_manifest(self.folder, "local", job_id, ["submit.py"])
 

@@ -12,7 +12,7 @@ from launch.executors.components import components
 from launch.executors.executor import ROOT
 from launch.executors.record import JobRecord, write_record
 from launch.runs import run_setup
-from launch.runs.run_setup import locked
+from launch.runs.run_setup import lock_run
 from launch.submission import run_control
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline import config
@@ -200,9 +200,9 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_submission(load, 
 
 
 def test_a_folder_is_locked_during_submission(tmp_path):
-    with run_setup.locked(tmp_path), refused(("run_dir", "in-use")), run_setup.locked(tmp_path):  # a lock is its opener's
+    with run_setup.lock_run(tmp_path), refused(("run_dir", "in-use")), run_setup.lock_run(tmp_path):  # a lock is its opener's
         pass
-    with run_setup.locked(tmp_path):
+    with run_setup.lock_run(tmp_path):
         pass
 
 
@@ -212,7 +212,7 @@ def test_a_folder_is_locked_during_submission(tmp_path):
 def test_a_job_that_cannot_be_queried_is_refused(tmp_path, monkeypatch, record):
     monkeypatch.setenv("PATH", str(tmp_path))
     write_record(tmp_path, record)
-    with refused(("run_dir", "unreachable")), run_setup.locked(tmp_path):
+    with refused(("run_dir", "unreachable")), run_setup.lock_run(tmp_path):
         pass
 
 
@@ -228,16 +228,16 @@ def test_a_slurm_job_of_another_cluster_cannot_be_queried(tmp_path, monkeypatch)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_record(run_dir, JobRecord("slurm", "17", "login", cluster="a"))
-    with refused(("run_dir", "unreachable")), locked(run_dir):
+    with refused(("run_dir", "unreachable")), lock_run(run_dir):
         pass
     for here in ("b", None):  # None: of an older version
         write_record(run_dir, JobRecord("slurm", "17", "login", cluster=here))
-        with locked(run_dir):
+        with lock_run(run_dir):
             pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-@pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
+@pytest.mark.parametrize("hold", [lock_run, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
 def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, hold, number):
     def flock(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))

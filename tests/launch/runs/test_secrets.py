@@ -12,7 +12,7 @@ import pytest
 from launch import submit
 from launch.executors import executor
 from launch.runs import run_setup
-from launch.runs.run_setup import locked
+from launch.runs.run_setup import lock_run
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline import config
 from pipeline.config import RecipeError
@@ -76,7 +76,7 @@ def test_no_file_of_a_submission_has_a_secret(load, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", HF)
     recipe = load()
     run_dir = executor.Path(recipe.run_dir)
-    with locked(run_dir):
+    with lock_run(run_dir):
         run_setup.prepare(recipe, run_dir, "#!/bin/bash\n")
         run_setup.append_manifest(run_dir, "local", "1", ["submit.py", f"x={HF}"])
     files = [path for path in run_dir.rglob("*") if path.is_file()]
@@ -110,7 +110,7 @@ def test_a_run_folder_is_private_to_its_owner(tmp_path):
     run_dir = tmp_path / "runs/a"
     before = os.umask(0o002)
     try:
-        with locked(run_dir):
+        with lock_run(run_dir):
             (run_dir / "file").write_text("")
     finally:
         os.umask(before)
@@ -118,7 +118,7 @@ def test_a_run_folder_is_private_to_its_owner(tmp_path):
     assert mode(tmp_path / "runs") == 0o775 and mode(run_dir / "file") == 0o644
     secret = (run_dir / ".secret").read_text()
     assert len(bytes.fromhex(secret)) == 32
-    with locked(run_dir):
+    with lock_run(run_dir):
         assert (run_dir / ".secret").read_text() == secret
 
 
@@ -126,16 +126,16 @@ def test_the_owner_may_allow_others_to_read_but_not_to_write(tmp_path, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(0o770)
-    with locked(run_dir):
+    with lock_run(run_dir):
         assert mode(run_dir) == 0o750
     assert f"# {run_dir}: its mode was 0770; others may no longer write there" in capsys.readouterr().out
 
 
 def test_a_secret_readable_by_others_is_replaced(tmp_path):
-    with locked(tmp_path):
+    with lock_run(tmp_path):
         known = (tmp_path / ".secret").read_text()
     (tmp_path / ".secret").chmod(0o644)
-    with locked(tmp_path):
+    with lock_run(tmp_path):
         assert (tmp_path / ".secret").read_text() != known
     assert mode(tmp_path / ".secret") == 0o600
 
@@ -143,7 +143,7 @@ def test_a_secret_readable_by_others_is_replaced(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_another_users_folder_is_refused(tmp_path):
     os.chown(tmp_path, 65534, -1)
-    with refused(("run_dir", "permission-denied")), locked(tmp_path):
+    with refused(("run_dir", "permission-denied")), lock_run(tmp_path):
         pass
 
 
@@ -196,7 +196,7 @@ def refuse_lock(hold, folder, code="permission-denied"):
     assert {problem.code for problem in error.value.problems} == {code}
 
 
-@pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
+@pytest.mark.parametrize("hold", [lock_run, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
 def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, hold):
     """The link's target is not truncated."""
     folder, precious = tmp_path / "run", tmp_path / "precious"
@@ -215,7 +215,7 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, hold):
 
 
 @as_root
-@pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
+@pytest.mark.parametrize("hold", [lock_run, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
 def test_another_users_lock_is_refused(tmp_path, hold):
     (tmp_path / ".lock").touch()
     os.chown(tmp_path / ".lock", NOBODY, -1)
@@ -235,7 +235,7 @@ def test_another_users_files_in_the_folder_are_refused(tmp_path, name, kind):
     else:
         (run_dir / name).mkdir()
     os.chown(run_dir / name, NOBODY, -1, follow_symlinks=False)
-    refuse_lock(locked, run_dir)
+    refuse_lock(lock_run, run_dir)
 
 
 @as_root
@@ -243,10 +243,10 @@ def test_a_run_folder_behind_another_users_link_is_refused_and_behind_ones_own_i
     (tmp_path / "mine").mkdir()
     link = tmp_path / "run"
     link.symlink_to(tmp_path / "mine")
-    with locked(link):
+    with lock_run(link):
         pass
     os.chown(link, NOBODY, -1, follow_symlinks=False)
-    refuse_lock(locked, link)
+    refuse_lock(lock_run, link)
 
 
 def test_a_secret_behind_a_link_is_refused(tmp_path):

@@ -48,7 +48,7 @@ def test_all_runs_with_their_owners(client):
 
 def test_a_status_is_that_of_the_command(client, root):
     run = RunFolder.at(root / "sam/first")
-    expected = plain_values(run_summary.whole(run, run_state.state(run)))
+    expected = plain_values(run_summary.full(run, run_state.state(run)))
     assert client.get("/api/v1/runs/sam~first").json() == json.loads(json.dumps(expected)) | {"id": "sam~first", "owner": "sam"}
 
 
