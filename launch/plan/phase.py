@@ -23,11 +23,6 @@ class Phase:
         """Return the seconds of all parts."""
         return sum(self.parts.values())
 
-    @property
-    def bound(self) -> str:
-        """Return the part that takes the most time; "" without parts."""
-        return max(self.parts, key=self.parts.__getitem__) if self.parts else ""
-
 
 def seconds_by_clock(phases: Sequence[Phase]) -> dict[str, float]:
     """Return clock -> seconds, in the order of CLOCKS, without clocks that have no phase."""

@@ -31,17 +31,12 @@ class TensorBoardWriter:
         self._path: Path | None = None
         self._size = 0
 
-    @property
-    def last_step(self) -> int:
-        """The last step that has events; -1 if none."""
-        return self._shown
-
     def show_from(self, step: int) -> None:
         """Accept further values of this step, which may have events already."""
         self._shown = min(self._shown, step - 1)
 
     def show(self, lines: list[dict[str, Any]]) -> None:
-        """Write the lines after `last_step`, in order of steps. Raises OSError; the caller may then repeat the call."""
+        """Write the lines of steps that have no events yet, in order. Raises OSError; the caller may then repeat the call."""
         path = self._path or self._begin()
         events = [
             Event(

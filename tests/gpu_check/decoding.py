@@ -11,6 +11,7 @@ import torch
 from launch.recipes.model_files import read_json
 from pipeline import generate
 from pipeline.config import RECIPES
+from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.types import Request, Sampling
 from tests.gpu_check.measurement import Measurement, Place
 from tests.gpu_check.sizes import SIZES, case
@@ -61,7 +62,7 @@ def _requests(load: Load, vocabulary: int, answer: int) -> list[Request]:
     return [Request(f"{answer}/{i}", prompt, i, settings) for i, prompt in enumerate(prompts)]
 
 
-def _drain(engine: generate.base.GenerateBackend, requests: list[Request]) -> int:
+def _drain(engine: GenerateBackend, requests: list[Request]) -> int:
     """Return the number of drawn tokens."""
     engine.add(requests)
     drawn = 0

@@ -80,9 +80,3 @@ def data_group() -> dist.ProcessGroup:
 def _existing(group: Any) -> dist.ProcessGroup:
     assert group is not None  # after `initialize`
     return group
-
-
-def layout_sizes() -> list[int]:
-    """Return the sizes of tensor, pipeline, context and expert parallelism."""
-    kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
-    return [getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in kinds]
