@@ -40,7 +40,7 @@ class LineageRequest:
         if (self.path is None) == (self.made_from is None):
             yield Problem("path", "missing-value", "expected a PATH, or made_from=FILE_OR_FOLDER, and not both")
         if self.draw and self.path is None:
-            yield Problem("draw", "contradiction", "got made_from=; expected the PATH whose lineage to draw")
+            yield Problem("draw", "contradiction", "got draw= without PATH; expected a PATH, whose lineage it draws")
 
 
 def main(arguments: list[str]) -> int:

@@ -42,7 +42,7 @@ class LineageView:
         return self._beyond(down=True)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Write a picture of all of it, an .svg or a page, .html, and return its path. Raises RecipeError for another name."""
+        """Draw the lineage into an .svg or .html file, and return its path. Raises RecipeError for another suffix."""
         file = Path(path).absolute()
         lineage_drawing.write(self.graph, list(self.nodes), file)
         return file

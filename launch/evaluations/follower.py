@@ -134,7 +134,7 @@ class CheckpointFollower:
                     self.due[step] = one
 
     def is_due(self, recipe: Recipe, step: int) -> bool:
-        """Return whether a step's checkpoint is one of every `period`."""
+        """Return whether a step is a multiple of save_period times the request's `period` (default 1)."""
         every = recipe.checkpointing.save_period * (self.request.period or 1)
         return step % every == 0
 

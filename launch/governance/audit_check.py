@@ -260,7 +260,7 @@ def _receipts(folder: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
 
 
 def _elsewhere(entries: list[dict[str, Any]], seen: set[Path], notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) of the runs and registries that a log names, without the files that were seen."""
+    """Yield (file, receipt) from the files of runs, exports and registries that a log names; skip files in `seen`."""
     for action, subject in sorted({(entry["action"], Path(entry["subject"])) for entry in entries}):
         if action in ("add", "promote") and subject not in seen:
             yield from _of_file(subject, notes)

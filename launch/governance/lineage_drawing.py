@@ -25,7 +25,7 @@ COLOURS = {
 
 
 def write(found: Lineage, begin: list[LineageNode], path: Path) -> None:
-    """Write the picture to a .svg, or to a page that has it, .html. Raises RecipeError for another name or a missing folder."""
+    """Write the picture as an .svg, or within an .html page. Raises RecipeError for another suffix or a missing folder."""
     if not path.parent.is_dir():
         raise RecipeError(Problem("draw", "file-not-found", f"got {path}; expected a file in a folder that exists"))
     picture = svg(found, begin)
@@ -56,7 +56,7 @@ def svg(found: Lineage, begin: list[LineageNode]) -> str:
 
 
 def _places(found: Lineage, keys: list[str]) -> dict[str, tuple[int, int]]:
-    """Return the (x, y) of each box, in pixels: a column right of all its parents'."""
+    """Return node -> (x, y) of its box, in pixels. Its column is to the right of the columns of all its parents."""
     depth: dict[str, int] = {}
 
     def of(key: str) -> int:

@@ -68,7 +68,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of a step, by clock."""
+        """Return clock -> its seconds in a step."""
         return seconds_by_clock(self.phases)
 
     @cached_property

@@ -16,7 +16,7 @@ Held = Iterable[tuple[str, Box]]
 
 
 class TableBuilder:
-    """Makes tables of boxes from names."""
+    """Builds the arrays of a LayoutTable from (tensor name, box) pairs."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors

@@ -104,7 +104,8 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
 def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
     """Yield a problem if the recipe uses images and srun lacks pyxis's options.
 
-    notes: receives imports of images that ranks wait for, and work that containers lose.
+    notes: receives image imports that delay the start, cancellations that lose the steps since the last checkpoint, and a check
+    that was not possible.
     """
     used = [f"cluster.{name}.container_image" for name, component in components(recipe).items() if component.container_image]
     if not used:

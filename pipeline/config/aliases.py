@@ -171,10 +171,10 @@ NOT_HERE = (
 def hint(
     key: str, algorithm: str | None, rank: Callable[[str], int], unread: Callable[[str], str | None] = lambda key: None
 ) -> str | None:
-    """Return what to give in place of `key`, which the schema does not have; None if no library here has it.
+    """Return a hint for `key`, which the schema lacks; None if it is no known key of another library.
 
-    algorithm: the recipe's, None if unknown. rank: the rank of one of our keys as a suggestion, lowest first. unread: why the
-    recipe does not read one of our keys, None if it does.
+    algorithm: of the recipe; None if unknown. rank: a function from one of our keys to its rank as a suggestion, lowest first.
+    unread: a function from one of our keys to the reason why the recipe does not read it; None if it does.
     """
     key = key.lower().replace("-", "_")
     if keys := equivalents(key, algorithm, rank):

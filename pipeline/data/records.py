@@ -141,7 +141,7 @@ class RecordReader:
         return float(value)
 
     def complete_messages(self, messages: list[Message]) -> list[Message]:
-        """Return messages with the recipe's system prompt, unless they have one, and the first user's turn in `prompt_text`."""
+        """Return messages with the system prompt, unless they begin with one, and `prompt_text` around the first user turn."""
         messages = messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:

@@ -210,7 +210,7 @@ class AssistantTurns:
         return text.rpartition(mark)[2] if mark in text else None
 
     def _mark_of(self, i: int | str) -> str:
-        """Return the mark of message i. i: also an expression for its number."""
+        """Return the mark of message i. i may also be a regular expression for its number."""
         return f"{self._mark}x{i}x"
 
     def _mark_message(self, message: Message, i: int) -> Message:

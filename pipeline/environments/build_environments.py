@@ -72,8 +72,8 @@ def _load(key: str, path: str) -> object:
 def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str) -> Environment:
     """Return an environment that judges for the environment at `key`. It shares its workers and connections with nobody.
 
-    The other environment waits for it within a step. So it gets at most that environment's time and, if it sets no number, as
-    many workers. A user's class chooses its own number of workers.
+    The environment at `key` waits for its judge within a step, so the judge's timeout_s is at most that environment's. A judge
+    without `workers` gets those of the environment at `key`, or else JUDGE_WORKERS. A user's class chooses its own number.
     """
     if judge not in configs:
         message = f"got '{judge}'; expected one of: {', '.join(configs)}"

@@ -37,6 +37,7 @@ def check_likelihoods(requests: Sequence[LikelihoodRequest], max_model_len: int,
     for request in requests:
         length = len(request.tokens)
         if not 1 <= request.first < length:
-            raise ValueError(f"request {request.id}: got first {request.first} of {length} tokens; expected 1 to {length - 1}")
+            got = f"got first={request.first} with {length} tokens"
+            raise ValueError(f"request {request.id}: {got}; expected 1 to {length - 1}")
         if length > max_model_len:
             raise ValueError(f"request {request.id}: got {length} tokens; expected at most max_model_len {max_model_len}")

@@ -234,7 +234,7 @@ def _process(layer: torch.nn.Module, written: frozenset[str], module: str) -> No
 
 
 def _zero_holes(name: str, tensor: torch.Tensor, described: ModuleUnit) -> None:
-    """Zero the entries that neither a region nor a fill covers. The others may serve as a base and keep their values."""
+    """Zero the entries that no region or fill covers. The others keep their values: a delta refit may have its base there."""
     holes = torch.ones_like(tensor, dtype=torch.bool)
     for region in described.unit.regions:
         if region.tensor == name:

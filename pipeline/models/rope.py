@@ -199,7 +199,7 @@ def _by_layers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def problems(key: str, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what transformers would not compute in the RoPE of a config.json. key: of the recipe that gives it."""
+    """Yield RoPE settings of a config.json that transformers would not compute. key: the recipe's key of the model."""
     for name in (SCALING, PARAMETERS):
         if not isinstance(config.get(name), Mapping | None):
             yield Problem(key, "wrong-type", f"got {name}={config[name]!r}; expected a mapping or null")

@@ -177,7 +177,7 @@ class Wire:
             self._error = error
 
     def measure(self, link: Link) -> None:
-        """Run the opener's part."""
+        """Measure the clock offset and the speed to the peer, which runs `answer`, and write them into `link`."""
         ahead_s, error_s = self._compare_clocks()
         self._round_trip(1)  # with the first message NCCL makes a communicator, which takes seconds
         seconds = self._round_trip(PROBE_BYTES)

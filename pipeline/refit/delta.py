@@ -242,8 +242,8 @@ class DeltaEncoding(Encoding):
             refit, base, *codes = header.tolist()
             if refit != self._bases.refit or base not in (0, self._base):
                 raise RefitError(
-                    f"delta: rank {message.peer} sends what changed in refit {refit} since refit {base}, but this is refit"
-                    f" {self._bases.refit} here and the base is {self._base or 'lost'}: a refit before this one has failed"
+                    f"delta: rank {message.peer} is at refit {refit} with base {base or 'none'}, this rank at refit"
+                    f" {self._bases.refit} with base {self._base or 'none'}: an earlier refit has failed"
                 )
             room, at = self._receives.room(message, round), 0
             for item, code in zip(message.items, codes, strict=True):

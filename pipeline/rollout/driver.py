@@ -109,7 +109,7 @@ class EpisodeDriver:
         self._draining = self.paused = False
 
     def snapshot(self) -> list[UnfinishedGroup]:
-        """Return the state of each group that has not ended, in the order of the works."""
+        """Return the state of each unfinished group, in the order in which their `RolloutWork`s began."""
         progress = self._engine.progress()
         unfinished: dict[tuple[int, int], UnfinishedGroup] = {}
         for number, open_work in self._works.items():

@@ -78,7 +78,8 @@ def file_system_view(readable: tuple[str, ...] = (), libraries: Sequence[str] = 
         real_path = os.path.realpath(os.path.expanduser(secret))
         for path in mounted:
             if _is_in(real_path, os.path.realpath(path)):
-                raise SandboxError(f"sandbox: {path} would be readable, and it contains {name}, {real_path}. Move one of them")
+                message = f"sandbox: {path} would be readable, and so would {name} in it ({real_path}). Move one of the two"
+                raise SandboxError(message)
     return FileSystemView(mounted, links, list(libraries))
 
 

@@ -103,7 +103,7 @@ def test_vllm_computes_shared_blocks_once(engine, settings, monkeypatch):
 def test_what_cannot_be_scored_is_refused(engine):
     text = np.arange(2, 10, dtype=np.int32)
     for first in (0, 8):
-        with pytest.raises(ValueError, match=f"request a: got first {first} of 8 tokens; expected 1 to 7"):
+        with pytest.raises(ValueError, match=f"request a: got first={first} with 8 tokens; expected 1 to 7"):
             engine.likelihoods([LikelihoodRequest("a", text, first)])
     with pytest.raises(ValueError, match="request b: got 257 tokens; expected at most max_model_len 256"):
         engine.likelihoods([LikelihoodRequest("b", np.resize(text, LONGEST + 1), 1)])

@@ -196,4 +196,6 @@ def test_after_a_failure_at_one_end_no_delta_is_sent_on_the_others_base(failing,
         assert outcomes == dict.fromkeys(range(4), "done")  # everything was sent in full
     else:
         assert set(outcomes) == set(GENERATE)
-        assert all("since refit 2, but" in outcome and "the base is lost" in outcome for outcome in outcomes.values()), outcomes
+        assert all("with base 2, this rank" in outcome and "with base none" in outcome for outcome in outcomes.values()), (
+            outcomes
+        )

@@ -327,7 +327,7 @@ def test_tokens_and_the_run_folder_are_hidden(name: str, tmp_path: Path, monkeyp
     assert str(tmp_path / "shown") in file_system.file_system_view((str(tmp_path / "shown"),)).mounted
     for place in (tmp_path / "shown/it", tmp_path / "link", Path("/usr/lib/it")):
         monkeypatch.setenv(name, str(place))
-        with pytest.raises(SandboxError, match=rf"would be readable, and it contains {name}, .*it\."):
+        with pytest.raises(SandboxError, match=rf"would be readable, and so would {name} in it \(.*it\)"):
             file_system.file_system_view((str(tmp_path / "shown"),))
 
 

@@ -87,6 +87,7 @@ class _RewritingLoader(importlib.machinery.SourceFileLoader):
             source = pattern.sub(replacement, source)
         for text, replacement in _IN_MODULE.get(fullname, ()):
             if text not in source:
-                raise ImportError(f"{fullname} no longer has {text!r}; pipeline/train/megatron/cpu.py was written for 0.16.1")
+                patches = "pipeline/train/megatron/cpu.py was written for Megatron-Core 0.16.1"
+                raise ImportError(f"{fullname} no longer has {text!r}; {patches}")
             source = source.replace(text, replacement)
         return compile(source, path, "exec", dont_inherit=True)

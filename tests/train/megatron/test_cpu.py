@@ -25,7 +25,7 @@ def test_a_changed_source_is_an_error(module, tmp_path):
     path.write_text(source)
     cpu._RewritingLoader(module, str(path)).get_code(module)
     path.write_text("\n".join(line for line in source.splitlines() if not MARKS[module].search(line)))
-    with pytest.raises(ImportError, match=f"{module} no longer has .* was written for 0.16.1"):
+    with pytest.raises(ImportError, match=f"{module} no longer has .* was written for Megatron-Core 0.16.1"):
         cpu._RewritingLoader(module, str(path)).get_code(module)
 
 
