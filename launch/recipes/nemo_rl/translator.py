@@ -6,6 +6,7 @@ that matches, consumes each leaf once. A leaf that nothing consumes is an unknow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,11 @@ class Translator:
 
     def unconsumed_leaves(self) -> Iterator[tuple[str, Any]]:
         """Yield (key, value) of the leaves that nothing has consumed."""
-        return ((key, value) for key, value in leaves(self.theirs) if key not in self.consumed)
+        return ((key, value) for key, value in self._leaves if key not in self.consumed)
+
+    @functools.cached_property
+    def _leaves(self) -> list[tuple[str, Any]]:
+        return list(leaves(self.theirs))
 
     # ---- the recipe in Hetstep's keys ----
 
