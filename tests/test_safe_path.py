@@ -11,7 +11,7 @@ from launch.preflight import user_imports
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.environments.math import _Reader
-from pipeline.rollout.judges import pool
+from pipeline.rollout.judges.parent_process import ParentProcess
 from pipeline.store.child_process import start
 from tests.launch.model import write_recipe
 
@@ -32,9 +32,9 @@ def test_the_reader_of_expected_answers():
 
 
 def test_the_environments_process():
-    started = pool.spawn()
-    started.connection.close()  # it then ends by itself
-    assert started.wait(60) == 0
+    process = ParentProcess.spawn()
+    process.connection.close()  # it then ends by itself
+    assert os.waitpid(process.pid, 0) == (process.pid, 0)
 
 
 def test_the_store():

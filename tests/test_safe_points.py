@@ -243,7 +243,7 @@ def test_waiting_for_rollouts_has_its_own_phase_and_is_not_part_of_a_saves_durat
         phases.append((name, time.monotonic() - begun > 0.3))
 
     steps.logger._phase = phase
-    monkeypatch.setattr(steps.deadline, "saved", saves.append)
+    monkeypatch.setattr(steps.deadline, "record_save", saves.append)
     threading.Timer(0.5, slow.may.set).start()
     steps.end(1, groups=["a group"])
     assert phases == [("write rollouts", False), ("write rollouts", True)] and slow.written

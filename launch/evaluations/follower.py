@@ -1,7 +1,8 @@
 """Evaluate the checkpoints of a live run as they are completed, oldest first, each in a job of its own.
 
-The follower ends when the run has ended and all is evaluated. It keeps due checkpoints that the run would remove (`kept`). If
-it is killed, the same command goes on: a job that still evaluates is followed, and what is complete is left alone.
+The follower ends when the run has ended and all is evaluated. It keeps due checkpoints that the run would remove
+(`launch/runs/waiting_checkpoints.py`). If it is killed, the same command continues: it follows a job that still evaluates, and
+leaves alone what is complete.
 """
 
 from __future__ import annotations

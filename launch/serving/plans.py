@@ -16,9 +16,9 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from launch.executors.executor import ROOT
 from launch.governance import audit_log
 from pipeline.config import Problem, RecipeError
+from pipeline.node import python_path
 
 AT_ONCE = 4
 """Plans that go on at once."""
@@ -86,7 +86,7 @@ class Plans:
             *(sys.executable, "-P", "-m", "launch.serving.plan_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**audit_log.environment(), "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+            env={**python_path.with_package(audit_log.environment()), "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # so that what it starts ends with it
         )
         self._processes.add(process)
@@ -108,8 +108,3 @@ class Plans:
 def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def python_path() -> str:
-    """Return PYTHONPATH with this checkout first."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -1,7 +1,6 @@
 """Find the extras by name: parts that the core imports nowhere, so that it trains where their folders are missing.
 
-An extra is a folder with a line in `EXTRAS`. The core asks for it when it needs it, and states in a Protocol, or in a class of
-methods that do nothing, what it calls:
+An extra is a folder with a line in `EXTRAS`. The core asks for it by name when it needs it. It attaches to one of these seams:
 
     Tracker (pipeline/trackers/tracker.py)     shows metrics
     Codec (pipeline/files/stored_files.py)     encrypts files and lines

@@ -16,8 +16,8 @@ def load(package: str, name: str, kind: str, base: type[Any] = object) -> type[A
     module = import_module(f"{package}.{name}")
     registered = getattr(module, kind, None)
     if not (isinstance(registered, type) and issubclass(registered, base)):
-        of = "class" if base is object else f"subclass of {base.__name__}"
-        expected = f"a {of} in {package.replace('.', '/')}/{name}.py"
+        expected_kind = "class" if base is object else f"subclass of {base.__name__}"
+        expected = f"a {expected_kind} in {package.replace('.', '/')}/{name}.py"
         raise TypeError(f"{package}.CLASSES['{name}']: got '{kind}'; expected {expected}")
     section = getattr(registered, "Section", None)
     if not (isinstance(section, type) and is_dataclass(section)):

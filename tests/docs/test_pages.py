@@ -46,6 +46,7 @@ OF_KEYS = {
     "pipeline/environments/README.md",
 }
 PACKAGES = [path.parent for room in ("launch", "pipeline") for path in sorted((ROOT / room).rglob("__init__.py"))]
+OTHER_TABLES = {ROOT / "launch/recipes/nemo_rl"}  # packages whose docstring has a table of something else
 ids = {"ids": lambda page: str(page.relative_to(ROOT))}
 
 
@@ -58,10 +59,10 @@ def is_theirs(key: str) -> bool:
 def test_a_package_lists_modules_that_it_has(package):
     """The table in a package's docstring names its modules: `    name, other    what they do`."""
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text()), clean=False) or ""
-    listed = re.findall(r"^ {4,6}([\w/*]+(?:\.py)?(?:, [\w/*]+(?:\.py)?)*) {2,}\S", docstring, re.MULTILINE)
+    listed = re.findall(r"^ {0,6}([\w/*]+(?:\.py)?(?:, [\w/*]+(?:\.py)?)*) {2,}\S", docstring, re.MULTILINE)
     names = [name.removesuffix(".py") for names in listed for name in names.split(", ")]
     absent = [name for name in names if not [*package.glob(name), *package.glob(f"{name}.py")]]
-    assert not absent or len(absent) == len(names), absent  # or it is a table of something else
+    assert not absent or package in OTHER_TABLES, absent
 
 
 def anchors(page: Path) -> set[str]:

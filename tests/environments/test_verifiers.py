@@ -83,7 +83,7 @@ def test_a_dropped_episode_is_cancelled(environment: Verifiers):
     deadline = time.monotonic() + 30
     while environment._bridge._runs and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not environment._bridge._runs and not environment._bridge._held
+    assert not environment._bridge._runs and not environment._bridge._open_answers
 
 
 @installed

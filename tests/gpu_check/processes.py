@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from pipeline.node import python_path
 from tests.gpu_check.measurement import Measurement, Place
 from tests.gpu_check.parts import MACHINE, Part
 from tests.gpu_check.table import FAILED, LATE, PASSED, Result
@@ -103,8 +104,7 @@ class Processes:
 
     def _start(self, command, **streams: int | IO | bool) -> subprocess.Popen:
         hidden = {} if self.place.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", **hidden}
+        environment = {**python_path.with_package(os.environ), "HF_HUB_OFFLINE": "1", **hidden}
         # In a session of its own, so that what it starts is ended with it.
         return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
 

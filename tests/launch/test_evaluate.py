@@ -226,7 +226,7 @@ def jobs(monkeypatch) -> list[int]:
     def start(evaluation):
         step, folder = evaluation.recipe.evaluate.step, evaluation.run_dir
         asked.append(step)
-        assert checkpoint.read(Path(evaluation.recipe.evaluate.checkpoint)) or evaluation_job.kept.keep(
+        assert checkpoint.read(Path(evaluation.recipe.evaluate.checkpoint)) or waiting_checkpoints.keep(
             evaluation.source.checkpoint, folder
         )
         if step != 13:

@@ -94,6 +94,9 @@ class ThreadJudges:
         for stepper in self._steppers.values():
             stepper.forget(episode)
 
+    def close(self) -> None:
+        pass
+
 
 class _Unlocked(Environment):
     def __init__(self, environment: Environment, lock: threading.Lock):

@@ -1,13 +1,13 @@
 """Search a recipe's hyperparameters: the section `search` of a sweep's suite. The command is launch/sweep.py.
 
-config      the section's schema
-checks      its problems: keys, ranges, the metric, the recipe at the corners of the space, Optuna, the budget
-space       parameters as overrides: kinds, corners, grid
-price       GPU-hours of all trials, by the plan
-objective   the metric of a run, at each step and at the end
-study       Optuna's study in the sweep's folder; the only module that imports Optuna
-loop        asks for trials, submits, prunes and tells them
-trials      trials with what their runs cost
-command     begins or continues a search, and writes its results
-html_report the report: best values, parallel coordinates, importances, trials
+    config         the section's schema
+    search_checks  its problems: keys, ranges, the metric, the recipe at the corners of the space, Optuna, the budget
+    space          parameters as overrides: kinds, corners, grid
+    price          GPU-hours of all trials, by the plan
+    objective      the metric of a run, at each step and at the end
+    study          Optuna's study in the sweep's folder; the only module that imports Optuna
+    search_loop    asks for trials, submits, prunes and tells them
+    trials         trials with what their runs cost
+    command        begins or continues a search, and writes its results
+    search_page    the report: best values, parallel coordinates, importances, trials
 """

@@ -29,7 +29,7 @@ class ParentProcess:
     """A child process of the rank that waits for its settings, then loads environments and forks judges."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid, self._connection = pid, connection
+        self.pid, self.connection = pid, connection
         self.status: int | None = None  # once the process has ended
         self.loaded = False
         self.reports: queue.SimpleQueue[EnvReport | None] = queue.SimpleQueue()  # None: the last one
@@ -66,7 +66,7 @@ class ParentProcess:
             while not self._unsent.empty():
                 parts.append(self._unsent.get())
             try:
-                self._connection.sendall(b"".join(parts))
+                self.connection.sendall(b"".join(parts))
             except OSError:
                 return  # the process is gone, as `_read` notices
             if not parts[-1]:
@@ -74,7 +74,7 @@ class ParentProcess:
 
     def _read(self, wakeup: threading.Event) -> None:
         try:
-            for report in messages(self._connection.makefile("rb"), EnvReport):
+            for report in messages(self.connection.makefile("rb"), EnvReport):
                 self.reports.put(report)
                 wakeup.set()
         except OSError:
@@ -98,7 +98,7 @@ class ParentProcess:
             os.kill(self.pid, signal.SIGKILL)
         self._wait(CLOSE_S)
         self._unsent.put(b"")
-        self._connection.shutdown(socket.SHUT_RDWR)
+        self.connection.shutdown(socket.SHUT_RDWR)
         return "does not end" if self.status is None else how_ended(self.status)
 
     def close(self) -> None:
