@@ -1,7 +1,5 @@
 """Run convergence sweeps: recipes x seeds as jobs, and gates on their metrics. The command is launch/sweep.py; start there.
 
-A suite with a section `search` is run by launch/sweeps/search/.
-
     suite                     the YAML of a sweep: schema and checks
     expressions               `mean(train/reward, last=10)`: one number from one run's metrics
     measurements              a run's metrics as curves, and its hardware
@@ -13,4 +11,6 @@ A suite with a section `search` is run by launch/sweeps/search/.
     job_submission            submits each job once, as many at a time as the suite allows
     verdict                   evaluates the gates at the end
     text_reports, sweep_page  the reports: Markdown, JUnit, HTML
+
+launch/sweeps/search/ runs a suite with a section `search`.
 """

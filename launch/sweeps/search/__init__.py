@@ -1,4 +1,4 @@
-"""Search a recipe's hyperparameters: the section `search` of a sweep's suite. The command is launch/sweep.py.
+"""Search a recipe's hyperparameters: the section `search` of a sweep's suite.
 
     config         the section's schema
     search_checks  its problems: keys, ranges, the metric, the recipe at the corners of the space, Optuna, the budget
@@ -10,4 +10,6 @@
     trials         trials with what their runs cost
     command        begins or continues a search, and writes its results
     search_page    the report: best values, parallel coordinates, importances, trials
+
+The command is launch/sweep.py.
 """
