@@ -3,8 +3,8 @@
 `verify` computes every hash again, and compares the log with its head and with the receipts of runs, exports and registries. It
 names each line that was changed, dropped, inserted, moved or replaced. `show` prints the log, or a part of it.
 
-`verify` does not find lines after the last submission, export or promotion that somebody drops or rewrites together with
-audit.head, nor a history that somebody rewrites together with all receipts. Only root can compare the receipts of all users,
+`verify` cannot detect two changes: lines after the last submission, export or promotion that were dropped or rewritten together
+with audit.head, and a log that was rewritten together with all receipts. Only root can compare the receipts of all users,
 because run folders are private; other users compare the log, its head and their own receipts. A log may be moved with its runs.
 A note names a run folder with a receipt of a log that is not here; a log that was moved and then rewritten from its first line
 is reported in the same way.
@@ -45,7 +45,7 @@ class AuditRequest:
     action: Annotated[Action | None, Key("ACTION", f"show: lines of this action: {', '.join(ACTIONS)}")] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that the command does not read."""
+        """Yield a problem for each key that the command does not read."""
         for key in ("run", "user", "action"):
             if self.what == "verify" and getattr(self, key) is not None:
                 yield Problem(key, "has-no-effect", "got it with verify; expected it not, because the whole log is verified")

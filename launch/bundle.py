@@ -44,15 +44,15 @@ PATTERNS = (
     *("attempts/*/trackers.log", "tracking/*.json"),
     *(f"attempts/*/{name}" for name in ("started", "signals", "failed_step", "progress", "requeue", "bad_nodes", "verdict")),
 )
-"""Files of a run folder that a bundle holds. A file that no pattern names stays out."""
+"""Patterns of the files of a run folder that a bundle holds. A file that no pattern matches stays out."""
 LONGEST = 1 << 20
-"""Bytes of a log that a bundle keeps: half of them from its beginning, half from its end."""
+"""Maximum bytes of a log in a bundle: half of them from its beginning, half from its end."""
 ALL_OF_METRICS = 1 << 27
-"""Bytes of metrics.jsonl that a bundle keeps: those of a million steps."""
+"""Maximum bytes of metrics.jsonl in a bundle; those of a million steps fit."""
 COMMAND_S = 10.0
-"""Seconds that a command that describes this machine may take."""
+"""Time limit, in seconds, of a command that describes this machine."""
 ASSIGNED = re.compile(rf"\b({secrets.NAMES.pattern})(['\"]?\s*[=:]\s*['\"]?)[^\s,'\"]+")
-"""A secret's variable with a value, as in a printed environment."""
+"""Matches the variable of a secret with its value, as in a printed environment."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def execute(request: BundleRequest) -> int:
 
 
 def contents(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield the name and the redacted text of each file of a run's bundle."""
+    """Yield (name, redacted text) of each file of a run's bundle."""
     values = secrets.in_environment() | dict.fromkeys(_own_secret(run.folder), ".secret")
     for path in sorted({path for pattern in PATTERNS for path in run.folder.glob(pattern) if path.is_file()}):
         if path == run.folder / "recipe.yaml":
@@ -98,7 +98,7 @@ def contents(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def redacted(text: str, values: dict[str, str]) -> str:
-    """Return the text without secrets. values: as `secrets.in_environment` returns them."""
+    """Return the text with secrets replaced. values: the secrets, as `secrets.in_environment` returns them."""
     return ASSIGNED.sub(lambda found: f"{found[1]}{found.groups()[-1]}***", secrets.redacted(text, values))
 
 
@@ -109,7 +109,7 @@ def _own_secret(folder: Path) -> list[str]:
 
 
 def _ends(path: Path, longest: int) -> str:
-    """Return a file's text, without the middle of one that is longer than `longest` bytes."""
+    """Return a file's text. If it is longer than `longest` bytes, leave out its middle."""
     size = path.stat().st_size
     with user_files.open_file(path) as file:
         if size <= longest:
@@ -122,7 +122,7 @@ def _ends(path: Path, longest: int) -> str:
 
 
 def _listing(folder: Path) -> str:
-    """Return size, unix time of the last change, and name of each file of a run folder."""
+    """Return a line for each file of a run folder: size, unix time of the last change, and name."""
     lines = []
     for path in sorted(folder.rglob("*")):
         try:

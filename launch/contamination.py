@@ -1,7 +1,7 @@
 """Find questions of an evaluation in a run's training data: `python launch/contamination.py evaluation=DIR [run=RUN_DIR]`.
 
 A question is flagged if it shares an n-gram with the training data (launch/evaluations/overlap.py). The result is in
-contamination.json of the evaluation's folder: the flagged questions, each with where it occurs, and the scores of all
+contamination.json of the evaluation's folder: the flagged questions, each with the place where it occurs, and the scores of all
 questions, of the flagged ones and of the others. The report shows these scores. All training data are read; those of the
 Hugging Face Hub need the package `datasets`.
 
@@ -36,7 +36,7 @@ from pipeline.evaluation.statistics import interval
 from pipeline.files import small_files
 
 PROGRESS = 100_000
-"""Records between two lines about progress."""
+"""Number of records between two lines that report progress."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ContaminationRequest:
     words: Annotated[int, Key("N", f"words of an n-gram; default: {WORDS}")] = WORDS
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys whose value cannot be used."""
+        """Yield a problem for each key whose value cannot be used."""
         if self.words < 1:
             yield Problem("words", "too-small", f"got {self.words}; expected 1 or more")
 
@@ -97,7 +97,7 @@ def contamination(evaluation: EvaluationFolder, run: Path, words: int = WORDS) -
 
 
 def _text(question: Question) -> str:
-    """Return what the question asks, with its choices."""
+    """Return the text of a question, with its choices."""
     prompt = question.prompt if isinstance(question.prompt, str) else "\n".join(each["content"] for each in question.prompt)
     return "\n".join([prompt, *question.choices])
 
@@ -118,7 +118,7 @@ def _search(recipe: Recipe, searches: list[OverlapSearch]) -> int:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a record."""
+    """Yield all texts in a record, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """Evaluate with `python launch/evaluate.py suite=NAME (run=RUN_DIR [step=N|all|follow] | model=PATH_OR_NAME) [key=value ...]`.
 
 The scores are printed with 95% intervals, and are in scores.json of the evaluation's folder, RUN_DIR/evaluations/SUITE/step_N,
-or runs/evaluations/SUITE/MODEL. The same command continues an interrupted evaluation. Of a run, TensorBoard has the scores by
-step in tensorboard/evaluations/SUITE, with _low and _high.
+or runs/evaluations/SUITE/MODEL. The same command continues an interrupted evaluation. For a run, TensorBoard shows the scores
+by step, from tensorboard/evaluations/SUITE; the names of an interval's ends have _low and _high at the end.
 
 Exit status: 0 if every evaluation succeeded, 1 if one failed, 2 if the command or a recipe has problems, 130 if cancelled.
 
@@ -77,7 +77,7 @@ class EvaluateRequest:
     help: Annotated[str | None, Key("[KEY]", "explain a key or section of the recipe, or an error's code", read=str)] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that are missing or contradict each other."""
+        """Yield a problem for each key that is missing or contradicts another one."""
         if self.help is not None:
             return
         flags = [flag for flag in FLAGS if getattr(self, flag)]
@@ -143,7 +143,7 @@ def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
 
 
 def evaluations(request: EvaluateRequest) -> Iterator[Evaluation]:
-    """Yield the evaluations of the command, oldest checkpoint first. Raises RecipeError."""
+    """Yield the evaluations that the command line requests, oldest checkpoint first. Raises RecipeError."""
     if request.run is None:
         assert request.model is not None and request.suite is not None, "EvaluateRequest.problems lets no such request pass"
         source = evaluation_sources.of_model(request.model, suites.find(request.suite)[0])
@@ -165,7 +165,7 @@ def evaluations(request: EvaluateRequest) -> Iterator[Evaluation]:
 
 
 def _suite(request: EvaluateRequest, recipe: config.Recipe) -> tuple[str, dict[str, Any]]:
-    """Return (the suite, the keys of the run's section `evaluation`, if the command line names no suite)."""
+    """Return (the suite, the keys of the run's section `evaluation`). The keys are {} if the command line names a suite."""
     if request.suite is not None:
         return request.suite, {}
     if recipe.evaluation.suite is None:

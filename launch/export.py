@@ -1,10 +1,10 @@
 """Export a checkpoint of a run in Hugging Face format: `python launch/export.py run=RUN_DIR [step=N] [out=DIR] [adapter=true]`.
 
-Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load, a model
-card, README.md, with the run's evaluations of that step, and lineage.json, which records what the model was made from. A reward
-model (algorithm rm) becomes a sequence classifier with one label. Adapters are merged; adapter=true writes them alone instead,
-as peft and vLLM load them. The checkpoint is read on this machine, without a GPU or a job; any backend and any number of ranks
-may have written it. An export is not encrypted, so one of an encrypted run needs out=DIR.
+Writes what transformers and vLLM load: sharded safetensors in policy.precision, config, tokenizer and chat template. Also
+writes a model card (README.md) with the run's evaluations of that step, and lineage.json, which records what the model was made
+from. A reward model (algorithm rm) becomes a sequence classifier with one label. Adapters are merged; adapter=true writes them
+alone instead, as peft and vLLM load them. The checkpoint is read on this machine, without a GPU or a job; any backend and any
+number of ranks may have written it. An export is not encrypted, so the export of an encrypted run needs out=DIR.
 
 Exit status: 0 if the checkpoint was written; 2 if the command line, the run, its checkpoint or the disk has an error.
 """
@@ -55,7 +55,8 @@ def execute(request: ExportRequest) -> int:
 def export(request: ExportRequest) -> Path:
     """Write the checkpoint and return its folder.
 
-    Raises RecipeError if the run or the step does not exist, the folder does, or the checkpoint does not match the model.
+    Raises RecipeError if the run or the step does not exist, if the output folder exists already, or if the checkpoint does not
+    match the model.
     """
     recipe = read_recipe(request.run)
     try:

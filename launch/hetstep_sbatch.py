@@ -1,8 +1,7 @@
 """Run a recipe in the surrounding batch job, for launch/hetstep.sbatch; the variables of NeMo-RL's ray.sub are supported.
 
-Variables with the same meaning here become overrides of the recipe, unless the command line sets the key. For each other
-variable that is set, a note says why it has no effect.
-See https://github.com/NVIDIA-NeMo/RL/blob/main/ray.sub
+A variable with an equivalent here becomes overrides of the recipe, unless the command line sets their keys. For each other
+variable that is set, a note says why it has no effect. See https://github.com/NVIDIA-NeMo/RL/blob/main/ray.sub
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ NO_EFFECT = {
 
 
 def translated(environment: Mapping[str, str], arguments: list[str], shares_nodes: bool = False) -> tuple[list[str], list[str]]:
-    """Return (overrides to put before `arguments`, notes to print).
+    """Return (overrides to put before `arguments`, notes to print), made from the variables of NeMo-RL's ray.sub.
 
-    shares_nodes: whether components divide the GPUs of a node, so that each has its own part of GPUS_PER_NODE
+    shares_nodes: whether components divide the GPUs of a node. Then GPUS_PER_NODE gives no override, because each component has
+    its own part.
     """
     values: dict[str, object] = {}
     lines = []

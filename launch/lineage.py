@@ -1,7 +1,7 @@
 """Show what something was made from and what was made from it: `python launch/lineage.py PATH [root=RUNS] [draw=FILE.html]`.
 
-PATH is a run, a checkpoint, an export, an evaluation, or a model or data file that runs used. Files are known by content, also
-under another name. `made_from=FILE_OR_FOLDER` lists everything that was made, directly or through others, from a file or a
+PATH is a run, a checkpoint, an export, an evaluation, or a model or data file that runs used. Files are recognized by content,
+even under another name. `made_from=FILE_OR_FOLDER` lists everything that was made, directly or through others, from a file or a
 folder, such as a data set that turned out to be bad.
 
 Exit status: 0; 2 if the command line has an error, or if no run in `root` is related to the path.
@@ -36,7 +36,7 @@ class LineageRequest:
     draw: Annotated[Path | None, Key("FILE.html", "also draw the lineage of PATH, into a page or an .svg")] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that are missing or contradict each other."""
+        """Yield a problem for each key that is missing or contradicts another one."""
         if (self.path is None) == (self.made_from is None):
             yield Problem("path", "missing-value", "expected a PATH, or made_from=FILE_OR_FOLDER, and not both")
         if self.draw and self.path is None:

@@ -67,7 +67,7 @@ class PlanRefitRequest:
     out: Annotated[Path | None, Key("PATH", "the timeline picture; default: NAME-refit.svg")] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield paths that do not exist or have another format."""
+        """Yield a problem for each path that does not exist or has another format."""
         if self.model_config and not self.model_config.is_file():
             yield Problem("model_config", "file-not-found", f"there is no file {self.model_config}")
         if self.out and not self.out.parent.is_dir():
@@ -103,7 +103,10 @@ def execute(request: PlanRefitRequest) -> int:
 
 @contextmanager
 def model_folder(model_config: Path | None) -> Iterator[Path | None]:
-    """Yield a temporary folder with the file as its config.json, as transformers and vLLM expect; None without a file."""
+    """Yield a temporary folder that holds the file as config.json, the name that transformers and vLLM expect.
+
+    Yield None without a file.
+    """
     if model_config is None:
         yield None
         return
@@ -117,7 +120,7 @@ def model_folder(model_config: Path | None) -> Iterator[Path | None]:
 
 
 def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backend_choice.BackendChoice]:
-    """Return the recipe as `launch/submit.py` reads it, without the model's weights. Raises RecipeError."""
+    """Return (the recipe as `launch/submit.py` reads it, without the model's weights; its backend). Raises RecipeError."""
     overrides = [*request.overrides, "policy.random_init=true"]
     if folder:
         overrides.append(f"policy.model_name={folder}")
@@ -160,7 +163,7 @@ def _headline(predicted: RefitPrediction, choice: backend_choice.BackendChoice) 
 
 
 def _table(predicted: RefitPrediction) -> list[str]:
-    """Return a table of minimum, mean and maximum over the ranks of a component."""
+    """Return the lines of a table with minimum, mean and maximum over the ranks of each component."""
     schedule, load, train = predicted.schedule, predicted.simulation.loads, ranks(predicted.recipe.cluster.train)
     out, staged = load.sent.sum(0), load.staging(refits_by_ipc(predicted.recipe))
     sends, receives = load.sends.sum(0), load.receives.sum(0)

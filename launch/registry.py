@@ -35,7 +35,7 @@ from pipeline.config.cluster import AUDIT_AUTO
 HEADER = ("stage", "name", "version", "run", "scores", "export")
 NEEDED = {"add": ("name", "export"), "promote": ("name", "version", "stage"), "list": (), "show": ("name",)}
 READ = {"add": ("root",), "list": ("name",), "show": ("version",)}
-"""Keys that a command reads beside those that it needs."""
+"""Command -> keys that it reads besides those that it needs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RegistryRequest:
     json: Annotated[bool, Key("true", "list, show: print JSON")] = False
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that are missing or that the command does not read."""
+        """Yield a problem for each key that is missing or that the command does not read."""
         needed = NEEDED[self.what]
         for key in ("name", "export", "version", "stage", "root"):
             given = getattr(self, key) is not None

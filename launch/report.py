@@ -3,7 +3,8 @@
 The page shows curves, evaluations, phase times, a timeline, refits, lengths, samples and recipes. Curves of several runs share
 a chart, and their evaluations are compared question by question. The page loads only plotly.min.js, which is written beside it.
 The command also prints first and last values, scores and three samples of each run. It reads only files, so a run may be
-active, or from an older version. A page in the folder of an encrypted run has no samples; out=FILE writes one elsewhere.
+active, or from an older version. In the folder of an encrypted run the page has no samples; out=FILE writes a page with samples
+elsewhere.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _print(labelled: LabelledRun) -> None:
 
 
 def _changes(metrics: MetricColumns) -> Iterator[tuple[str, str]]:
-    """Yield the first and the last value of each metric of PRINTED."""
+    """Yield (metric, text with its first and last value) for each metric of PRINTED."""
     for key in PRINTED:
         if key not in metrics.columns:
             continue
@@ -83,13 +84,13 @@ def _changes(metrics: MetricColumns) -> Iterator[tuple[str, str]]:
 
 
 def _scores(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield the scores of the last evaluation by each suite."""
+    """Yield (suite and checkpoint, text with the scores) for the last evaluation by each suite."""
     for suite, found in evaluation_folders.by_suite(evaluation_folders.of_run(run_dir)).items():
         yield f"{suite}, {found[-1].label}", score_tables.short(found[-1].scores)
 
 
 def _samples(run_dir: Path, count: int = 3) -> Iterator[tuple[str, str]]:
-    """Yield the first rollouts of the last validation, or else of the last step."""
+    """Yield (label, text) of the first rollouts of the last validation; without one, of the last step."""
     found = sorted((run_dir / "rollouts").glob("val_*.jsonl")) or sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     if not found:
         return

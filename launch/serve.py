@@ -1,10 +1,11 @@
 """Serve the runs of a team over HTTP, with a REST API and web pages: `python launch/serve.py settings=FILE`.
 
-The service runs as the user who starts it, who owns what it submits. Unless its settings have `writable: true`, it only reads.
-launch/serving/README.md describes the settings, the roles and the requests. Needs `pip install 'hetstep[serve]'`.
+The service runs as the user who starts it, and this user owns the runs that it submits. Unless its settings have `writable:
+true`, it only reads. launch/serving/README.md describes the settings, the roles and the requests. Needs `pip install
+'hetstep[serve]'`.
 
-Ends at Ctrl-C or SIGTERM, after the current requests, which have END_S. Exit status: 2 if the command line or the settings
-have an error.
+Ends at Ctrl-C or SIGTERM, after the current requests, which have END_S seconds. Exit status: 2 if the command line or the
+settings have an error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ServeRequest:
     new_token: Annotated[bool, Key("true", "print a new token and its hash, and end")] = False
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem if there is nothing to do."""
+        """Yield a problem if the command line has neither settings nor new_token=true."""
         if self.settings is None and not self.new_token:
             yield Problem("settings", "missing-value", "got no file; expected settings=FILE or new_token=true")
 

@@ -32,7 +32,7 @@ WATCH_S = 2.0
 
 
 def _pause(text: str) -> float:
-    """Return the seconds of `watch`. Raises ValueError with the expected format."""
+    """Return the seconds between two updates that `watch` asks for. Raises ValueError with the expected format."""
     if text.lower() == "true":
         return WATCH_S
     try:
@@ -97,7 +97,10 @@ def _watch(request: StatusRequest, pause_s: float) -> int:
 
 
 def _show(request: StatusRequest, board: Board | None = None) -> tuple[int, bool]:
-    """Show the runs, and return (exit status, whether this was a single run that has ended). board: to show them on."""
+    """Show the runs, and return (exit status, whether this was a single run that has ended).
+
+    board: the board that shows them; None: print them.
+    """
     folders = request.run or [Path("runs").absolute()]
     if not request.run and not any(find(folders[0])):
         none_yet = f"no runs in {folders[0]} yet. Start one: python launch/submit.py recipe=tiny_sft"

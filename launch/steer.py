@@ -2,8 +2,8 @@
 
 Learning rates, weights of a loss, periods, bounds of steps and epochs, weights of data sets and the early stop may change
 between two steps; recipes/KEYS.md marks these keys with "Live". Values are checked as those of a recipe, before anything is
-written. A weight of the KL divergence or the entropy that was 0 at the start must stay 0: the ranks do not compute what it
-needs.
+written. A weight of the KL divergence or the entropy that was 0 at the start must stay 0, because then the ranks do not compute
+the inputs of these terms.
 
 The run applies the change at the end of the current step, before that step's validation and checkpoint. A new schedule
 continues at the current step, as if it had been in force from the start. The run keeps the change in its checkpoints and

@@ -78,7 +78,7 @@ class SubmitRequest:
     ] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that are missing or contradict each other."""
+        """Yield a problem for each key that is missing or contradicts another one."""
         flags = [flag for flag in FLAGS if getattr(self, flag)]
         if len(flags) > 1:
             yield Problem(flags[1], "contradiction", f"got {' and '.join(flags)}; expected one of them")

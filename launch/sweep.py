@@ -4,10 +4,11 @@ On Slurm the command submits all jobs, and a check that depends on them, and ret
 sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml. A suite with a section `search`
 searches hyperparameters instead: the command runs to its end.
 
-A search resolves the recipe at all corners of the space; with more than 64, at both ends of each parameter. Its price is the
-plan of the costliest corner; with more than four corners it plans the lowest and the highest. Of a search that has begun,
-dry_run=true prints the overrides of each trial, and `python launch/status.py DIR` shows the runs. Its report has the best value
-over trials, parallel coordinates, the importance of each parameter (PED-ANOVA), the curves, and all trials with their recipes.
+A search resolves the recipe at all corners of the space; with more than 64, at both ends of each parameter. The price of a
+search is the plan of the costliest corner; with more than four corners, only the lowest and the highest are planned. Once a
+search has begun, dry_run=true prints the overrides of each trial, and `python launch/status.py DIR` shows the runs. The report
+of a search has the best value over trials, parallel coordinates, the importance of each parameter (PED-ANOVA), the curves, and
+all trials with their recipes.
 
 Exit status: 0 if the sweep passed or was submitted; 1 if a gate failed; 2 if the suite has problems (nothing is submitted).
 
@@ -70,7 +71,7 @@ class SweepRequest:
     check: Annotated[Path | None, Key("DIR", "check a sweep's gates, as its last job does; retry failed runs, once")] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that are missing, malformed or contradict each other."""
+        """Yield a problem for each key that is missing, malformed or contradicts another one."""
         if self.sweep is None and self.check is None:
             yield Problem("sweep", "missing-value", "got no sweep; expected sweep=NAME, or check=DIR")
         if self.check and (self.sweep or self.overrides or self.id or self.wait or self.dry_run):
@@ -161,9 +162,9 @@ def show(loaded: suite.LoadedSuite, folder: SweepFolder) -> int:
 
 
 def _submit(folder: SweepFolder, own: str | None = None) -> bool:
-    """Submit the missing jobs to Slurm, and a check that depends on them. Return whether any job is live then.
+    """Submit the due jobs to Slurm, and a check that depends on them. Return whether a later check will evaluate the gates.
 
-    own: the id of this process's job, if it is the check. Failed jobs are left to another check, if one waits.
+    own: the id of this process's job, if it is the check. If another check waits, failed jobs are left to it.
     """
     queue = Queue("slurm")
     job_states = folder.job_states(queue)
@@ -190,7 +191,10 @@ def _submit(folder: SweepFolder, own: str | None = None) -> bool:
 
 
 def check(path: Path, update_baseline: bool, own: str | None) -> int:
-    """Check the gates and report, or else retry failed jobs. own: the id of this process's Slurm job. Raises RecipeError."""
+    """Retry failed jobs under Slurm; if no job is due or live, evaluate the gates and write the reports.
+
+    own: the id of this process's Slurm job. Raises RecipeError.
+    """
     folder = SweepFolder(path)
     executor = folder.plan.executor
     os.chdir(folder.plan.cwd)

@@ -52,7 +52,7 @@ class TimelineRequest:
     ] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that contradict each other."""
+        """Yield a problem for each key that contradicts another one."""
         if self.steps and self.attempts == "all":
             yield Problem(
                 "steps", "contradiction", "got attempts=all too; expected one of them, since `steps` belong to one attempt"

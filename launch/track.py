@@ -53,7 +53,7 @@ class TrackRequest:
     ] = field(default_factory=list)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield keys that are not of the section `logger`."""
+        """Yield a problem for each key that is not in the section `logger`."""
         for override in self.overrides:
             if not override.startswith("logger."):
                 key = override.partition("=")[0]
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 def execute(request: TrackRequest) -> int:
-    """Send, print what each tracker has, and return 1 if one failed. Raises RecipeError."""
+    """Send the run, print what each tracker has, and return 1 if a tracker failed, else 0. Raises RecipeError."""
     rank_log.log_to_stderr()
     recipe = _changed(read_recipe(request.run), request.overrides)
     names = request.trackers or enabled(recipe)

@@ -83,7 +83,7 @@ class Region:
 
 
 def region(piece: Piece, tensor: str, strides: tuple[int, ...]) -> Region:
-    """Convert a piece to a region of a local tensor with these strides."""
+    """Convert a piece to a region of the local tensor `tensor`, which has these strides."""
     offset = sum(map(operator.mul, piece.target.offset, strides))
     steps = iter(step for step, size in zip(strides, piece.target.size, strict=True) if size > 1)
     along = tuple(next(steps) if size > 1 else 0 for size in piece.source.size)

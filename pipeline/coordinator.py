@@ -1,4 +1,4 @@
-"""The training loops, on rank 0. `pipeline/roles/` implements the verbs, `coordination/` what surrounds the steps."""
+"""The training loops, on rank 0. `roles/` implements the verbs; `coordination/` has rollouts, refits, saving and logging."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def learn(run: TrainingRun, algorithm: Algorithm, samples: list[Sample], models:
 
 
 def _of_data_ranks(data_ranks: Sequence[DataParallelRank], replies: Sequence[Reply]) -> list[Reply]:
-    """Return one reply for each data rank; train ranks that share a data rank reply the same."""
+    """Return one reply for each data-parallel rank; the replies of train ranks that share a data-parallel rank are equal."""
     first = {data_rank.rank: i for i, data_rank in reversed(list(enumerate(data_ranks)))}
     return [replies[i] for _, i in sorted(first.items())]
 

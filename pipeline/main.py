@@ -240,7 +240,7 @@ def _judge(
     judges: list[DataParallelRank],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Scoring | None:
-    """Return what scores by a reward model, on ranks of its own or on the train ranks; None if the recipe has none."""
+    """Return the Scoring by the reward model, on ranks of its own or on the train ranks; None if the recipe has no model."""
     if not config.reward_model(recipe):
         return None
     if reward.ranks:

@@ -1,4 +1,4 @@
-"""The types that one part of the pipeline hands to the next.
+"""The types that parts of the pipeline pass to each other.
 
     Prompt -> Completion -> Turn -> Rollout -> RolloutGroup -> Sample -> PackedBatch -> LossOutput -> StepResult
 
@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A bound of the tokens that the policy thinks before each answer."""
+    """Bounds the number of tokens that the policy thinks before each answer."""
 
     tokens: int  # at most; then `end_tokens` are inserted
     end: str  # the text that ends thinking
@@ -61,7 +61,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of sampling. Temperature 0 is greedy."""
+    """Sampling parameters. Temperature 0 is greedy decoding."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -116,7 +116,7 @@ class LikelihoodRequest:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """The scored tokens of a request. Entry i is of tokens[first + i], under the model's own distribution (temperature 1)."""
+    """The scores of a request's tokens under the model's own distribution (temperature 1). Entry i is of tokens[first + i]."""
 
     id: str  # the request's
     logprobs: np.ndarray  # [L - first] float32
@@ -136,7 +136,7 @@ class Turn:
 class Rollout:
     """One episode with its reward. Its turns follow the prompt, one after another.
 
-    Worked example, [7, 2], the observation [9], then [4]: tokens [7, 2, 9, 4], drawn [T, T, F, T].
+    Worked example, a turn [7, 2], its observation [9], then a turn [4]: tokens [7, 2, 9, 4], drawn [T, T, F, T].
     """
 
     turns: tuple[Turn, ...]
@@ -170,7 +170,7 @@ class Rollout:
 
     @property
     def answers(self) -> int:
-        """The number of turns, what the policy thought and its answer counted as one."""
+        """The number of turns; the policy's thoughts and the answer after them count as one turn."""
         return sum(not turn.thinking for turn in self.turns[:-1]) + bool(self.turns)
 
     @property
@@ -180,7 +180,7 @@ class Rollout:
 
     @property
     def failed(self) -> bool:
-        """True if the episode has no score, unless it was cut before its first token."""
+        """True if the episode could not be judged; False for an episode that was cut before its first token."""
         return self.failure not in ("", NOTHING_SAID)
 
     @property
@@ -232,7 +232,7 @@ class GlobalCounts:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRank:
-    """A train rank among the data-parallel ones; tensor-parallel peers share one."""
+    """A train rank's position among the data-parallel ranks; tensor-parallel peers have the same position."""
 
     rank: int
     size: int
@@ -240,7 +240,7 @@ class DataParallelRank:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One data rank's share of one optimizer step. A microbatch is a list of positions in `samples`."""
+    """One data-parallel rank's share of one optimizer step. A microbatch is a list of positions in `samples`."""
 
     samples: list[Sample]
     train: list[list[int]]  # microbatches with a gradient
@@ -251,7 +251,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums over the advantages of one update's counted tokens on one data rank."""
+    """Sums over the advantages of the counted tokens of one update on one data-parallel rank."""
 
     sum: float
     squares: float  # the sum of their squares
@@ -260,7 +260,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageNormalization:
-    """The normalization of a step's advantages, (A - mean) * scale, and the counts that its updates then divide by."""
+    """The normalization (A - mean) * scale of a step's advantages, and the counts by which its updates then divide."""
 
     mean: float
     scale: float
@@ -269,7 +269,7 @@ class AdvantageNormalization:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """K tokens and their log-probabilities. Entry t is of the distribution that token t was drawn from."""
+    """K tokens and their log-probabilities. Entry t is of the distribution from which token t was drawn."""
 
     tokens: torch.Tensor  # [T, K] int64
     logprobs: torch.Tensor  # [T, K] float32, of the whole distribution, so their probabilities do not add up to 1

@@ -1,4 +1,4 @@
-"""An evaluation: its submission, its scores, and how it compares with another one."""
+"""Submit an evaluation, read its scores, and compare them with those of another evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TaskScore:
 
 
 class EvaluationRun(BaseRun):
-    """An evaluation: it has what a `Run` has, with answers and scores in place of steps."""
+    """An evaluation. It has the methods of a `Run`, with answers and scores in place of steps."""
 
     @override
     def wait(self, timeout: float | None = None, *, progress: bool = False) -> RunStatus:
@@ -48,7 +48,7 @@ class EvaluationRun(BaseRun):
         return status
 
     def scores(self) -> dict[str, TaskScore]:
-        """Return the score of each task. Raises RecipeError before the evaluation is complete."""
+        """Return task -> its score. Raises RecipeError before the evaluation is complete."""
         return {name: _score(task) for name, task in self._read()["tasks"].items()}
 
     def all_scores(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class EvaluationRun(BaseRun):
     def compare(self, before: BaseRun | str | os.PathLike[str]) -> list[TaskComparison]:
         """Return for each task whether this evaluation is better than another complete evaluation, worse, or neither.
 
-        The questions are compared in pairs. `summary` of each says it in a line.
+        The answers are compared question by question. `summary` of each comparison is one line of text.
         """
         folder = before.folder if isinstance(before, BaseRun) else Path(before).absolute()
         return compare(evaluation_job.read_complete(folder), evaluation_job.read_complete(self.folder))
@@ -97,7 +97,7 @@ def evaluate(
     Args:
         suite: a name in recipes/suites/, a path, or `lm_eval:TASK,...`; None: the suite of the run's section `evaluation`.
         overrides: values by key of the recipe, dotted or nested.
-        run: a run, or its folder; or else `model`.
+        run: a run, or its folder. Give either `run` or `model`.
         model: a folder, or a name of the Hugging Face Hub.
         step: the step of the run's checkpoint; None: the latest.
         keywords: values by key with `__` for each dot.
@@ -126,7 +126,7 @@ def evaluate(
 
 
 def _command(request: EvaluateRequest) -> list[str]:
-    """Return the command for the same evaluation."""
+    """Return the command line that submits the same evaluation."""
     values = {"suite": request.suite, "run": request.run, "model": request.model, "step": request.step}
     keys = [f"{key}={value}" for key, value in values.items() if value is not None]
     return [sys.executable, str(ROOT / "launch/evaluate.py"), *keys, *request.overrides]

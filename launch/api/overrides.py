@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config import Problem, RecipeError, config_tree, formatting
 
 Overrides = Mapping[str, Any]
-"""Dotted keys, `{"grpo.seed": 3}`, or nested ones, `{"grpo": {"seed": 3}}`, with their values."""
+"""Dotted keys with their values, `{"grpo.seed": 3}`, or nested ones, `{"grpo": {"seed": 3}}`."""
 
 
 def arguments(overrides: Overrides | None, keywords: Mapping[str, Any]) -> list[str]:
@@ -25,13 +25,16 @@ def arguments(overrides: Overrides | None, keywords: Mapping[str, Any]) -> list[
 
 
 def flat(overrides: Overrides) -> dict[str, Any]:
-    """Return the values by dotted key. Raises RecipeError as `arguments` does."""
+    """Return dotted key -> value. Raises RecipeError as `arguments` does."""
     return dict(_flat("", overrides))
 
 
 @contextlib.contextmanager
 def naming_arguments(keywords: Mapping[str, Any] = {}) -> Iterator[None]:
-    """Let the problems of a RecipeError in the block name the argument of the call in place of the command line."""
+    """Make the problems of a RecipeError in the block name the call's arguments as their origin.
+
+    Otherwise they would name the command line, which the caller did not use.
+    """
     try:
         yield
     except RecipeError as error:
@@ -41,7 +44,10 @@ def naming_arguments(keywords: Mapping[str, Any] = {}) -> Iterator[None]:
 
 
 def at_argument(problem: Problem, keywords: Mapping[str, Any] = {}) -> Problem:
-    """Return a problem of the command line at the argument of the call that gave its key; any other problem unchanged."""
+    """Replace the origin of a problem of the command line by the call's argument that set its key, and return the problem.
+
+    Any other problem is returned unchanged.
+    """
     if not problem.origin.endswith(config_tree.COMMAND_LINE):
         return problem
     dotted = {name: f"{name.replace('__', '.')}." for name in keywords}
@@ -52,7 +58,7 @@ def at_argument(problem: Problem, keywords: Mapping[str, Any] = {}) -> Problem:
 
 
 def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, plain value). A mapping that replaces another (`_override_`) is a value."""
+    """Yield (dotted key, plain value). A mapping that replaces another one (`_override_`) stays whole, as a value."""
     if not isinstance(values, Mapping):
         raise RecipeError(Problem("overrides", "wrong-type", f"got a {type(values).__name__}; expected a mapping of keys"))
     for name, value in values.items():
@@ -66,7 +72,7 @@ def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a value as a recipe holds it: paths as texts, tuples as lists, numbers of NumPy as Python's."""
+    """Return a value in the form that recipes hold: paths as texts, tuples as lists, NumPy numbers as Python numbers."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # subclasses too, such as enums and NumPy's float64

@@ -1,4 +1,4 @@
-"""The plan of a recipe, with its figures."""
+"""Plan a recipe, and return the figures of the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.config import Problem, Recipe, RecipeError, uses_megatron
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a recipe. All figures are estimates; None for an unknown figure. `str()` is the plan's text."""
+    """The plan of a recipe. All figures are estimates; an unknown figure is None. `str()` is the text of the plan."""
 
     recipe: Recipe  # resolved, with the chosen train backend
     fits: bool  # whether there are neither problems nor warnings

@@ -26,19 +26,19 @@ COUNTED = ("run", "checkpoint", "export", "evaluation")
 
 @dataclass(frozen=True)
 class LineageView:
-    """Holds the ancestors and the descendants of a thing. `str()` is what `python launch/lineage.py PATH` prints."""
+    """Holds the ancestors and descendants of a path. `str()` is what `python launch/lineage.py PATH` prints."""
 
     nodes: Sequence[LineageNode]  # what was asked for: several if several have its content
     graph: Lineage = field(repr=False)
 
     @property
     def ancestors(self) -> list[LineageNode]:
-        """Everything that it was made from, directly or through others, the nearest first."""
+        """Everything that the path was made from, directly or indirectly, the nearest first."""
         return self._beyond(down=False)
 
     @property
     def descendants(self) -> list[LineageNode]:
-        """Everything that was made from it, directly or through others, the nearest first."""
+        """Everything that was made from the path, directly or indirectly, the nearest first."""
         return self._beyond(down=True)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
@@ -56,7 +56,10 @@ class LineageView:
 
 @dataclass(frozen=True)
 class MadeFrom:
-    """All that was made from a file or a folder. `str()` is what `python launch/lineage.py made_from=PATH` prints."""
+    """Holds everything that was made from a file or a folder.
+
+    `str()` is what `python launch/lineage.py made_from=PATH` prints.
+    """
 
     path: Path
     descendants: Sequence[Descendant]  # directly or through others, the nearest first
@@ -76,14 +79,14 @@ class MadeFrom:
 
 
 def lineage(path: str | os.PathLike[str], *, root: str | os.PathLike[str] = RUNS) -> LineageView:
-    """Return what something was made from, and what was made from it.
+    """Return what a path was made from, and what was made from it.
 
     Args:
         path: a run, a checkpoint, an export, an evaluation, or a model or data file that runs used. Files are known by content.
         root: the folder of the runs.
 
     Raises:
-        RecipeError: if the path is not there, or no run below `root` has to do with it.
+        RecipeError: if the path does not exist, or if no run below `root` used or made it.
     """
     lineage_graph, cache = _read(root)
     return LineageView(tuple(search.nodes_at(lineage_graph, Path(path).absolute(), cache)), lineage_graph)
@@ -93,11 +96,11 @@ def made_from(path: str | os.PathLike[str], *, root: str | os.PathLike[str] = RU
     """Return everything that was made from a file or a folder, such as a data set that turned out to be bad.
 
     Args:
-        path: as of `lineage`. A copy or a renamed file counts as the same.
+        path: a path as for `lineage`. A copy or a renamed file counts as the same.
         root: the folder of the runs.
 
     Raises:
-        RecipeError: if the path is not there, or no run below `root` has to do with it.
+        RecipeError: if the path does not exist, or if no run below `root` used or made it.
     """
     lineage_graph, cache = _read(root)
     begin = search.nodes_at(lineage_graph, Path(path).absolute(), cache, "made_from")
@@ -114,7 +117,7 @@ def _read(root: str | os.PathLike[str]) -> tuple[Lineage, HashCache]:
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """A version of a name: an export, which stays where it is, with its stage."""
+    """A version of a named model: an export, whose files stay where they are, and its stage."""
 
     name: str
     version: int  # from 1
@@ -129,10 +132,10 @@ class ModelVersion:
 
 
 class ModelRegistry:
-    """The named versions of models in a folder. Each change is a line of the audit log."""
+    """Holds the named versions of models in a folder. Each change adds a line to the audit log."""
 
     def __init__(self, folder: Path, audit: str = AUDIT_AUTO):
-        """Take the folder, and the value of `cluster.audit`."""
+        """Open the registry in a folder. audit: where changes are logged, a value as of the key `cluster.audit`."""
         self.folder = folder
         self._registry = Registry(folder, audit)
 
@@ -140,7 +143,7 @@ class ModelRegistry:
         return f"ModelRegistry({str(self.folder)!r})"
 
     def add(self, name: str, export: str | os.PathLike[str], *, root: str | os.PathLike[str] = RUNS) -> ModelVersion:
-        """Add an export as the next version of a name, a candidate, and return it.
+        """Add an export to a name as its next version, in the stage `candidate`, and return that version.
 
         Args:
             name: letters, digits, _ and -.
@@ -148,15 +151,15 @@ class ModelRegistry:
             root: the folder of the runs, whose evaluations of the export, or of its checkpoint, give the scores.
 
         Raises:
-            RecipeError: if the files are not as they were exported, the version is there, or it cannot be recorded.
+            RecipeError: if the export's files were changed, if the name has this export already, or if it cannot be recorded.
         """
         return _version(name, self._registry.add(name, Path(export).absolute(), Path(root).absolute()))
 
     def promote(self, name: str, version: int, stage: Stage) -> ModelVersion:
-        """Put a version into a stage, and return it. Production retires the version that was there.
+        """Put a version into a stage, and return it. A new version in production retires the one that was there.
 
-        Raises RecipeError if there is no such version or stage, if it is in that stage, if it is to go into production and
-        its files are not as they were exported, and if that cannot be recorded.
+        Raises RecipeError if there is no such version or stage, if the version is in that stage already, if it is to go into
+        production and its files are not as they were exported, or if the change cannot be recorded.
         """
         return _version(name, self._registry.promote(name, version, stage))
 
@@ -165,12 +168,12 @@ class ModelRegistry:
         return self._registry.names()
 
     def versions(self, name: str | None = None) -> list[ModelVersion]:
-        """Return the versions of a name, oldest first; None: of all names. Raises RecipeError for a damaged file."""
+        """Return the versions of a name, or with None of all names, oldest first. Raises RecipeError for a damaged file."""
         names = self.names() if name is None else [name]
         return [_version(version_name, values) for version_name in names for values in self._registry.versions(version_name)]
 
     def show(self, name: str, version: int | None = None) -> ModelVersion:
-        """Return a version; None: the version in production, else the latest. Raises RecipeError if there is none."""
+        """Return a version of a name. version: None: the one in production, else the latest. Raises RecipeError without one."""
         return _version(name, self._registry.version(name, version))
 
 
@@ -178,7 +181,7 @@ def registry(folder: str | os.PathLike[str] = "runs/registry", *, audit: str = A
     """Return the registry in a folder, which the first `add` creates.
 
     Args:
-        folder: a file for each name is in it.
+        folder: holds a file for each name.
         audit: the folder of the audit log, `auto` (as for runs) or `none`.
     """
     return ModelRegistry(Path(folder).absolute(), audit)

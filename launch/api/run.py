@@ -1,4 +1,4 @@
-"""A run: its status, metrics, rollouts and checkpoints, exports and reports, and its end."""
+"""Read the state and results of a run, and export, report or end it."""
 
 from __future__ import annotations
 
@@ -56,13 +56,17 @@ class RunStatus:
 
 
 class BaseRun:
-    """The base of all submitted runs. Every method reads the folder and the job anew, so nothing becomes stale.
+    """The base class of all submitted runs.
 
-    All methods raise RecipeError for a folder or a job that cannot be read.
+    Every method reads the folder and the job anew, so nothing becomes stale. All methods raise RecipeError for a folder or a
+    job that cannot be read.
     """
 
     def __init__(self, folder: Path, notes: Sequence[str] = (), job: RunJob | None = None):
-        """Take the run's folder, what its submission noted, and its job if this process has just submitted it."""
+        """Open the run in a folder.
+
+        notes: the notes of its submission. job: its job, if this process has just submitted it.
+        """
         self.folder = folder.absolute()
         self.notes = tuple(notes)
         self._job = job  # also keeps the process of a local job from being reaped by another
@@ -103,7 +107,7 @@ class BaseRun:
 
         Raises:
             NotEnded: after `timeout`.
-            RunFailed: if the run ended by itself before its end.
+            RunFailed: if the run ended by itself before it was complete.
         """
         if self.status().state == "done" and not self._is_here():
             return self.status()
@@ -129,7 +133,7 @@ class BaseRun:
     def metrics(self, key: str) -> dict[int, float]: ...
 
     def metrics(self, key: str | None = None) -> list[dict[str, Any]] | dict[int, float]:
-        """Return the record of each step, or one metric by step.
+        """Return the records of all steps; with `key`, step -> the value of this metric.
 
         A record has `step`, `time` (unix seconds) and the step's metrics, such as `train/reward`; `pandas.DataFrame` takes the
         list. A run that was restarted has each step once.
@@ -148,11 +152,11 @@ class BaseRun:
     def rollouts(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
         """Return the rollouts of a step as records: prompt, completion, reward and more.
 
-        `logger.num_rollouts_to_log` bounds how many a run writes. Raises RecipeError if they are encrypted and the key
-        is not here (HETSTEP_KEY_FILE).
+        `logger.num_rollouts_to_log` limits how many a run writes. Raises RecipeError if they are encrypted and the key is not
+        here (HETSTEP_KEY_FILE).
 
         Args:
-            step: None: the latest step with rollouts.
+            step: the step of the rollouts; None: the latest step that has some.
             validation: the rollouts of the validation after the step, in place of the rollouts that it trained on.
         """
         kind = "val" if validation else "step"
@@ -164,7 +168,7 @@ class BaseRun:
         return read_rollouts(path, run_keys.source(self.folder))  # without the last line, if it is incomplete
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the complete checkpoints, oldest first: `step`, `folder`, `metric` of each."""
+        """Return the complete checkpoints, oldest first. Each has `step`, `folder` and `metric`."""
         return complete_in(RunFolder.at(self.folder).folder / "checkpoints")
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
@@ -183,8 +187,8 @@ class BaseRun:
         """Write a checkpoint in Hugging Face format with a model card, and return its folder. Imports torch.
 
         Args:
-            step: None: the latest.
-            out: a new folder; None: `hf_step_N` or `adapter_step_N` in the run's.
+            step: the step of the checkpoint; None: the latest.
+            out: a new folder; None: `hf_step_N` or `adapter_step_N` in the run's folder.
             adapter: Write the adapters alone, in peft's format.
         """
         return export(ExportRequest(self.folder, step, None if out is None else Path(out).absolute(), adapter))
@@ -241,7 +245,7 @@ class BaseRun:
 
     @property
     def job_id(self) -> str:
-        """Slurm's id of the job, of its first component if it has several; or the process id of a local job's controller."""
+        """The Slurm id of the job (with several components, of the first); of a local job, its controller's process id."""
         return self._attach().job_id
 
     def _attach(self) -> RunJob:

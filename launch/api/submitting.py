@@ -54,13 +54,19 @@ def submit(
 
 
 def prepare_submission(recipe: str, values: list[str], plan_from: Path | None = None) -> list[Prepared]:
-    """Return the recipes that a submission would run, the requested one last. values: `key=value`. Raises RecipeError."""
+    """Return the recipes that a submission would run, the requested one last.
+
+    values: overrides as `key=value`. Raises RecipeError.
+    """
     _refuse_batch_job()
     return prepare(recipe, values, plan_from)
 
 
 def start(prepared: list[Prepared], recipe: str, values: list[str], progress: bool = False) -> Run:
-    """Submit prepared recipes, as `submit` does. recipe, values: of the requested recipe, for the manifest."""
+    """Submit prepared recipes, as `submit` does.
+
+    recipe, values: the name and the overrides of the requested recipe, for the manifest.
+    """
     requested = prepared[-1].recipe
     run_dir = Path(requested.run_dir).absolute()
     if message := run_control.completion_message(requested, run_dir):
@@ -84,7 +90,7 @@ def _after(prepared: Prepared, job_ids: dict[str, str]) -> tuple[str, ...]:
 
 
 def _start(prepared: Prepared, command: list[str], after: tuple[str, ...], progress: bool) -> Run:
-    """Submit one recipe, and return its run with its notes."""
+    """Submit one prepared recipe, and return its run, which holds the notes of the submission."""
     recipe, choice = prepared.recipe, prepared.choice
     notes = list(prepared.notes)
     job = run_control.start(prepared, command, lambda line: notes.append(line.removeprefix("# ")), after)
@@ -106,9 +112,9 @@ def _refuse_batch_job() -> None:
 
 
 def load(run_dir: str | os.PathLike[str]) -> Run | EvaluationRun:
-    """Return the run in a folder, which any command or program may have submitted; an EvaluationRun if it is an evaluation.
+    """Return the run in a folder; an EvaluationRun if it is an evaluation.
 
-    Raises RecipeError if the folder is not a run's.
+    Any command or program may have submitted the run. Raises RecipeError if the folder is not a run's.
     """
     run = RunFolder.at(Path(run_dir).absolute())
     return Run(run.folder) if run.trains else EvaluationRun(run.folder)

@@ -1,4 +1,4 @@
-"""A sweep: its start, the states of its jobs, and its verdict."""
+"""Start a sweep, and read the states of its jobs and its verdict."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ LOG = "sweep.log"
 POLL_S = 0.5
 SLURM_POLL_S = 5.0
 SETTLE_S = 5.0
-"""How long a sweep may have neither a verdict nor a process or job that will write it, while one takes over from another."""
+"""Seconds after which a sweep without a verdict counts as stopped if no process or job will write one.
+
+The time allows one process or job to take over from another.
+"""
 LOG_LINES = 20
 CANCEL_S = 60.0
-"""How long a sweep's process may take to end after it was cancelled."""
+"""Seconds that a sweep's process may take to end after the sweep was cancelled."""
 
 SweepState = Literal["running", "passed", "failed", "cancelled", "stopped"]
-"""`failed`: a gate failed, or no trial of a search is complete. `stopped`: it ended without a verdict."""
+"""`failed`: a gate failed, or no trial of a search is complete. `stopped`: the sweep ended without a verdict."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,13 @@ class SweepVerdict:
 
 
 class SweepRun:
-    """A sweep, by its folder. `hetstep.sweep` makes it."""
+    """A sweep in its folder, as `hetstep.sweep` returns it."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes] | None = None):
-        """Take the sweep's folder, and the process that submits its jobs if this program has just started it."""
+        """Open the sweep in a folder.
+
+        process: the process that submits its jobs, if this program has just started it.
+        """
         self.folder = folder.absolute()
         self._process = process
 
@@ -67,7 +73,7 @@ class SweepRun:
         return f"SweepRun({str(self.folder)!r})"
 
     def states(self) -> dict[str, str]:
-        """Return the state of each job by name: missing (not submitted yet), live, done, failed or, in a search, pruned.
+        """Return job -> its state: missing (not submitted yet), live, done, failed or, in a search, pruned.
 
         Where Optuna is not installed, a pruned trial is `failed`. Raises RecipeError if the jobs cannot be queried from here.
         """
@@ -81,26 +87,26 @@ class SweepRun:
         return states | {job.name: "pruned" for job in self.trials() if job.state == "pruned"}
 
     def trials(self) -> list[Trial]:
-        """Return the trials of a search as they stand, in order; empty for a sweep without a search.
+        """Return the trials of a search in order, in their current state; [] for a sweep without a search.
 
-        Raises RecipeError without Optuna.
+        Raises RecipeError if Optuna is missing.
         """
         folder = SweepFolder(self.folder)
         return search.trials_of(folder) if folder.begun and folder.suite.search is not None else []
 
     def runs(self) -> dict[str, Run]:
-        """Return the runs that have been submitted, by the name of their job."""
+        """Return job -> its run, for the runs that have been submitted."""
         jobs = SweepFolder(self.folder).plan.jobs if SweepFolder(self.folder).begun else []
         return {job.name: Run(Path(job.run_dir)) for job in jobs if (Path(job.run_dir) / "recipe.yaml").exists()}
 
     def verdict(self) -> SweepVerdict | None:
-        """Return the verdict; None before the gates are checked."""
+        """Return the verdict; None until the gates have been checked."""
         if self._submits() or (verdict := read_verdict(self.folder)) is None:  # a process that continues a sweep judges it anew
             return None
         return SweepVerdict(verdict["passed"], verdict["summary"], verdict["verdicts"])
 
     def log(self) -> list[str]:
-        """Return the last lines that its submitting process has written, and the last lines of the check."""
+        """Return the last lines that the submitting process has written, then the last lines that the check has written."""
         logs = [path for name in (LOG, "check.log") if (path := self.folder / name).exists()]
         return [line for path in logs for line in tail(path).splitlines()[-LOG_LINES:]]
 
@@ -114,16 +120,16 @@ class SweepRun:
         return "cancelled" if SweepFolder(self.folder).cancelled else "stopped"
 
     def cancel(self, timeout: float = CANCEL_S) -> SweepState:
-        """Have the sweep submit nothing more, cancel its jobs, and return the state. `hetstep.sweep` continues it.
+        """Make the sweep submit nothing more, cancel its jobs, and return the state. `hetstep.sweep` continues it.
 
-        Does nothing to a sweep with a verdict. Recipes that it needs and did not submit go on.
+        Does nothing to a sweep with a verdict. The runs of needed recipes go on if another command submitted them.
 
         Args:
-            timeout: seconds to wait for the process that submits its jobs.
+            timeout: seconds to wait for the process that submits the jobs.
 
         Raises:
             NotEnded: after `timeout`. The process submits nothing more; call again to cancel the jobs.
-            RecipeError: if its jobs cannot be queried or cancelled from here.
+            RecipeError: if the jobs cannot be queried or cancelled from here.
         """
         if self.verdict() is not None:
             return self.state()
@@ -185,13 +191,13 @@ class SweepRun:
 
 
 def _cancel_check(folder: SweepFolder) -> None:
-    """Cancel the Slurm job that would judge the sweep. Raises SlurmError."""
+    """Cancel the Slurm job that would check the sweep's gates. Raises SlurmError."""
     if folder.begun and folder.plan.executor == "slurm" and (job_id := folder.check_job(Queue("slurm"))):
         HetSlurmJob(folder.path, job_id).cancel()
 
 
 def _cancel_jobs(folder: SweepFolder) -> None:
-    """Cancel the live jobs of a sweep, whose lock this process holds. Raises SlurmError or RecipeError."""
+    """Cancel the live jobs of a sweep. The caller holds its lock. Raises SlurmError or RecipeError."""
     _cancel_check(folder)  # which a process may have submitted meanwhile
     for state in folder.job_states(Queue(folder.plan.executor)) if folder.begun else []:
         if state.state != "live" or state.record is None:
@@ -244,7 +250,10 @@ def sweep(
 
 
 def begin(loaded: LoadedSuite, name: str, values: list[str], id: str | None = None, update_baseline: bool = False) -> SweepRun:
-    """Begin or continue a sweep that has been loaded, as `sweep` does. name, values: for its command. Raises RecipeError."""
+    """Begin or continue a sweep whose suite has been loaded, as `sweep` does. Raises RecipeError.
+
+    name, values: the suite's name and `key=value` arguments, for the command line of the process that submits the jobs.
+    """
     sweep_id = id or date.today().isoformat()
     folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / sweep_id)
     if folder.begun:

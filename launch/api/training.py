@@ -12,9 +12,10 @@ from launch.runs import steer_request
 
 
 class Run(BaseRun):
-    """A submitted run, by its folder. Every method reads the folder and the job anew, so a Run never becomes stale.
+    """A submitted run in its folder, as `hetstep.submit` and `hetstep.load` return it.
 
-    `hetstep.submit` and `hetstep.load` make it. All methods raise RecipeError for a folder or a job that cannot be read.
+    Every method reads the folder and the job anew, so a Run never becomes stale. All methods raise RecipeError for a folder or
+    a job that cannot be read.
     """
 
     def steer(
@@ -27,11 +28,11 @@ class Run(BaseRun):
     ) -> int | None:
         """Change live keys of the run between two steps: `run.steer(policy__optimizer__kwargs__lr=1e-6)`.
 
-        The change is checked as a recipe is, takes effect at the end of the step under way, and is kept when the run resumes.
+        The change is checked as a recipe is, takes effect at the end of the current step, and is kept when the run resumes.
 
         Args:
             overrides: keys and values, dotted or nested.
-            wait: until the run has taken the change.
+            wait: Wait until the run has applied the change.
             timeout: seconds to wait; None: without a limit.
             **keywords: keys and values, with `__` for each dot.
 
@@ -39,7 +40,7 @@ class Run(BaseRun):
             The number of steps that were complete when the change took effect; None without `wait`.
 
         Raises:
-            RecipeError: if the run does not go on, or a key or a value is refused.
+            RecipeError: if the run is not live, or a key or a value is refused.
             NotEnded: after `timeout`; the request stays, and takes effect later.
         """
         with naming_arguments(keywords):

@@ -1,1 +1,1 @@
-"""Pictures of a run or a plan as SVG, and the traces that they show. Without a library."""
+"""Draw a run or a plan as SVG, and read the traces that the pictures show. No drawing library is used."""

@@ -1,6 +1,6 @@
-"""Build HTML by nested calls. Everything that is not `Html` is escaped, so text cannot become markup.
+"""Build HTML by nested calls. Every value that is not `Html` is escaped, so text cannot become markup.
 
-Void elements are not supported. Raw text exists only in `script` and `style`, which only document.py writes.
+Void elements are not supported. Only `script` and `style` contain text that is not escaped, and only document.py writes them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Sequence
 
 
 class Html(str):
-    """Text that is already markup and is not escaped."""
+    """A string that is already markup, so that it is not escaped."""
 
     __slots__ = ()
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """Return `<name ...>children</name>`. In attribute names a final `_` is dropped and others become `-` (class_, data_run).
+    """Return `<name ...>children</name>`. In attribute names, a final `_` is dropped and others become `-` (class_, data_run).
 
-    True gives the bare attribute; None and False leave it out. Children that are None are left out.
+    An attribute with the value True is written without a value; None and False leave it out. Children that are None are left
+    out.
     """
     written = []
     for key, value in attributes.items():
@@ -32,13 +33,16 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
 
 
 def text(*children: object) -> Html:
-    """Return the children joined, escaped where they are not Html."""
+    """Return the children joined. Those that are not Html are escaped, and those that are None are left out."""
     shown = (child if isinstance(child, Html) else html.escape(str(child)) for child in children if child is not None)
     return Html("".join(shown))
 
 
 def data(value: object, class_: str) -> Html:
-    """Return a value for the page's JavaScript, which reads it with JSON.parse. It cannot end the element or begin another."""
+    """Return a `script` element with a value in JSON, which the page's JavaScript reads with JSON.parse.
+
+    Text in the value cannot end the element or begin another one.
+    """
     packed = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         packed = packed.replace(character, f"\\u{ord(character):04x}")

@@ -1,10 +1,11 @@
 """Merge the spans of all ranks into one file of Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing show.
 
-A process is an engine, or the ranks of a realm on one node; a thread is a rank. The process "run" has the steps, what the run
-did before the first of them, and the idle share of each realm as counters. Arrows lead from rank 0's sending of weights to
-their receiving, by the engines' first ranks. Times are microseconds since 1970 of rank 0's clock.
+In the trace, a process is an engine, or the ranks of a component ("realm") on one node; a thread is a rank. The process "run"
+contains the steps, the stages of the start-up, and the idle share of each realm as counters. Arrows lead from spans in which
+rank 0 sends weights to spans in which the engines' first ranks receive them. Times are microseconds since 1970 by rank 0's
+clock.
 
-Ranks are written one after another as they are read, so that memory does not grow with the run.
+Each rank is written while it is read, so that the memory that this takes does not grow with the run.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from pipeline.observe.spans import Span, us
 RUN = 0
 """Process id of "run". A process of ranks has the id 1 + its first rank."""
 MOST_ARROWS = 64
-"""Most engines with arrows at each refit."""
+"""Maximum number of engines to which arrows lead in each refit."""
 Event = dict[str, Any]
 Window = tuple[float, float]
 
 
 def write(path: Path, run: RunFolder, recorded: list[AttemptTrace], window: Window = (float("-inf"), float("inf"))) -> int:
-    """Write the events between two times, and return their number. Raises OSError."""
+    """Write the events of a run within `window` to the file `path`, and return their number. Raises OSError.
+
+    recorded: the attempts with a timeline. window: (begin, end) in unix seconds of rank 0's clock.
+    """
     opened = gzip.open if path.suffix == ".gz" else open
     count = 0
     with opened(path, "wt", encoding="utf-8") as file:
@@ -63,7 +67,7 @@ def _slice(name: str, category: str, begin: float, end: float, tid: int) -> Even
 
 
 def _ranks(of: list[RankTrace], window: Window) -> Iterator[Event]:
-    """Yield the spans of an attempt's ranks, and the arrows between them."""
+    """Yield the events of an attempt's ranks: names of processes and threads, spans, and arrows between spans."""
     processes: dict[tuple[str, str], int] = {}
     engines: dict[int | None, int] = {None: 0}  # engine -> its first rank
     sent: list[Window] = []
@@ -92,13 +96,16 @@ def _ranks(of: list[RankTrace], window: Window) -> Iterator[Event]:
 
 
 def _extend(times: list[Window], span: Span) -> None:
-    """Add a span to the last of `times` if it comes right after it."""
+    """Append the window of a span to `times`, or lengthen the last window if the span directly follows it."""
     begin = times.pop()[0] if times and span.begin - times[-1][1] < 1e-5 else span.begin
     times.append((begin, span.end))
 
 
 def _arrow(name: str, sent: list[Window], source: int, received: Window, to: tuple[int, int]) -> Iterator[Event]:
-    """Yield both ends of an arrow from the sending that overlaps most with a receiving, if there is one."""
+    """Yield both ends of an arrow from the window of `sent` that overlaps most with `received`; nothing if none overlaps.
+
+    source: rank 0's process, where weights are sent. to: the (process, thread) that receives them.
+    """
     near = sent[(at := bisect.bisect_left([end for _, end in sent], received[0])) : at + 3]
     begin, end = max(
         near, key=lambda candidate: min(candidate[1], received[1]) - max(candidate[0], received[0]), default=(0.0, 0.0)
@@ -112,7 +119,7 @@ def _arrow(name: str, sent: list[Window], source: int, received: Window, to: tup
 
 
 def _start_up(of: AttemptTrace, begin: float, end: float) -> Iterator[Event]:
-    """Yield the stages of a run before its first step."""
+    """Yield the stages before an attempt's first step that lie between `begin` and `end`."""
     for stage in startup_stages.of_attempt(of.attempt):
         if stage.ended is not None and begin <= stage.began and stage.ended <= end:
             yield _metadata_event("thread_name", RUN, 1, name="start-up")
@@ -120,7 +127,7 @@ def _start_up(of: AttemptTrace, begin: float, end: float) -> Iterator[Event]:
 
 
 def _steps(steps: dict[int, Window], metrics: MetricColumns) -> Iterator[Event]:
-    """Yield steps as slices, and idle shares, which are of the whole step, from its beginning on."""
+    """Yield a slice for each step, and at its beginning a counter with each realm's idle share in this step."""
     yield _metadata_event("thread_name", RUN, 0, name="steps")
     shares = {key: dict(zip(*column, strict=True)) for key, column in metrics.columns.items() if key.startswith("idle/")}
     for step, (begin, end) in steps.items():

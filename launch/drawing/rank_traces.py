@@ -1,7 +1,7 @@
 """Read the trace events of an attempt's ranks as spans on one clock. `pipeline/observe/rank_timeline.py` describes the files.
 
 Each node's clock is corrected by the offset that the node checks measured when the attempt began (nodes.json). Two errors
-remain: that of the measurement (`RankTrace.error_s`), and the clock's drift since then.
+remain: the error of that measurement (`RankTrace.error_s`), and the drift of the clock since then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's file. Times are unix seconds of rank 0's clock."""
+    """The file with one rank's trace events. Times are unix seconds of rank 0's clock."""
 
     path: Path
     rank: int
@@ -54,7 +54,7 @@ class RankTrace:
         return f"engine {self.engine} on {self.node}" if self.engine is not None else self.node
 
     def spans(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[Span]:
-        """Yield the spans that overlap with a window in order, cut at its ends."""
+        """Yield, in order, the spans that overlap with the window from `begin` to `end`, cut at its ends."""
         for event in self._events(begin + self.ahead_s):
             if event["ph"] == "X":
                 whole_span = span(event, -self.ahead_s)
@@ -64,13 +64,16 @@ class RankTrace:
                     yield part
 
     def steps(self) -> dict[int, tuple[float, float]]:
-        """Return step -> (begin, end) of the steps that ended in this attempt. Only rank 0 records steps."""
+        """Return step -> (begin, end), for steps that ended in this attempt. Only rank 0 records steps."""
         marks = [(event["args"]["step"], event["ts"] / 1e6 - self.ahead_s) for event in self._events() if event["ph"] == "i"]
         pairs = itertools.pairwise(marks)
         return {step: (begin, end) for (before, begin), (step, end) in pairs if step == before + 1}
 
     def _events(self, after: float = float("-inf")) -> Iterator[dict[str, Any]]:
-        """Yield all events except the first. With `after`, skip most events that end before that second of the rank's clock."""
+        """Yield all events except the first. With `after`, skip most events that end before it.
+
+        after: unix seconds of the rank's own clock.
+        """
         with user_files.open_file(self.path) as file:
             file.readline(LONGEST)
             _skip(file, 1e6 * after)
@@ -116,7 +119,7 @@ class _RankEvent(msgspec.Struct, tag_field="ph", tag="M"):
 
 
 def _parse_event(text: bytes) -> dict[str, Any] | None:
-    """Return the event of a line after the first; None for a line that is incomplete or damaged."""
+    """Return the event on a line of a trace; None for a line that is incomplete or damaged. Not for the file's first line."""
     if not text.endswith(b"\n"):
         return None
     with contextlib.suppress(RecipeError):
@@ -131,7 +134,10 @@ def _event_of(line: bytes) -> bytes:
 
 
 def _skip(file: BinaryIO, after: float) -> None:
-    """Seek to at most some blocks before the first event that ends later. Lines are nearly in the order of their ends."""
+    """Seek to a line a few blocks or less before the first event that ends later than `after`.
+
+    after: microseconds of the rank's own clock. Lines are nearly in the order in which their events end.
+    """
     first = low = file.tell()
     high = file.seek(0, os.SEEK_END)
     while high - low > 2 * BLOCK:
@@ -151,19 +157,19 @@ def _skip(file: BinaryIO, after: float) -> None:
 
 @dataclass(frozen=True)
 class AttemptTrace:
-    """The timelines of one attempt."""
+    """The traces of all ranks in one attempt of a run."""
 
     attempt: AttemptFolder
     ranks: list[RankTrace]  # in order, at least one
 
     @cached_property
     def steps(self) -> dict[int, tuple[float, float]]:
-        """Return step -> (begin, end)."""
+        """Return step -> (begin, end), for steps that ended in this attempt."""
         return self.ranks[0].steps()
 
     @property
     def precision(self) -> str:
-        """Return how well the ranks' clocks agree, as text."""
+        """Return a text about how well the ranks' clocks agree."""
         errors = [rank.error_s for rank in self.ranks if rank.error_s is not None]
         if len(errors) < len(self.ranks):
             return "the clocks of the nodes are not corrected, because their offsets were not measured"
@@ -182,9 +188,10 @@ class AttemptTrace:
         return self.steps[first][0], self.steps[last][1]
 
     def step(self, number: int | None, pixels: int) -> StepSpans:
-        """Return the spans of a step: by default the last step that ended, or everything before the end of the first step.
+        """Return the spans of step `number`; None: of the last step that ended or, if no step has ended, from the start.
 
-        Spans too short to be seen on so many pixels are merged. Raises RecipeError if the attempt did not make that step.
+        pixels: the width at which the spans are drawn; spans too short to be seen at this width are merged. Raises RecipeError
+        if the attempt did not make the step.
         """
         if number is None and not self.steps:
             begin = self.ranks[0].began
@@ -198,14 +205,14 @@ class AttemptTrace:
 
 
 def attempt_traces(attempts: Iterable[AttemptFolder]) -> list[AttemptTrace]:
-    """Return the attempts that have a timeline. Raises RecipeError for a file that is none."""
+    """Return the traces of those attempts that have a timeline. Raises RecipeError for a file that is not a timeline."""
     return [AttemptTrace(attempt, ranks) for attempt in attempts if (ranks := _ranks(attempt))]
 
 
 def trace_with_step(traces: list[AttemptTrace], number: int | None) -> AttemptTrace:
-    """Return the latest attempt that made step `number` (None: any step), else the latest.
+    """Return the latest attempt that made step `number` (None: any step). If there is none, return the latest attempt.
 
-    traces: oldest first, at least one.
+    traces: the attempts, oldest first, at least one.
     """
     ended = [trace for trace in traces if trace.steps and number in (None, *trace.steps)]
     return (ended or traces)[-1]
@@ -226,7 +233,10 @@ def _ranks(attempt: AttemptFolder) -> list[RankTrace]:
 
 
 def _clocks(attempt: AttemptFolder) -> dict[str, tuple[float, float | None]]:
-    """Return node -> (seconds that its clock is ahead of rank 0's, how wrong that may be); zeros on a single node."""
+    """Return node -> (seconds by which its clock is ahead of rank 0's, error bound of these seconds or None).
+
+    With a single node both are 0.
+    """
     nodes = run_files.nodes(attempt.folder)
     if len(nodes) == 1:
         return dict.fromkeys(nodes, (0.0, 0.0))
@@ -245,7 +255,7 @@ def _merge_short_spans(spans: Iterator[Span], resolution: float) -> Iterator[Spa
 
 @dataclass(frozen=True)
 class StepSpans:
-    """The spans of ranks between two times."""
+    """The spans of all ranks in one step, or from the start if no step has ended."""
 
     number: int | None  # None: from the start, as no step has ended yet
     begin: float
@@ -258,7 +268,7 @@ class StepSpans:
         return "from the start; no step has ended yet" if self.number is None else f"step {self.number}"
 
     def categories(self) -> list[str]:
-        """Return the categories that took more than a thousandth of the time, in the order of CATEGORIES."""
+        """Return the categories that took more than a thousandth of the ranks' time, in the order of CATEGORIES."""
         seconds: Counter[str] = Counter()
         for _, spans in self.rows:
             for spent in spans:
@@ -266,13 +276,13 @@ class StepSpans:
         return [key for key in CATEGORIES if seconds[key] > seconds.total() / 1000]
 
     def realms(self) -> dict[str, list[tuple[RankTrace, list[Span]]]]:
-        """Return component -> its rows, without components that have none."""
+        """Return component -> (rank, spans) of each of its ranks, without components that have no ranks here."""
         named = {realm: [row for row in self.rows if row[0].realm == realm] for realm in REALMS}
         return {realm: rows for realm, rows in named.items() if rows}
 
 
 def idle_share(rows: list[tuple[RankTrace, list[Span]]]) -> float:
-    """Return the share of all seconds that ranks waited."""
+    """Return the share of the ranks' seconds in which they waited."""
     seconds = [(sum(span.categories.get(key, 0.0) for key in WAITING), span.seconds) for _, spans in rows for span in spans]
     lived = sum(whole for _, whole in seconds)
     return sum(waited for waited, _ in seconds) / lived if lived else 0.0

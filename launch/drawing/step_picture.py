@@ -1,7 +1,8 @@
 """Draw a step as an SVG: a row for each rank, colours for categories, idle shares beside each component.
 
-A report embeds the picture; a file of its own has the page's style, a title and a legend. Up to FEW ranks of a component are
-bars with names and tooltips. More ranks are thin lines with the names of nodes or engines, so that a slow one stands out.
+A report embeds the picture. A separate SVG file also has the page's style, a title and a legend. If a component has at most FEW
+ranks, each is a row of bars with its name and tooltips. The rows of more ranks are thin lines with the names of nodes or
+engines, so that a slow rank stands out.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ Item = TypeVar("Item")
 
 
 def pick_evenly(items: Sequence[Item], most: int) -> list[Item]:
-    """Return at most `most` items, from the first to the last, at equal distances."""
+    """Return at most `most` of the items, at equal distances, from the first to the last. If `most` is 1, return the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else [items[-1]]
 
 
 def svg_file(step: StepSpans, title: str) -> str:
-    """Return an SVG file with all ranks."""
+    """Return the text of an SVG file that shows all ranks in a step."""
     return svg_document(title, {key: f"is-{key}" for key in step.categories()}, *_panels(step, len(step.rows), 56))
 
 
 def svg_document(title: str, legend: Mapping[str, str], parts: Iterable[Html], height: float) -> str:
-    """Return an SVG file with the page's style, a title and a legend: name -> class. The parts are below y = 56."""
+    """Return the text of an SVG file with the page's style, a title, a legend and `parts`, which must be below y = 56.
+
+    legend: name -> CSS class of its colour. height: the height of the picture.
+    """
     entries = []
     for i, (name, class_) in enumerate(legend.items()):
         entries.append(tag("rect", x=110 * i, y=30, width=12, height=12, class_=class_))
@@ -55,13 +59,16 @@ def svg_document(title: str, legend: Mapping[str, str], parts: Iterable[Html], h
 
 
 def svg_figure(step: StepSpans, title: str) -> Html:
-    """Return the picture for a page, with at most FEW ranks of each component."""
+    """Return the picture of a step as an SVG element for a page, with at most FEW ranks of each component."""
     parts, height = _panels(step, FEW, 0)
     return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title)
 
 
 def _panels(step: StepSpans, most: int, y: float) -> tuple[list[Html], float]:
-    """Return the components one below another and the axis, starting at `y`, and the y at which the axis ends."""
+    """Return (elements of all components, one below another, and of the axis; the y at which the axis ends).
+
+    most: the greatest number of ranks of a component. y: the top of the first component.
+    """
     scale = (WIDTH - LEFT - RIGHT) / (step.end - step.begin)
     parts: list[Html] = []
     for realm, every in step.realms().items():
@@ -80,7 +87,7 @@ def _panels(step: StepSpans, most: int, y: float) -> tuple[list[Html], float]:
 
 
 def _names(rows: list[Row]) -> Iterator[tuple[str, float]]:
-    """Yield (name, row at its middle) of each rank, or, if there are many, of some groups of ranks."""
+    """Yield (name, number of the row at whose height it is written) of each rank; of some groups if there are many ranks."""
     if len(rows) <= FEW:
         yield from ((rank.name, i + 0.5) for i, (rank, _) in enumerate(rows))
         return
@@ -110,7 +117,7 @@ def _tooltip(step: StepSpans, span: Span) -> Html:
 
 
 def axis(length: float, y: float, scale: float) -> Iterator[Html]:
-    """Yield an axis of `length` seconds. scale: pixels per second."""
+    """Yield the elements of a time axis of `length` seconds at the height `y`. scale: pixels per second."""
     unit, per_unit = ("s", 1.0) if length >= 0.5 else ("ms", 1e3)
     power = 10 ** math.floor(math.log10(length / 8))
     every = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= length / 8)

@@ -1,4 +1,4 @@
-"""One evaluation, from its recipe to its scores. The machinery is that of launch/submit.py."""
+"""Run one evaluation, from its recipe to its scores, by the same means as launch/submit.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of one source by one suite."""
+    """Holds the evaluation of one source (a checkpoint or a model) by one suite."""
 
     loaded: Loaded
     source: Source
@@ -47,7 +47,7 @@ def read(suite: str, source: Source, overrides: Iterable[str], more: Mapping[str
 
 
 def is_complete(run_dir: Path) -> bool:
-    """Return whether an evaluation has ended, and judged all its answers."""
+    """Return whether an evaluation has ended with all its answers judged."""
     if not run_setup.ended_well(run_dir):
         return False
     scores = score_tables.read(run_dir)
@@ -60,9 +60,9 @@ def examine(evaluation: Evaluation, dry: bool) -> Examination:
 
 
 def run(evaluation: Evaluation, detach: bool) -> int:
-    """Submit an evaluation, follow it, print its scores, and return the exit status. Goes on with one that was interrupted.
+    """Submit an evaluation, follow it, print its scores, and return the exit status.
 
-    detach: return once it is submitted. Raises RecipeError.
+    An interrupted evaluation is continued. detach: return once it is submitted. Raises RecipeError.
     """
     refuse(evaluation.loaded.problems)
     run_dir = evaluation.run_dir
@@ -87,9 +87,9 @@ def run(evaluation: Evaluation, detach: bool) -> int:
 
 
 def start(evaluation: Evaluation, command: Sequence[str] | None = None) -> RunJob:
-    """Submit an evaluation without a word, and return its job. command: for the manifest; None: this process's.
+    """Submit an evaluation without printing anything, and return its job.
 
-    Raises RecipeError.
+    command: the command line for the manifest; None: that of this process. Raises RecipeError.
     """
     return run_control.start(_prepared(evaluation)[-1], list(command or [sys.executable, *sys.argv]), lambda line: None)
 
@@ -103,7 +103,7 @@ def _prepared(evaluation: Evaluation) -> list[prepare.Prepared]:
 
 
 def finish(evaluation: Evaluation) -> None:
-    """Release the checkpoint of an evaluation that is complete."""
+    """If an evaluation is complete, release the checkpoint that was kept for it."""
     if evaluation.source.checkpoint and is_complete(evaluation.run_dir):
         waiting_checkpoints.release(evaluation.source.run_dir)
 
@@ -115,7 +115,7 @@ def print_scores(run_dir: Path) -> None:
 
 
 def read_complete(folder: Path) -> EvaluationFolder:
-    """Return a complete evaluation. Raises RecipeError."""
+    """Return the complete evaluation in a folder. Raises RecipeError if there is none."""
     found = read_folder(folder)
     if found is None:
         message = f"got {folder}; expected the folder of a complete evaluation, which has a {score_tables.SCORES}"
@@ -124,7 +124,7 @@ def read_complete(folder: Path) -> EvaluationFolder:
 
 
 def print_comparison(other: EvaluationFolder, run_dir: Path) -> None:
-    """Print for each task whether an evaluation is better than another one, worse, or neither."""
+    """Print for each task whether the evaluation in `run_dir` is better than `other`, worse, or neither."""
     print(f"compared with {other.label}, in {other.folder}")
     for each in compare(other, read_complete(run_dir)):
         print(plain(f"{each.task}, {each.metric}: {each.summary}"), flush=True)

@@ -1,8 +1,8 @@
-"""Evaluate the checkpoints of a live run as they are completed, oldest first, each in a job of its own.
+"""Evaluate the checkpoints of a live run as they are completed, oldest first, each in its own job.
 
-The follower ends when the run has ended and all is evaluated. It keeps due checkpoints that the run would remove
-(`launch/runs/waiting_checkpoints.py`). If it is killed, the same command continues: it follows a job that still evaluates, and
-leaves alone what is complete.
+The follower ends when the run has ended and all due checkpoints are evaluated. It keeps due checkpoints that the run would
+remove (`launch/runs/waiting_checkpoints.py`). If the follower is killed, the same command continues: it follows a job that
+still evaluates, and does not repeat complete evaluations.
 """
 
 from __future__ import annotations
@@ -35,21 +35,27 @@ from pipeline.config import Problem, Recipe, RecipeError
 
 POLL_S = 2.0
 STATE_S = 10.0
-"""Seconds between two queries of the run's job. It must have ended in two of them: a resubmission looks so for a moment."""
+"""Seconds between two queries of the run's job.
+
+The run counts as ended once two queries in a row find it so, because a resubmission looks like an end for a moment.
+"""
 RETRY_S = 30.0
-"""Pause after a submission that failed."""
+"""Seconds before another attempt after a submission that failed."""
 TRIES = 2
-"""Submissions of one evaluation. It is then given up."""
+"""Number of attempts at one evaluation before it is given up."""
 LOCK_WAIT_S = 20.0
-"""How long to wait for a follower that is about to end."""
+"""Seconds to wait for the lock of a follower that is about to end."""
 ENDED = ("done", "failed", "stopped")
 
 
 class CheckpointFollower:
-    """Follows one run, with one suite."""
+    """Follows one run, and evaluates its checkpoints with one suite."""
 
     def __init__(self, request: FollowRequest, suite: str):
-        """Follow a request. suite: its suite, or that of the run's section `evaluation`. Raises RecipeError."""
+        """Prepare to follow a run. Raises RecipeError.
+
+        suite: the suite of the request, or of the run's section `evaluation`.
+        """
         self.request, self.suite = request, suite
         self.run_dir = request.run_dir
         self.name = suites.find(suite)[0]
@@ -63,9 +69,9 @@ class CheckpointFollower:
         self.asked_at, self.ended = 0.0, 0  # last query of the run's job; queries in a row that found its end
 
     def follow(self) -> int:
-        """Evaluate until the run has ended and nothing is left; return 1 if an evaluation was given up, else 0.
+        """Evaluate until the run has ended and nothing is left. Return 1 if an evaluation was given up, else 0.
 
-        Raises RecipeError if another process follows.
+        Raises RecipeError if another process follows the run with this suite.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -84,7 +90,7 @@ class CheckpointFollower:
         return 1 if self.failed else 0
 
     def _adopt(self) -> None:
-        """Take over what an earlier follower has kept."""
+        """Take over the checkpoints that an earlier follower has kept."""
         for folder in waiting_checkpoints.folders(self.folder):
             if run_setup.ended_well(folder.parent):
                 _release_judged(folder.parent)
@@ -92,7 +98,10 @@ class CheckpointFollower:
                 self.due[found.step] = found
 
     def _step(self) -> bool:
-        """Do what can be done now, and return whether anything may be left."""
+        """Keep due checkpoints, check the running evaluation, and start the next one if none runs.
+
+        Return whether anything is left or may come.
+        """
         recipe = evaluation_sources.read_run(self.run_dir)
         has_ended = self._has_ended()
         self._keep(recipe, has_ended)
@@ -103,7 +112,7 @@ class CheckpointFollower:
         return bool(self.running or self.due) or not has_ended
 
     def _has_ended(self) -> bool:
-        """Return whether the run has ended, as two queries in a row found."""
+        """Return whether the last two queries both found that the run has ended."""
         if time.monotonic() - self.asked_at >= STATE_S:
             self.asked_at = time.monotonic()
             self.ended = self.ended + 1 if state(RunFolder.at(self.run_dir)).name in ENDED else 0
@@ -112,7 +121,7 @@ class CheckpointFollower:
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
     def _keep(self, recipe: Recipe, has_ended: bool) -> None:
-        """Keep the checkpoints that are due now."""
+        """Keep the checkpoints that are now due for an evaluation, so that the run does not remove them."""
         folders = sorted((self.run_dir / "checkpoints").glob("step_*"))
         self.seen = {
             path: found
@@ -156,10 +165,10 @@ class CheckpointFollower:
         self.running = found.step, evaluation, job
 
     def _more(self) -> dict[str, Any]:
-        """Return the request's keys; for a run in a job or an allocation of Slurm, with Slurm as executor.
+        """Return the request's keys. If the run is in a Slurm job or allocation, the executor is Slurm by default.
 
-        A run uses the GPUs of its allocation itself. With `auto` a controller that does not answer for a moment would place the
-        evaluation on this machine.
+        The run itself uses the GPUs of its allocation. With `auto`, an evaluation would run on this machine whenever a
+        controller does not answer for a moment.
         """
         record, cluster = read_record(self.run_dir), self.request.more.get("cluster", {})
         if record is None or record.executor == "local":
@@ -185,7 +194,10 @@ class CheckpointFollower:
         self._failed(step, why[0])
 
     def _failed(self, step: int, why: str) -> None:
-        """Count a failure of a step. After TRIES the step is given up, and its checkpoint released if the run has it still."""
+        """Count a failed attempt at a step.
+
+        After TRIES failures, give up the step, and release its checkpoint if the run still has it.
+        """
         self.tries[step] = self.tries.get(step, 0) + 1
         if self.tries[step] < TRIES:
             return
@@ -205,6 +217,9 @@ class CheckpointFollower:
 
 
 def _release_judged(folder: Path) -> None:
-    """Release the checkpoint of a complete evaluation, unless answers still have to be judged, which loads it again."""
+    """Release the checkpoint of a complete evaluation.
+
+    Keep it while answers are not judged yet, because judging them loads it again.
+    """
     if evaluation_job.is_complete(folder):
         waiting_checkpoints.release(folder)

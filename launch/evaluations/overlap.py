@@ -1,8 +1,9 @@
 """Find questions whose text occurs in other texts, by overlap of n-grams.
 
-As in GPT-3's paper (arXiv:2005.14165, appendix C) a question overlaps if it shares an n-gram of 13 words with a text, after
-both are in lower case and without punctuation. A question of fewer words, or of a script without spaces, is compared by
-characters: by 50 of them in a row, or by its whole text if that is shorter. One of fewer than 15 characters cannot be checked.
+As in GPT-3's paper (arXiv:2005.14165, appendix C), a question overlaps with a text if they share an n-gram of 13 words, after
+both are changed to lower case without punctuation. A question of fewer words, or in a script without spaces, is compared by
+characters: by 50 consecutive ones, or by its whole text if that is shorter. A question of fewer than 15 characters cannot be
+checked.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 WORDS = 13
-"""Words of an n-gram, as in GPT-3's paper."""
+"""Number of words of an n-gram, as in GPT-3's paper."""
 CHARACTERS = 50
 SHORTEST = 15
-"""Characters of the shortest text that is compared."""
+"""Minimum number of characters of a text that is compared."""
 COMMON = 10
-"""An n-gram of more questions than this is part of a template, and does not count."""
+"""An n-gram that is in more questions than this is ignored, as a part of a template."""
 WORD = re.compile(r"[^\W_]+")
 
 
 @dataclass
 class OverlapSearch:
-    """The n-grams of questions. `check` texts one after another; `found` has the first overlap of each question."""
+    """Holds the n-grams of questions, and the overlaps that were found.
+
+    `check` searches one text after another for them; `found` has the first overlap of each question.
+    """
 
     words: int
     by_words: dict[str, list[str]] = field(default_factory=dict)  # n-gram -> ids of questions
@@ -34,7 +38,7 @@ class OverlapSearch:
 
     @classmethod
     def of(cls, questions: Mapping[str, str], words: int = WORDS) -> OverlapSearch:
-        """Return a search for questions, texts by id."""
+        """Return a search for questions. questions: id -> text. words: number of words of an n-gram."""
         search = cls(words)
         grams = {id: set(_grams(text, words)) for id, text in questions.items()}
         counts = Counter(gram for of in grams.values() for gram in of)
@@ -59,7 +63,7 @@ class OverlapSearch:
             ids.append(id)
 
     def check(self, text: str, where: str) -> None:
-        """Note the questions that overlap with a text. where: its name, for people."""
+        """Record in `found` which questions overlap with a text. where: a name of the text, for people."""
         words = _words(text)
         if self.by_words:
             for gram in _word_grams(words, self.words):
@@ -82,7 +86,7 @@ def _words(text: str) -> list[str]:
 
 
 def _grams(text: str, count: int) -> Iterator[tuple[str, bool]]:
-    """Yield the n-grams of a question, each with whether it is of words."""
+    """Yield (n-gram, whether it consists of words rather than characters) for a question."""
     words = _words(text)
     if len(words) >= count:
         yield from ((gram, True) for gram in _word_grams(words, count))

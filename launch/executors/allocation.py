@@ -1,9 +1,9 @@
 """Run the steps of the batch script in the Slurm allocation that this process is already in.
 
-Inside an `salloc`, a controller starts the ranks again after a crash, as verdict.sh decides. It outlives the terminal but not
-the allocation. If the ranks exit on purpose, the run ends, because the allocation has no time left. In a batch job of
-launch/hetstep.sbatch, the steps and their end are as in a job of `launch/submit.py`: the job may be requeued, and job.json
-records that job. The allocation's time limit counts, not cluster.time_min.
+Inside an `salloc`, a controller starts the ranks, and starts them again after a crash if verdict.sh says so. It outlives the
+terminal but not the allocation. If the ranks exit on purpose, the run ends, because the allocation has no time left. A batch
+job of launch/hetstep.sbatch runs and ends its steps as a job of `launch/submit.py` does: Slurm may requeue it, and job.json
+records it. The allocation's time limit counts, not cluster.time_min.
 
 In a heterogeneous allocation the k-th component runs in the k-th part. In a plain one each component has nodes of its own, in
 the same order. The step of a colocated component (launch/executors/nodes.py) overlaps that of the component before it.
@@ -31,8 +31,8 @@ from pipeline.config import ClusterConfig, ComponentConfig, ranks
 IN_BATCH = "HETSTEP_SBATCH"
 """launch/hetstep.sbatch sets this to its job's id. Other jobs may inherit the variable, so the id is compared."""
 SHELLS = (0xFFFFFFFA, 0xFFFFFFFB)
-"""Ids of steps that may start other steps: slurm.h's SLURM_INTERACTIVE_STEP, the shell of an salloc on its first node, and
-SLURM_BATCH_SCRIPT, the batch script. Some versions leave SLURM_STEP_ID unset there, and 26.05 sets it to -5."""
+"""Ids of steps that may start other steps: slurm.h's SLURM_INTERACTIVE_STEP (the shell of an salloc on its first node) and
+SLURM_BATCH_SCRIPT (the batch script). In such a shell some versions leave SLURM_STEP_ID unset, and 26.05 sets it to -5."""
 CONTROLLER = Path(__file__).with_suffix(".sh")
 """The controller's script in an salloc, appended to the functions of slurm.py."""
 BUSY_S = 120
@@ -69,7 +69,10 @@ def script(run_dir: Path, cluster: ClusterConfig, components: dict[str, Componen
 
 
 def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
-    """Return the srun options of each component's nodes and step name. name: for bash, inside double quotes."""
+    """Return each component's srun options that select its nodes and name its step.
+
+    name: the step's name as bash text inside double quotes.
+    """
     het = "SLURM_HET_SIZE" in os.environ
     places, part, first_node, next_node = [], -1, 0, 0
     for component in components.values():
@@ -98,7 +101,7 @@ class BatchStepsJob(slurm.HetSlurmJob):
     process: subprocess.Popen
 
     def forward_signals(self) -> None:
-        """Forward Slurm's signals to the steps' script, which informs the ranks. Call it in the main thread."""
+        """Forward SIGTERM and SIGUSR2 to the steps' script, which informs the ranks. Call it in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, lambda number, _: self.process.send_signal(number))
 
@@ -130,7 +133,7 @@ class AllocationExecutor(local.LocalExecutor):
 
     @property
     def kind(self) -> str:
-        """The executor to record in job.json, through which other processes query the run."""
+        """The executor's name for job.json, by which other processes know how to query the job."""
         return "slurm" if self.batch_job else "allocation"
 
     def _num_tasks(self) -> int:

@@ -20,10 +20,10 @@ from pipeline.node import python_path
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """Return the job's components in rank order, with the variables and sbatch options of all merged into each.
+    """Return name -> component of the job in rank order, with the shared variables and sbatch options merged into each.
 
-    A component's own values override the shared ones. A backend's variables are set before Python starts, because some are
-    read on import.
+    A component's own values override the shared ones. A backend's variables must be set before Python starts, because libraries
+    read some of them on import.
     """
     backend_variables = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
     trainers = cuda_variables.for_train_ranks(recipe) | backend_variables if trains(recipe) else backend_variables
@@ -43,5 +43,5 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
 
 
 def _with_root(variables: dict[str, str]) -> dict[str, str]:
-    """Return the variables with Hetstep first in their PYTHONPATH, if they have one: it replaces the launcher's."""
+    """Return the variables, with Hetstep's folder first in PYTHONPATH if they have one, which replaces the launcher's."""
     return python_path.with_package(variables) if "PYTHONPATH" in variables else variables

@@ -1,8 +1,8 @@
 """Build the pyxis options of srun (https://github.com/NVIDIA/pyxis) for a component's container, and its tasks' variables.
 
-pyxis keeps the image's value of a variable that the image sets. So the variables that the job needs are set again inside the
-container: the path of the code, and the caches that were checked at submission, since an image has its own home folder.
-`launch/preflight/container_images.py` checks the images, mounts and caches.
+pyxis keeps the image's value of a variable that the image sets. So lines of bash set the variables that the job needs again
+inside the container: the path of the code, and the caches that were checked at submission, since an image has its own home
+folder. `launch/preflight/container_images.py` checks the images, mounts and caches.
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ def task_exports(component: ComponentConfig) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path, because `~` is another folder in the image."""
+    """Return the absolute path. `~` is expanded here, because it is another folder in the image."""
     return str(Path(path).expanduser().absolute())

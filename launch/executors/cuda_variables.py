@@ -1,4 +1,4 @@
-"""Set the variables that CUDA and Triton read early, so ranks need them before Python starts."""
+"""Choose the variables that CUDA and Triton read early, which must be set before a rank's Python starts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ def for_train_ranks(recipe: Recipe) -> dict[str, str]:
 def for_generate_ranks(recipe: Recipe) -> dict[str, str]:
     """Return the variables of generate ranks. The recipe's own variables override them.
 
-    vLLM's attention and experts in float32 are Triton kernels that name no precision of their products, and Triton's default
-    rounds to 10 bits (TF32): log-probs would be 1e-3 from the train ranks', which compute in float32. vLLM multiplies other
-    matrices in float32 (VLLM_FLOAT32_MATMUL_PRECISION). Compiled kernels are cached by this variable (triton,
-    include/triton/Tools/Sys/GetEnv.hpp).
+    In float32, vLLM computes attention and experts with Triton kernels that set no precision of their matrix products. Triton's
+    default is TF32, which has 10 bits: log-probs would differ by 1e-3 from those of the train ranks, which compute in float32.
+    vLLM multiplies other matrices in float32 (VLLM_FLOAT32_MATMUL_PRECISION). The value of this variable is part of the cache
+    key of compiled kernels (triton, include/triton/Tools/Sys/GetEnv.hpp).
     """
     exact = recipe.policy.precision == "float32" and recipe.policy.generation.backend == "vllm"
     return EXACT_FLOAT32 if exact and recipe.cluster.generate.gpus_per_node else {}
 
 
 def _own(recipe: Recipe) -> dict[str, str]:
-    """Return the recipe's variables of train ranks."""
+    """Return the variables that the recipe itself sets for train ranks."""
     of_backend = recipe.policy.megatron_cfg.env_vars if uses_megatron(recipe.policy) else None
     return {**(of_backend or {}), **recipe.cluster.train.env_vars}
 
 
 def _relies_on_the_order_of_kernels(recipe: Recipe) -> bool:
-    """Return whether this is Megatron-Core with tensor or context parallelism before Blackwell.
+    """Return whether Megatron-Core trains with tensor or context parallelism on GPUs older than Blackwell.
 
-    With one connection, kernels start in the order of their calls. Megatron-Core relies on that to start a collective before
-    the matrix product that hides it (megatron/core/tensor_parallel/layers.py, "Here we rely on
-    CUDA_DEVICE_MAX_CONNECTIONS=1"). Megatron-LM requires it for the same layouts and devices (megatron/training/arguments.py):
-    Blackwell does not need it, and FSDP overlaps less with it.
+    With CUDA_DEVICE_MAX_CONNECTIONS=1, kernels start in the order of their calls. Megatron-Core relies on this order to start a
+    collective before the matrix product that overlaps it (megatron/core/tensor_parallel/layers.py, "Here we rely on
+    CUDA_DEVICE_MAX_CONNECTIONS=1"). Megatron-LM requires this value for the same layouts and devices
+    (megatron/training/arguments.py). Blackwell does not need it, and FSDP overlaps less with it.
     """
     megatron = recipe.policy.megatron_cfg
     cuts = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1

@@ -62,11 +62,11 @@ class RunJob(Protocol):
         ...
 
     def status(self, now: bool = False) -> JobStatus:
-        """Return the job's status. now: do not use a cached one."""
+        """Return the job's status. now: whether to query it again instead of returning a cached status."""
         ...
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel the job. check: raise an error if that fails."""
+        """Cancel the job. check: whether to raise an error if the cancellation fails."""
         ...
 
     def name(self) -> str:
@@ -75,9 +75,9 @@ class RunJob(Protocol):
 
 
 def own_pickle(folder: Path, job_id: str) -> None:
-    """Wait for the pickled function in submitit's `folder`, and check that only we could have written it.
+    """Wait for the pickled function in submitit's `folder`, and check that only this user could write it.
 
-    Raises PermissionError if another user could, because loading a pickle runs code.
+    Raises PermissionError if another user could write it, because loading a pickle runs code.
     """
     pickle = folder / f"{job_id}_submitted.pkl"
     wait_for(pickle)

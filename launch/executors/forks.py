@@ -1,6 +1,6 @@
 """Start ranks as forks of one process that has imported the pipeline, so that a machine imports torch only once.
 
-Only for ranks without GPUs: libraries initialize CUDA when they are imported, and CUDA fails in forks after that.
+Only ranks without GPUs are forks: libraries initialize CUDA when they are imported, and CUDA fails in forks after that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def common(environments: list[dict[str, str]]) -> dict[str, str]:
 
 
 def possible(environments: list[dict[str, str]]) -> bool:
-    """Return whether ranks with these variables may be forks: they have no GPUs, and only HETSTEP_* variables differ.
+    """Return whether ranks with these variables may be forks: no GPUs, no PYTHONPATH, and only HETSTEP_* variables differ.
 
-    Libraries read variables on import, so a rank with variables of its own must import them itself. Python reads PYTHONPATH
-    when it starts.
+    Libraries read variables on import, so a rank with other variables of its own must import the libraries itself. Python reads
+    PYTHONPATH when it starts.
     """
     differing = {name for environment in environments for name in environment.keys() - common(environments).keys()}
     if any("PYTHONPATH" in environment for environment in environments):
@@ -39,7 +39,10 @@ def possible(environments: list[dict[str, str]]) -> bool:
 
 
 def import_shared() -> bool:
-    """Import what the ranks share, and return whether that succeeded. If not, each rank imports it and logs the error."""
+    """Import the modules that the ranks share, and return whether that succeeded.
+
+    If it fails, each rank imports them itself and logs the error.
+    """
     try:
         importlib.import_module(PRELOADED)
     except Exception:

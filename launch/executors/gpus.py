@@ -17,10 +17,10 @@ OTHER_DRIVERS = ("/dev/dxg", "/dev/kfd")
 
 
 def count() -> tuple[int | None, str]:
-    """Return (number of GPUs, None if it cannot be found out; the source of the number).
+    """Return (number of GPUs, source of the number). The number is None if it is unknown.
 
     The source is `nvidia-smi`, which respects a container's limits. If it is missing or fails, the devices /dev/nvidia0,
-    /dev/nvidia1 ... are counted.
+    /dev/nvidia1 ... are counted instead.
     """
     try:
         answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_S)
@@ -35,10 +35,10 @@ def count() -> tuple[int | None, str]:
 
 
 def usable() -> tuple[list[str], str]:
-    """Return (the GPUs that our processes may use, as CUDA_VISIBLE_DEVICES names them; the source of the list).
+    """Return (names of the GPUs that our processes may use, source of the names). CUDA_VISIBLE_DEVICES takes the same names.
 
-    The list is empty if neither the number of GPUs nor CUDA_VISIBLE_DEVICES is known. CUDA ignores that variable from the
-    first GPU on that does not exist, and so does the list.
+    The list is empty if the number of GPUs is unknown and CUDA_VISIBLE_DEVICES is unset. CUDA ignores the first GPU in
+    CUDA_VISIBLE_DEVICES that does not exist and all after it; the list omits these too.
     """
     there, source = count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -48,9 +48,9 @@ def usable() -> tuple[list[str], str]:
 
 
 def assign(requested: int, keys: Sequence[str]) -> list[str]:
-    """Return the first `requested` GPUs that our processes may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the names, for CUDA_VISIBLE_DEVICES, of the first `requested` GPUs that our processes may use.
 
-    keys: the recipe's keys that request GPUs. Raises RecipeError, which names them, if this machine has fewer.
+    keys: the recipe's keys that request GPUs. Raises RecipeError, which names these keys, if this machine has fewer GPUs.
     """
     if not requested:
         return []

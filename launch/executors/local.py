@@ -1,9 +1,9 @@
 """Run the ranks as processes of this machine, under a controller that outlives the terminal.
 
 The controller (`python -m launch.executors.local RUN_DIR`) ends all ranks when the first one fails, as Slurm does with
---kill-on-bad-exit. A signal to the controller, its end and the time limit also end them. When all ranks have ended, verdict.sh
-decides as at the end of the batch script, and the controller may start them again, as another attempt with a new time limit.
-A signal to the controller ends the run.
+--kill-on-bad-exit. The ranks also end at the time limit, and with the controller. When all ranks have ended, verdict.sh decides
+as at the end of a batch script, and the controller may start them again, as another attempt with a new time limit. A signal to
+the controller ends the ranks and the run.
 
 A component's "nodes" are only a number here: all ranks share this machine, and each "node" of a component has its own range of
 GPUs. Components that use the same GPUs in turn have the same ranges. Containers are ignored.
@@ -56,7 +56,7 @@ VERDICT_S = 600.0
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 DISK_ERROR = re.compile("|".join(map(re.escape, map(os.strerror, DISK_ERRORS))))
 KILLED = "killed"
-"""The file of an attempt that names the first rank that a signal ended."""
+"""Name of an attempt's file that says which rank was the first that a signal ended."""
 TAIL_BYTES = 256 << 10
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
@@ -116,7 +116,10 @@ def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
 
 
 class Stop(BaseException):
-    """The controller must end the ranks. The message says why. Not an Exception, which an import that fails may swallow."""
+    """Raised when the controller must end the ranks. The message says why.
+
+    It is no Exception, because code around a failing import may catch every Exception.
+    """
 
     def __init__(self, state: str, reason: str = "", status: int = 0, secondary: bool = False):
         """status: the attempt's exit status, for the verdict. secondary: whether a rank ended because of another one."""
@@ -129,7 +132,7 @@ class Stop(BaseException):
 class Controller:
     """Starts, watches and restarts the ranks, in a session of its own.
 
-    The job id is its process id. It writes the end of the job into submitit/<id>_end.json.
+    The job's id is the controller's process id. The controller writes how the job ended into submitit/<id>_end.json.
     """
 
     def __init__(self, run_dir: Path, plan: dict[str, Any]):
@@ -160,7 +163,7 @@ class Controller:
         return 0 if end.state == "COMPLETED" else 1
 
     def _attempts(self) -> Stop:
-        """Run one attempt after another, as long as the verdict requests it."""
+        """Run attempts until a verdict requests no further one, and return how the run ended."""
         restarts = itertools.count()
         while True:
             self.attempt = f"{self.job}-{next(restarts)}"
@@ -175,7 +178,7 @@ class Controller:
                 return Stop(end.state, "; ".join(filter(None, (str(end), verdict.removeprefix("stop: ")))))
 
     def _one_attempt(self) -> Stop:
-        """Start all ranks, and wait for their end. Raises Stop if the controller itself must end."""
+        """Start all ranks, wait for their end, and return how the attempt ended. Raises Stop if the controller must end too."""
         try:
             self._start()
             signal.setitimer(signal.ITIMER_REAL, self.limit_s)
@@ -239,7 +242,7 @@ class Controller:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _start_rank(self, environment: dict[str, str], log: BinaryIO) -> int:
-        """Return the id of the process. It leads a process group, so that its children end with it."""
+        """Start a rank and return its process id. It leads a process group, so that its children end with it."""
         begin = functools.partial(_begin, os.getpid())
         if self.fork:
             rank_main = functools.partial(rank_task.main, f"{self.run_dir}/submitit")
@@ -278,7 +281,7 @@ class Controller:
         del self.rank_of[ended.si_pid]
 
     def _memory_of(self, rank: int) -> str:
-        """Return the kernel's record of a kill for memory, and the last warning about it, as the end of a message."""
+        """Return the end of a message about a killed rank: the kernel's out-of-memory record and the last memory warning."""
         node = self.environments[rank]["HETSTEP_NODE"]
         warning = last_warning(self.run_dir / "attempts" / self.attempt, MEMORY_CHECKS, node)
         warned = f"the last warning about memory, after step {warning['step']}: {warning['message']}" if warning else ""
@@ -288,7 +291,7 @@ class Controller:
         return f"rank {rank} ({self.environments[rank]['HETSTEP_COMPONENT']})"
 
     def _kill_all(self, *signals: signal.Signals) -> None:
-        """Send the signals in turn, and wait for the ranks' end after each, at most GRACE_S."""
+        """Send the signals to all ranks, one signal after another, and wait at most GRACE_S after each for the ranks to end."""
         for number in signals:
             for pid in self.rank_of:
                 with contextlib.suppress(ProcessLookupError):
@@ -331,7 +334,7 @@ class HetLocalJob(local.LocalJob):
         self.start_time = start_time
 
     def status(self, now: bool = False) -> JobStatus:
-        """Return RUNNING while the controller lives, then the end that it wrote; FAILED if it wrote none."""
+        """Return RUNNING while the controller lives, then the status that it wrote; FAILED if it wrote none."""
         alive = self._is_alive()  # before reading the end, which the controller writes before it exits
         end = self.paths.folder / f"{self.job_id}_end.json"
         if alive:
@@ -341,7 +344,10 @@ class HetLocalJob(local.LocalJob):
         return JobStatus("FAILED", self._why_no_end(), ended=True)
 
     def _why_no_end(self) -> str:
-        """Return why the controller wrote no end: a full or failing disk, by a log or its state now; or that it was killed."""
+        """Return why the controller did not write how the job ended.
+
+        The reason is a disk error in a log, a disk that is full now, or else that the controller was killed.
+        """
         run_dir, what = self.paths.folder.parent, "the controller ended without writing its end"
         logs = sorted(run_dir.glob(f"attempts/local-{self.job_id}-*/rank*.log"))
         for log in (*logs, self.paths.folder / "controller.log"):
@@ -405,7 +411,7 @@ class HetLocalExecutor(local.LocalExecutor):
 
     @override
     def submit(self, fn: Callable[..., Any], *args: object, **kwargs: object) -> Job[Any]:
-        """Submit `fn(*args, **kwargs)` for every rank. Ranks of the pipeline share its imports if possible."""
+        """Submit `fn(*args, **kwargs)` for every rank. Ranks that run the pipeline share its imports as forks if possible."""
         self.fork = fn.__module__ == rank_task.__name__ and forks.possible(self.environments)
         return super().submit(fn, *args, **kwargs)
 

@@ -1,11 +1,12 @@
 """Decide which components share nodes, and build the Slurm options of their allocation, steps and ranks.
 
-A component has nodes of its own, or is colocated with the component before it. Colocated components use the same GPUs in turn
-(policy.generation.colocated), or have their own GPUs of each node (cluster.share_nodes).
+A component has nodes of its own, or is colocated on the nodes of the component before it. Colocated components use the same
+GPUs in turn (policy.generation.colocated), or divide the GPUs of each node between them (cluster.share_nodes).
 
-All steps on shared nodes overlap and get the same GPUs, and each rank narrows CUDA_VISIBLE_DEVICES to those of its component.
-Slurm can also give each step GPUs of its own (srun --exact). But then cgroups hide the other step's GPUs, and NCCL uses NVLink
-only between GPUs that it can see: https://github.com/NVIDIA/nccl/issues/1066. Such steps also wait for each other's resources.
+All steps on shared nodes overlap and get the same GPUs, and each rank narrows CUDA_VISIBLE_DEVICES to the GPUs of its
+component. Slurm could also give each step GPUs of its own (srun --exact). But then cgroups would hide the GPUs of other steps,
+and NCCL uses NVLink only between GPUs that it can see: https://github.com/NVIDIA/nccl/issues/1066. Such steps would also wait
+for each other's resources.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from dataclasses import dataclass, replace
 from pipeline.config import ComponentConfig, ranks, ranks_per_node
 
 SLURMS_DEFAULT = "default"
-"""The value of `mem` that omits --mem."""
+"""Value of a component's `mem` for which --mem is omitted, so that Slurm's default counts."""
 COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_COMPILERS = 32
-"""Inductor's default, for every rank of a node (torch/_inductor/config.py, decide_compile_threads)."""
+"""Maximum number of compile processes of a rank: Inductor's default (torch/_inductor/config.py, decide_compile_threads)."""
 NODE_KEYS = ("partition", "account", "qos", "constraint")
 """Keys of a component that select its nodes."""
 
 
 @dataclass
 class ColocatedComponent(ComponentConfig):
-    """A component on the nodes of the one before it."""
+    """A component on the nodes of the component before it."""
 
     shares_gpus: bool = True  # uses the GPUs of the component before it in turn; False: has GPUs of its own
 
 
 def shares_gpus(component: ComponentConfig) -> bool:
-    """Return whether a component and the one before it use the same GPUs in turn."""
+    """Return whether a component and the component before it use the same GPUs in turn."""
     return isinstance(component, ColocatedComponent) and component.shares_gpus
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """The part of its nodes that a component has."""
+    """A component's part of the nodes on which it runs."""
 
     component: ComponentConfig
     host: ComponentConfig  # the total need of all components on these nodes
@@ -46,7 +47,7 @@ class NodeShare:
 
 
 def shares(components: dict[str, ComponentConfig]) -> dict[str, NodeShare]:
-    """Return each component's part of its nodes, by component."""
+    """Return component's name -> the component's part of its nodes."""
     shares_of: dict[str, NodeShare] = {}
     for names in groups(components):
         host, first, following = _total_need([components[name] for name in names]), 0, 0
@@ -59,7 +60,7 @@ def shares(components: dict[str, ComponentConfig]) -> dict[str, NodeShare]:
 
 
 def groups(components: dict[str, ComponentConfig]) -> list[list[str]]:
-    """Return the names of the components on each set of nodes."""
+    """Return a list for each set of nodes: the names of the components on these nodes."""
     names_of: list[list[str]] = []
     for name, component in components.items():
         if isinstance(component, ColocatedComponent):
@@ -70,12 +71,12 @@ def groups(components: dict[str, ComponentConfig]) -> list[list[str]]:
 
 
 def hosts(components: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
-    """Return the components with nodes of their own, which Slurm allocates, each with the total need on its nodes."""
+    """Return name -> component for the components whose nodes Slurm allocates, each with the total need on its nodes."""
     return {names[0]: _total_need([components[name] for name in names]) for names in groups(components)}
 
 
 def _total_need(components: list[ComponentConfig]) -> ComponentConfig:
-    """Return the first component with the need of all: the sum, or the maximum if they use the same GPUs in turn."""
+    """Return the first component with the needs of all: their sum, or the maximum if the components use GPUs in turn."""
     host, *others = components
     if not others:
         return host
@@ -99,14 +100,14 @@ def takes_whole_nodes(component: ComponentConfig) -> bool:
 
 
 def memory(component: ComponentConfig) -> str | None:
-    """Return the value of --mem; None omits it. Even with whole nodes, Slurm grants only the memory that is requested."""
+    """Return the value of --mem; None to omit it. Even with whole nodes, Slurm grants only the memory that is requested."""
     if component.mem is None:
         return "0" if takes_whole_nodes(component) else None
     return None if component.mem == SLURMS_DEFAULT else component.mem
 
 
 def allocation_options(host: ComponentConfig) -> list[str]:
-    """Return the options of sbatch or salloc that request nodes for a component of `hosts`, unquoted."""
+    """Return the unquoted options of sbatch or salloc that request the nodes of a component of `hosts`."""
     values = {
         "nodes": host.nodes,
         "ntasks-per-node": ranks_per_node(host),
@@ -123,8 +124,8 @@ def allocation_options(host: ComponentConfig) -> list[str]:
 def step_options(share: NodeShare) -> list[str]:
     """Return the options of a component's srun: its ranks, CPUs and GPUs.
 
-    Steps on shared nodes request no CPUs. Each gets all CPUs of the job there, and its ranks are not bound to any. Slurm
-    prefers the GPUs near a step's CPUs, so steps with different CPUs could get different GPUs.
+    Steps on shared nodes request no CPUs: each gets all CPUs of the job on its nodes, and its ranks are not bound to CPUs.
+    Slurm prefers the GPUs near a step's CPUs, so steps that request different CPUs could get different GPUs.
     """
     component = share.component
     options = [
@@ -143,9 +144,10 @@ def step_options(share: NodeShare) -> list[str]:
 
 
 def gpu_exports(share: NodeShare) -> list[str]:
-    """Return lines of bash that hide GPUs that are not its component's from a rank; [] if its step has no others.
+    """Return lines of bash that hide from a rank the GPUs of other components; [] if its step has none of them.
 
-    A component without GPUs may run on nodes that have some, and Slurm hides them only with ConstrainDevices (cgroup.conf).
+    The lines hide all GPUs if the component has none: its nodes may have GPUs, and Slurm hides these only with ConstrainDevices
+    (cgroup.conf).
     """
     count, there = share.component.gpus_per_node, share.host.gpus_per_node
     if not count:
@@ -158,9 +160,10 @@ def gpu_exports(share: NodeShare) -> list[str]:
 
 
 def thread_exports(share: NodeShare) -> list[str]:
-    """Return lines of bash that set OMP_NUM_THREADS if it is unset: a rank's share of the node's CPUs; 1 without GPUs.
+    """Return lines of bash that set OMP_NUM_THREADS, unless it is set already.
 
-    With GPUs they also set the number of processes in which Inductor compiles: the same share, at most Inductor's default.
+    Its value is cpus_per_task or else the rank's share of the node's CPUs; 1 for a component without GPUs. With GPUs the lines
+    also set the number of Inductor's compile processes to that value, but at most to Inductor's default.
     """
     component, count = share.component, ranks_per_node(share.host)
     if not component.gpus_per_node:

@@ -1,4 +1,4 @@
-"""Run a rank: `python -m launch.executors.rank_task FOLDER` is the process of every rank, under Slurm and on this machine.
+"""Run a rank. `python -m launch.executors.rank_task FOLDER` is the command of every rank, under Slurm and on this machine.
 
 All executors start it with the same environment (`HETSTEP_*`, see launch/executors/executor.py), so submitit needs one job
 environment, not one per executor. It runs submitit's `process_job`, then exits by `os._exit`: the teardown of an inference
@@ -21,7 +21,7 @@ from pipeline.job import signals
 from pipeline.node import caches
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of one variable, the strongest first (c10/core/AllocatorConfig.h)."""
+"""Names of the allocator's variable. An earlier name takes precedence (c10/core/AllocatorConfig.h)."""
 
 
 class HetstepJobEnvironment(JobEnvironment):
@@ -41,11 +41,15 @@ class HetstepJobEnvironment(JobEnvironment):
         )
 
     def _handle_signals(self, paths, submission) -> None:
-        """Install no handlers: submitit's requeue the job, and `main` has installed ours."""
+        """Install no handlers: those of submitit requeue the job, and `main` has installed Hetstep's."""
 
 
 def rank_main(run_dir: str) -> None:
-    """Run the pipeline. `launch/submit.py` submits this function; it imports late, so that submission never imports torch."""
+    """Run the pipeline on this rank.
+
+    This is the function that `launch/submit.py` submits. It imports the pipeline when called, so that submission never imports
+    torch.
+    """
     from pipeline import main
 
     main.main(Path(run_dir))
@@ -74,9 +78,10 @@ def run(folder: str) -> int:
 
 
 def set_allocator() -> None:
-    """Set expandable segments on a rank that trains or scores on GPUs, unless the user, the image or the node has set any name.
+    """Choose expandable segments on a rank that trains or scores on GPUs, unless a variable of ALLOCATORS is set.
 
-    Packed batches differ in length, so fixed segments would fragment. vLLM's sleep mode has an allocator of its own.
+    Packed batches differ in length, so fixed segments would fragment. Ranks of vLLM are left out, because its sleep mode has an
+    allocator of its own.
     """
     has_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") != ""  # the executors' value for components without GPUs
     if os.environ["HETSTEP_COMPONENT"] != "generate" and has_gpus and not any(name in os.environ for name in ALLOCATORS):

@@ -1,9 +1,9 @@
 """Run the components as one Slurm job, with one background srun per component.
 
-The job is heterogeneous if components have nodes of their own. Each component has its own srun, because a container image is an
-option of a whole srun. Slurm numbers ranks per step, so the batch script gives each step its first global rank. batch.sh has
-the code before and after the steps, launch/executors/nodes.py the options of allocation and steps. Job arrays are not
-supported, because Slurm refuses them for het jobs. Options, states and pitfalls:
+The job is heterogeneous if several components have nodes of their own. Each component has its own srun, because a container
+image is an option of a whole srun. Slurm numbers ranks per step, so the batch script tells each step its first global rank.
+batch.sh has the code before and after the steps, and launch/executors/nodes.py builds the options of the allocation and the
+steps. Job arrays are not supported, because Slurm refuses them for heterogeneous jobs. For options, states and pitfalls see
 https://slurm.schedmd.com/heterogeneous_jobs.html
 """
 
@@ -30,9 +30,10 @@ GONE = "GONE"
 """The state of a job that neither slurmctld nor accounting knows. Slurm has no such state."""
 
 SIGNAL_LEAD_S = 60
-"""Seconds before the time limit at which Slurm sends SIGUSR2 to the batch script, which informs the ranks; Slurm may send it up
-to a minute earlier. The ranks know the limit, so this serves limits that are shortened later, and preemption with
-PreemptParameters=send_user_signal. Each component requests the signal, so that none gets SIGTERM at preemption."""
+"""Seconds before the time limit at which Slurm sends SIGUSR2 to the batch script, which informs the ranks. Slurm may send it up
+to a minute earlier. The ranks know the original limit, so the signal serves two cases: a limit that is shortened later, and
+preemption with PreemptParameters=send_user_signal. Each component requests the signal, so that none gets SIGTERM at
+preemption."""
 SIGNALLED_MIN = 10
 """Jobs with a shorter limit get no signal, because it would arrive before their first step."""
 JOB = (
@@ -78,7 +79,7 @@ def batch_script(
 def request_options(name: str, cluster: ClusterConfig, host: ComponentConfig) -> list[str]:
     """Return the unquoted sbatch options that request the nodes of a component of `nodes.hosts`.
 
-    What the recipe leaves open may come from variables of the environment: `slurm_environment.WISHES`.
+    Environment variables may set options that the recipe leaves open: `slurm_environment.WISHES`.
     """
     host = slurm_environment.with_wishes(host)
     options = [f"--job-name={name.replace(' ', '_')}", f"--time={cluster.time_min}", *nodes.allocation_options(host)]
@@ -95,7 +96,8 @@ def attempt_text(
 ) -> str:
     """Return bash functions: `start`, which starts all ranks in the current allocation; the functions of batch.sh; `verdict`.
 
-    job_id, attempt: for bash, inside double quotes. places: options of each component's srun that select its nodes.
+    job_id, attempt: bash texts inside double quotes. places: each component's srun options that select its nodes; None: those
+    of a job of our own.
     """
     steps, first = [], 0
     places = places or _places(components)
@@ -130,7 +132,7 @@ def overlap(components: dict[str, ComponentConfig]) -> str:
 
 
 def dependency(**job_ids: tuple[str, ...]) -> str | None:
-    """Return the value of --dependency for job ids by type (afterok, afterany), all required; None without ids."""
+    """Return a value of --dependency that requires all of some jobs; None without jobs. job_ids: dependency type -> job ids."""
     return ",".join(f"{kind}:{':'.join(ids)}" for kind, ids in job_ids.items() if ids) or None
 
 
@@ -138,8 +140,8 @@ def directives(*options: str) -> list[str]:
     """Return the #SBATCH lines with these options.
 
     A backslash escapes each character that sbatch might interpret: unlike a shell, sbatch interprets a backslash inside quotes
-    too, and ends a word at a blank after one. Another backslash splits the words `hetjob` and `packjob`, which separate
-    components wherever they occur in a line.
+    too, and ends a word at a blank after one. Backslashes also split the words `hetjob` and `packjob`, because sbatch takes a
+    line with one of them anywhere as a separator of components.
     """
     escaped = [SPECIAL_TO_SBATCH.sub(BACKSLASH, option) for option in options]
     return [f'#SBATCH "{option}"' if " " in option else f"#SBATCH {option}" for option in escaped]
@@ -177,8 +179,8 @@ def _step(name: str, share: NodeShare, first_rank: int, node_options: str, run_d
 class HetWatcher(slurm.SlurmInfoWatcher):
     """Reads states from `scontrol show job`, which needs no accounting, or from sacct once slurmctld has forgotten the job.
 
-    submitit's watcher reads only sacct, whose rows for a het job are named `17+0`, `17+1`, so it never finds the state. Unlike
-    submitit's, this watcher is not shared by jobs, because a shared cache returns stale states.
+    submitit's watcher reads only sacct, and never finds the state of a heterogeneous job, whose rows are named `17+0`, `17+1`.
+    Each job has a watcher of its own, because submitit's, which all jobs share, returns stale states from its cache.
     """
 
     @override
@@ -210,7 +212,7 @@ def job_status(part: JobComponent) -> JobStatus:
 
 
 class HetSlurmJob(slurm.SlurmJob):
-    """A heterogeneous or plain Slurm job, by the id of its leading component."""
+    """A heterogeneous or plain Slurm job. Its id is that of the leading component."""
 
     start_time: int | None = None  # not needed, because a cluster does not reuse ids
 
@@ -219,7 +221,7 @@ class HetSlurmJob(slurm.SlurmJob):
         super().__init__(folder, job_id, tasks)
 
     def status(self, now: bool = False) -> JobStatus:
-        """Return the job's status, at most 15 s old; a fresh one if `now`."""
+        """Return the job's status. It is at most 15 s old, or queried again if `now` is true."""
         info = self.watcher.get_info(self.job_id, mode="force" if now else "standard")
         return job_status(JobComponent(self.job_id, info.get("State", "UNKNOWN"), reason=info.get("Reason", "")))
 

@@ -40,7 +40,7 @@ TERMINAL = frozenset(
 )
 
 Fields = dict[str, str]
-"""A line of Slurm's output, such as {"PartitionName": "gpu", "MaxTime": "1-00:00:00", ...}."""
+"""The fields of a line of Slurm's output, such as {"PartitionName": "gpu", "MaxTime": "1-00:00:00", ...}."""
 ClusterKey = tuple[str | None, str | None]
 """PATH and SLURM_CONF, by which Slurm's commands choose the cluster."""
 
@@ -49,10 +49,10 @@ _clusters: dict[ClusterKey, str] = {}
 
 
 class SlurmError(Exception):
-    """A Slurm command failed. The message names the command and the reason.
+    """Raised if a Slurm command fails. The message names the command and the reason.
 
-    kind: `missing`: the command is not installed; `late`: it exceeded its time limit; `failed`: it ended with an error
-    output: its stdout and stderr, if it `failed`
+    kind: `missing` if the command is not installed, `late` if it exceeded its time limit, `failed` if it ended with an error.
+    output: the command's stdout and stderr, if it `failed`.
     """
 
     def __init__(self, message: str, kind: Literal["missing", "late", "failed"], output: str = ""):
@@ -85,9 +85,9 @@ def run_command(*command: str, timeout_s: float | None = None, script: str | Non
 
 
 def submit(script: str, *options: str) -> str:
-    """Submit the text of a batch script and return the job's id. No variable of the environment beats the script.
+    """Submit the text of a batch script and return the job's id. Environment variables do not override the script.
 
-    Raises SlurmError. If its kind is `late`, a job may exist all the same.
+    Raises SlurmError. If the error's kind is `late`, the job may exist nevertheless.
     """
     answer = run_command(*unset_for_sbatch(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
     return answer.strip().partition(";")[0]
@@ -212,7 +212,10 @@ def _in_order(parts: Iterator[JobComponent]) -> list[JobComponent]:
 
 
 def merge_components(parts: Sequence[JobComponent]) -> JobComponent:
-    """Merge the components of a job: the leader's state, but no terminal state before every component has one."""
+    """Return one JobComponent for a whole job, with the leader's state and the nodes of all components.
+
+    While the leader has ended and others have not, the state is COMPLETING.
+    """
     leader = replace(parts[0], nodes=",".join(part.nodes for part in parts if part.nodes))
     if leader.state in TERMINAL and not all(part.state in TERMINAL for part in parts):
         return replace(leader, state="COMPLETING")
@@ -223,7 +226,7 @@ def merge_components(parts: Sequence[JobComponent]) -> JobComponent:
 
 
 def parse_records(text: str) -> Iterator[Fields]:
-    """Yield the fields of each line of `scontrol -o`. The first value of a key counts, because free text comes last."""
+    """Yield the fields of each line of `scontrol -o`. A repeated key has its first value, because free text comes last."""
     for line in text.splitlines():
         fields: Fields = {}
         for word in line.split():

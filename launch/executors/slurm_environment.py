@@ -1,11 +1,13 @@
-"""Decide what Slurm's variables in the environment do to a submission, so that none of them beats the recipe.
+"""Control the effect of Slurm's environment variables on a submission, so that none of them overrides the recipe.
 
-sbatch reads a variable for each of its options, and a variable beats the batch script: SBATCH_MEM_PER_NODE shrinks the memory,
-SBATCH_NO_REQUEUE ends a run at its first requeue, SBATCH_OUTPUT moves the log. So sbatch is called without any variable
-SBATCH_*, of this or of a later version, but for those of `PASSED`. The variables of `WISHES` say how a site or a user books all
-jobs; they become options of the components whose recipe says nothing else. See sbatch(1), INPUT ENVIRONMENT VARIABLES.
+sbatch reads a variable for each of its options, and a variable overrides the batch script: SBATCH_MEM_PER_NODE shrinks the
+memory, SBATCH_NO_REQUEUE ends a run at its first requeue, SBATCH_OUTPUT moves the log. So sbatch is called without SBATCH_*
+variables, except those of `PASSED`; this covers variables of later versions too. The variables of `WISHES` say how a site or a
+user books all jobs. They become options of components whose recipe does not set these options. See sbatch(1), INPUT ENVIRONMENT
+VARIABLES.
 
-srun reads SLURM_* and SRUN_* variables likewise, in a job that has inherited them: `STEP_VARIABLES` are unset for each step.
+srun, too, reads SLURM_* and SRUN_* variables as options, which a job may have inherited. So `STEP_VARIABLES` are unset for each
+step.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from pipeline.config.sbatch import NAME as OPTION
 from pipeline.config.sbatch import OF_A_COMPONENT, OF_THE_JOB, REFUSED
 
 WISHES = ("partition", "account", "qos", "constraint", "reservation", "wckey")
-"""Options that a component takes from SBATCH_NAME if the recipe does not set them."""
+"""Options that a component takes from the variable SBATCH_<OPTION> if the recipe does not set them."""
 PASSED = ("SBATCH_ACCTG_FREQ", "SBATCH_DEBUG", "SBATCH_PROFILE")
-"""Variables that sbatch keeps: they change what Slurm records and prints, not the job."""
+"""Variables that are passed on to sbatch: they change what Slurm records and prints, not the job."""
 OPTIONS = {
     "mem-per-node": "mem",
     "timelimit": "time",
     "array-inx": "array",
     "req-switch": "switches",
 }
-"""Names of options that differ from their variable's."""
+"""Name from a variable SBATCH_* -> name of its option, where they differ."""
 
 STEP_VARIABLES = (
     # sbatch sets these from the leading component, so other components would get the leader's numbers.
@@ -53,23 +55,23 @@ STEP_VARIABLES = (
 )
 """Variables that srun reads as options. Each step has explicit options instead.
 
-Left out: what describes the job or its site (SLURM_JOB_*, SLURM_CONF, SLURM_MPI_TYPE, SLURM_TASK_PROLOG ...), and SLURM_HINT
-and SLURM_THREADS_PER_CORE, which sbatch reads or sets for the whole job.
+Left out: variables that describe the job or its site (SLURM_JOB_*, SLURM_CONF, SLURM_MPI_TYPE, SLURM_TASK_PROLOG ...), and
+SLURM_HINT and SLURM_THREADS_PER_CORE, which sbatch reads or sets for the whole job.
 """
 
 
 def unset_for_sbatch() -> list[str]:
-    """Return the `env` command that hides the variables from sbatch, to put before it.
+    """Return the `env` command, to put before sbatch, that hides SBATCH_* variables from it, except those of `PASSED`.
 
-    It hides those of a surrounding heterogeneous salloc too: sbatch exports its environment to the job, and a plain job would
-    take these variables for its own.
+    The command also hides the variables of a surrounding heterogeneous salloc: sbatch exports its environment to the job, and a
+    plain job would take these variables for its own.
     """
     around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
     return ["env", *(f"--unset={name}" for name in [*_of_sbatch(), *around])]
 
 
 def unset_for_steps() -> str:
-    """Return the `env` command that hides the variables from srun, to put before it."""
+    """Return the `env` command, to put before srun, that hides `STEP_VARIABLES` from it."""
     return f"env {' '.join(f'-u {name}' for name in STEP_VARIABLES)}"
 
 
@@ -78,17 +80,17 @@ def _of_sbatch() -> list[str]:
 
 
 def wishes() -> dict[str, str]:
-    """Return the options that the environment sets for components whose recipe does not."""
+    """Return option -> value for the options of WISHES that environment variables set."""
     return {name: value for name in WISHES if (value := os.environ.get(variable(name)))}
 
 
 def export_wishes() -> str:
-    """Return the lines of a job's script that restore the variables of `wishes`, for a job that submits others."""
+    """Return bash lines that set the variables of `wishes`, for the script of a job that itself submits jobs."""
     return "".join(f"export {variable(name)}={shlex.quote(value)}\n" for name, value in wishes().items())
 
 
 def variable(option: str) -> str:
-    """Return the variable of an option of WISHES: partition -> SBATCH_PARTITION."""
+    """Return the name of the variable of an option of WISHES: partition -> SBATCH_PARTITION."""
     return f"SBATCH_{option.upper()}"
 
 
@@ -109,7 +111,7 @@ def with_wishes(host: ComponentConfig) -> ComponentConfig:
 
 
 def notes(hosts: dict[str, ComponentConfig]) -> Iterator[str]:
-    """Yield what the variables of the environment do to a job. hosts: the components with nodes of their own."""
+    """Yield a note on the effect of each of Slurm's environment variables. hosts: the components with nodes of their own."""
     for name, value in wishes().items():
         takers = [f"cluster.{component}" for component, host in hosts.items() if name in chosen_wishes(host)]
         what = f"{variable(name)}={value} of the environment"
@@ -123,7 +125,7 @@ def notes(hosts: dict[str, ComponentConfig]) -> Iterator[str]:
 
 
 def _instead(name: str) -> str:
-    """Return why sbatch does not get a variable, and the key that has its effect, if there is one."""
+    """Return why sbatch does not get a variable, with the recipe's key that has the same effect, if there is one."""
     plain = name.removeprefix("SBATCH_").lower().replace("_", "-")
     option = OPTIONS.get(plain, plain)
     if option in REFUSED:

@@ -1,4 +1,4 @@
-"""Verify an audit log: its chain of hashes, its head, and the receipts that runs, exports and registries keep of its lines."""
+"""Verify an audit log: its chain of hashes, its head, and the receipts of its lines in runs, exports and registries."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pipeline.recipe import user_files
 
 TEXTS = ("action", "hash", "host", "previous", "subject", "time", "user")
 FIELDS = {**dict.fromkeys(TEXTS, str), "number": int, "details": dict}
-"""The type of each value of an entry."""
+"""Key of an entry -> the type of its value."""
 RECEIPT = {"folder": str, "number": int, "hash": str}
 TRIES = 100
-"""How often the log is read again because somebody wrote to it meanwhile."""
+"""How often the log and its head are read before a check gives up on reading both between two writes."""
 INSIDE = "evaluations/*/step_*"
 """Run folders inside a run folder."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where a log is not as it was written."""
+    """A place where a log differs from what was written."""
 
     line: int | None  # of audit.jsonl, from 1; None if the finding is about the head
     message: str
@@ -51,7 +51,7 @@ class AuditCheck:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log in order, without lines that are no entry.
+    """Return the entries of a log in order. Skip lines that are not entries.
 
     Raises RecipeError if there is no log, or if it cannot be read.
     """
@@ -62,10 +62,11 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def verify(folder: Path) -> AuditCheck:
-    """Verify the log in a folder, against the receipts of the runs below it and of the runs that it names.
+    """Verify the log in a folder against its head and its receipts.
 
-    Others may append to it meanwhile. Raises RecipeError if there is neither a log nor anything that keeps a receipt of one, or
-    if a file cannot be read.
+    The receipts are those in the runs, exports and registries below the folder, and in those that the log names. Other
+    processes may append to the log meanwhile. Raises RecipeError if there is neither a log nor a receipt of one, or if a file
+    cannot be read.
     """
     findings: list[Finding] = []
     notes: list[str] = []
@@ -86,7 +87,11 @@ def verify(folder: Path) -> AuditCheck:
 
 
 def _at_one_moment(folder: Path) -> tuple[bytes | None, bytes | None]:
-    """Return the log and its head. No line was begun or ended between the two, because a writer changes the head for both."""
+    """Return (log, head) as of one moment.
+
+    A writer changes the head before and after each line. So both files are read again if the head has changed meanwhile, up to
+    TRIES times.
+    """
     data, head = None, None
     for _ in range(TRIES):
         head, data = _content(folder / HEAD), _content(folder / LOG)
@@ -100,7 +105,7 @@ def _no_log(folder: Path) -> RecipeError:
 
 
 def _content(path: Path) -> bytes | None:
-    """Return the content of a file; None if there is none. Raises RecipeError if it cannot be read."""
+    """Return the content of a file; None if the file does not exist. Raises RecipeError if it cannot be read."""
     try:
         with user_files.open_file(path) as file:
             return file.read()
@@ -111,7 +116,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _entries(data: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield (line, entry) of each line that has its end; None for a line that is no entry of a log."""
+    """Yield (line, entry) for each complete line; the entry is None if the line is not an entry of an audit log."""
     for line in data.split(b"\n")[:-1]:
         try:
             entry = json.loads(line)
@@ -121,7 +126,7 @@ def _entries(data: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _has(value: Any, types: dict[str, type]) -> bool:
-    """Return whether a value is a dict with exactly these keys, and values of these types."""
+    """Return whether a value is a dict with exactly the keys of `types`, and each value has the type of its key."""
     return isinstance(value, dict) and value.keys() == types.keys() and all(type(value[key]) is types[key] for key in types)
 
 
@@ -147,7 +152,10 @@ def _of_chain(entries: list[tuple[bytes, dict[str, Any] | None]]) -> Iterator[Fi
 
 
 def _misplaced(number: int, last: int, numbers: list[int], before: int) -> str:
-    """Return what is wrong with an entry whose number does not follow `last`, that of the entry in line `before`."""
+    """Return the message about an entry whose number is not `last` + 1.
+
+    number: its number. last, before: number and line of the entry before it. numbers: the numbers of all entries.
+    """
     where = f"has number {number}, and expected is {last + 1}"
     if numbers.count(number) > 1:
         return f"{where}: another line has this number too, so one of them was inserted"
@@ -199,7 +207,7 @@ def _of_head(
 
 
 def _line_of(number: int, entries: list[tuple[bytes, dict[str, Any] | None]]) -> int:
-    """Return the line of the entry with a number; where it would be if there is none."""
+    """Return the line of the entry with a number. Return the number itself if no entry has it."""
     return next((at for at, (_, entry) in enumerate(entries, 1) if entry and entry["number"] == number), number)
 
 
@@ -227,10 +235,11 @@ def _of_this_log(
     kept: list[tuple[Path, Receipt]],
     notes: list[str],
 ) -> list[tuple[Path, Receipt]]:
-    """Return the receipts of the log in this folder, which may have been moved.
+    """Return the receipts that belong to the log in this folder, even if the log was moved here.
 
-    A receipt names the folder of its log. If no log is there any more, it was this one if a line here fits one of its receipts.
-    Otherwise the run came from elsewhere, and a note says so.
+    A receipt names the folder of its log. If that folder has a log, and is another folder, the receipt is skipped. If it no
+    longer has a log, its receipts belong to this log when any of them fits a line here, or when this log is empty. Otherwise
+    `notes` gets a line about the folder, because its runs came from elsewhere.
     """
     lines = {(entry["number"], entry["hash"]) for _, entry in entries if entry}
     moved = {receipt.folder for _, receipt in kept if not entries or (receipt.number, receipt.hash) in lines}
@@ -250,7 +259,7 @@ def _of_this_log(
 
 
 def _receipts(folder: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) of everything below a folder that keeps receipts."""
+    """Yield (file, receipt) for each receipt in the runs, evaluations, exports and registries below a folder."""
     for run_dir in find(folder, DEEPEST):
         for inner in (run_dir, *sorted(run_dir.glob(INSIDE))):
             yield from _of_file(inner / "manifest.json", notes)
@@ -260,7 +269,7 @@ def _receipts(folder: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
 
 
 def _elsewhere(entries: list[dict[str, Any]], seen: set[Path], notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) from the files of runs, exports and registries that a log names; skip files in `seen`."""
+    """Yield (file, receipt) from the files of runs, exports and registries that log entries name. Skip files in `seen`."""
     for action, subject in sorted({(entry["action"], Path(entry["subject"])) for entry in entries}):
         if action in ("add", "promote") and subject not in seen:
             yield from _of_file(subject, notes)
@@ -271,7 +280,7 @@ def _elsewhere(entries: list[dict[str, Any]], seen: set[Path], notes: list[str])
 
 
 def _of_file(path: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) of each receipt in a file of JSON; none if there is no such file. Notes one that is unreadable."""
+    """Yield (file, receipt) for each receipt in a JSON file; nothing if it does not exist. Adds a note if it is unreadable."""
     try:
         found = small_files.read(path, object)
     except (OSError, RecipeError) as error:
@@ -290,7 +299,7 @@ def _of_exports(run_dir: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt
 
 
 def _within(value: Any) -> Iterator[Receipt]:
-    """Yield each receipt within a value of JSON."""
+    """Yield each receipt inside a JSON value, at any depth."""
     if _has(value, RECEIPT):
         yield Receipt(**value)
     elif isinstance(value, dict | list):
@@ -303,7 +312,7 @@ def _short(own: Any) -> str:
 
 
 def everything(check: AuditCheck) -> Iterator[str]:
-    """Yield the lines of a verification for people: findings, notes, and a verdict."""
+    """Yield the text lines that report a verification: findings, notes, and a summary."""
     yield from map(str, chain(check.findings, (f"note: {note}" for note in check.notes)))
     counted = f"{check.folder / LOG}: {plural(check.lines, 'line')}, {plural(check.receipts, 'receipt')} of them elsewhere"
     yield f"{counted}: {plural(len(check.findings), 'finding') if check.findings else 'as it was written'}"

@@ -14,10 +14,13 @@ from pipeline.config import Recipe, RecipeError
 
 
 class AuditObserver(RunObserver):
-    """Writes a line for each event, before it happens where something can still be refused."""
+    """Appends a line to the audit log for each event: before the event where it can still be refused, else after it."""
 
     def submitting(self, recipe: Recipe, run_dir: Path, executor: str, origin: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the receipt for the manifest; None without a log. Raises RecipeError if the line cannot be written."""
+        """Record a submission, and return {"audit": its receipt} for the manifest; the receipt is None without a log.
+
+        Raises RecipeError if the line cannot be written.
+        """
         folder = folder_for(recipe.cluster.audit, run_dir)
         if folder is None:
             return {"audit": None}
@@ -33,7 +36,7 @@ class AuditObserver(RunObserver):
         return {"audit": audit_log.as_record(audit_log.record("submit", run_dir, details, folder))}
 
     def submitted(self, recipe: Recipe, run_dir: Path, job: str, job_id: str) -> None:
-        """Record the job of a submission. Raises RecipeError if the line cannot be written."""
+        """Record the job id of a submission. Raises RecipeError if the line cannot be written."""
         if folder := folder_for(recipe.cluster.audit, run_dir):
             audit_log.record("submitted", run_dir, {"job": job, "job_id": job_id}, folder)
 
@@ -42,23 +45,27 @@ class AuditObserver(RunObserver):
         audit_log.record(action, run_dir, {"job": job, "job_id": job_id, "state": state})
 
     def changing(self, run_dir: Path, values: Mapping[str, Any]) -> None:
-        """Record the new values. Raises RecipeError if the line cannot be written."""
+        """Record new values for keys of a live run. Raises RecipeError if the line cannot be written."""
         audit_log.record("change", run_dir, {"values": values})
 
     def exporting(self, run_dir: Path, step: int, form: str, out: Path) -> dict[str, Any]:
-        """Return the receipt of the export's line. Raises RecipeError if the line cannot be written."""
+        """Record an export, and return {"audit": its receipt}. Raises RecipeError if the line cannot be written."""
         details = {"step": step, "format": form, "out": str(out)}
         return {"audit": audit_log.as_record(audit_log.record("export", run_dir, details))}
 
     def refused(self, run_dir: Path, why: list[str], audit: str | None) -> None:
-        """Record what was denied, unless the log cannot be written, which often is denied for the same reason."""
+        """Record that an access was refused, with the reasons. Does nothing if the log cannot be written.
+
+        audit: the value of `cluster.audit`; None: the value in the run's recipe. Often the log cannot be written for the same
+        reason for which the access was refused.
+        """
         root = audit_log.folder_of(run_dir) if audit is None else folder_for(audit, run_dir)
         if root:
             with contextlib.suppress(RecipeError):
                 audit_log.record("refuse", run_dir, {"why": why}, root)
 
     def variables(self) -> dict[str, str]:
-        """Return the variable that names the user of the REST service."""
+        """Return the environment variable that names the user of the REST service -> that user; {} outside its requests."""
         return audit_log.variables()
 
 

@@ -4,15 +4,15 @@
     audit.head    `begin NUMBER HASH` before each line is written and `end NUMBER HASH` after it
 
 Each line has its number, time (UTC), user, host, action, subject, details, the SHA-256 of the line before it (`previous`) and
-its own (`hash`). A line that is changed, dropped, inserted or moved breaks the chain; the head tells if last lines are missing.
-The `Receipt` of a submission is kept in the manifest of the run too, so a chain that somebody has computed anew is found.
-`launch/audit.py` verifies all of this.
+its own (`hash`). A line that is changed, dropped, inserted or moved breaks the chain; the head shows whether lines are missing
+at the end. The `Receipt` of a submission is kept in the manifest of the run too, so a chain that somebody has computed anew is
+detected. `launch/audit.py` verifies all of this.
 
-Several users and processes append at once, also over NFS: a writer holds a lock of audit.jsonl, opens both files with O_APPEND,
+Several users and processes append at once, also over NFS. A writer holds a lock of audit.jsonl, opens both files with O_APPEND,
 and waits until they are on disk. If it is killed between `begin` and `end`, the next writer completes or removes its line.
 
 Nothing here is secret or signed. Somebody who may write both files and every folder that keeps a receipt can write another
-history; both files work with the attribute of append-only files (`chattr +a`), which leaves that to root.
+history. Both files work with the append-only attribute (`chattr +a`); then only root can do so.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ KEY = "cluster.audit"
 FIRST = "0" * 64
 """`previous` of the first line."""
 NOWHERE = (-1, "")
-"""Number and hash of a line that is not as it was written."""
+"""Stands for (number, hash) of a last line that is not as it was written."""
 WAIT_S = 60.0
-"""How long a writer waits for others to finish theirs."""
+"""How long a writer waits for the lock while other processes write."""
 HEAD_BYTES = 1 << 14
 """Bytes at the end of audit.head that a writer reads."""
 RUNS = "runs"
@@ -62,14 +62,14 @@ Action = Literal[
 ]
 ACTIONS: tuple[str, ...] = get_args(Action)
 requested_by: contextvars.ContextVar[str | None] = contextvars.ContextVar("requested_by", default=None)
-"""The user of the REST service whose request is carried out; a line has it in its details."""
+"""The user of the REST service whose request is being carried out. Each line records this user in its details."""
 VARIABLE = "HETSTEP_REQUESTED_BY"
-"""The variable with that user in the processes that a request starts."""
+"""The environment variable that holds the same user in the processes that a request starts."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """A line's place in a log, and its hash. What keeps it can later show that the log is still the same up to this line."""
+    """Holds a line's place in a log, and its hash. A kept receipt shows later whether the log is unchanged up to this line."""
 
     folder: str  # of the log, absolute
     number: int  # from 1
@@ -79,10 +79,10 @@ class Receipt:
 def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {}, root: Path | None = None) -> Receipt | None:
     """Append a line, and return its receipt once it is on disk; None if the run's key `cluster.audit` is `none`.
 
-    subject: what the action is about; the run's folder if it is about a run. details: any values of JSON; secrets are redacted.
-    root: the folder of the log; None: that of the run in the folder `subject` (`folder_of`).
+    subject: what the action is about; for an action on a run, the run's folder. details: JSON values; secrets are redacted.
+    root: the folder of the log; None: the folder that `folder_of(subject)` returns.
 
-    Raises RecipeError with the key `cluster.audit` if the line cannot be written, or if the log is not as its head says.
+    Raises RecipeError with the key `cluster.audit` if the line cannot be written, or if the log does not end as its head says.
     """
     assert action in ACTIONS, f"{action}: add it to Action"
     folder = folder_of(Path(subject)) if root is None else root
@@ -106,12 +106,12 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for a process that carries out a request of the service, so that its lines name the user too."""
+    """Return the environment for a process that a service request starts, so that its log lines name the request's user."""
     return {**os.environ, **variables()}
 
 
 def variables() -> dict[str, str]:
-    """Return the variable that names the user of the service, if this process carries out a request of it."""
+    """Return VARIABLE -> the user of the REST service whose request this process carries out; {} outside a request."""
     name = _requested_by()
     return {VARIABLE: name} if name else {}
 
@@ -121,7 +121,7 @@ def _requested_by() -> str | None:
 
 
 def folder_of(run_dir: Path) -> Path | None:
-    """Return the folder of the log of a run, by the recipe in its folder; None if `cluster.audit` is `none`."""
+    """Return the folder of the audit log of a run, according to its recipe.yaml; None if `cluster.audit` is `none`."""
     try:
         value = small_files.read_yaml(run_dir / "recipe.yaml")["cluster"]["audit"]
     except (OSError, RecipeError, KeyError, TypeError):  # a run of an earlier version, or no run
@@ -130,11 +130,11 @@ def folder_of(run_dir: Path) -> Path | None:
 
 
 def folder_for(setting: str, run_dir: Path) -> Path | None:
-    """Return the folder of the log for a run folder. setting: the value of `cluster.audit`.
+    """Return the folder of the audit log for a run folder; None for `none`. setting: the value of `cluster.audit`.
 
-    For `auto` it is the highest folder above the run that is named `runs`, else the folder that holds the run's; of these the
-    first that has a log or that this user may write, else the run's own. A run inside another run's folder, such as an
-    evaluation, has that run's log.
+    For `auto`, the candidates are the folders above the run that are named `runs`, the highest first, then the parent of the
+    run folder. The first candidate that has a log, or that this user may write, is returned; without one, the run folder
+    itself. A run inside another run's folder, such as an evaluation, uses the log of the outer run.
     """
     if setting == AUDIT_NONE:
         return None
@@ -148,13 +148,13 @@ def folder_for(setting: str, run_dir: Path) -> Path | None:
 
 
 def _can_write(folder: Path) -> bool:
-    """Return whether this user may write a folder, or make it."""
+    """Return whether this user may write into a folder, or may create it."""
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     return os.access(existing, os.W_OK | os.X_OK)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it, without secrets in its texts."""
+    """Return a value as JSON types, with secrets in its texts redacted."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -166,24 +166,24 @@ def _plain(value: Any) -> Any:
 
 
 def as_line(entry: Mapping[str, Any]) -> str:
-    """Return the one text of an entry: keys in order, no blanks, ASCII, without a line end."""
+    """Return the canonical JSON text of an entry: keys sorted, no blanks, ASCII, no line end."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def hash_of(entry: Mapping[str, Any]) -> str:
-    """Return the SHA-256, in hex, of an entry without its own `hash`."""
+    """Return the SHA-256 of an entry, in hex. Its own key `hash` does not count."""
     return hashlib.sha256(as_line({key: value for key, value in entry.items() if key != "hash"}).encode()).hexdigest()
 
 
 def seal(entry: Mapping[str, Any], number: int, previous: str) -> dict[str, Any]:
-    """Return an entry with its number, the hash of the line before it, and its own."""
+    """Return an entry with its number, the hash of the line before it (`previous`), and its own hash."""
     entry = {**entry, "number": number, "previous": previous}
     return {**entry, "hash": hash_of(entry)}
 
 
 @dataclass(frozen=True)
 class Head:
-    """The state of the log by audit.head."""
+    """Holds the state of the log according to audit.head."""
 
     number: int = 0  # of the last line that is complete
     hash: str = FIRST
@@ -191,7 +191,7 @@ class Head:
 
     @classmethod
     def parse(cls, text: str) -> Head:
-        """Return the head of the file's text. A last line without its end does not count. Raises ValueError."""
+        """Return the state that the text of audit.head describes. Ignores an incomplete last line. Raises ValueError."""
         head = cls()
         for line in text.split("\n")[:-1]:
             word, number, line_hash = line.split(" ")
@@ -208,7 +208,7 @@ class Head:
 
 
 def _append(folder: Path, log: int, head: int, entry: dict[str, Any]) -> Receipt:
-    """Append an entry to the log, and return its receipt. log, head: descriptors of the two files, locked."""
+    """Append an entry to the log, and return its receipt. log, head: file descriptors of the two locked files."""
     number, previous = _recover(folder, log, head)
     entry = seal(entry, number + 1, previous)
     position = f"{entry['number']} {entry['hash']}\n"
@@ -219,7 +219,7 @@ def _append(folder: Path, log: int, head: int, entry: dict[str, Any]) -> Receipt
 
 
 def _write(descriptor: int, text: str) -> None:
-    """Append a text that is on disk when this returns; after an error the file is as long as before."""
+    """Append a text, and return once it is on disk. After an error the file is as long as before."""
     before = os.fstat(descriptor).st_size
     rest = memoryview(text.encode())
     try:
@@ -233,7 +233,7 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def _recover(folder: Path, log: int, head: int) -> tuple[int, str]:
-    """Return (number, hash) of the last line, after completing or removing one whose writer was killed.
+    """Return (number, hash) of the log's last line. If a writer was killed, first complete or remove its line.
 
     Raises RecipeError if the log does not end as its head says.
     """
@@ -268,14 +268,14 @@ def _ends_whole(descriptor: int) -> bool:
 
 
 def _cut(descriptor: int) -> None:
-    """Remove a last line without its end, which a killed writer has left."""
+    """Remove an incomplete last line, which a killed writer has left."""
     if not _ends_whole(descriptor):
         length, _ = _tail(descriptor)
         os.ftruncate(descriptor, length)
 
 
 def _last_line(descriptor: int) -> str:
-    """Return the last line that has its end, without it; "" if there is none."""
+    """Return the last complete line, without its line end; "" if there is none."""
     end, _ = _tail(descriptor)
     if not end:
         return ""
@@ -284,7 +284,10 @@ def _last_line(descriptor: int) -> str:
 
 
 def _tail(descriptor: int, before: int | None = None, block: int = 1 << 14) -> tuple[int, int]:
-    """Return (the byte after the last line end before byte `before`, `before`). None: the file's size."""
+    """Return (the position after the last line end before byte `before`, `before`).
+
+    before: None: the file's size. The position is 0 if there is no line end.
+    """
     end = os.fstat(descriptor).st_size if before is None else before
     at = end
     while at > 0:
@@ -297,7 +300,7 @@ def _tail(descriptor: int, before: int | None = None, block: int = 1 << 14) -> t
 
 @contextlib.contextmanager
 def _lock_files(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield the descriptors of the log and its head, created if necessary and locked against other writers."""
+    """Yield the file descriptors of the log and its head. Both are created if necessary, and locked against other writers."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     try:
@@ -317,5 +320,5 @@ def _refusal(folder: Path, code: str, why: str, remedy: str) -> RecipeError:
 
 
 def as_record(receipt: Receipt | None) -> dict[str, Any] | None:
-    """Return a receipt as values of JSON, for a manifest."""
+    """Return a receipt as JSON values for a manifest; None for None."""
     return None if receipt is None else asdict(receipt)

@@ -1,4 +1,4 @@
-"""Write lineage.json beside an exported model: all that the model comes from, by content, and without anybody's paths."""
+"""Write lineage.json beside an exported model: everything that the model comes from, known by content, without local paths."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pipeline.lineage.file_hashes import HashCache
 from pipeline.lineage.input_records import FOLDER, HASHES, MARK
 
 LOCK_S = 60.0
-"""How long an export waits for another one of the same run to add its line."""
+"""How long an export waits while another export of the same run adds its line."""
 DEPTH = 4  # levels from a model in a checkpoint to its run: RUN/checkpoints/step_000010/hf
 
 
 def write(run_dir: Path, checkpoint: Path, step: int, folder: Path, form: str, receipt: Mapping[str, Any] | None) -> None:
-    """Write the lineage.json of an exported model, and add a line to the exports of its run.
+    """Write the lineage.json of an exported model into `folder`, and add a line to the exports of its run.
 
-    checkpoint: its folder. form: hf or adapter. receipt: of the export's line in the audit log. Raises OSError,
-    and RecipeError if the line cannot be added.
+    checkpoint: the folder of the checkpoint. form: hf or adapter. receipt: the receipt of the export's line in the audit log.
+    Raises OSError, and RecipeError if the line cannot be added.
     """
     known = input_records.read_inputs(run_dir)
     files = _hashes(folder, HashCache(Path(known["cache"]) if known.get("cache") else None))
@@ -56,7 +56,10 @@ def write(run_dir: Path, checkpoint: Path, step: int, folder: Path, form: str, r
 
 
 def _hashes(folder: Path, cache: HashCache) -> dict[str, str]:
-    """Return the SHA-256 of each file of an export, by name, without the model card: as the export listed it, else computed."""
+    """Return file name -> SHA-256 for the files of an export, without the model card and lineage.json.
+
+    Uses the hashes that the export listed itself, and computes the others.
+    """
     try:
         listed, own = digests.read_manifest(folder)
         listed[digests.MANIFEST] = own
@@ -74,7 +77,7 @@ def _hashes(folder: Path, cache: HashCache) -> dict[str, str]:
 
 
 def _add_line(path: Path, line: bytes) -> None:
-    """Append a line to a file that other exports append to at the same time. Removes a part of a line that a kill left."""
+    """Append a line to a file that other exports may append to at the same time. First removes an incomplete last line."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         with shared_files.lock_file(path, LOCK_S):
@@ -87,7 +90,8 @@ def _add_line(path: Path, line: bytes) -> None:
 def of_run(run_dir: Path) -> dict[str, Any]:
     """Return {"id", "name", "algorithm", "git", "recipe", "images", "inputs"} of a run, for a lineage.json.
 
-    inputs: {"key", "role", "name", "files": name -> SHA-256 or None, "origin"} of each. Of a path only the last part is kept.
+    inputs: a list of {"key", "role", "name", "files": file name -> SHA-256 or None, "origin"}, with "arguments" unless these
+    have an absolute path. Names that are paths are reduced to their last part.
     """
     run = RunFolder.at(run_dir)
     last = run.submissions[-1] if run.submissions else {}
@@ -114,7 +118,10 @@ def of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def _origin(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the origin of an input; of a checkpoint with what its run was made from, if that is here."""
+    """Return the origin of an input.
+
+    For a checkpoint, it includes what the checkpoint's run was made from, if that run is here.
+    """
     origin = entry["origin"]
     if not origin or origin["kind"] != "checkpoint":
         return origin

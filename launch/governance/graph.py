@@ -1,8 +1,8 @@
-"""Read what was made from what below a folder: a graph of data, models, runs, checkpoints, exports and evaluations.
+"""Read the lineage of everything below a folder: a graph of data, models, runs, checkpoints, exports and evaluations.
 
-Files are known by their content, so one that was renamed or copied is the same node. Checkpoints are known by the id in their
-lineage.json, exports by that id and by the content of their weights. What runs elsewhere made is known from the lineage.json of
-an export that came here.
+Files are known by their content, so a renamed or copied file is the same node. A checkpoint is known by the id in its
+lineage.json, an export by that id and by the content of its weights. Runs elsewhere are known only from the lineage.json of an
+export that came here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIFFERS = "its files differ from its lineage.json"
 
 @dataclass
 class LineageNode:
-    """One thing that was made, or from which others were made."""
+    """Something that was made, or from which something else was made."""
 
     key: str
     kind: Kind
@@ -43,7 +43,10 @@ class LineageNode:
 
 @dataclass
 class Lineage:
-    """A graph, with a circle only where an export has the weights of a model that its own run was made from."""
+    """A graph of what was made from what.
+
+    It has a cycle only where an export has the same weights as a model that the export's own run was made from.
+    """
 
     root: Path | None = None  # the folder of the runs
     nodes: dict[str, LineageNode] = field(default_factory=dict)
@@ -53,7 +56,10 @@ class Lineage:
     unhashed: list[tuple[str, FileState]] = field(default_factory=list)  # files of nodes whose hashes are unknown
 
     def add(self, node: LineageNode) -> LineageNode:
-        """Add a node, or return the one that is there, with the path and the hashes of both."""
+        """Add a node, and return it.
+
+        If the graph has a node with this key, merge path, hashes and facts into that, and return it.
+        """
         known = self.nodes.setdefault(node.key, node)
         known.path = known.path or node.path
         known.hashes |= node.hashes
@@ -62,13 +68,16 @@ class Lineage:
         return known
 
     def link(self, parent: LineageNode, child: LineageNode, role: str) -> None:
-        """Say that a node was made from another."""
+        """Record that `child` was made from `parent`. role: what the parent was for the child, such as "model"."""
         if parent.key != child.key:
             self.parents.setdefault(child.key, {})[parent.key] = role
             self.children.setdefault(parent.key, {})[child.key] = role
 
     def beyond(self, begin: Iterable[str], down: bool) -> dict[str, str]:
-        """Return each node that is reached from `begin` -> the node before it, nearest first. down: descendants."""
+        """Return key -> key of the node before it, for each node that can be reached from `begin`, nearest first.
+
+        down: follow descendants; otherwise ancestors.
+        """
         edges = self.children if down else self.parents
         reached: dict[str, str] = {}
         queue = list(dict.fromkeys(begin))
@@ -138,7 +147,7 @@ def _facts(algorithm: str, submission: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _evaluated(scores: Mapping[str, Any]) -> str:
-    """Return the checkpoint, or the model, that has these scores."""
+    """Return the name of the checkpoint, or of the model, that has these scores."""
     if scores.get("run"):
         return f"{Path(scores['run']).name}, step {scores['step']}"
     model = scores["model"]
@@ -158,14 +167,17 @@ def _score(task: Mapping[str, Any]) -> str:
 
 
 def _checkpoint(found: Lineage, own: Mapping[str, Any], run: str, path: str | None) -> LineageNode:
-    """Add a checkpoint. own: the contents of its lineage.json, or as `pipeline.lineage.input_records.origin_of` returns it."""
+    """Add a checkpoint, and return its node.
+
+    own: the checkpoint's origin, as in a lineage.json or as `pipeline.lineage.input_records.origin_of` returns it.
+    """
     place = own.get("path") or path
     key = own.get("id") or (os.path.realpath(place) if place else f"{run} {own.get('step')}")
     return found.add(LineageNode(f"checkpoint:{key}", "checkpoint", f"{run}, step {own.get('step', '?')}", path))
 
 
 def _export(found: Lineage, record: Mapping[str, Any], run: str, path: str | None) -> LineageNode:
-    """Add an export. record: the contents of its lineage.json, or its line in exports.jsonl."""
+    """Add an export, and return its node. record: the contents of its lineage.json, or its line in exports.jsonl."""
     label = f"{record.get('format', 'hf')} of {run}, step {record['step']}"
     weights = {own for name, own in record["files"].items() if is_weights(name)}
     others = set(record["files"].values()) - weights
@@ -191,7 +203,7 @@ def _add_inputs(found: Lineage, run_dir: Path) -> None:
 
 
 def _input(found: Lineage, entry: Mapping[str, Any], hashes: Mapping[str, str]) -> LineageNode:
-    """Return the node of an entry of inputs.json. hashes: of its files, by path, those that are known."""
+    """Return the node of an entry of inputs.json. hashes: path -> SHA-256 of its files, as far as they are known."""
     weights = {own for path, own in hashes.items() if is_weights(path)}
     origin = entry["origin"]
     if origin and origin["kind"] == "checkpoint":
@@ -220,15 +232,17 @@ def _arguments(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _with_weights(found: Lineage, weights: set[str]) -> LineageNode | None:
-    """Return the export that has all of these weights, if there is one."""
+    """Return the export whose files include all of these weights; None if there is none. weights: SHA-256 of the files."""
     exports = (node for node in found.nodes.values() if node.kind == "export")
     return next((node for node in exports if weights and weights <= node.hashes), None)
 
 
 def foreign(found: Lineage, record: Mapping[str, Any], weights: set[str]) -> LineageNode:
-    """Return the export with this lineage.json; with all that is known from it if its run is not below the folder.
+    """Return the node of the export that a lineage.json describes.
 
-    weights: hashes of the weights beside it, those that are known; others than it names are told in the node's facts.
+    If the graph lacks the export, add it with its checkpoint, its run and the run's inputs. record: the contents of the
+    lineage.json. weights: the known hashes of the weights beside it. If one of them is not in the lineage.json, the node gets a
+    warning.
     """
     node = found.nodes.get(f"export:{record['id']}") or _from_record(found, record)
     if weights and node.hashes and not weights <= node.hashes:
@@ -246,7 +260,7 @@ def _from_record(found: Lineage, record: Mapping[str, Any]) -> LineageNode:
 
 
 def _of_checkpoint(found: Lineage, origin: Mapping[str, Any]) -> LineageNode:
-    """Return the checkpoint that a model or an evaluation comes from, linked to its run. It may have been removed since."""
+    """Return the checkpoint that an input comes from, linked to its run. The checkpoint may have been removed since."""
     if "run" in origin:
         maker = _maker(found, origin["run"])
     else:  # of an earlier version: RUN/checkpoints/step_000010
@@ -258,7 +272,10 @@ def _of_checkpoint(found: Lineage, origin: Mapping[str, Any]) -> LineageNode:
 
 
 def _maker(found: Lineage, run: Mapping[str, Any]) -> LineageNode:
-    """Return the run with an id; one that is not below the folder with all that `run`, of a lineage.json, says of it."""
+    """Return the run that a lineage.json describes.
+
+    If it is not below the folder, add it, with the facts and inputs that are recorded. run: the value of the key `run`.
+    """
     if run["id"] in found.runs:
         return found.nodes[found.runs[run["id"]]]
     facts = _facts(run["algorithm"], run) if "algorithm" in run else {}

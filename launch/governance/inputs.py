@@ -1,4 +1,4 @@
-"""List the files that a run is made from, at its submission: models, data, prompts, containers, and an evaluated checkpoint.
+"""List the files that a submitted run is made from: models, data, prompts, containers, and an evaluated checkpoint.
 
 Only names, sizes and times are read here, so that a submission stays fast; the job hashes the contents
 (pipeline/lineage/input_records.py).
@@ -25,7 +25,7 @@ from pipeline.lineage.input_records import FOLDER, INPUTS
 from pipeline.seams import extras
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Ends of the names of files that make a model what it is. Others, such as a tokenizer, are in many models."""
+"""Suffixes of files that identify a model. Other files, such as a tokenizer, are the same in many models."""
 
 
 def write(recipe: Recipe, run_dir: Path) -> list[str]:
@@ -50,9 +50,10 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield {"key", "role", "name", "path", "origin", "files"} of each input of a recipe.
 
-    key: of the recipe. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or folder that it
-    stands for; None if this machine does not have it. origin, files: as
-    `pipeline.lineage.input_records.complete_entry` adds them. arguments: subset, split and kwargs of a named data set.
+    key: the recipe's key of the input. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or
+    folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin, files:
+    as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split and
+    kwargs.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():
@@ -81,7 +82,7 @@ def _of_dataset(key: str, dataset: DatasetConfig) -> Iterator[dict[str, Any]]:
 
 
 def _data(key: str, dataset: DatasetConfig | TaskDataConfig) -> Iterator[dict[str, Any]]:
-    """Yield the input of a data set. One that is generated has no files, and is known by its name and arguments."""
+    """Yield the entry of a data set. A generated data set has no files; its name and arguments identify it."""
     name = dataset.dataset_name
     if dataset.data_path:
         yield _entry(f"{key}.data_path", "data", dataset.data_path, Path(dataset.data_path))
@@ -101,7 +102,10 @@ def _model(section: str, name: str | None) -> Path | None:
 def _entry(
     key: str, role: str, name: str | None, path: Path | None, arguments: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return an entry. A file that is not here yet, such as the model of a run that comes first, is looked for in the job."""
+    """Return an entry of inputs.json.
+
+    If a file is not here yet, such as the model of a needed run, the job completes the entry.
+    """
     is_path = name is not None and os.path.isabs(name)
     local_path = (
         path if path is not None and (is_path or path.exists()) else Path(name) if name is not None and is_path else None
@@ -114,11 +118,14 @@ def _entry(
 
 
 def is_weights(path: str) -> bool:
-    """Return whether a file holds weights, by its name."""
+    """Return whether a file holds weights, judged by its name."""
     return path.endswith(WEIGHTS)
 
 
 def content(hashes: Iterable[str]) -> str:
-    """Return one SHA-256, in hex, of the hashes of several files, in any order; of one file its own."""
+    """Return one SHA-256, in hex, for the content of several files. The order of `hashes` does not matter.
+
+    For a single file, it is the hash of the file itself.
+    """
     hashes = list(hashes)
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()

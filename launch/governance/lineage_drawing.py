@@ -38,7 +38,7 @@ def write(found: Lineage, begin: list[LineageNode], path: Path) -> None:
 
 
 def svg(found: Lineage, begin: list[LineageNode]) -> str:
-    """Return the picture of these nodes, of what they were made from and of what was made from them."""
+    """Return an SVG picture of these nodes with all their ancestors and descendants."""
     keys = [node.key for node in begin]
     shown = [*keys, *found.beyond(keys, down=False), *found.beyond(keys, down=True)]
     places = _places(found, list(dict.fromkeys(shown)))

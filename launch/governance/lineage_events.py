@@ -1,4 +1,4 @@
-"""Write what a run and its exports are made from, as they are submitted and written."""
+"""Record what a run is made from at its submission, and what an export is made from when it is written."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipeline.config import Recipe
 
 
 class AncestryObserver(RunObserver):
-    """Writes inputs.json of a run; lineage.json and the model card of an export."""
+    """Writes inputs.json for each run, and lineage.json and the model card for each export."""
 
     def prepared(self, recipe: Recipe, run_dir: Path) -> list[str]:
-        """Return a warning for each input that was rewritten since an earlier submission."""
+        """Write inputs.json, and return a warning for each input file that was rewritten since an earlier submission."""
         return inputs.write(recipe, run_dir)
 
     def exported(self, run_dir: Path, checkpoint: Path, step: int, form: str, out: Path, receipts: Mapping[str, Any]) -> None:
-        """Write both files into the export. Raises OSError and RecipeError."""
+        """Write lineage.json and the model card into the export. Raises OSError and RecipeError."""
         export_lineage.write(run_dir, checkpoint, step, out, form, receipts.get("audit"))
         (out / model_card.FILE).write_text(model_card.text(RunFolder.at(run_dir), step), encoding="utf-8")
 

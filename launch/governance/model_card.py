@@ -1,6 +1,6 @@
 """Write the model card of an exported checkpoint: where the weights come from, and what they score.
 
-The card has no secrets. Of a local path it has only the last part, so that it does not tell who trained where.
+The card has no secrets. It shows only the last part of a local path, so it does not tell who trained where.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = ("loss_fn", "policy.optimizer", "policy.train_global_batch_size", "po
 
 
 def text(run: RunFolder, step: int) -> str:
-    """Return the card of a run's checkpoint, as Markdown with the front matter of the Hugging Face Hub."""
+    """Return the model card of a run's checkpoint, as Markdown with the front matter of the Hugging Face Hub."""
     scored = [each for each in evaluations.of_run(run.folder) if each.step == step]
     card = "\n".join([*_front_matter(run), *_lineage(run, step), *_scores(scored), *_recipe(run)])
     return secrets.redacted(card) + "\n"
@@ -70,14 +70,14 @@ def _lineage(run: RunFolder, step: int) -> Iterator[str]:
 
 
 def _teachers(run: RunFolder) -> Iterator[str]:
-    """Yield the names of the models that taught a distilled one."""
+    """Yield the distinct names of the teacher models of a run with distillation."""
     if run.algorithm == "distillation" or (run.algorithm == "grpo" and run.value("grpo.adv_estimator.name") == "opd"):
         sections = run.value("on_policy_distillation.teachers", {}).values() or [run.value("teacher", {})]
         yield from dict.fromkeys(_short_name(str(section.get("model_name") or "")) for section in sections)
 
 
 def _data(run: RunFolder) -> dict[str, Mapping[str, Any]]:
-    """Return the sections of the training data sets by name."""
+    """Return name -> section of the recipe, for each training data set."""
     several = run.value("data.datasets", {})
     found = several or {"train": run.value("data.train", {})}
     return {name: each for name, each in found.items() if each and (each.get("dataset_name") or each.get("data_path"))}
@@ -121,7 +121,10 @@ def _recipe(run: RunFolder) -> Iterator[str]:
 
 
 def _read(algorithm: str, key: str, value: Any) -> Any:
-    """Return the value of a key without what the algorithm does not read; None or {} if it reads nothing of it."""
+    """Return the value of a key, reduced to the keys that the algorithm reads.
+
+    None or {} if the algorithm reads none of them.
+    """
     if isinstance(value, Mapping):
         inside = {name: (_read(algorithm, f"{key}.{name}", inner), inner) for name, inner in value.items()}
         return {
@@ -133,7 +136,7 @@ def _read(algorithm: str, key: str, value: Any) -> Any:
 
 
 def _without_folders(text: str) -> str:
-    """Return a text whose absolute paths have only their last part."""
+    """Return a text in which each absolute path is reduced to its last part."""
     return ABSOLUTE.sub(lambda found: found[0].rpartition("/")[2], text)
 
 
@@ -150,7 +153,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _short_name(name: str) -> str:
-    """Shorten runs/math/checkpoints/step_20 to math/checkpoints/step_20, other local paths to their last part."""
+    """Shorten runs/math/checkpoints/step_20 to math/checkpoints/step_20, and any other local path to its last part."""
     path = Path(name)
     if not (path.is_absolute() or name.startswith(("~", ".")) or path.exists()):
         return name
@@ -165,5 +168,5 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[
 
 
 def _plain(said: str) -> str:
-    """Return a text on one line, with its markup escaped."""
+    """Return a text on one line, with Markdown characters escaped."""
     return re.sub(r"([\\|`*<\[\]])", r"\\\1", " ".join(said.split()))

@@ -1,10 +1,10 @@
-"""A registry: a folder with a file for each model's name, which holds its versions, their stages and their scores.
+"""Keep a registry of models: a folder with a file for each model's name, which holds its versions, their stages and scores.
 
     registry/NAME.json   name, and versions: version, stage, export, id, run, step, scores, files, history of each
 
-A version refers to an export, whose weights stay where they are; their hashes are kept, so that a change is noticed from `add`
-on. The export's lineage.json is not signed. At most
-one version of a name is in production. A file is replaced as a whole, under a lock of the folder.
+A version refers to an export, whose weights stay where they are. Their hashes are recorded by `add`, so later changes of the
+files are noticed. The export's lineage.json is not signed. At most one version of a name is in production. Each change replaces
+a file as a whole, under a lock of the folder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Versions(TypedDict):
 
 @dataclass(frozen=True)
 class Registry:
-    """The registry in a folder. `cluster.audit` is `audit`, as in a recipe."""
+    """A registry in a folder. audit: where its changes are logged, a value as of the key `cluster.audit` of a recipe."""
 
     folder: Path
     audit: str = AUDIT_AUTO
@@ -74,7 +74,10 @@ class Registry:
         return [dict(each) for each in found["versions"]] if found else []
 
     def version(self, name: str, number: int | None = None) -> dict[str, Any]:
-        """Return a version of a name; None: the one in production, else the latest. Raises RecipeError if there is none."""
+        """Return a version of a name.
+
+        number: None: the version in production, else the latest. Raises RecipeError without one.
+        """
         found = self.versions(name)
         if not found:
             known = ", ".join(self.names()) or "none"
@@ -88,10 +91,11 @@ class Registry:
         raise RecipeError(Problem("version", "file-not-found", f"got {number}; expected a version of {name}: {numbers}"))
 
     def add(self, name: str, export: Path, root: Path) -> dict[str, Any]:
-        """Add an export as the next version of a name, a candidate, and return it.
+        """Add an export to a name as its next version, in the stage `candidate`, and return that version.
 
-        root: the folder of the runs, whose evaluations of the export give the scores. Raises RecipeError for a name that is no
-        file's, for a folder without lineage.json, and if its files are not as they were exported.
+        root: the folder of the runs, whose evaluations of the export give the scores. Raises RecipeError if the name has other
+        characters than letters, digits, _ and -, if the folder has no lineage.json, if the export's files were changed, or if
+        the export is a version of this name already.
         """
         if not NAME.fullmatch(name):
             raise RecipeError(Problem("name", "bad-format", f"got '{name}'; expected letters, digits, _ and -"))
@@ -120,10 +124,10 @@ class Registry:
         return self._change(name, "add", change, {"export": str(export), "stage": "candidate"})
 
     def promote(self, name: str, number: int, stage: Stage) -> dict[str, Any]:
-        """Put a version into a stage, and return it. Production retires the version that was there.
+        """Put a version into a stage, and return it. A new version in production retires the one that was there.
 
-        Raises RecipeError if there is no such version or stage, if it is in that stage, or if it is to go into production and
-        its files are not as they were exported.
+        Raises RecipeError if there is no such version or stage, if the version is in that stage already, or if it is to go into
+        production and its files are not as they were exported.
         """
         if stage not in STAGES:
             raise RecipeError(Problem("stage", "not-a-choice", f"got {stage}; expected {', '.join(STAGES)}"))
@@ -148,7 +152,10 @@ class Registry:
     def _change(
         self, name: str, action: Action, change: Callable[[list[dict[str, Any]]], dict[str, Any]], details: dict[str, Any]
     ) -> dict[str, Any]:
-        """Change the versions of a name under the lock, with a line in the audit log before, and return the changed version."""
+        """Apply `change` to the versions of a name, under the registry's lock, and return the version that `change` returns.
+
+        A line goes into the audit log before the file is written.
+        """
         path = self.folder / f"{name}.json"
         with self._locked():
             versions = self.versions(name)
@@ -184,7 +191,10 @@ def read_export(folder: Path) -> dict[str, Any]:
 
 
 def changes(folder: Path, files: dict[str, str], cache: HashCache) -> list[str]:
-    """Return what differs in an export from the hashes of its files, by name: `x is missing`, `x was changed`, `x is new`."""
+    """Return how the files of an export differ from their recorded hashes: `x is missing`, `x was changed`, `x is new`.
+
+    files: file name -> SHA-256.
+    """
     found = []
     for name, own in files.items():
         try:
@@ -201,9 +211,10 @@ def _changed(key: str, folder: Path, changed: list[str]) -> Problem:
 
 
 def scores(export: Path, root: Path, cache: HashCache) -> Iterator[dict[str, Any]]:
-    """Yield {"suite", "task", "metric", "value", "low", "high", "questions", "evaluation"} of an export's evaluations.
+    """Yield the score of each task in an export's evaluations, as a dict.
 
-    They are of the export itself or of the checkpoint that it was made from. Their folders are below `root`.
+    Its keys are "suite", "task", "metric", "value", "low", "high", "questions" and "evaluation". The evaluations are those
+    below `root` of the export itself, or of the checkpoint that it was made from.
     """
     found = graph.read(root)
     own = search.nodes_at(found, export, cache, "export")

@@ -1,4 +1,4 @@
-"""Find a path in the lineage, and everything that was made from a file or a folder, by content."""
+"""Find the nodes of a path in the lineage, and everything that was made from a file or a folder, known by its content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.lineage.file_hashes import HashCache
 
 @dataclass(frozen=True)
 class Descendant:
-    """Something that was made from what was asked for."""
+    """Something that was made from the nodes of a query."""
 
     node: LineageNode
     through: tuple[LineageNode, ...]  # nodes between the two, the oldest first; () if it was made from it directly
@@ -26,7 +26,7 @@ class Descendant:
 def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") -> list[LineageNode]:
     """Return the nodes of a run, a checkpoint, an export, an evaluation, a model or a data file, by its path or its content.
 
-    key: the command line's key of the path. Raises RecipeError if the path is not there or is nothing that the lineage knows.
+    key: the key that a RecipeError names. Raises RecipeError if the path does not exist or the lineage does not know it.
     """
     if not path.exists():
         raise RecipeError(Problem(key, "file-not-found", f"got {path}; expected a file or a folder, and there is none"))
@@ -48,10 +48,10 @@ def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") ->
 
 
 def with_content(found: Lineage, path: Path, cache: HashCache) -> list[LineageNode]:
-    """Return the nodes that have the content of a file, or of one file of a folder.
+    """Return the nodes that have the content of a file, or of any file in a folder.
 
-    Of a folder with weights only these count, because a tokenizer and a config are in many models. A file whose hash no run has
-    recorded is hashed if its size is that of a file asked for. Raises OSError.
+    In a folder with weights only the weights count, because many models share a tokenizer and a config. If no run has recorded
+    the hash of a file in the lineage, it is computed if the file has the size of one at `path`. Raises OSError.
     """
     files = input_records.states(path)
     weights = [state for state in files if is_weights(state.path)]
@@ -63,7 +63,10 @@ def with_content(found: Lineage, path: Path, cache: HashCache) -> list[LineageNo
 
 
 def _hash_candidates(found: Lineage, sizes: set[int], cache: HashCache) -> None:
-    """Hash the files without a known hash that have one of these sizes and are as they were, and add it to their nodes."""
+    """Hash files of the lineage that have no known hash, and add the hashes to their nodes.
+
+    Only files that have one of these sizes, and that have not changed since a run recorded them, are hashed.
+    """
     left = []
     for key, state in found.unhashed:
         try:
@@ -79,7 +82,7 @@ def _hash_candidates(found: Lineage, sizes: set[int], cache: HashCache) -> None:
 
 
 def descendants(found: Lineage, begin: list[LineageNode]) -> Iterator[Descendant]:
-    """Yield everything that was made from these nodes, directly or through others, the nearest first."""
+    """Yield everything that was made from these nodes, directly or indirectly, the nearest first."""
     before = found.beyond([node.key for node in begin], down=True)
     first = {node.key for node in begin}
     for key in before:

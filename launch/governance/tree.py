@@ -12,11 +12,11 @@ from launch.terminal.rich_console import rich_console
 from launch.terminal.safe_text import on_one_line
 
 WIDTH = 2000
-"""Columns where no terminal wraps lines."""
+"""Columns of the virtual terminal, so many that it wraps no line."""
 
 
 def text(found: Lineage, nodes: Iterable[LineageNode]) -> str:
-    """Return the trees of nodes as lines that are not wrapped."""
+    """Return the trees of several nodes as text, one line per node, without wrapping."""
     lines = io.StringIO()
     printer = rich_console(width=WIDTH, file=lines)
     for node in nodes:
@@ -34,7 +34,7 @@ def tree(found: Lineage, node: LineageNode) -> Tree:
 
 
 def _grow(branch: Tree, found: Lineage, edges: dict[str, dict[str, str]], key: str, seen: set[str]) -> None:
-    """Add the branches of a node. One that was shown before is shown without its own."""
+    """Add the nodes that `edges` lead to, with their own branches. A node shown before appears again without its branches."""
     for other, role in edges.get(key, {}).items():
         node = found.nodes[other]
         again = other in seen and bool(edges.get(other))

@@ -1,7 +1,8 @@
-"""Describe charts as traces of Plotly, which charts.js draws in the browser, with their legends.
+"""Build charts with legends from series of numbers. They contain traces for Plotly, which charts.js draws in the browser.
 
-Every series belongs to a run: the page has one colour for it and one button that hides it in all charts. All charts of a page
-share the steps on their x axis. Colours are names of page.css, `var(--c0)`, which has one set for light and one for dark pages.
+Every series belongs to a run. A page has one colour for each run, and one button that hides the run in all charts. All charts
+of a page have the same steps on their x axis. Colours are CSS variables such as `var(--c0)`; page.css defines one set of them
+for light pages and one for dark pages.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, Literal
 from launch.drawing.html import Html, data, tag
 
 POINTS = 1000
-"""Most points of a series: charts are seldom wider in pixels."""
+"""Maximum number of points of a series. Charts are seldom more pixels wide."""
 BARS = 400
-"""Most bars in one layer of a stack."""
+"""Maximum number of bars in one layer of a stack."""
 COLOURS = 8
 """Number of colours in page.css. Further runs use them again, with dashed lines."""
 NAMED = 3
-"""Most runs that a legend names; with more runs it shows only colours."""
+"""Maximum number of runs that a legend names. With more runs it shows only colours."""
 DASHES = ("solid", "dot", "dash", "dashdot")
 """Dash styles of the lines of one run in a chart."""
 
@@ -65,12 +66,15 @@ class Chart:
 
 
 def figures(charts: Sequence[Chart], runs: Sequence[str] = ("",)) -> Html:
-    """Return the charts in a grid with as many columns as fit. runs: the names of the page's runs."""
+    """Return the charts in a grid with as many columns as fit on the page. runs: the names of the page's runs."""
     return tag("div", *(figure(chart, runs) for chart in charts), class_="charts")
 
 
 def figure(chart: Chart, runs: Sequence[str] = ("",)) -> Html:
-    """Return the chart with its title, its note, and a legend, in which charts.js puts the values at the cursor."""
+    """Return a chart with its title, its note and a legend, into which charts.js writes the values at the cursor.
+
+    runs: the names of the page's runs.
+    """
     most = min(BARS, chart.points) if chart.stacked else chart.points
     series = [_fewer(line, most, chart.stacked) for line in chart.series]
     bucket = max(
@@ -98,7 +102,7 @@ def figure(chart: Chart, runs: Sequence[str] = ("",)) -> Html:
 
 
 def swatch(colour: int, kind: str = "line") -> Html:
-    """Return a run's colour as a small square before its name; a circle for points."""
+    """Return a small square in a run's colour, to be shown before its name; for points a circle."""
     look = " points" if kind == "points" else " dashed" if colour >= COLOURS else ""
     return tag("span", class_=f"swatch c{colour % COLOURS}{look}", aria_hidden="true")
 
@@ -114,7 +118,11 @@ def _label(chart: Chart, series: Series, runs: Sequence[str]) -> str:
 
 
 def _trace(chart: Chart, series: Series, name: str, colour: int, dash: str) -> dict[str, Any]:
-    """Return a trace for Plotly. For charts.js it has `meta`, the run and whether to smooth it, and `customdata`, the band."""
+    """Return the Plotly trace of a series.
+
+    charts.js reads two of its entries: `meta`, with the run and whether to smooth the line, and `customdata`, with the edges of
+    the band.
+    """
     ink = f"var(--c{colour % COLOURS})"
     trace = {
         "name": plotly_text(name),
@@ -141,19 +149,19 @@ def _trace(chart: Chart, series: Series, name: str, colour: int, dash: str) -> d
 
 
 def _dashes(chart: Chart) -> Iterator[str]:
-    """Yield each series' dash, which depends on the number of its run's earlier lines."""
+    """Yield the dash style of each series. A run's first line has the first of DASHES, its second line the second."""
     for i, series in enumerate(chart.series):
         yield DASHES[sum(earlier.run == series.run and earlier.kind == "line" for earlier in chart.series[:i]) % len(DASHES)]
 
 
 def _alone(values: list[float | None]) -> list[bool]:
-    """Return, for each value, whether it lies between gaps, so that no line shows it."""
+    """Return, for each value, whether it is a number between two gaps, which a line without markers would not show."""
     around = [None, *values, None]
     return [b is not None and a is None and c is None for a, b, c in zip(around, values, around[2:], strict=False)]
 
 
 def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
-    """Yield a trace for each run with marks: dashed lines over the whole height, with a flag at the bottom."""
+    """Yield a trace for each run that has marks. A mark is a dashed line over the whole height, with a flag at the bottom."""
     for run, of in itertools.groupby(sorted(marks, key=lambda mark: mark.run), key=lambda mark: mark.run):
         marks_of_run = list(of)
         ink = f"var(--c{run % COLOURS})"
@@ -172,7 +180,7 @@ def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
 
 
 def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
-    """Return the chart's own part of Plotly's layout; charts.js adds the common part."""
+    """Return the part of Plotly's layout that depends on the chart. charts.js adds the part that all charts share."""
     levels = [value for value, _ in chart.levels]
     values = [*levels, *(value for line in series for column in (line.y, line.low, line.high) for value in column)]
     finite = [value for value in values if _finite(value) is not None]
@@ -203,7 +211,7 @@ def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
 
 
 def plotly_text(text: str) -> str:
-    """Return a text in lines that fit a chart, escaped for Plotly, which interprets <b> and <a>."""
+    """Return a text broken into lines that fit into a chart, and escaped, because Plotly interprets <b> and <a>."""
     return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(text, 50))
 
 
@@ -224,7 +232,11 @@ def _finite(value: float | None) -> float | None:
 
 
 def _fewer(series: Series, most: int, stacked: bool) -> Series:
-    """Return a line as means of buckets, with a band from their least to their greatest values, so that no peak is lost."""
+    """Return a series with at most `most` points; the series itself if it has no more.
+
+    A line becomes the means of buckets, with a band from the least to the greatest value of each bucket, so that no peak is
+    lost. A layer of a stack becomes only the means. Points and bands keep the extremes of each bucket.
+    """
     if len(series.x) <= most:
         return series
     if series.kind != "line":
@@ -243,7 +255,7 @@ def _fewer(series: Series, most: int, stacked: bool) -> Series:
 
 
 def _extremes(series: Series, most: int) -> Series:
-    """Return the points where each bucket is least and greatest, and both ends."""
+    """Return a series with at most `most` of its points: the least and the greatest of each bucket, the first and the last."""
     below, above = (series.low, series.high) if series.kind == "band" else (series.y, series.y)
     indices = {0, len(series.x) - 1}
     for bucket in _buckets(len(series.x), most // 2 - 1):
@@ -255,7 +267,10 @@ def _extremes(series: Series, most: int) -> Series:
 
 
 def _buckets(length: int, count: int) -> list[range]:
-    """Return consecutive ranges of nearly equal length that cover `length` indices, of which there are more than `count`."""
+    """Return `count` consecutive ranges of nearly equal length that cover the indices below `length`.
+
+    length: more than `count`.
+    """
     edges = [length * i // count for i in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(edges)]
 
@@ -264,6 +279,9 @@ def _buckets(length: int, count: int) -> list[range]:
 
 
 def drawing(title: str, traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], note: str = "") -> Html:
-    """Return a figure with its title and a note below it. Texts in the traces must be escaped: `chart.plotly_text`."""
+    """Return a figure with axes of its own, with its title and a note below the title.
+
+    Texts in `traces` and `layout` must be escaped by `plotly_text`.
+    """
     caption = tag("figcaption", tag("h3", title), tag("p", note) if note else None)
     return tag("figure", caption, data({"data": list(traces), "layout": layout}, "drawing-data"), class_="drawing")

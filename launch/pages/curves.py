@@ -1,6 +1,7 @@
-"""Make charts of all keys in metrics.jsonl, each with all runs.
+"""Make charts of all keys in metrics.jsonl. A chart shows all runs.
 
-Related keys share a chart: x and x_max; x_min to x_max and x_p01 to x_p99 as bands; train/x as lines and val/x as points.
+Related keys share a chart: x and x_max; x_min and x_max as the edges of a band, and likewise x_p01 and x_p99; train/x as a line
+and val/x as points.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ UNITS = {"bytes": "B", "gb_per_s": "GB/s", "tokens_per_s": "tokens/s"}
 TOKENS_OF_AGE = r"async/tokens_age_\d+"
 Layers = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 MOST_POINTS = 6000
-"""Most points of all runs in one chart."""
+"""Maximum number of points of all runs in one chart."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LabelledRun:
     metrics: MetricColumns
 
     def restarts(self) -> list[tuple[float, str]]:
-        """Return (step from which the run continued, reason) for each restart that completed a step."""
+        """Return (step from which the run continued, reason) for each restart after which a step was completed."""
         restarts = []
         for before, attempt in zip(self.run.attempts, self.run.attempts[1:], strict=False):
             if (step := self.metrics.step_after(attempt.started)) is not None:
@@ -50,12 +51,12 @@ class LabelledRun:
         return restarts
 
     def changes(self) -> list[tuple[float, str]]:
-        """Return (step after which it took effect, text) for each change of a key while the run went on."""
+        """Return (step after which the change took effect, text) for each change of a key during the run."""
         return [(float(answer.step), text(change)) for answer in self.run.answers for change in answer.changes]
 
 
 class Curves:
-    """Charts by section. Each key is shown once: `take` removes it from `remaining`."""
+    """Makes the charts for the sections of a page. Each key is shown once: making its chart removes it from `remaining`."""
 
     def __init__(self, labelled: Sequence[LabelledRun]):
         self.labelled = labelled
@@ -68,13 +69,13 @@ class Curves:
         self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(labelled))))
 
     def take(self, pattern: str) -> list[Chart]:
-        """Return charts of the remaining keys that start with a match of a regular expression."""
+        """Return charts of the remaining keys that a regular expression matches from their beginning."""
         keys = [key for key in self.remaining if re.match(pattern, key)]
         self.remaining = [key for key in self.remaining if key not in keys]
         return self._charts(keys)
 
     def groups(self) -> list[str]:
-        """Return the prefixes of the remaining keys, with those of KINDS as one."""
+        """Return the different prefixes of the remaining keys. All prefixes in KINDS count as "train"."""
         return list(dict.fromkeys("train" if (prefix := _prefix(key)) in KINDS else prefix for key in self.remaining))
 
     def _charts(self, keys: list[str]) -> list[Chart]:
@@ -111,7 +112,7 @@ class Curves:
     # ---- where the time goes ------------------------------------------------------------------------------------------------
 
     def phase_times(self) -> list[Chart]:
-        """Return a chart per run with the seconds of each phase, stacked."""
+        """Return a chart for each run, in which the seconds of the phases of a step are stacked."""
         keys = ("time/step", *(f"time/{part}" for part in (*STEP_PHASES, *OTHER_PHASES)))
         self.remaining = [key for key in self.remaining if key not in keys]
         return [
@@ -119,7 +120,10 @@ class Curves:
         ]
 
     def refit_times(self) -> list[Chart]:
-        """Return a chart per run with the parts of a refit. The digest's time is within them and has a separate chart."""
+        """Return a chart for each run, in which the seconds of the parts of a refit are stacked.
+
+        The time of the digest is included in these parts, and has a separate chart.
+        """
         stacks = []
         for run, labelled_run in enumerate(self.labelled):
             columns = labelled_run.metrics.columns
@@ -131,14 +135,14 @@ class Curves:
     # ---- idle shares and the age of training tokens --------------------------------------------------------------------------
 
     def idle(self) -> list[Chart]:
-        """Return a chart of the idle share of each realm."""
+        """Return a chart for each component ("realm") with its idle share."""
         keys = [key for key in self.remaining if key.startswith("idle/")]
         self.remaining = [key for key in self.remaining if key not in keys]
         note = "share of the ranks' seconds spent waiting; a rank inside a collective does not count as waiting"
         return [replace(chart, title=f"idle share, {chart.title}", note=note) for chart in self._charts(keys)]
 
     def ages(self) -> list[Chart]:
-        """Return charts of the age in steps of training tokens, and a chart per run with the share of each age."""
+        """Return charts of the training tokens' age in steps, and for each run a chart of the share of tokens of each age."""
         stacks = []
         for run, labelled_run in enumerate(self.labelled):
             columns = labelled_run.metrics.columns
@@ -157,7 +161,10 @@ class Curves:
 
 
 def _shares(counts: dict[int, tuple[Sequence[float], Sequence[float]]]) -> Layers:
-    """Return each age's share of each step's tokens; 0 if a step has no token of that age."""
+    """Return layers "age N": the share of tokens of this age in each step, 0 if a step has none.
+
+    counts: age -> (steps, numbers of tokens).
+    """
     by_step = {age: dict(zip(*column, strict=True)) for age, column in counts.items()}
     steps = sorted({step for of in by_step.values() for step in of})
     totals = {step: sum(of.get(step, 0.0) for of in by_step.values()) or 1.0 for step in steps}

@@ -1,8 +1,8 @@
 """Write a page with its style and its JavaScript inline. The pages of a folder share one file with Plotly's script.
 
-The page shows texts of models and users. Each of three measures keeps these from running as code: all text is escaped (html.py,
-and chart.py for Plotly's own markup), the JavaScript sets text and never markup, and a content security policy lets the browser
-run only these scripts, by hash, and Plotly's by a nonce.
+The page shows texts of models and users. Three measures, each sufficient by itself, keep these texts from running as code. All
+text is escaped (by html.py, and by chart.py for Plotly's own markup). The JavaScript sets text and never markup. A content
+security policy lets the browser run only the page's scripts, which it identifies by hash, and Plotly's, by a nonce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page. Sections without content are left out by the caller."""
+    """A section of a page. The caller leaves out sections without content."""
 
     title: str
     content: Sequence[Html]
@@ -48,9 +48,9 @@ class Section:
 
 
 def add_plotly(folder: Path) -> bool:
-    """Copy Plotly's script into a folder of pages. Return False if Plotly is not installed; then no charts are drawn.
+    """Copy Plotly's script into a folder of pages, and return whether the folder has the script.
 
-    Raises OSError.
+    It can lack the script only if Plotly is not installed; then the pages show no charts. Raises OSError.
     """
     script = folder / PLOTLY
     spec = importlib.util.find_spec("plotly")  # only its script is needed; importing the package takes seconds
@@ -63,7 +63,7 @@ def add_plotly(folder: Path) -> bool:
 
 
 def document(title: str, sections: Sequence[Section], runs: Sequence[str] = (), intro: Html | None = None) -> str:
-    """Return the whole page. runs: names for the colours of charts; several get buttons that hide them."""
+    """Return the text of the whole page. runs: names of runs, in the order of their colours; several runs get buttons."""
     style = _read(STYLE)
     scripts = [_read(path) for path in SCRIPTS]
     nonce = secrets.token_urlsafe(16)

@@ -20,15 +20,18 @@ from launch.runs.run_folder import RunFolder
 from pipeline.evaluation.questions import Answer
 
 CHANGED = 20
-"""Most changed questions of a task that are shown."""
+"""Maximum number of changed questions of a task that are shown."""
 TEXT_CHARACTERS = 3_000
-"""Most characters of a prompt or an answer."""
+"""Maximum number of characters of a prompt or an answer."""
 CLASSES = {"better": "good", "worse": "bad", "cannot tell": "warn"}
 Suites = Mapping[str, Sequence[EvaluationFolder]]
 
 
 def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence[Mark] = ()) -> list[Html]:
-    """Return the elements about the runs' evaluations; none without any. Raises RecipeError for a malformed scores.json."""
+    """Return the elements about the runs' evaluations; an empty list if there are no evaluations.
+
+    names, marks: the names of the runs and the events to mark in the curves. Raises RecipeError for a malformed scores.json.
+    """
     suites_by_run = [evaluation_folder.by_suite(evaluation_folder.of_run(run.folder)) for run in runs]
     suites = list(dict.fromkeys(suite for suites_of_run in suites_by_run for suite in suites_of_run))
     content: list[Html] = []
@@ -50,7 +53,7 @@ def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence
 
 
 def _curves(suites_by_run: Sequence[Suites], suite: str, marks: Sequence[Mark]) -> Iterator[Chart]:
-    """Yield a chart of each task's own metric over the steps."""
+    """Yield a chart for each task, with the task's main metric over the steps."""
     evaluated = [[evaluation for evaluation in of.get(suite, ()) if evaluation.step is not None] for of in suites_by_run]
     for task in _tasks(evaluation for of in evaluated for evaluation in of):
         series = []
@@ -65,7 +68,7 @@ def _curves(suites_by_run: Sequence[Suites], suite: str, marks: Sequence[Mark]) 
 
 
 def _scores(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Html:
-    """Return a table of every metric in the first and the last evaluation of each run."""
+    """Return a table of all metrics of all tasks in the evaluations of `_columns`."""
     columns = _columns(suites_by_run, names, suite)
     rows: list[list[object]] = []
     for task in _tasks(evaluation for _, evaluation in columns):
@@ -100,7 +103,10 @@ def _warnings(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str)
 
 
 def _contamination(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
-    """Yield a table of the scores without the questions that occur in the training data, for tasks with such a search."""
+    """Yield a table of the tasks whose questions were searched for in the training data, if there are any.
+
+    It shows their scores for all questions, for those that are not in the training data, and for those that are.
+    """
     rows: list[list[object]] = []
     for name, evaluation in _columns(suites_by_run, names, suite):
         for task, of in evaluation.contamination.items():
@@ -113,7 +119,10 @@ def _contamination(suites_by_run: Sequence[Suites], names: Sequence[str], suite:
 
 
 def _columns(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> list[tuple[str, EvaluationFolder]]:
-    """Return the first and the last evaluation of a single run, or the last one of each run, with their names."""
+    """Return (name, evaluation) for the evaluations to show of a suite.
+
+    For a single run they are its first and its last evaluation, for several runs the last evaluation of each run.
+    """
     if len(suites_by_run) == 1:
         of = suites_by_run[0][suite]
         return [(evaluation.label, evaluation) for evaluation in (of if len(of) == 1 else (of[0], of[-1]))]
@@ -131,7 +140,10 @@ def _metric(evaluated: Sequence[Sequence[EvaluationFolder]], task: str) -> str:
 
 
 def _own(summary: Mapping, key: str = "metrics") -> Mapping[str, float | None]:
-    """Return the score of the task's own metric."""
+    """Return the score of the task's main metric in a task's summary, with its interval; empty if there is none.
+
+    key: the entry of the summary that has the scores by metric.
+    """
     return summary.get(key, {}).get(summary.get("metric"), {})
 
 
@@ -193,7 +205,7 @@ def _changed_article(question: ChangedQuestion, names: tuple[str, str]) -> Html:
 
 
 def _side(name: str, answers: Sequence[Answer]) -> Html:
-    """Return the scores of all samples, and the text of the first."""
+    """Return an element with the scores of all answers to a question, and the text of the first answer."""
     scores = ", ".join("not judged" if answer.score is None else f"{answer.score:g}" for answer in answers)
     text = answers[0].text or answers[0].failure
     return tag("div", tag("span", f"{name}: score {scores}"), tag("pre", shorten(text, TEXT_CHARACTERS)), class_="turn")

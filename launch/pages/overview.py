@@ -24,7 +24,7 @@ CLASSES = {"done": "good", "running": "good", "failed": "bad", "stopped": "warn"
 
 
 def overview(labelled: Sequence[LabelledRun], states: Sequence[RunState]) -> list[Html]:
-    """Return the facts of each run, and the attempts of those that were started more than once or failed."""
+    """Return elements with the facts of each run, its changes of keys, and its attempts if it was restarted or failed."""
     columns = [_facts(labelled_run, state) for labelled_run, state in zip(labelled, states, strict=True)]
     content = [_tiles(columns[0]) if len(labelled) == 1 else _side_by_side(labelled, columns)]
     for labelled_run in labelled:
@@ -59,7 +59,7 @@ def _side_by_side(labelled: Sequence[LabelledRun], columns: list[dict[str, objec
 
 
 def _facts(labelled: LabelledRun, state: RunState) -> dict[str, object]:
-    """Return fact -> value, with the same facts for every run; a value is empty if it is not known."""
+    """Return name of a fact -> value. Every run has the same facts; a value is empty if it is not known."""
     run, metrics = labelled.run, labelled.metrics
     of = "" if run.max_steps is None else f" of {run.max_steps}"
     last = run.submissions[-1] if run.submissions else {}
@@ -93,7 +93,7 @@ def _gpu_hours(gpus: int, busy_s: float) -> str:
 
 
 def _change(metrics: MetricColumns, key: str) -> str:
-    """Return the first value and the last."""
+    """Return a text with the first and the last value of a metric; "" if it has fewer than two values."""
     values = metrics.columns[key][1] if key in metrics.columns else ()
     return f"{values[0]:.4g} → {values[-1]:.4g}" if len(values) > 1 else ""
 
@@ -104,7 +104,7 @@ def _median_step(metrics: MetricColumns) -> str:
 
 
 def _command(command: str) -> str:
-    """Return a command without the paths of the interpreter and the checkout."""
+    """Return the command that submitted a run, without the paths of the interpreter and the checkout."""
     words = shlex.split(command)
     script = next((i for i, word in enumerate(words) if word.endswith("launch/submit.py")), None)
     return command if script is None else shlex.join(["python", "launch/submit.py", *words[script + 1 :]])

@@ -23,21 +23,24 @@ from pipeline.config import environment_names
 
 
 def read(folders: Sequence[Path]) -> list[LabelledRun]:
-    """Return the runs in these folders, each once. Raises RecipeError."""
+    """Return the runs in these folders, with labels and metrics. A repeated folder counts once. Raises RecipeError."""
     folders = list(dict.fromkeys(folders))
     runs = [RunFolder.at(folder) for folder in folders]
     return [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
 
 
 def write(labelled: Sequence[LabelledRun], out: Path) -> tuple[int, bool]:
-    """Write the page of runs, with plotly.min.js beside it. Return (its bytes, False if plotly is not installed)."""
+    """Write the page of runs to `out`, and plotly.min.js into the same folder.
+
+    Return (bytes of the page, whether plotly.min.js is there). It can be missing only if Plotly is not installed.
+    """
     text = page(labelled, states([labelled_run.run for labelled_run in labelled]), out)
     out.write_text(text, encoding="utf-8")
     return len(text.encode()), not out.is_file() or add_plotly(out.parent)
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as many parent folders as make them distinct."""
+    """Return the folders' names, each with as many of its parent folders as make all names distinct."""
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -49,7 +52,10 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def page(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None = None) -> str:
-    """Return the HTML page of runs and their states. out: where it is written; None: nowhere."""
+    """Return the text of the HTML page about runs and their states. of: the state of each run.
+
+    out: the file to which the caller writes the page; None: no file. It decides whether encrypted samples may be shown.
+    """
     names = [labelled_run.label for labelled_run in labelled]
     date_line = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
     sections = [section for section in _sections(labelled, of, out) if section.content]
@@ -57,7 +63,7 @@ def page(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | No
 
 
 def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None) -> Iterator[Section]:
-    """Yield all sections. A section without data is empty."""
+    """Yield all sections of the page, including sections without content."""
     curves = Curves(labelled)
     sampled = rollouts.read([labelled_run.run.folder for labelled_run in labelled], out)
     names = [labelled_run.label for labelled_run in labelled]
@@ -107,7 +113,7 @@ MISSING = "-"
 
 
 def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
-    """Return each run's recipe.yaml and, for several runs, a table of the keys that differ."""
+    """Return elements with the recipe.yaml of each run and, for several runs, with a table of the keys that differ."""
     content = []
     if len(runs) > 1:
         rows = differences([environment_names.named(run.folder, run.recipe) for run in runs])
@@ -121,7 +127,7 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
 
 
 def differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Yield (dotted key, value in each recipe) for keys that differ, except the run folder."""
+    """Return (dotted key, its value in each recipe) for each key whose value is not the same in all, except run_dir."""
     flat = [dict(_flat(recipe)) for recipe in recipes]
     keys = dict.fromkeys(key for values_of_recipe in flat for key in values_of_recipe)
     rows = [(key, [values_of_recipe.get(key, MISSING) for values_of_recipe in flat]) for key in keys if key != "run_dir"]
@@ -140,7 +146,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def resource_charts(curves: Curves) -> list[Chart]:
-    """Return the charts of resources. Which rank is at the max is no curve."""
+    """Return the charts of resources, without the keys `*_max_rank`, which name a rank and are no curves."""
     curves.remaining = [
         key for key in curves.remaining if not (key.startswith(resources.RESOURCES) and key.endswith("_max_rank"))
     ]
@@ -148,7 +154,7 @@ def resource_charts(curves: Curves) -> list[Chart]:
 
 
 def resource_warnings(labelled: Sequence[LabelledRun]) -> list[Html]:
-    """Return a table of the warnings of each run's last attempt; none for a run without."""
+    """Return a table for each run whose last attempt has warnings about resources."""
     content = []
     for labelled_run in labelled:
         rows = [
@@ -165,11 +171,11 @@ def resource_warnings(labelled: Sequence[LabelledRun]) -> list[Html]:
 
 
 PIXELS = 1000
-"""Shorter spans are merged."""
+"""Assumed width of the picture of a step, in pixels. Spans that are shorter than a pixel are merged."""
 
 
 def step_pictures(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
-    """Return the last complete step of each run that has a timeline."""
+    """Return a picture of the last completed step of each run that has a timeline."""
     pictures = []
     for run, label in zip(runs, labels, strict=True):
         if recorded := rank_traces.attempt_traces(run.attempts):

@@ -1,7 +1,7 @@
 """Read lengths, rewards and samples from rollouts/*.jsonl.
 
-A long run's rollouts are too large for a page. Files are read at even distances over the steps, up to a bound. Some of them
-give samples, with the middle of long texts left out. The page states each of these limits.
+A long run's rollouts are too large for a page. Therefore only a limited number of files is read, at even distances over the
+steps. Samples are shown from some of these files, without the middle of long texts. The page states each of these limits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pipeline.recipe import user_files
 
 KINDS = {"step": "training", "val": "validation"}
 FILES = 200
-"""Maximum number of files that are read of one run and kind."""
+"""Maximum number of files that are read for one run and kind."""
 READ_BYTES = 1 << 30
-"""Approximate number of bytes that are read of all runs together."""
+"""Approximate number of bytes that are read for all runs together."""
 SAMPLED_FILES = 24
 """Maximum number of files of one run and kind with samples on the page."""
 SAMPLES = 32
@@ -47,7 +47,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass
 class StepRollouts:
-    """The lengths and rewards in one file."""
+    """The lengths and rewards in one file of rollouts."""
 
     step: int
     lengths: list[int]
@@ -56,7 +56,7 @@ class StepRollouts:
 
 @dataclass
 class Rollouts:
-    """The rollouts of several runs, as charts and samples need them."""
+    """The parts of several runs' rollouts that charts and samples show."""
 
     steps: dict[tuple[int, str], list[StepRollouts]] = field(default_factory=dict)  # (run, kind) -> in order
     files: list[dict[str, Any]] = field(default_factory=list)  # for samples.js
@@ -66,10 +66,11 @@ class Rollouts:
 
 
 def read(folders: Sequence[Path], page: Path | None = None) -> Rollouts:
-    """Return the rollouts in the folders of runs. Runs are numbered in this order.
+    """Return the rollouts in the folders of runs. Runs are numbered in the order of `folders`.
 
-    Encrypted ones are left out, with a note, if their key is not here. page: where samples are written; None: nowhere. In a run
-    folder it gets no samples of encrypted rollouts, which would be plain there.
+    Encrypted rollouts whose key is not on this machine are left out, with a note. page: the file to which samples are written;
+    None: no file. If it is in a run's folder, samples of this run's encrypted rollouts are left out, since the page would store
+    them there as plain text.
     """
     rollouts = Rollouts()
     kinds = {(run, kind): _files(folder, kind) for run, folder in enumerate(folders) for kind in KINDS}
@@ -103,7 +104,10 @@ def read(folders: Sequence[Path], page: Path | None = None) -> Rollouts:
 
 
 def _readable(paths: Sequence[Path], folder: Path, left_out: dict[str, None]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Yield (file, its records) of files with records, up to one that cannot be decrypted; `left_out` gets its reason."""
+    """Yield (file, its records) for each file with records.
+
+    Stop at a file that cannot be decrypted, and add the reason to `left_out`.
+    """
     key = run_keys.source(folder)
     for path in paths:
         try:
@@ -118,7 +122,7 @@ def _readable(paths: Sequence[Path], folder: Path, left_out: dict[str, None]) ->
 
 
 def _is_plain_beside(page: Path | None, folder: Path) -> Callable[[Path], bool]:
-    """Return a function that says whether the page would show an encrypted file as plain text in the same run folder."""
+    """Return a function from a file of rollouts to whether it is encrypted while the page is in the same run folder."""
     if page is None or folder.resolve() not in (page.absolute().parent.resolve() / page.name).parents:
         return lambda path: False
 
@@ -152,7 +156,10 @@ def _length(record: dict[str, Any]) -> int:
 
 
 def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: list[dict], room: int) -> dict[str, Any]:
-    """Return one file's samples for samples.js. room: characters for all its texts."""
+    """Return the samples of one file, in the form that samples.js reads.
+
+    prompts: text -> number of all prompts so far; new prompts are added. room: the number of characters for all texts.
+    """
     samples = []
     for record in pick_evenly(records, SAMPLES):
         prompt, answer = shorten(record["prompt"]), _answer(record)
@@ -165,7 +172,10 @@ def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: 
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the completion, or the completion and observation of each turn. Many turns lose those in the middle."""
+    """Return the texts of an answer: its completion or, for an episode with turns, the completion and observation of each turn.
+
+    If there are more than TURNS turns, those in the middle are left out.
+    """
     turns = record.get("turns")
     if not turns:
         return {"completion": shorten(record["completion"])}
@@ -180,7 +190,7 @@ def _characters(answer: dict[str, Any]) -> int:
 
 
 def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the facts of a sample besides its texts and its reward."""
+    """Return (name, value) for each fact to show about a sample in addition to its texts and its reward."""
     facts: list[tuple[str, Any]] = [("finish", record["finish"]), ("tokens", _length(record))]
     if turns := record.get("turns"):
         facts.append(("turns", len(turns)))
@@ -198,7 +208,7 @@ def _digits(value: float) -> float | None:
 
 
 def shorten(text: str, most: int = TEXT_CHARACTERS) -> str:
-    """Return a text without its middle if it has more than `most` characters."""
+    """Return the text; if it has more than `most` characters, replace its middle by a note."""
     if len(text) <= most:
         return text
     head, tail = most * 2 // 3, most // 3
@@ -214,12 +224,15 @@ def samples(rollouts: Rollouts) -> Html:
 
 
 def lengths(rollouts: Rollouts, marks: Sequence[Mark]) -> list[Chart]:
-    """Return charts of the completion lengths of all runs, by kind."""
+    """Return a chart of all runs' completion lengths for each kind of rollouts."""
     return list(_bands(rollouts, "completion tokens", "tokens", lambda step: step.lengths, marks, []))
 
 
 def rewards(rollouts: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> list[Chart]:
-    """Return bands of the rewards of all runs. A run with few distinct rewards has a chart of their shares instead."""
+    """Return a chart with bands of all runs' rewards for each kind of rollouts.
+
+    A run with 2 to DISTINCT distinct rewards has a separate chart of the share of each reward instead.
+    """
     charts, shared = [], []
     for (run, kind), steps in rollouts.steps.items():
         values = sorted({reward for step in steps for reward in step.rewards})
@@ -236,7 +249,10 @@ def rewards(rollouts: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) ->
 
 
 def _bands(rollouts, quantity, unit, values, marks, without) -> Iterator[Chart]:
-    """Yield charts with the median, 25% to 75% and 5% to 95% by step."""
+    """Yield a chart of a quantity for each kind of rollouts, with its median, 25% to 75% and 5% to 95% in each step.
+
+    values: a function from a StepRollouts to the values of the quantity. without: the (run, kind) pairs to leave out.
+    """
     for kind in KINDS:
         series = []
         for run, kind_of_run in rollouts.steps:

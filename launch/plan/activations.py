@@ -5,46 +5,50 @@ is the hidden size; q, k and v are the widths of queries, keys and values; o is 
 width. c is the bytes of an element (2 or 4).
 
   Hugging Face's eager modules (FSDP2)
-    RMSNorm           (4 + 2c) h + 4    input as float32, its normalized value, the output; 1 / rms in float32
+    RMSNorm           (4 + 2c) h + 4    input in float32, its normalized value, the output; 1 / rms in float32
     attention         c (q + k + v + o)   after rotary embeddings, which do not save their input; 4 per head: log-sum-exp
     norms of q and k  (4 + c) (q + k)    rotary embeddings read their output and do not save it
     MLP               4 c i             gate, up, silu(gate), product
     experts           c (2h + 4i)       per copy of a token: input, gate and up, silu, product, output before its weight
-    with selective recomputation (`pipeline/train/recompute.py`), instead of all above
+    With selective recomputation (`pipeline/train/recompute.py`), a layer saves instead of these tensors:
     layer's input     c h
-    context, sequence parallelism    attention saves for each of a rank's two chunks of a sequence the keys and values up to its
-                                     end: context + 1/2 times a rank's own; tokens outside of attention and MLP are divided, and
-                                     the inputs of both are saved as gathered
     attention         c (q + k + v + o + h)   outputs of its matrix products and of the kernel; 4 per head: log-sum-exp
     MLP, experts      c (2i + h)        outputs of their matrix products; for experts, per copy of a token
+    Parallelism changes the counts:
+    context           for each of a rank's two chunks of a sequence, attention saves keys and values up to the chunk's end:
+                      context + 1/2 times the keys and values of the rank's own tokens
+    sequence          tensor-parallel ranks divide the tokens outside of attention and MLP, and save the gathered inputs of
+                      attention and MLP
   Megatron-Core's local modules (no TransformerEngine: CPU)
     RMSNorm           (8 + c) h + 4     input and normalized value as float32, the output
-    attention         c (q + 2k) c (q + k + o)   the joint projection, which the values are a view of; after rotary embeddings
+    attention         c (q + 2k) + c (q + k + o)   the joint projection, of which the values are a view; after rotary embeddings
     rotary            4 c head_dim      cosine and sine for queries and for keys, in each layer
     MLP               5 c i             gate and up, silu(gate), up + 0, product
     experts           c (h + 6i)        input, gate and up, silu, up + 0, product, product by weight
   Megatron-Core on TransformerEngine (GPU)
     RMSNorm           2 c h + 4         input, output
     attention         as above, without cosine and sine
-    MLP, experts      3 c i, c (h + 4i) the activation is one kernel that saves its input
+    MLP               3 c i             the activation is one kernel that saves its input
+    experts           c (h + 4i)        likewise, per copy of a token
 
   Head (`pipeline/train/logprobs.py`) for chunks of n rows, with v entries of the vocabulary on this rank
     forward pass      8 n v             the logits in float32, and the same size inside logsumexp
                       20 n v            with the most likely tokens, which a sort by 64-bit keys finds
     saved             4 n v             the softmax, if a batch is one chunk; several chunks save nothing
-    backward pass     `head_activations`  several chunks: softmax and gradient of the previous chunk, and the new logits before
-                                        and after their cast, 12 n v; and the gradient of the head's weight in float32
+    backward pass     `head_activations`  with several chunks: the softmax and the gradient of the previous chunk and the new
+                                        logits before and after their cast, 12 n v; also the head's weight gradient in float32
 
   State spaces (Mamba-2), with f = 4 bytes
     projection, convolution  c (p + 2 u)   p: rows of the joint projection; u: channels of the convolution
     gated norm          f (4 w) + 2 c w    w: width of all heads; gate and output in float32
     scan without kernels f (3 w + 3 q m)   q: tokens of a chunk, m: heads; the decays between its tokens
     delta nets          the same, but `DeltaNet.scanned` for the scan
-  A hybrid model's layers are the mean of its mixers and of its MLPs, so that the sum over all layers is right. With FSDP2
-  tensor-parallel ranks share the tokens of whole mixers, as if sequences were many.
+  Each layer of a hybrid model counts the mean over its mixers and the mean over its MLPs, so that the sum over all layers is
+  right. With FSDP2, tensor-parallel ranks share the sequences of mixers that tensor parallelism does not cut. Sequences are
+  assumed to be many, so that every rank has an equal share of the tokens.
 
 Flash attention kernels, on a GPU and on the CPU, save no probabilities. On the CPU, and on a GPU in float32 or with unequal
-head widths, attention runs once per group of sequences of equal length. A copy joins the outputs: c o more.
+head widths, attention runs once for each group of sequences of equal length. A copy that joins the outputs takes c o more.
 
 Not counted: masks of context parallelism where attention runs without kernels (tokens of a chunk x sequence length), sinks of
 gpt_oss, the gates of Qwen3.5's attention.
@@ -77,7 +81,7 @@ class RankMicrobatch:
 
     @property
     def keys(self) -> float:
-        """The keys that attention has for each of this rank's tokens, on average (FSDP2)."""
+        """Return the mean number of keys that attention saves for each of this rank's tokens (FSDP2)."""
         return self.context + 0.5 if self.context > 1 else 1.0
 
 
@@ -92,7 +96,7 @@ class LayerActivations:
 
 
 def norms(shape: ModelShape) -> tuple[int, bool, int]:
-    """Return (number of RMSNorms of width h in a layer, whether queries and keys have norms, total width of latents' norms)."""
+    """Return (number of RMSNorms of width h, whether queries and keys have norms, total width of latents' norms) of a layer."""
     if shape.latent:
         return 2, False, shape.norms_layer - 2 * shape.hidden
     count, remainder = divmod(shape.norms_layer, shape.hidden)
@@ -117,23 +121,27 @@ def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
 
 
 def _mean(shape: ModelShape, attention: float, states: float) -> float:
-    """Return the mean over layers. attention, states: what a layer with attention, or with another mixer, saves."""
+    """Return the mean of a quantity over all layers.
+
+    attention: its value in a layer with attention. states: its value in a layer with a state space or a delta net.
+    """
     return (
         attention if shape.state is None else (shape.attention_layers * attention + shape.state_layers * states) / shape.layers
     )
 
 
 def _sharing(shape: ModelShape, microbatch: RankMicrobatch) -> int:
-    """Return how many tensor-parallel ranks share the tokens of mixers that are not attention (FSDP2).
+    """Return the number of tensor-parallel ranks that divide the tokens of state spaces and delta nets (FSDP2).
 
-    They share the sequences of whole mixers. Delta nets without sequence parallelism are cut, and compute all tokens.
+    Where every rank holds the whole mixer, the ranks divide the sequences. Delta nets without sequence parallelism are cut by
+    tensor parallelism instead, and every rank computes all tokens.
     """
     return microbatch.sequence if isinstance(shape.state, DeltaNet) else microbatch.tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Widths of a layer: elements per token after tensor parallelism."""
+    """Widths of a layer's tensors on one rank, in elements per token, after tensor parallelism."""
 
     hidden: int
     query: float
@@ -157,7 +165,7 @@ class Widths:
 
 
 def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
-    """Return the activations of one layer of Hugging Face's eager modules. sparse: the layer is a mixture of experts."""
+    """Return the activations of one layer of Hugging Face's eager modules. sparse: whether it is a mixture of experts."""
     c, w = microbatch.size, Widths.of(shape, microbatch)
     count, of_heads, latent = norms(shape)
     hidden, gathered = w.hidden / microbatch.sequence, w.hidden if microbatch.sequence > 1 else 0.0
@@ -245,7 +253,7 @@ def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) 
 
 
 def final_norm(shape: ModelShape, microbatch: RankMicrobatch, fused: bool) -> LayerActivations:
-    """Return the activations of the last norm. fused: the norm is TransformerEngine's."""
+    """Return the activations of the last norm. fused: whether the norm is TransformerEngine's."""
     c, hidden = microbatch.size, shape.hidden / microbatch.sequence
     saved_bytes = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if microbatch.sequence > 1 else 0)
     return _of_tokens(microbatch, saved_bytes, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
@@ -272,7 +280,10 @@ class HeadActivations:
 
 
 def head_activations(model: TrainModel, tokens: float, tensor: int) -> HeadActivations:
-    """Return the activations of the head for a microbatch of `tokens` on this rank. `tensor` ranks divide the vocabulary."""
+    """Return the activations of the head for a microbatch of `tokens` tokens on this rank.
+
+    tensor: the number of ranks that divide the vocabulary.
+    """
     c, hidden = model.size, model.shape.hidden
     if model.values:
         cast = 4 * tokens * hidden if c < 4 else 0.0

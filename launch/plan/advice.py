@@ -19,13 +19,15 @@ from pipeline.models.shape import ModelShape
 GB = 1e9
 MOST = 4
 SELECTIVE = "recompute_granularity=selective"
-"""The plan proposes this for FSDP2 only. On Megatron-Core it saves no memory: flash attention keeps nothing to recompute."""
+"""Selective recomputation, which the plan proposes for FSDP2 only. On Megatron-Core it saves no memory, because flash attention
+keeps nothing that could be recomputed."""
 
 
 def advice(recipe: Recipe, memory_needed: TrainMemory | GenerateMemory, room: float) -> list[str]:
-    """Return the changes with which a rank fits in `room` bytes of GPU memory, the smallest first.
+    """Return at most MOST texts "key=value: memory" of changes with which a rank fits in `room` bytes of its GPU's memory.
 
-    If no change suffices, return those that come closest. Return at most MOST texts, and none if the rank fits already.
+    Changes for a train rank are sorted by its memory, least first, but after selective recomputation if that suffices. If no
+    change suffices for a train rank, return the changes that come closest. Return an empty list if the rank already fits.
     """
     if isinstance(memory_needed, GenerateMemory):
         return _generate_advice(recipe, memory_needed, room)
@@ -86,7 +88,7 @@ def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterat
 
 
 def _double(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
-    """Yield the recipe with a parallel size doubled, if that divides `of` and the number of ranks."""
+    """Yield ("key=value", the recipe with this parallel size doubled) if the new size divides `of` and the number of ranks."""
     for text, variant in _change(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
         layout = train_parallelism(variant.policy, variant.cluster.train)
         dense, experts = (
@@ -110,7 +112,10 @@ def _generate_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, 
 
 
 def _change(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tuple[str, Recipe]]:
-    """Yield the recipe with the key set to `to(value)`, unless that is None."""
+    """Yield ("key=value", the recipe with the key set to this value).
+
+    to: a function from the key's present value to its new one, or to None if there is nothing to change.
+    """
     value = recipe
     for name in key.split("."):
         value = getattr(value, name)
@@ -120,6 +125,6 @@ def _change(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tupl
 
 
 def set_key(section: Any, key: str, value: Any) -> Any:
-    """Return a copy of a section with one key below it set."""
+    """Return a copy of a recipe's section in which the dotted `key` has the value `value`."""
     name, _, subkey = key.partition(".")
     return replace(section, **{name: set_key(getattr(section, name), subkey, value) if subkey else value})

@@ -1,4 +1,4 @@
-"""Write the report's lines about alternatives: modes, divisions of the nodes, recomputation, idle engines."""
+"""Write the plan's lines about alternatives: modes, divisions of the nodes, recomputation, idle engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def waits(plan: Plan) -> Iterator[Line]:
 
 
 def mode_table(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
-    """Yield a table of the modes, and the recommended one."""
+    """Yield the lines of a table of the modes, then a line with the recommended mode."""
     cost = "GPU-hours" if plan.steps else "GPU-s a step"
     columns = zip(("nodes", "GPUs", "a step", cost, "train waits", "engines wait"), WIDTHS, strict=True)
     yield f"{'the same nodes':26s}" + "".join(f"{name:>{width}s}" for name, width in columns)
@@ -59,7 +59,7 @@ def _row(mode: Mode) -> str:
 
 
 def choice(compared: Sequence[Mode]) -> str:
-    """Return the mode with the fewest GPU-hours, its savings against the others, and the keys that select it."""
+    """Return a text: the recommended mode, its GPU-hours compared with the other modes', and the keys that select it."""
     best = modes.choose(compared)
     if best is None:
         return "no mode fits"
@@ -78,7 +78,7 @@ def choice(compared: Sequence[Mode]) -> str:
 
 
 def proposals(plan: Plan) -> Iterator[Line]:
-    """Yield single changes that shorten a step, and the number of idle engines."""
+    """Yield a line for each single change of the recipe that would shorten a step, and one with the number of idle engines."""
     if split.movable(plan.recipe):
         yield "split", _division(plan)
     variant, keys = recomputation.faster(plan.recipe, plan.shapes, plan.lengths)

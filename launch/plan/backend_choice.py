@@ -1,6 +1,7 @@
-"""Choose the train backend, by the recipe or else by the model's size and the GPUs' number and memory; then recomputation.
+"""Choose the train backend, then recomputation.
 
-The choice is made once, at submission, and written into the run's recipe, so that every rank reads the same.
+The recipe chooses the backend, or else the model's size and the number and memory of the GPUs do. The choice is made once, at
+submission, and written into the run's recipe, so that all ranks read the same choice.
 
 If the recipe does not choose, the first line that applies decides:
     the run folder exists                           the backend of the run
@@ -73,7 +74,7 @@ DTENSOR_LAYOUT = (
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The train backend, and why it was chosen."""
+    """The chosen train backend and recomputation, with the reasons."""
 
     backend: Backend
     reason: str
@@ -88,10 +89,10 @@ class BackendChoice:
 def choose(
     recipe: Recipe, pending: Sequence[os.PathLike] = (), before: Recipe | None = None
 ) -> tuple[Recipe, BackendChoice | None]:
-    """Return (the recipe with all chosen keys set and validated, the choice); (the same recipe, None) for an evaluation.
+    """Return (the validated recipe with all chosen keys set, the choice). For an evaluation, return (the same recipe, None).
 
-    pending: folders of needed runs that are still to come. before: the recipe with which the run began; None for a new run.
-    Raises RecipeError.
+    pending: folders of runs that this recipe needs and that have not run yet. before: the recipe with which the run began; None
+    for a new run. Raises RecipeError.
     """
     if not config.trains(recipe):
         config.validate(recipe)
@@ -142,7 +143,7 @@ def _by_keys(recipe: Recipe) -> BackendChoice | None:
 
 
 def _first_change(backend: Backend, section: Any, defaults: Any, names: tuple[str, ...]) -> str | None:
-    """Return the first key that differs from its default."""
+    """Return the dotted name of the first of these keys whose value is not the default; None if all have their defaults."""
     return next((f"policy.{backend}_cfg.{n}" for n in names if getattr(section, n) != getattr(defaults, n)), None)
 
 
@@ -150,18 +151,19 @@ def _first_change(backend: Backend, section: Any, defaults: Any, names: tuple[st
 
 
 def fsdp_bytes(train_models: Sequence[TrainModel], count: int) -> float:
-    """Return the bytes on each of `count` GPUs: the state of all models, and the gathered layers of one model at a time.
+    """Return the bytes on each of `count` GPUs under FSDP2: the state of all models, and the gathered layers of one model.
 
-    The current layer, the prefetched next one and the unscattered gradient are whole, in the compute precision: 3 layers.
+    One model computes at a time. Three tensors as large as its largest layer are whole, in the compute precision: the current
+    layer, the prefetched next layer, and the gradient before its reduce-scatter.
     """
     state = sum(sum(FSDPMemory(model, Parallelism(count), True).resident.values()) for model in train_models)
     return state + max(3 * model.size * model.shape.largest_layer for model in train_models)
 
 
 def megatron_bytes(train_models: Sequence[TrainModel], count: int, size: int) -> float:
-    """Return the bytes of the state of all models on each of `count` GPUs, with each model split over `size` of them.
+    """Return the bytes of the state of all models on each of `count` GPUs, if `size` tensor-parallel GPUs split each model.
 
-    Offloaded frozen models count too, because they are on the GPUs beside the others for a while.
+    Offloaded frozen models count too, because while they compute they are on the GPUs together with the other models.
     """
     cut = Parallelism(count, tensor=size, expert_tensor=size)
     ranks = (MegatronMemory(replace(model, offload=False), cut, True, stages(model)[0]) for model in train_models)
@@ -169,9 +171,9 @@ def megatron_bytes(train_models: Sequence[TrainModel], count: int, size: int) ->
 
 
 def _configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, dict[str, Any]] | None:
-    """Return config.json of all models by section; None if a run has yet to write the policy.
+    """Return section -> config.json of its model, for all models; None if the policy is the output of a run that is pending.
 
-    Another model that a run is still to write counts as the policy. Raises RecipeError.
+    Other models that a pending run will write are assumed to have the policy's config.json. Raises RecipeError.
     """
     model = planning_config(recipe.policy, pending)
     if model is None:
@@ -181,7 +183,7 @@ def _configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, dict[s
 
 
 def _known_shapes(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, ModelShape] | None:
-    """Return the shapes of all models; None if any is not known, for which a plan reports the reason."""
+    """Return section -> shape of its model, for all models; None if a shape is not known. A plan reports the reason."""
     with collected([]):
         if (configs := _configs(recipe, pending)) is not None:
             return {section: ModelShape.of(model, f"{section}.model_name") for section, model in configs.items()}

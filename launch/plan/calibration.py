@@ -1,8 +1,8 @@
 """Calibrate a plan with the durations and sequence lengths of an earlier run.
 
-Each predicted clock is multiplied by measured / predicted of the earlier run. That prediction uses the earlier run's own recipe
-and sequence lengths, so the plan of the same recipe equals the measurement. The plan of another recipe errs only where the two
-runs differ in costs that the time model leaves out.
+Each predicted clock is multiplied by the ratio of the earlier run's measured seconds to the seconds that the time model gives
+for that run's recipe and sequence lengths. The plan of the same recipe therefore equals the measurement. The plan of another
+recipe errs only where the two runs differ in costs that the time model leaves out.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ class MeasuredRun:
 
     @property
     def where(self) -> str:
-        """Return the run folder and its number of steps, for the report."""
+        """Return a text with the run folder and its number of measured steps, for the plan's table."""
         return f"{self.folder} ({self.steps} step{'s' * (self.steps > 1)})"
 
 
 def read_run(folder: Path) -> MeasuredRun | None:
-    """Return the means of a run folder; None if it has no complete step. Raises RecipeError if its recipe cannot be read."""
+    """Return the means over a run's steps; None if the folder has no complete step.
+
+    Raises RecipeError if its recipe cannot be read.
+    """
     lines = [line for line in read(folder / "metrics.jsonl") if line.get("time/step")]
     if not lines or not (folder / "recipe.yaml").is_file():
         return None
@@ -62,7 +65,7 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _prompt(folder: Path) -> float | None:
-    """Return the mean tokens of a prompt in the last step whose rollouts were written; None if they cannot be read here."""
+    """Return the mean number of tokens of a prompt in the last step with rollouts; None if no rollouts can be read here."""
     key = run_keys.source(folder)
     for path in sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True):
         try:
@@ -77,7 +80,10 @@ def _prompt(folder: Path) -> float | None:
 
 
 def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
-    """Return the run to calibrate by: `before`, else the recipe's own. Raises RecipeError if `before` has no steps."""
+    """Return the run to calibrate by: the one in the folder `before` or, if that is None, in the recipe's run folder.
+
+    Return None if the recipe's run folder has no complete step. Raises RecipeError if `before` has none.
+    """
     if before is None:
         return read_run(Path(recipe.run_dir))
     run = read_run(before)
@@ -91,16 +97,16 @@ def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
 
 
 def ratios(measured: MeasuredRun, predicted: Mapping[str, float]) -> dict[str, float]:
-    """Return measured / predicted by clock. predicted: seconds of the measured run's own recipe.
+    """Return clock -> its measured seconds / its predicted seconds. predicted: clock -> seconds planned for the measured run.
 
-    If sampling ran ahead of training, the rollout clock holds only the wait for samples, so it is left out.
+    If sampling ran ahead of training, the rollout clock is left out, because it measures only the wait for samples.
     """
     comparable = measured.clocks.keys() - ({"rollout"} if runs_ahead(measured.recipe) else set())
     return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in comparable}
 
 
 def scale(phases: Sequence[Phase], ratios: Mapping[str, float]) -> list[Phase]:
-    """Return the phases with each duration multiplied by its clock's ratio; 1 where a clock has none."""
+    """Return the phases with each duration multiplied by the ratio of its clock. A clock without a ratio has the ratio 1."""
     return [
         Phase(p.clock, p.name, p.flops, {name: ratios.get(p.clock, 1.0) * seconds for name, seconds in p.parts.items()})
         for p in phases

@@ -1,8 +1,9 @@
-"""Measure the lengths of the recipe's data if its records and the tokenizer are here: JSONL, Parquet, the hub's cache.
+"""Measure the lengths of the recipe's data, if this machine has the tokenizer and records in JSONL, Parquet or the hub's cache.
 
-The first records of each data set are encoded as the job encodes them. Their mean prices a step. Memory is bounded by the
-longest sequence, so only data of which every record was encoded bound it: small JSONL files. Records that are longer than
-data.max_input_seq_length do not count, since the job drops or refuses them. Generated data and your own callables are not read.
+The first records of each data set are encoded as the job encodes them. A step's estimated time uses their mean length. A step's
+memory depends on the longest sequence, which is known only if every record was encoded: for small JSONL files. Records that are
+longer than data.max_input_seq_length do not count, since the job drops or refuses them. Generated data and your own callables
+are not read.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class DataLengths:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The lengths of the records that were read of one data set."""
+    """The lengths of the records that were read from one data set, in tokens."""
 
     lengths: Sequence[int]
     complete: bool  # whether these are all of its records
 
 
 def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> DataLengths | None:
-    """Return the lengths of the training data; None if a data set cannot be read here."""
+    """Return the lengths of the recipe's data; None if a training data set cannot be read here."""
     if not config.trains(recipe):
         return None
     try:
@@ -72,7 +73,7 @@ def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> DataLengths 
 
 
 def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> _Read | None:
-    """Return the lengths of the first records of a data set, as the job encodes them; None if there are none here."""
+    """Return the lengths of a data set's first records, encoded as the job does; None if this machine has no such records."""
     records = data_files.first_records(key, dataset, [], MOST_RECORDS, recipe.data.bad_records == "drop")
     if records is None:
         records, dataset = (
@@ -97,7 +98,11 @@ def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadin
 
 
 def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]:
-    """Return the tokens of a record's prompt, of its sequence, or of both of a pair; none if they cannot be read here."""
+    """Return the lengths in tokens of one record; an empty list if it cannot be encoded here.
+
+    An algorithm that samples has the length of the prompt, preference data have the lengths of both sequences, and all other
+    data have the length of the sequence.
+    """
     try:
         if generates(recipe):
             return [len(encoder.prompt(row))]
@@ -109,7 +114,7 @@ def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]
 
 
 def _bound_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first records that have MOST_CHARACTERS together, at least one."""
+    """Return the longest beginning of the list that has at most MOST_CHARACTERS characters of JSON, but at least one record."""
     characters_left, rows_read = MOST_CHARACTERS, []
     for row in rows:
         characters_left -= len(json.dumps(row, default=str))
@@ -120,7 +125,7 @@ def _bound_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_whole(dataset: DatasetConfig, records: FirstRecords) -> bool:
-    """Return whether these are all records of a JSONL file."""
+    """Return whether `records` are all records of a JSONL file."""
     if dataset.data_path is None or records.path.stat().st_size > SCAN_BYTES:
         return False
     return record_counts.count(replace(dataset, max_samples=None, split_validation_size=0, repeat=1)) == len(records.numbered)

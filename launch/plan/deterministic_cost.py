@@ -1,6 +1,6 @@
-"""Price policy.deterministic by factors on the time of matrix products, attention and reads of memory.
+"""Estimate the cost of policy.deterministic by factors on the time of matrix products, attention and reads of memory.
 
-Both factors are others' measurements, not ours.
+Both factors, for training and for generation, are published measurements, not our own.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from __future__ import annotations
 from pipeline.config import PolicyConfig, Recipe, generates, trains
 
 TRAINING = 1.15
-"""Megatron-LM, docs/developer/determinism/op-catalog.md: roughly 15% of a step, from 4% for a large dense model to 17% for a
-hybrid mixture of experts. Attention's backward alone may lose 38% of its speed (https://arxiv.org/abs/2601.21824)."""
+"""From docs/developer/determinism/op-catalog.md of Megatron-LM: roughly 15% of a step, from 4% for a large dense model to 17%
+for a hybrid mixture of experts. Attention's backward alone may lose 38% of its speed (https://arxiv.org/abs/2601.21824)."""
 GENERATION = 1.5
-"""vLLM with batch invariance: 31% less throughput on an H20 (https://github.com/vllm-project/vllm/issues/27433), which is 1.45;
-26 s became 42 s in https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference, which is 1.6."""
+"""Between two measurements of vLLM with batch invariance: 1.45, from 31% less throughput on an H20
+(https://github.com/vllm-project/vllm/issues/27433), and 1.6, from 42 s instead of 26 s in
+https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference."""
 
 
 def training(policy: PolicyConfig) -> float:
-    """Return the factor on the time of train ranks."""
+    """Return the factor by which policy.deterministic lengthens kernels on train ranks; 1 without it."""
     return TRAINING if policy.deterministic else 1.0
 
 
 def generation(policy: PolicyConfig) -> float:
-    """Return the factor on the time of engines."""
+    """Return the factor by which policy.deterministic lengthens kernels in engines; 1 without it."""
     return GENERATION if policy.deterministic else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Compute the boxes that each rank of a vLLM engine receives: tensor, expert and pipeline parallelism."""
+"""Compute the boxes that each rank of a vLLM engine receives with tensor, expert and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _RENAMED: dict[str, dict[str, str]] = {  # parts of the names of modules on disk
 _JOINED = {"in_proj_qkv": "in_proj_qkvz", "in_proj_z": "in_proj_qkvz", "in_proj_b": "in_proj_ba", "in_proj_a": "in_proj_ba"}
 """Projections of a delta net on disk -> the module of vLLM that joins them."""
 _STACKED = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": -1}
-"""gpt_oss's tensors of all experts -> the dimension that tensor parallelism cuts; -1: the first rank has the whole."""
+"""gpt_oss's tensors that stack all experts -> the dimension that tensor parallelism cuts; -1: only the first rank has it."""
 
 
 class _TensorCut(NamedTuple):
-    """The division of a tensor on disk over the ranks of a stage."""
+    """The division of a tensor on disk, or of a part of it, over the ranks of a pipeline stage."""
 
     unit: str
     name: str
@@ -56,7 +56,7 @@ def engine_stages(layers: int, pipeline: int) -> list[range]:
 
 
 def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
-    """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
+    """Return the tables of an engine's ranks, numbered pipeline rank * tensor-parallel size + tensor-parallel rank."""
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     stages = engine_stages(of.num_hidden_layers, pipeline)
     cuts: list[list[_TensorCut]] = [[] for _ in stages]
@@ -70,7 +70,7 @@ def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) ->
 
 
 def _vllm_tables(cuts: list[_TensorCut], size: int, builder: TableBuilder) -> list[LayoutTable]:
-    """Return the tables of the ranks of one stage."""
+    """Return the tables of the `size` tensor-parallel ranks of one pipeline stage."""
     everything = builder.table((cut.unit, cut.name, cut.box or whole(builder.shapes[cut.name])) for cut in cuts)
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
     tables = []
@@ -99,9 +99,9 @@ def _cuts(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> list[_Tensor
 
 
 def _cuts_of_parts(of: SimpleNamespace, size: int, tensor: Tensor, unit: str, rows: tuple[int, ...]) -> list[_TensorCut]:
-    """Cut each part of a state space's or a delta net's joint projection or convolution.
+    """Return a cut for each part of a state space's or a delta net's joint projection or convolution.
 
-    A single group of a state space is on every rank, for B and for C.
+    rows: the number of rows of each part. If a state space has a single group, every rank has the whole B and C.
     """
     if of.model_type in QWEN3_5:
         shared, name, groups = np.arange(0), "linear_num_key_heads", of.linear_num_key_heads
@@ -121,7 +121,10 @@ def _cuts_of_parts(of: SimpleNamespace, size: int, tensor: Tensor, unit: str, ro
 
 
 def _stacked_cut(vllm: VLLMConfig, tensor: Tensor, unit: str, dim: int) -> _TensorCut:
-    """Cut a tensor of all experts of a layer, whose first dimension counts the experts."""
+    """Return the cut of a tensor that stacks all experts of a layer along its first dimension.
+
+    dim: the dimension that tensor parallelism cuts; -1: only the first rank has the tensor.
+    """
     size, dim = vllm.tensor_parallel_size, 0 if vllm.expert_parallel_size > 1 else dim
     if dim == -1 or size == 1:
         return _TensorCut(unit, tensor.name, owner=0)
@@ -146,7 +149,7 @@ def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor, unit: str) 
 
 
 def _step(name: str, dim: int, length: int, parts: int) -> int:
-    """Return the length of one of `parts` equal parts of a tensor's dimension `dim`."""
+    """Return length / parts: the entries of one part of a tensor's dimension `dim`. Raises RecipeError for a remainder."""
     if length % parts:
         message = f"{parts} does not divide dimension {dim} of {name}, which has {length} entries"
         raise RecipeError(Problem(_SIZE, "not-divisible", message))
@@ -154,7 +157,10 @@ def _step(name: str, dim: int, length: int, parts: int) -> int:
 
 
 def _rank_of_expert(expert: int, count: int, size: int) -> int:
-    """Return the rank of an expert as vLLM's determine_expert_map does: consecutive, one more on the first ranks."""
+    """Return the rank of an expert, as vLLM's determine_expert_map does.
+
+    Each rank has consecutive experts. If `size` does not divide `count`, the first ranks have one expert more.
+    """
     per_rank, remainder = divmod(count, size)
     return (
         expert // (per_rank + 1)

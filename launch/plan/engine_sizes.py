@@ -1,8 +1,8 @@
 """Compute how many sequences an engine decodes at once, and the tokens of its largest batch, as vLLM 0.32 chooses them.
 
-Both follow vllm/engine/arg_utils.py: `get_batch_defaults`, by the GPU's memory and name, for the usage that
-`pipeline.generate.vllm` names, and `_set_default_max_num_seqs_and_batched_tokens_args`. On a CPU, `pipeline.generate.vllm` sets
-the tokens. In the run the engine itself tells how many sequences it takes.
+Both numbers follow two functions of vllm/engine/arg_utils.py: `get_batch_defaults`, which depends on the GPU's memory and name
+and on the usage that `pipeline.generate.vllm` names, and `_set_default_max_num_seqs_and_batched_tokens_args`. On a CPU,
+`pipeline.generate.vllm` sets the number of tokens. During a run, the engine itself reports how many sequences it decodes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def engine_sizes(recipe: Recipe, shape: ModelShape) -> tuple[int, int]:
 
 
 def _defaults(recipe: Recipe) -> tuple[int, int]:
-    """Return vLLM's default numbers of sequences and tokens."""
+    """Return vLLM's defaults of (sequences that an engine decodes at once, tokens of its largest batch)."""
     component = recipe.cluster.generate
     if not component.gpus_per_node:
         ranks = engine_ranks(recipe.policy.generation.vllm_cfg)
@@ -50,5 +50,5 @@ def _defaults(recipe: Recipe) -> tuple[int, int]:
 
 
 def _number(value: Any, default: int) -> int:
-    """Return a number of vllm_kwargs; `default` for null, which is vLLM's own default."""
+    """Return a value of vllm_kwargs as an integer; `default` if it is not a number. null stands for vLLM's own default."""
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default

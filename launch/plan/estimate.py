@@ -73,7 +73,7 @@ class Plan:
 
     @cached_property
     def step_time(self) -> StepTime:
-        """Return the seconds of a step, with how long each component is idle."""
+        """Return the seconds of a step and, within them, the idle seconds of each component."""
         load, recipe = None, self.recipe
         if self.generate and self.phases:
             gpu = gpu_check.gpu(recipe, recipe.cluster.generate)
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def steps(self) -> int | None:
-        """Return the steps of the run; None if the run ends with its data, which the plan does not read."""
+        """Return the number of steps of the run; None if the run ends with its data, whose size the plan does not know."""
         return config.bound(section(self.recipe).max_num_steps)
 
     @property
@@ -105,27 +105,30 @@ class Plan:
 
     @property
     def total(self) -> float | None:
-        """Return the seconds of the run, without its start, checkpoints, the queue, and validations without a bound."""
+        """Return the seconds of the run; None if its number of steps is not known.
+
+        They exclude the queue, the start, checkpoints, and validations whose number of samples has no bound.
+        """
         if self.steps is None or self.validations is None:
             return None
         return self.steps * self.step + self.validations * (self.validation or 0.0) + self.seconds.get("refit", 0.0)
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of the job; colocated components count once."""
+        """Return the number of GPUs of the job. GPUs that colocated components share count once."""
         guests = {"generate"} if config.colocated(self.recipe) else set()
         return sum(c.nodes * c.gpus_per_node for name, c in config.components(self.recipe).items() if name not in guests)
 
     @cached_property
     def turns(self) -> tuple[shared_gpus.TurnMemory, ...]:
-        """Return the memory of a GPU that a train and a generate rank share, for each turn; empty if no GPU is shared."""
+        """Return, for each turn, the memory of a GPU that a train rank and a generate rank share; empty if none is shared."""
         if self.generate is None or not config.colocated(self.recipe) or not self.recipe.cluster.train.gpus_per_node:
             return ()
         return shared_gpus.turns(self.recipe, self.train, self.generate)
 
     @property
     def host(self) -> float:
-        """Return the bytes of host memory of a train rank and the generate rank that shares its GPU."""
+        """Return the bytes of host memory of a train rank, and of the generate rank on the same GPU if there is one."""
         if self.generate is None or not self.turns:
             return self.train.host
         return shared_gpus.host(self.recipe, self.train, self.generate)
@@ -137,12 +140,12 @@ class Plan:
 
     @property
     def submissions(self) -> int | None:
-        """Return how many submissions the run needs, if each takes cluster.time_min."""
+        """Return how many submissions of cluster.time_min each the run needs; None if `total` is None."""
         return None if self.total is None else max(1, math.ceil(self.total / (60 * self.recipe.cluster.time_min)))
 
     @property
     def checkpoint_bytes(self) -> float | None:
-        """Return the bytes of a checkpoint; None where only adapters are saved."""
+        """Return the bytes of a checkpoint; None if checkpoints contain only adapters."""
         if config.adapters(self.recipe.policy):
             return None
         trained = {name: model for name, model in config.models(self.recipe).items() if name in ("policy", "value")}
@@ -164,7 +167,7 @@ class Plan:
         return not any(self.problems()) and not any(self.warnings())
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each exactly counted part of memory that exceeds its GPU by itself."""
+        """Yield a problem if the train ranks' state exceeds a GPU's memory by itself, and if the generate ranks' weights do."""
         train = self.recipe.cluster.train
         state = sum(self.train.parts.get(name, 0.0) for name in STATE)
         if _exceeds(train, state):
@@ -202,7 +205,7 @@ class Plan:
                 )
 
     def advice(self) -> list[str]:
-        """Return, by key, the changes that help a plan which does not fit, the most helpful first."""
+        """Return texts of changes with which ranks would fit, first for train ranks, then for generate ranks."""
         texts = []
         besides = {turn.name: turn for turn in self.turns}
         for memory_needed, component in (
@@ -231,9 +234,9 @@ def plan(
 ) -> Plan:
     """Return the plan of a recipe for which the train backend is chosen.
 
-    before: a run folder to calibrate by; None: the recipe's own, if it has made steps. pending: run folders of needed recipes
-    that have not run yet. Raises RecipeError, which names the key, for an unknown model or GPU, a `before` without a complete
-    step, or a plan.hardware that does not measure the recipe's GPUs.
+    before: a run folder to calibrate by; None: the recipe's own run folder, if its run has made steps. pending: run folders of
+    needed recipes that have not run yet. Raises RecipeError, which names the key, for an unknown model or GPU, a `before`
+    without a complete step, or a plan.hardware that does not measure the recipe's GPUs.
     """
     recipe = gpu_check.with_measured_memory(recipe)
     measured_lengths = data_lengths.measure(recipe, pending)
@@ -273,9 +276,9 @@ def plan(
 
 
 def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
-    """Return the plan of another recipe with the same models, lengths and calibration.
+    """Return the plan of `recipe` with the models, lengths and calibration of `plan`, which is of a variant of this recipe.
 
-    It has no phases if it does not fit. Raises RecipeError.
+    The returned plan has no phases if it does not fit. Raises RecipeError.
     """
     estimate = _without_times(plan, recipe)
     if not estimate.fits:
@@ -286,7 +289,10 @@ def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
-    """Return the seconds of a step of another recipe; None if it does not fit. Assumes that the refit takes as long as now."""
+    """Return the seconds of a step of `recipe`, a variant of the recipe of `plan`; None if `recipe` does not fit.
+
+    The refit is assumed to take as long as in `plan`.
+    """
     estimate = _without_times(plan, recipe)
     if not estimate.fits:
         return None
@@ -313,7 +319,7 @@ def _generate_memory(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> Genera
 
 
 def _with_times(plan: Plan, refit: Sequence[Phase]) -> Plan:
-    """Return the plan with its durations, if they can be estimated. refit: the calibrated phases of the transfer."""
+    """Return the plan with durations if they can be estimated, else unchanged. refit: calibrated phases of the transfer."""
     recipe, generate = plan.recipe, plan.generate
     if not _can_be_timed(recipe, generate):
         return plan
@@ -330,9 +336,9 @@ def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
 
 
 def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, Mapping[str, Any]]:
-    """Return config.json of all models. Raises RecipeError.
+    """Return section -> config.json of its model, for all models of the train ranks. Raises RecipeError.
 
-    A model that a needed recipe is still to write has the config.json of the model that the needed recipe starts from.
+    For a model that a needed recipe has not written yet, it is the config.json of the model that the needed recipe starts from.
     """
     configs = {}
     for name, policy in config.models(recipe).items():
@@ -349,7 +355,10 @@ def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, M
 
 
 def needed_model(recipe: Recipe) -> str | None:
-    """Return the model that a needed recipe starts from, if that recipe is still to write this recipe's model; else None."""
+    """Return the name of the model from which a needed recipe trains this recipe's policy.
+
+    Return None if the policy exists, or if no needed recipe writes it.
+    """
     if Path(recipe.policy.model_name).is_dir():
         return None
     for name in recipe.needs:
@@ -364,7 +373,7 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
 
 
 def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[RefitPrediction | None, str]:
-    """Return (a refit's prediction or None, why there is none)."""
+    """Return (prediction of a refit, ""), or (None, why the refit cannot be predicted)."""
     if not generates(recipe):
         return None, ""
     try:
@@ -374,7 +383,7 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[RefitPrediction | 
 
 
 def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitPrediction | None) -> list[Phase]:
-    """Return the phases of a refit's transfer, not calibrated; empty if the refit is not known."""
+    """Return the uncalibrated phases of a refit's transfer; empty if its duration cannot be estimated."""
     if not _can_be_timed(recipe, generate):
         return []
     if generate is not None and config.colocated(recipe):
@@ -389,9 +398,10 @@ def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
 
 
 def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Recipe) -> dict[str, float]:
-    """Return measured / predicted of a run, predicted from its own recipe and sequence lengths.
+    """Return clock -> measured / predicted seconds of an earlier run, predicted from its own recipe and sequence lengths.
 
-    planned: the recipe whose plan these calibrate, of which plan.hardware counts where both runs have the same GPUs.
+    planned: the recipe whose plan these ratios calibrate. Its plan.hardware also applies to the earlier run's prediction if
+    both runs have the same kinds of GPUs.
     """
     kinds = [{component.gpu for component in config.components(run).values()} for run in (measured.recipe, planned)]
     measured_hardware = planned.plan.hardware if kinds[0] == kinds[1] else None
@@ -408,7 +418,7 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
 
 
 def _cut_key(recipe: Recipe) -> tuple[str, str]:
-    """Return the key that divides the train ranks' state further, and what to try."""
+    """Return (the key that divides the train ranks' state further, words for what to try)."""
     if not uses_megatron(recipe.policy) or ranks(recipe.cluster.train) == 1:
         return "cluster.train.nodes", "more nodes"
     return "policy.megatron_cfg.pipeline_model_parallel_size", "a larger one, or a larger tensor_model_parallel_size"

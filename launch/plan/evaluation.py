@@ -1,9 +1,9 @@
 """Plan an evaluation: questions, tokens, an engine's memory, seconds and GPU-hours.
 
-Numbers of questions and lengths of prompts come from the data if these are here and small to read; other prompts have
-plan.prompt_tokens, or the guess of `lengths`. A token has 4 characters, whatever the tokenizer is. Answers have
-plan.answer_tokens, or half of max_new_tokens. A likelihood task has no answers: its questions are read once, and its choices
-after them.
+The number of questions comes from the data, if they are on this machine and small to read. Prompts have plan.prompt_tokens,
+else the mean length in the data, at 4 characters a token for any tokenizer, else the guess of `lengths`. Answers have
+plan.answer_tokens, else half of max_new_tokens. A likelihood task has no answers: an engine reads each question once, and its
+choices after it.
 
 Not counted: loading weights, the environments' work, judges behind endpoints, and further turns of an episode.
 """
@@ -58,12 +58,12 @@ class TaskPlan:
 
     @property
     def read_tokens(self) -> float:
-        """Return the tokens that engines read: each prompt once, and the choices."""
+        """Return the number of tokens that engines read: each prompt once and, for a likelihood task, all choices."""
         return (self.questions or 0) * (self.prompt + (0 if self.samples else self.lengths.answer))
 
     @property
     def drawn_tokens(self) -> float:
-        """Return the tokens that engines sample."""
+        """Return the number of tokens that engines sample."""
         return self.answers * self.lengths.answer
 
 
@@ -78,12 +78,12 @@ class EvaluationPlan:
 
     @property
     def gpus(self) -> int:
-        """Return the number of the engines' GPUs."""
+        """Return the number of GPUs of the generate component."""
         return self.recipe.cluster.generate.nodes * self.recipe.cluster.generate.gpus_per_node
 
     @property
     def is_timed(self) -> bool:
-        """Return whether durations can be estimated: there are GPUs, and room for a KV cache."""
+        """Return whether durations can be estimated, which needs GPUs and room for a KV cache."""
         return self.gpus > 0 and self.memory.tokens > 0
 
     def task_seconds(self, task: TaskPlan) -> float | None:
@@ -111,11 +111,11 @@ class EvaluationPlan:
         return None if None in seconds_of else sum(duration_s for duration_s in seconds_of if duration_s is not None)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem if the weights exceed a GPU."""
+        """Yield a problem if the weights of a generate rank exceed the memory of its GPU."""
         yield from memory_generate.weights_problems(self.recipe, self.memory)
 
     def warnings(self) -> Iterator[str]:
-        """Yield a warning for memory that may not suffice, and for answers that the model's length cuts."""
+        """Yield a warning if the KV cache may be too small for a sequence, and for each task whose longest answers are cut."""
         if self.gpus and self.memory.sequences < 1 and not any(self.problems()):
             longest = self.recipe.policy.generation.vllm_cfg.max_model_len
             yield (
@@ -134,9 +134,10 @@ class EvaluationPlan:
 
 
 def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = False) -> EvaluationPlan | None:
-    """Return the plan of an evaluation; None if a run is still to write its model. reads: read data sets of `datasets` too.
+    """Return the plan of an evaluation; None if a pending run has not written its model yet.
 
-    Raises RecipeError for an unknown model or GPU, or a plan.hardware that does not measure the recipe's GPUs.
+    pending: folders of runs that this recipe needs and that have not run yet. reads: whether to read data sets of the library
+    `datasets` too. Raises RecipeError for an unknown model or GPU, or a plan.hardware that does not measure the recipe's GPUs.
     """
     recipe = gpu_check.with_measured_memory(recipe)
     model = planning_config(recipe.policy, list(pending))
@@ -166,7 +167,10 @@ def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
 
 
 def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, float | None]:
-    """Return (questions, mean tokens of a prompt, mean tokens of the choices); None if the data cannot be read here."""
+    """Return (number of questions, mean tokens of a prompt, mean tokens of a question's choices).
+
+    All three are None if the data cannot be read here. Without questions the means are None.
+    """
     with collected([]):  # other checks report it
         data = task_data.read(name, task)
         questions = data.questions[:SAMPLED]
@@ -189,7 +193,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _lines(task: TaskConfig) -> int | None:
-    """Return the number of questions of a JSONL file or folder; None for other data."""
+    """Return the number of questions by the lines of a JSONL file or folder. For other data return max_samples, or None."""
     if task.data.data_path is None:
         return task.data.max_samples
     path = Path(task.data.data_path)
@@ -289,7 +293,7 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
 
 
 def _sources(tasks: Sequence[TaskPlan]) -> str:
-    """Return the source of the prompts' lengths; if there are several, each with its tasks."""
+    """Return a text with the source of the prompts' lengths. If there are several sources, name the tasks of each source."""
     by_source = {source: [task.name for task in tasks if task.source == source] for source in LEAST}
     nonempty = {source: names for source, names in by_source.items() if names}
     return " or ".join(source if len(nonempty) == 1 else f"{source} ({', '.join(names)})" for source, names in nonempty.items())

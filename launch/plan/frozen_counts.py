@@ -1,4 +1,4 @@
-"""Count the parameters of a rank that `freeze_parameters` freezes: they have no gradient and no optimizer state."""
+"""Count the parameters of a rank that `freeze_parameters` freezes. They have no gradient and no optimizer state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.models.tensors import Tensor
 
 
 def tensors(model: TrainModel) -> list[Tensor]:
-    """Return the frozen tensors of a model that trains, without buffers. A value head is not among them."""
+    """Return the frozen tensors of a model, without buffers and value heads; empty for a model that does not train."""
     if not model.trained or not model.policy.freeze_parameters:
         return []
     names = matched(model.policy.freeze_parameters, (tensor.name for tensor in model.shape.tensors))
@@ -20,19 +20,19 @@ def tensors(model: TrainModel) -> list[Tensor]:
 
 
 def cut(model_tensors: Iterable[Tensor], tensor: int) -> float:
-    """Return the number of parameters outside of routed experts on one of `tensor` tensor-parallel ranks."""
+    """Return how many parameters of these tensors one of `tensor` tensor-parallel ranks holds, without routed experts."""
     return sum(part.numel / (1 if part.split == "none" else tensor) for part in model_tensors if part.part != "routed")
 
 
 def routed_parameters(experts: Iterable[Tensor]) -> int:
-    """Return the number of parameters of routed experts, on all ranks together."""
+    """Return how many parameters of these tensors belong to routed experts, on all ranks together."""
     return sum(expert.numel for expert in experts if expert.part == "routed")
 
 
 def of_stage(model: TrainModel, layout: Parallelism, layers: range, first: bool, last: bool) -> tuple[float, float]:
-    """Return Megatron-Core's (parameters outside of routed experts, of routed experts) that a rank of a stage has frozen.
+    """Return numbers of frozen parameters on a rank of a Megatron-Core stage: (outside of routed experts, in routed experts).
 
-    layers: of the stage. A tied embedding is on the first stage and on the last.
+    layers: the layers of the stage. first, last: whether it is the first or last stage. A tied embedding is on both of these.
     """
     frozen = tensors(model)
     of_layers = [frozen_tensor for frozen_tensor in frozen if frozen_tensor.layer in layers]

@@ -1,8 +1,9 @@
 """Describe how FSDP2's tensor parallelism cuts each tensor, as `pipeline/train/tensor_parallel.py` cuts transformers' modules.
 
-Most tensors are cut as their description says. The exceptions: the rows of a joint projection are cut as they come, not each
-half of them. Latent attention and state spaces are whole on every rank. Delta nets are whole with sequence parallelism; without
-it their projections are cut by rows, and the tensors between these are whole.
+Most tensors are cut as their description in `pipeline.models.tensors` says. There are three exceptions. The rows of a joint
+projection are cut as one block, although the description says to cut each half. Latent attention and state spaces are whole on
+every rank. Delta nets are whole with sequence parallelism; without it, their projections are cut by rows, and their other
+tensors are whole.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _PROJECTION = re.compile(r"_proj\w*(\.lora_B)?\.weight$")  # A of a layer that i
 
 
 def fsdp_splits(tensors: Iterable[Tensor], sequence: bool) -> list[Split]:
-    """Return "rows", "columns" or "none" for each tensor of a model or of its adapters. sequence: with sequence parallelism.
+    """Return how tensor parallelism cuts each tensor of a model or of its adapters: by "rows", by "columns" or "none".
 
-    Routed experts are not cut by tensor parallelism; their splits are those of the description.
+    sequence: whether sequence parallelism is on. For routed experts, which tensor parallelism does not cut, the result repeats
+    the split of their description.
     """
     tensors = list(tensors)
     latent = any("kv_a_proj" in tensor.name for tensor in tensors)
@@ -41,13 +43,13 @@ def _split(tensor: Tensor, latent: bool, sequence: bool) -> Split:
 
 
 def numel_of_rank(tensors: Iterable[Tensor], layout: Parallelism) -> float:
-    """Return the number of these parameters, outside of routed experts, that a tensor-parallel rank holds."""
+    """Return how many parameters of these tensors a tensor-parallel rank holds, without routed experts."""
     tensors = list(tensors)
     splits = zip(tensors, fsdp_splits(tensors, layout.sequence), strict=True)
     return sum(tensor.numel / (1 if split == "none" else layout.tensor) for tensor, split in splits if tensor.part != "routed")
 
 
 def whole_mixers(shape: ModelShape, layout: Parallelism) -> int:
-    """Return the number of parameters of attention and other mixers that every tensor-parallel rank holds."""
+    """Return the number of parameters of attention and other mixers that tensor parallelism leaves whole on every rank."""
     splits = zip(shape.tensors, fsdp_splits(shape.tensors, layout.sequence), strict=True)
     return sum(tensor.numel for tensor, split in splits if tensor.part == "attention" and split == "none")

@@ -1,16 +1,16 @@
 """Estimate the time of a rollout on the generate ranks.
 
-An engine's step produces one token for each running sequence. Its time is that of reading weights and KV cache, or of the
-operations if that is longer, plus an overhead and the all-reduces of tensor parallelism. A step of a mixture of experts reads
-the experts that any of its tokens selects, if tokens select experts uniformly.
+An engine's step produces one token for each running sequence. It takes the time of reading weights and KV cache or the time of
+the operations, whichever is longer, plus an overhead and the all-reduces of tensor parallelism. A step of a mixture of experts
+reads every expert that at least one of its tokens selects; tokens are assumed to select experts uniformly.
 
 An engine runs as many sequences at once as `max_num_seqs` allows and its KV cache holds. While sequences wait, one starts
-whenever another ends. Then the last ones end one after another, and the longest ends the rollout. Lengths have the distribution
-of `launch/plan/lengths.py`. Waiting sequences are assumed to be as long as running ones, which is exact if lengths are
-exponential or equal.
+whenever another ends. Then the last sequences end one after another, and the longest ends the rollout. Lengths have the
+distribution of `launch/plan/lengths.py`. Waiting sequences are assumed to be as long as running ones, which is exact if lengths
+are exponential or equal.
 
-The estimate leaves out several turns (an episode counts as one answer), preemption, speculative decoding, launching kernels one
-by one (enforce_eager), environments that run on the CPU, and the second and later batches of dynamic sampling, whose number is
+Not counted: further turns (an episode counts as one answer), preemption, speculative decoding, launches of single kernels
+(enforce_eager), environments that run on the CPU, and all but the first batch of dynamic sampling, since their number is
 unknown.
 """
 
@@ -32,7 +32,7 @@ from pipeline.models.mixers import kept_bytes
 from pipeline.models.shape import ModelShape
 
 SAMPLING = ("prefill", "decode")
-"""The phases of a rollout that engines take part in."""
+"""Names of the phases of a rollout in which engines compute."""
 POINTS = 200  # points of the numerical integral over the last sequences
 
 
@@ -64,7 +64,7 @@ class Engine:
         return share * (self.gpu.bf16_tflops if self.itemsize == 2 else self.gpu.fp32_tflops) * 1e12
 
     def weights(self, batch: float) -> float:
-        """Return the bytes of weights that a rank reads for a step of `batch` tokens, without the embedding table."""
+        """Return the bytes of weights that a rank reads in a step of `batch` tokens, without the embedding table."""
         shape = self.shape
         chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** batch if shape.experts else 0.0
         linear = shape.attention + shape.mlp + chosen * shape.routed
@@ -75,22 +75,22 @@ class Engine:
     def cache_bytes(self) -> float:
         """Return the bytes of KV cache that a rank reads for each cached token.
 
-        With more ranks than key-value heads, ranks hold copies. Every rank holds a copy of a latent.
+        If there are more tensor-parallel ranks than key-value heads, several ranks hold the same head. All ranks hold latents.
         """
         shape = self.shape
         heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
         return shape.kv_width * shape.attention_layers * self.itemsize / heads / (self.ranks // self.tensor)
 
     def read(self, context: float) -> float:
-        """Return the bytes of cache that a rank moves to add a token to a sequence of `context` tokens.
+        """Return the bytes of cache and states that a rank reads and writes to add a token to a sequence of `context` tokens.
 
-        A layer with a sliding window reads only the window's tokens. A layer with a state reads and writes the state.
+        A layer with a sliding window reads only the window's tokens. A layer with a state reads and writes the whole state.
         """
         states = self.shape.state_layers * kept_bytes(self.shape.state, self.itemsize) if self.shape.state else 0.0
         return self.shape.cached_tokens(context) * self.cache_bytes + 2 * states / self.ranks
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
-        """Return the seconds, by part, of a step of `batch` sequences with `context` tokens each."""
+        """Return part -> seconds, for a step of `batch` sequences with `context` tokens each."""
         bandwidth = GIGA * self.gpu.hbm_gb_per_s * self.gpu.assumed.bandwidth / self.slowdown
         weights, cache = self.weights(batch) / bandwidth, batch * self.read(context) / bandwidth
         work = 2 * self.shape.active * batch + flops.decode_attention(self.shape, batch * context)
@@ -112,7 +112,7 @@ class Engine:
 
 
 def rollout_size(recipe: Recipe) -> tuple[int, int]:
-    """Return (prompts, answers) of a rollout; with dynamic sampling, of its first batch."""
+    """Return the numbers of (prompts, answers) of a rollout; with dynamic sampling, those of its first batch."""
     online = section(recipe)
     assert isinstance(online, OnlineConfig), recipe.algorithm
     prompts = int(online.num_prompts_per_step * getattr(online, "batch_multiplier", 1))
@@ -120,7 +120,7 @@ def rollout_size(recipe: Recipe) -> tuple[int, int]:
 
 
 def slots(recipe: Recipe, memory: GenerateMemory, lengths: Lengths) -> int:
-    """Return how many sequences an engine decodes at once. memory: of the engine's ranks."""
+    """Return how many sequences an engine decodes at once. memory: the memory of the fullest generate rank."""
     context = lengths.prompt + lengths.squared_answer / (2 * lengths.answer)
     return max(1, min(engine_sizes(recipe, memory.shape)[0], int(memory.holds(context))))
 
@@ -176,9 +176,9 @@ def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, me
 
 
 def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers: float) -> dict[str, float]:
-    """Return the seconds by part of an engine that decodes `count` answers, `slots` at once.
+    """Return part -> seconds, for one engine that decodes `count` answers, at most `slots` at once.
 
-    answers: the answers of all engines together, the longest of which ends the rollout.
+    answers: the number of answers of all engines together. The longest of them ends the rollout.
     """
     batch = min(count, slots)
     steady = (count - batch) * lengths.answer / batch  # steps while sequences wait

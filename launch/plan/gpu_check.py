@@ -10,13 +10,14 @@ decode: vllm                                `engine_step_ms`: its seconds minus 
                                                 without the copies to and from the host, which the plan adds
     machine                                     `memory_gb`: all that CUDA shows
 
-Two train and two generate processes share the GPU of that refit; in a run there is one of each on a GPU. By CUDA IPC the GPU
-moves the bytes, for one process at a time, so one process is taken to receive as fast as both together. If launches set the
-pace and not the GPU, that is up to twice too fast. Over gloo each process has processor threads of its own, and keeps its pace.
+In the part `refit: shared GPU`, two train and two generate processes share the GPU; in a run it has one of each. With CUDA IPC
+the GPU moves the bytes for one process at a time, so one process is assumed to receive as fast as both together. If kernel
+launches limit the rate and not the GPU, this assumption is up to twice too fast. Over gloo each process has CPU threads of its
+own, so one process is assumed to receive at the rate that each of the two had.
 
-All other values stay assumed. Parts that failed or were cut are skipped, and the plan prints the command that runs them
-again. A file of a CPU, of another format, or without any of these measurements is refused. tests/gpu_check writes the file; a
-change of it that this module has to know changes FORMAT.
+All other values stay assumed. Parts that failed or were cut are skipped, and the plan prints the command that runs them again.
+A file is refused if it comes from a CPU, has another format, or has none of these measurements. tests/gpu_check writes the
+file. A change of the file that this module must know about changes FORMAT.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ FORMAT = 1
 KEY = "plan.hardware"
 RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`, which get equally many bytes
 TRAINED = 1_498_482_688
-"""Parameters of the measured model of FORMAT: tests/gpu_check/sizes.py."""
+"""Number of parameters of the measured model of FORMAT (tests/gpu_check/sizes.py)."""
 PASSED, LEFT_OUT = "passed", "left out"
 OUTCOMES = (PASSED, "failed", "cut", LEFT_OUT)
 NUMBERS = {
@@ -59,13 +60,13 @@ NUMBERS = {
     "offload": ("again to the host, GB/s", "again to the device, GB/s"),
     "refit: shared GPU": ("IPC GB/s", "host GB/s"),
 }
-"""The numbers that are read, by part."""
+"""Part -> the names of its numbers that are read."""
 DECODE = "decode: vllm"
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The load of the part `decode: vllm`."""
+    """The model and the requests that the part `decode: vllm` measured."""
 
     shape: ModelShape
     requests: int
@@ -138,7 +139,7 @@ def _read(path: str, _changed: int) -> GPUCheck:
 
 
 def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name of the GPUs' description, and the memory of the smallest."""
+    """Return (name of the GPUs' description in recipes/hardware, GB of memory of the GPU with the least)."""
     gpus, memory = machine.get("gpus"), machine.get("memory_gb")
     if not isinstance(gpus, list) or not gpus or len({str(gpu) for gpu in gpus}) > 1:
         raise _refusal(path, f"machine.gpus {gpus!r}", "one or several GPUs of one kind")
@@ -152,7 +153,11 @@ def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[str, Any], str]]:
-    """Return (part, (its numbers that a plan reads, its details, its outcome)); numbers and an outcome "" if it has passed."""
+    """Return (name of the part, (its numbers that a plan reads, its details, its outcome)).
+
+    The outcome is set only for a part that failed or was cut. The numbers and the details are set only for a part that passed
+    and that a plan reads.
+    """
     name = result.get("part") if isinstance(result, dict) else None
     outcome = result.get("outcome") if isinstance(result, dict) else None
     if not isinstance(name, str) or outcome not in OUTCOMES:
@@ -186,9 +191,10 @@ def _read_decode(path: str, details: Mapping[str, Any]) -> Decoded:
 
 
 def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> float:
-    """Return the share of the peak with which the plan of the measured step takes the measured seconds.
+    """Return the share of the peak rate of matrix products with which a plan of the measured step takes the measured seconds.
 
-    MFU is of the whole step. The plan of one rank adds the optimizer to matrix products.
+    The measured MFU refers to the whole step. A plan adds the optimizer's seconds to those of the matrix products, so they are
+    subtracted from the step first. Raises RecipeError if the share is above 1.
     """
     spent, optimizer = numbers["step, s"], TRAINED * OPTIMIZER_BYTES / (GIGA * spec.hbm_gb_per_s * spec.assumed.bandwidth)
     rate = numbers["MFU"] * spent / (spent - optimizer) if spent > optimizer else math.inf
@@ -208,7 +214,7 @@ def _refusal(path: str, got: str, expected: str, code: str = "bad-format", again
 
 
 def _again(path: Path | str, parts: Iterable[str]) -> str:
-    """Return the command that runs these parts of a file again."""
+    """Return the command that measures these parts of a file again."""
     command = shlex.join([f"after={path}", f"out={path}", f"parts={','.join(parts)}"])
     return f'make gpu-check ARGS="{command}"'
 
@@ -217,7 +223,10 @@ def _again(path: Path | str, parts: Iterable[str]) -> str:
 
 
 def of_recipe(recipe: Recipe) -> GPUCheck | None:
-    """Return the measurements of plan.hardware; None without the key. Raises RecipeError if no component has that GPU."""
+    """Return the measurements in the file plan.hardware; None if that is null.
+
+    Raises RecipeError if no component has the measured GPU.
+    """
     if recipe.plan.hardware is None:
         return None
     check = read(recipe.plan.hardware)
@@ -231,7 +240,10 @@ def of_recipe(recipe: Recipe) -> GPUCheck | None:
 
 
 def with_measured_memory(recipe: Recipe) -> Recipe:
-    """Return the recipe with the measured memory of GPUs, for the plan. Raises RecipeError."""
+    """Return the recipe with the measured memory as gpu_memory_gb of components that have the measured GPU and set none.
+
+    Raises RecipeError.
+    """
     check = of_recipe(recipe)
     if check is None:
         return recipe
@@ -281,7 +293,7 @@ def _values(recipe: Recipe, check: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
 
 
 def _train_part(recipe: Recipe) -> str:
-    """Return the part that measures the backend which the policy uses, with compiled or eager layers as it trains."""
+    """Return the part of the check that measures the policy's train backend, with compiled or eager layers as in the recipe."""
     if uses_megatron(recipe.policy):
         return "train: Megatron-Core"
     return "train: FSDP2" if compiles(recipe.policy, _mixture(recipe)) else "train: FSDP2 eager"
@@ -297,7 +309,10 @@ def _mixture(recipe: Recipe) -> bool:
 
 
 def _overhead(decoded: Decoded, measured: float, spec: GPUSpec, rate: float) -> float:
-    """Return the milliseconds by which a measured step of the engine is longer than the GPU's work; 0 if it is shorter."""
+    """Return the milliseconds by which the engine's measured step is longer than the estimated work of the GPU, at least 0.
+
+    measured: seconds of the whole part. rate: the share of the peak that matrix products reach.
+    """
     spec = replace(spec, assumed=replace(spec.assumed, engine_step_ms=0.0, dense_training=rate))
     engine = generate_time.Engine(decoded.shape, Links(spec, spec.nic_gb_per_s, 1), 2, 1, 1, 0.0)
     lengths = Lengths(decoded.prompt, decoded.answer, decoded.answer, "")
@@ -319,9 +334,9 @@ SHOWN = {
 
 
 def describe(recipe: Recipe, component: ComponentConfig) -> str:
-    """Describe which values of a component's GPU are measured, which are still assumed, and which parts failed or were cut.
+    """Return a text: which values of a component's GPU are measured or still assumed, and which parts failed or were cut.
 
-    Return "" if the GPU is not the measured one.
+    Return "" if the component's GPU is not the measured one.
     """
     check = of_recipe(recipe)
     if check is None or check.gpu != component.gpu:

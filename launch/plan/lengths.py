@@ -1,8 +1,8 @@
 """Assume the lengths of prompts and answers, and the distribution of answer lengths.
 
-Answer lengths are assumed to be exponentially distributed and cut at a limit. The mean and the limit determine the
-distribution: its mean is tau (1 - exp(-limit / tau)), which is solved for tau. With a mean near the limit most answers are cut,
-as with a reasoning model. With a mean far below the limit few are cut, and the longest answer is several times the mean.
+Answer lengths are assumed to be exponentially distributed with scale tau, and cut at a limit. Their mean is
+tau (1 - exp(-limit / tau)), so the mean and the limit determine tau. If the mean is near the limit, most answers are cut, as
+with a reasoning model. If the mean is far below the limit, few are cut, and the longest answer is several times the mean.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Lengths:
 
     @property
     def sequence(self) -> float:
-        """Return the mean tokens of prompt and answer."""
+        """Return the mean tokens of a sequence: prompt and answer."""
         return self.prompt + self.answer
 
     @property
     def scale(self) -> float:
-        """Return tau in tokens; infinite if all answers reach the limit."""
+        """Return tau, the scale of the distribution of answer lengths, in tokens; infinite if all answers reach the limit."""
         if self.answer >= self.limit * (1 - 1e-6):
             return math.inf
         low, high = self.answer, self.answer
@@ -61,7 +61,7 @@ class Lengths:
         return self.prompt**2 + 2 * self.prompt * self.answer + self.squared_answer
 
     def longest(self, answers: float) -> float:
-        """Return the expected tokens of the longest of so many answers."""
+        """Return the expected tokens of the longest of `answers` answers."""
         scale = self.scale
         return self.limit if math.isinf(scale) else min(self.limit, scale * (math.log(max(1.0, answers)) + EULER))
 
@@ -73,11 +73,12 @@ def assume(
     source_run: str = "",
     data: tuple[float, str] | None = None,
 ) -> Lengths:
-    """Return the lengths of a recipe: plan.prompt_tokens and plan.answer_tokens, else of an earlier run, else of the data.
+    """Return the lengths that a plan assumes for a recipe.
 
-    Without any of these, the lengths are guessed. prompt, answer: means of the run in `source_run`. A run of an offline
-    algorithm has one mean, `answer`, of whole sequences. data: (mean tokens of the prompts, or of an offline algorithm's
-    sequences; the name of their source).
+    They come from plan.prompt_tokens and plan.answer_tokens, else from an earlier run, else from the data, else from a guess.
+    prompt, answer: mean tokens in the earlier run, whose description is `source_run`; an offline algorithm's run has only
+    `answer`, the mean of whole sequences. data: (mean tokens, description of their source); the mean is that of prompts, or of
+    an offline algorithm's whole sequences.
     """
     total, settings = longest_sequence(recipe), recipe.plan
     if not generates(recipe) and settings.answer_tokens is None and (answer or data):

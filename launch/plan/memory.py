@@ -46,7 +46,7 @@ ModelMemory = FSDPMemory | MegatronMemory
 
 
 def train(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory:
-    """Return the memory of the fullest train rank. shapes: by the sections of `pipeline.config.other_models(recipe)`."""
+    """Return the memory of the fullest train rank. shapes: section -> shape, for the sections of `pipeline.config.models`."""
     component, layout = recipe.cluster.train, train_parallelism(recipe.policy, recipe.cluster.train)
     cuda, of_rank = component.gpus_per_node > 0, rank_batches(recipe, layout.data)
     peak_memory = peak(models(recipe, shapes), layout, cuda, of_rank)
@@ -76,7 +76,10 @@ def reward(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory | No
 
 
 def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank: RankBatches) -> TrainMemory:
-    """Return the memory of the models alone, without packed batches, refit staging and runtime. models: the policy first."""
+    """Return the memory of the fullest rank for its models alone, without packed batches, refit staging and runtime.
+
+    models: the policy first. of_rank: the microbatches of a data-parallel rank.
+    """
     fullest: TrainMemory | None = None
     for stage_number, of_stage in enumerate(zip(*(stage_memories(model, layout, cuda) for model in models), strict=True)):
         stage = f" (pipeline stage {stage_number})" if layout.pipeline > 1 else ""
@@ -90,7 +93,7 @@ def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank:
 
 
 def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -> Iterator[tuple[str, Parts]]:
-    """Yield (phase, memory) for each model's phases, including the resident memory of all models."""
+    """Yield (phase, parts of memory) for the phases of each model. The parts include the resident memory of all models."""
     policy, *other_memories = of_stage
     besides = sum(sum(model_memory.resident.values()) for model_memory in other_memories)
     if not cuda:
@@ -103,10 +106,10 @@ def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -
 
 
 def staging(recipe: Recipe, shape: ModelShape, layout: Parallelism) -> float:
-    """Return the bytes in which a train rank stages a refit.
+    """Return the bytes in which a train rank stages a refit, by refit_transport.
 
-    Planned: the buffers of two rounds (`pipeline.refit.planned`), none larger than all that the rank sends. Broadcast: one
-    bucket and one tensor. Delta: as planned, and the weights that the rank sent last.
+    Planned: the buffers of two rounds (`pipeline.refit.planned`), each at most a bucket, and at most all bytes that the rank
+    sends. Broadcast: one bucket and one tensor. Delta: as planned, plus the weights that the rank sent last.
     """
     if not generates(recipe):
         return 0.0
@@ -131,7 +134,7 @@ def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str,
 
 
 def _longest_source(recipe: Recipe) -> str:
-    """Return the key of the length that bounds memory."""
+    """Return a text with the key that sets the longest sequence, for which memory is estimated."""
     longest = longest_sequence(recipe)
     if longest == recipe.policy.max_total_sequence_length:
         hint = "; if no record is as long, set data.max_input_seq_length or plan.longest_tokens" * (not generates(recipe))
@@ -141,7 +144,7 @@ def _longest_source(recipe: Recipe) -> str:
 
 
 def stage_memories(model: TrainModel, layout: Parallelism, cuda: bool) -> list[ModelMemory]:
-    """Return the model on a rank of each pipeline stage."""
+    """Return the memory of the model on a rank of each pipeline stage; a single entry with FSDP2."""
     if not uses_megatron(model.policy):
         return [FSDPMemory(model, layout, cuda)]
     return [MegatronMemory(model, layout, cuda, stage) for stage in stages(model)]

@@ -1,11 +1,11 @@
 """Estimate the memory of one model on one rank with FSDP2, as `pipeline.train.fsdp` allocates it.
 
-The ranks of a replica shard the trained parameters, their gradients and Adam's moments, in float32: dense ones over data x
-context ranks after tensor parallelism (which leaves some mixers whole: fsdp_splits.py), experts over the ranks that have the
-same ones. The root's parameters (embedding,
-norm, head) are gathered for a whole microbatch. A layer's parameters are gathered while it computes, and the next layer's are
-prefetched. Gradients are reduced in float32, one layer at a time. They stay allocated until the next step begins, and therefore
-during its forward passes. A single rank in float32 without offloading runs the plain module and gathers nothing.
+The ranks of a replica shard the trained parameters, their gradients and Adam's moments, all in float32. Tensor parallelism cuts
+dense parameters first, except some mixers (fsdp_splits.py); then data x context ranks shard them. Ranks with the same experts
+shard these experts. The parameters of the root (embedding, last norm, head) are gathered for a whole microbatch. A layer's
+parameters are gathered while it computes, and the next layer's are prefetched. Gradients are reduced in float32, one layer at a
+time. They stay allocated until the next step begins, and therefore during its forward passes. A single rank in float32 without
+offloading runs the plain module and gathers nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FSDPMemory:
 
     @property
     def plain(self) -> bool:
-        """Return whether the plain module runs, which gathers no weights."""
+        """Return whether the rank runs the plain module without FSDP2, which gathers no weights."""
         two_precisions = self.model.trained and self.model.size < 4
         return self.layout.ranks == 1 and not two_precisions and not self.offloads
 
@@ -56,15 +56,18 @@ class FSDPMemory:
 
     @property
     def root(self) -> float:
-        """Return the parameters of embedding, last norm and head after tensor parallelism."""
+        """Return the number of parameters of the embedding, last norm and head on a rank, after tensor parallelism."""
         return (self.model.table + self.model.output) / self.layout.tensor + self.model.shape.hidden
 
     def layer(self, sparse: bool) -> float:
-        """Return the parameters of one layer after tensor and expert parallelism. sparse: it is a mixture of experts."""
+        """Return a layer's number of parameters on a rank, after tensor and expert parallelism.
+
+        sparse: whether the layer is a mixture of experts.
+        """
         return self._dense_layer(sparse) + (self._experts if sparse else 0.0)
 
     def _dense_layer(self, sparse: bool) -> float:
-        """Return the parameters of a layer outside of its routed experts, after tensor parallelism."""
+        """Return a layer's number of parameters outside of routed experts, after tensor parallelism."""
         shape = self.model.shape
         divided = shape.attention_layer + (shape.sparse_layer - self._routed_layer if sparse else shape.mlp_layer)
         undivided = whole_mixers(shape, self.layout) / shape.layers
@@ -72,29 +75,29 @@ class FSDPMemory:
 
     @property
     def _routed_layer(self) -> float:
-        """Return the parameters of a layer's routed experts."""
+        """Return the number of parameters of a layer's routed experts on all ranks together."""
         return self.model.shape.routed / max(1, self.model.shape.sparse_layers)
 
     @property
     def _experts(self) -> float:
-        """Return the parameters of a layer's routed experts after expert parallelism, padded as they are gathered."""
+        """Return the number of parameters of a layer's routed experts after expert parallelism, with the gather's padding."""
         return self.layout.gathered_experts(self.model.shape) / max(1, self.model.shape.sparse_layers)
 
     @property
     def largest(self) -> float:
-        """Return the parameters of the largest layer after tensor and expert parallelism."""
+        """Return the number of parameters of the largest layer after tensor and expert parallelism."""
         return max(self.layer(sparse) for sparse in self._counts)
 
     @property
     def parameters(self) -> float:
-        """Return the parameters that the first rank holds; the last ranks may have fewer experts."""
+        """Return the number of parameters that the first rank holds. The last ranks may have fewer experts."""
         layers = sum(count * self._dense_layer(sparse) for sparse, count in self._counts.items())
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
         return (self.root + layers) / self.layout.shard + experts
 
     @property
     def _frozen_parameters(self) -> float:
-        """Return the parameters that this rank holds and does not train: frozen by patterns, kept in policy.precision."""
+        """Return the number of parameters on this rank that freeze_parameters freezes; they are kept in policy.precision."""
         frozen, routed = frozen_counts.tensors(self.model), self.model.shape.routed
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
         share = frozen_counts.routed_parameters(frozen) / routed if routed else 0.0
@@ -106,10 +109,10 @@ class FSDPMemory:
 
     @property
     def adapters(self) -> float:
-        """Return the parameters of adapters that this rank holds: its share of dim x (in + out) of each linear layer.
+        """Return the number of adapters' parameters on this rank: its share of dim x (in + out) for each linear layer.
 
-        Of two dimensions of a layer, tensor parallelism cuts the one that is not the model's hidden size. Adapters of experts,
-        where the recipe has them, are cut like the experts.
+        Tensor parallelism cuts the dimension of a layer that is not the model's hidden size. Adapters of experts, if the recipe
+        has them, are cut like the experts.
         """
         shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
         query, key, width = (
@@ -124,7 +127,7 @@ class FSDPMemory:
 
     @property
     def _merged_bytes(self) -> float:
-        """Return the bytes of this rank's parts of the weights that have adapters."""
+        """Return the bytes of merged weights: this rank's shards of all weights that have adapters."""
         shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
         layers = (tensor for tensor in shape.tensors if tensor.part in LINEAR and len(tensor.shape) == 2)
         adapted = numel_of_rank(
@@ -137,13 +140,13 @@ class FSDPMemory:
 
     @property
     def _counts(self) -> dict[bool, int]:
-        """Return the number of layers that are mixtures of experts (True) and that are dense (False), without zeros."""
+        """Return whether a layer is a mixture of experts -> number of such layers, without kinds that the model lacks."""
         shape = self.model.shape
         return {sparse: count for sparse, count in ((True, shape.sparse_layers), (False, shape.dense_layers)) if count}
 
     @property
     def resident(self) -> Parts:
-        """Return the bytes that are on the device all the time, gradients included."""
+        """Return part -> bytes that are on the device in all phases, including the gradients."""
         if self.offloads:
             return {}
         weight_bytes = self.model.size * self.parameters
@@ -159,18 +162,21 @@ class FSDPMemory:
 
     @property
     def reference(self) -> float:
-        """Return the bytes of the reference policy's weights; 0 without one, or if it is the model without adapters."""
+        """Return the bytes of the reference policy's weights; 0 without a reference, or if it is the base model of adapters."""
         return self.model.size * self.parameters if self.model.reference and not self.trains_adapters else 0.0
 
     @property
     def host(self) -> float:
-        """Return the bytes in host memory: offloaded state, and reference weights."""
+        """Return the bytes in host memory: offloaded state, and reference weights that are not on the device."""
         reference = 0.0 if "other models" in self.resident else self.reference
         fixed = self._frozen_parameters if self.model.trained else self.parameters
         return reference + (16 * (self.parameters - fixed) + self.model.size * fixed if self.offloads else 0.0)
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
-        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
+        """Yield (phase, part -> bytes on the device in addition to `resident`).
+
+        Gradients are negative in phases in which they are not allocated yet, since `resident` includes them.
+        """
         forward = self._forward(batches.forward_tokens / self.layout.context)
         yield "log-probs", forward
         if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
@@ -181,9 +187,9 @@ class FSDPMemory:
             yield from self._trial()
 
     def _trial(self) -> Iterator[tuple[str, Parts]]:
-        """Yield the phases of the microbatch with which compiled layers start, before there are moments.
+        """Yield the phases of the trial microbatch that compiled layers run at the start, before Adam's moments exist.
 
-        It may be larger than those of the data.
+        The trial microbatch may be larger than the microbatches of the data.
         """
         tokens = sum(trial_lengths(self.model.policy))
         if not self.model.trained:
@@ -252,7 +258,7 @@ class FSDPMemory:
         return hugging_face_layer(self.model.shape, sparse, self._passage(tokens))
 
     def _kept_bytes(self, sparse: bool, layer: LayerActivations, tokens: float) -> float:
-        """Return the bytes that a layer of `tokens` keeps from the forward pass to the backward pass."""
+        """Return the bytes that a layer keeps from the forward to the backward pass of a microbatch of `tokens` tokens."""
         dtensor = self.model.policy.dtensor_cfg
         if not dtensor.activation_checkpointing:
             return layer.saved
@@ -261,13 +267,13 @@ class FSDPMemory:
         return selective_bytes(self.model.shape, sparse, self._passage(tokens))
 
     def _gathered_bytes(self, layers: int) -> float:
-        """Return the bytes of the root's and some layers' gathered weights."""
+        """Return the bytes of the gathered weights of the root and of `layers` layers."""
         return self.model.size * (self.root + layers * self.largest)
 
     def _in_flight(self) -> float:
-        """Return the bytes of gathered weights of a layer, the next one and the root, and of the head's gradient.
+        """Return the bytes of buffers that are allocated during a layer's backward pass.
 
-        All of them are allocated during a layer's backward pass.
+        They are the gathered weights of the layer, of the prefetched layer and of the root, and the gradient of the head.
         """
         if self.plain:
             return 0.0
@@ -275,13 +281,13 @@ class FSDPMemory:
         return self._gathered_bytes(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
 
     def _reduction(self, saved_bytes: float, missing: Parts) -> Parts:
-        """Return the bytes at the end of a layer's backward pass: its gradient as computed, and in float32."""
+        """Return part -> bytes at the end of a layer's backward pass, when its gradient exists as computed and in float32."""
         part = self.model.size * self.largest
         return add_parts({"activations": saved_bytes, "buffers": self._in_flight() + part + self._reducing}, missing)
 
     @property
     def _reducing(self) -> float:
-        """Return the bytes of a layer's gradient in float32: this rank's shard and, with several data ranks, the whole."""
+        """Return the bytes of a layer's gradient in float32: the whole and, if several ranks shard it, this rank's shard."""
         if self.plain:
             return 0.0
         return 4 * self.largest * (1 + 1 / self.layout.shard) if self.layout.shard > 1 else 4 * self.largest

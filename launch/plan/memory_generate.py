@@ -1,14 +1,15 @@
 """Estimate the memory of a generate rank: weights, vLLM's reserve, and the remaining KV cache.
 
-On a GPU, vLLM 0.32 takes gpu_memory_utilization of the whole memory, besides what the process has taken before: CUDA's context
-and NCCL's communicators (vllm/v1/worker/gpu_worker.py, init_device). It profiles a forward pass of max_num_batched_tokens and a
-sampler of max_num_seqs rows, estimates its CUDA graphs (determine_available_memory there), and gives the rest to the KV cache.
-The refit's staging and NCCL's buffers between its ranks are allocated later, also besides. On a CPU the cache has the size that
-`pipeline.generate.vllm` sets. With fewer key-value heads than tensor-parallel ranks, several ranks hold the same keys and
-values; all ranks hold latents (MLA). With vllm_cfg.precision=fp8, vLLM quantizes one layer at a time when it loads and refits,
-so the linear layers never all exist in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py).
-A sequence takes as much cache as its tokens, of layers with a sliding window only those in it, and the states of its Mamba
-layers.
+On a GPU, vLLM 0.32 takes the share gpu_memory_utilization of the whole memory, in addition to the memory that the process has
+taken before: CUDA's context and NCCL's communicators (vllm/v1/worker/gpu_worker.py, init_device). It profiles a forward pass of
+max_num_batched_tokens and a sampler of max_num_seqs rows, estimates its CUDA graphs (determine_available_memory in the same
+file), and gives the rest of its share to the KV cache. The refit's staging and NCCL's buffers between the refit's ranks are
+allocated later, outside of this share. On a CPU the cache has the size that `pipeline.generate.vllm` sets.
+
+If there are fewer key-value heads than tensor-parallel ranks, several ranks hold the same keys and values. All ranks hold
+latents (MLA). With vllm_cfg.precision=fp8, vLLM quantizes one layer at a time when it loads and refits, so the linear layers
+never all exist in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py). A sequence takes cache for all its tokens,
+in layers with a sliding window only for the window's tokens, and takes the states of its Mamba layers.
 
 Not counted: other quantization in vllm_kwargs, speculative decoding, blocks that vLLM leaves partly empty, memory of
 environments.
@@ -39,19 +40,21 @@ SAMPLER_COPIES = 6
 """Copies of float32 logits in the profiled sampler: sorted values, 64-bit indices, probabilities, sums, a mask
 (vllm/v1/sample/ops/topk_topp_sampler.py)."""
 GRAPHS = 1.0 * 2**30
-"""Bytes for CUDA graphs unless enforce_eager. Assumed, between what vLLM said of Llama 4 Maverick on 8 H100, 1.40 GiB (SGLang
-issue 8538), and of graphs for up to 16 sequences, 0.36 GiB (github.com/gpustack/runner/pull/251)."""
+"""Bytes for CUDA graphs, if enforce_eager is not set. Assumed, between two figures that vLLM reported: 1.40 GiB for Llama 4
+Maverick on 8 H100 (SGLang issue 8538), and 0.36 GiB for graphs of up to 16 sequences (github.com/gpustack/runner/pull/251)."""
 FP8_BYTES = 1 + 4 / 128**2  # of a weight, with a float32 scale for 128 x 128 of them (pipeline/generate/vllm.py)
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of an element, by vllm_kwargs.kv_cache_dtype
 STATE_BYTES = {"float16": 2, "bfloat16": 2}  # of an element of a state, by vllm_kwargs.mamba_ssm_cache_dtype; else float32
 CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
-"""Bytes that a rank has on its GPU for each channel from another rank of its node: the buffers of NCCL's three protocols
+"""Bytes on a rank's GPU for each channel from another rank of its node: the buffers of NCCL's three protocols
 (computeBuffSizes in src/init.cc of NCCL 2.30.7; p2pRecvSetup in src/transport/p2p.cc)."""
 CHANNELS = {True: 32, False: 2}
-"""NCCL's channels from a rank of the same node, if all ranks are on one node with NVLink (two a link, as a power of two, at
-most as many as collectives have), and else (ncclTopoComputeP2pChannels in src/graph/paths.cc). Assumed, not measured."""
+"""Whether all ranks are on one node with NVLink -> number of NCCL's channels from another rank of the same node. On one node
+there are two for each link, rounded to a power of two, at most as many as collectives have (ncclTopoComputeP2pChannels in
+src/graph/paths.cc). Assumed, not measured."""
 NETWORK_BYTES = 2 * 32 * 16 * (128 << 10)
-"""Bytes for messages to and from all other nodes (sharedNetBuffersInit in src/transport/net.cc, for 32 channels)."""
+"""Bytes of NCCL's buffers on a GPU for messages to and from all other nodes (sharedNetBuffersInit in src/transport/net.cc, for
+32 channels)."""
 SIZES = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
@@ -73,29 +76,29 @@ class EngineRank:
 
     @property
     def kv_heads(self) -> int:
-        """Return the key-value heads on one rank."""
+        """Return the number of key-value heads on one rank."""
         return max(1, self.shape.kv_heads // self.tensor)  # vLLM copies heads where there are fewer than ranks
 
     @property
     def cache_elements(self) -> int:
-        """Return the elements of KV cache for each token."""
+        """Return the number of elements of KV cache that a rank holds for each token."""
         layers = -(-self.shape.attention_layers // self.stages)
         return layers * (self.shape.kv_width if self.shape.latent else 2 * self.kv_heads * self.shape.head_dim)
 
     def state_bytes(self, state_size: int) -> float:
-        """Return the bytes of a sequence's states in state-space layers. state_size: bytes of an element of a head's state."""
+        """Return the bytes of a sequence's states on this rank. state_size: the bytes of an element of a head's state."""
         if self.shape.state is None:
             return 0.0
         return -(-self.shape.state_layers // self.stages) * kept_bytes(self.shape.state, self.size, state_size) / self.tensor
 
     @property
     def rows(self) -> int:
-        """Return the rows of the padded vocabulary on this rank."""
+        """Return the number of rows of the padded vocabulary on this rank."""
         return -(-(-(-self.shape.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING) // self.tensor)
 
     @property
     def linear(self) -> float:
-        """Return the parameters of attention, MLP and experts of the stage with the most."""
+        """Return a rank's number of parameters of attention, MLP and experts, in the pipeline stage with the most."""
         return max(map(self._linear, engine_stages(self.shape.layers, self.stages)))
 
     def _linear(self, stage: range) -> float:
@@ -109,7 +112,10 @@ class EngineRank:
 
     @property
     def parameters(self) -> float:
-        """Return all parameters on this rank. Tensor parallelism divides embedding and head, but not norms and routers."""
+        """Return the number of all parameters on this rank.
+
+        Tensor parallelism divides the embedding and the head, but not norms and routers.
+        """
         shape = self.shape
         ends = 1 if shape.tied or self.stages > 1 else 2  # the first stage has the embedding, the last one the head
         return self.linear + self.layers / shape.layers * shape.other + ends * self.rows * shape.hidden
@@ -121,11 +127,11 @@ class EngineRank:
 
     @property
     def weights(self) -> float:
-        """Return the bytes of weights."""
+        """Return the bytes of weights on this rank, after quantization."""
         return self.received - (self.size - FP8_BYTES) * self.linear * self.fp8
 
     def working(self, tokens: int, sequences: int) -> float:
-        """Return the peak bytes of activations in the profiled pass: the bytes of one layer, or of the sampler."""
+        """Return the peak bytes of activations in the profiled pass: of one layer or of the sampler, whichever is more."""
         shape, size = self.shape, self.size
         inner = 3 * (shape.dense_width / self.tensor)
         if shape.experts:
@@ -138,7 +144,7 @@ class EngineRank:
 
 
 def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
-    """Return the memory of the fullest generate rank. Raises RecipeError for vllm_kwargs that are not sizes."""
+    """Return the memory of the fullest generate rank. Raises RecipeError for sizes in vllm_kwargs that are no such numbers."""
     policy, component = recipe.policy, recipe.cluster.generate
     size, cuda = PRECISIONS[policy.precision], component.gpus_per_node > 0
     if policy.generation.backend == "transformers":
@@ -179,7 +185,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
 
 
 def weights_problems(recipe: Recipe, memory: GenerateMemory) -> Iterator[Problem]:
-    """Yield a problem if the exactly counted weights exceed a GPU by themselves."""
+    """Yield a problem if the weights alone, counted exactly, exceed the memory of a generate rank's GPU."""
     component, size = recipe.cluster.generate, recipe.policy.generation.vllm_cfg.tensor_parallel_size
     weights, has = memory.parts.get("weights", 0.0) if memory.exact else 0.0, memory_gb(component)
     if component.gpus_per_node and weights > has * 1e9:
@@ -192,7 +198,10 @@ def weights_problems(recipe: Recipe, memory: GenerateMemory) -> Iterator[Problem
 
 
 def _set_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are not null, which is vLLM's own default. Raises RecipeError."""
+    """Return the arguments of vllm_kwargs without those that are null, which stands for vLLM's own default.
+
+    Raises RecipeError for a size that is not a number above 0.
+    """
     arguments = {key: value for key, value in kwargs.items() if value is not None}
     refuse(
         Problem(f"policy.generation.vllm_kwargs.{key}", "wrong-type", f"got {arguments[key]!r}; expected a number above 0")
@@ -216,8 +225,9 @@ def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
 def _staging(recipe: Recipe, rank: EngineRank) -> float:
     """Return the bytes in which a generate rank stages a refit.
 
-    It stages two rounds that it receives and one that it relays (`pipeline.refit.planned`), none larger than the rank's
-    weights. With IPC it relays two, and stages two received ones only from other nodes (`pipeline.refit.shared_memory`).
+    A rank stages two received rounds and one relayed round (`pipeline.refit.planned`), each at most a bucket, and at most the
+    rank's weights. With IPC it stages two relayed rounds and, if there are several nodes, two received rounds
+    (`pipeline.refit.shared_memory`). A broadcast takes one bucket and one tensor. A delta refit also takes the rank's weights.
     """
     if not trains(recipe):
         return 0.0  # weights come from files
@@ -233,9 +243,9 @@ def _staging(recipe: Recipe, rank: EngineRank) -> float:
 
 
 def _connections(recipe: Recipe) -> float:
-    """Return the bytes of NCCL's buffers for a refit's messages, which it allocates at the first refit.
+    """Return the bytes of NCCL's buffers on a generate rank for a refit's messages. NCCL allocates them at the first refit.
 
-    Of its own node, a rank receives from every train rank, and from the engine before its own.
+    Within its node, a rank receives from every train rank and from the preceding engine. Other nodes share one set of buffers.
     """
     cluster = recipe.cluster
     if not trains(recipe) or colocated(recipe) or not cluster.generate.gpus_per_node:
@@ -249,7 +259,10 @@ def _connections(recipe: Recipe) -> float:
 
 
 def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> GenerateMemory:
-    """Return the memory of a rank with the whole model and KV cache for max_num_seqs sequences of the greatest length."""
+    """Return the memory of a rank of the Transformers backend.
+
+    It holds the whole model, and the KV cache of max_num_seqs sequences of the greatest length.
+    """
     generation = recipe.policy.generation
     columns = -(-generation.vllm_cfg.max_model_len // 64) * 64  # pipeline/generate/kv_cache.py
     sequences, _ = engine_sizes(recipe, shape)

@@ -1,10 +1,10 @@
 """Estimate the memory of one model on one rank with Megatron-Core, as `pipeline.train.megatron` allocates it.
 
-One buffer holds the weights in the recipe's precision, whole on every data rank. Another buffer, always
-allocated, holds the gradients, in float32 with distributed_data_parallel_config.grad_reduce_in_fp32. Data and context ranks
-shard the float32 main weights (of weights in half precision) and Adam's moments; ranks that hold the same experts shard those
-of experts. Stage s of p keeps the activations of min(p - s, microbatches) microbatches (1F1B). Tokens are assumed to spread
-evenly over experts: a rank receives as many copies as it sends.
+One buffer holds the weights in the recipe's precision, whole on every data rank. Another buffer, which is always allocated,
+holds the gradients: in float32 with distributed_data_parallel_config.grad_reduce_in_fp32, else in the recipe's precision. Data
+and context ranks shard Adam's moments and, if the weights have half precision, float32 main weights. For experts, the ranks
+that hold the same experts shard both. Stage s of p keeps the activations of min(p - s, microbatches) microbatches (1F1B).
+Tokens are assumed to spread evenly over experts, so that a rank receives as many copies of tokens as it sends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageLayers:
 
 
 def stages(model: TrainModel) -> list[StageLayers]:
-    """Return the stages as Megatron-Core divides the layers."""
+    """Return the pipeline stages of a model, with layers divided as by Megatron-Core."""
     settings, shape = model.policy.megatron_cfg, model.shape
     size = settings.pipeline_model_parallel_size
     ends = {0: settings.num_layers_in_first_pipeline_stage, size - 1: settings.num_layers_in_last_pipeline_stage}
@@ -70,7 +70,7 @@ class MegatronMemory:
 
     @property
     def dense_parameters(self) -> float:
-        """Return the parameters outside of routed experts. Every rank holds whole norms and routers."""
+        """Return the number of parameters on this rank outside of routed experts. Every rank holds whole norms and routers."""
         shape, stage, tensor, undivided = (
             self.model.shape,
             self.stage,
@@ -88,7 +88,10 @@ class MegatronMemory:
 
     @property
     def _head(self) -> float:
-        """Return the head's own parameters. A tied head has a copy of the embedding if that is on another stage."""
+        """Return the number of parameters that the head adds to the stage.
+
+        A tied head adds none if the stage has the embedding. On another stage it is a copy of the embedding.
+        """
         if self.model.values:
             return self.model.shape.hidden
         tied = not self.model.output
@@ -96,22 +99,22 @@ class MegatronMemory:
 
     @property
     def _rows(self) -> int:
-        """Return the rows of the vocabulary on this rank."""
+        """Return the number of the vocabulary's rows on this rank."""
         return -(-self.model.shape.vocabulary // self.layout.tensor)
 
     @property
     def expert_parameters(self) -> float:
-        """Return the parameters of routed experts on this rank."""
+        """Return the number of parameters of routed experts on this rank."""
         return self.stage.sparse * self.model.shape.routed_layer / (self.layout.expert * self.layout.expert_tensor)
 
     @property
     def weights(self) -> float:
-        """Return the bytes of the weights in the compute precision."""
+        """Return the bytes of this rank's weights in the compute precision."""
         return self.model.size * (self.dense_parameters + self.expert_parameters)
 
     @property
     def resident(self) -> Parts:
-        """Return the bytes that are on the device all the time, gradients included."""
+        """Return part -> bytes that are on the device in all phases, including the gradients."""
         settings, c = self.model.policy.megatron_cfg, self.model.size
         if not self.model.trained:
             return {} if self._offloads else {"weights": self.weights}
@@ -135,9 +138,10 @@ class MegatronMemory:
         }
 
     def _adapters(self, dim: int) -> tuple[float, float]:
-        """Return the parameters of adapters of this rank's linear layers: (outside of routed experts, of routed experts).
+        """Return numbers of adapters' parameters on this rank: (outside of routed experts, in routed experts).
 
-        The matrix of A and B on the side that tensor parallelism does not cut is whole on each rank.
+        dim: the rank of the adapters. Tensor parallelism cuts one of A and B, as it cuts the layer; the other is whole on every
+        rank.
         """
         shape, stage, tensor = self.model.shape, self.stage, self.layout.tensor
         heads = shape.heads + 2 * shape.kv_heads
@@ -158,7 +162,7 @@ class MegatronMemory:
 
     @property
     def _merged_bytes(self) -> float:
-        """Return the bytes of merged weights: all outside of routed experts, and routed experts with adapters."""
+        """Return the bytes of merged weights: all outside of routed experts, and routed experts if these have adapters."""
         return self.model.size * (self.dense_parameters + self.expert_parameters * self._adapts_experts)
 
     @property
@@ -167,7 +171,7 @@ class MegatronMemory:
 
     @property
     def _keeps_reference(self) -> bool:
-        """Return whether reference weights are in host memory. With adapters, the reference is the base itself."""
+        """Return whether reference weights are in host memory. With adapters they are not: the base model is the reference."""
         return self.model.reference and not (self.model.trained and self.model.policy.megatron_cfg.peft.enabled)
 
     @property
@@ -176,7 +180,7 @@ class MegatronMemory:
         return self.weights * (self._keeps_reference + self._offloads)
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
-        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
+        """Yield (phase, part -> bytes on the device in addition to `resident`)."""
         yield "log-probs", self._forward(batches.forward_tokens, loads=self._offloads)
         if self._keeps_reference:  # on a GPU it computes beside the policy's weights
             yield "log-probs of the reference", self._forward(batches.forward_tokens, loads=self.cuda)
@@ -184,7 +188,7 @@ class MegatronMemory:
             yield from self._training(batches)
 
     def _forward(self, tokens: float, loads: bool) -> Parts:
-        """Return the bytes of a forward pass. loads: its weights come from the host."""
+        """Return part -> bytes of a forward pass. loads: whether its weights are copied from the host into a buffer."""
         microbatch = self._passage(tokens)
         hidden = self.model.size * microbatch.tokens * self.model.shape.hidden
         layer = max((layer_activations.forward for layer_activations in self._layers(microbatch).values()), default=0.0)
@@ -225,21 +229,22 @@ class MegatronMemory:
         )
 
     def _layers(self, microbatch: RankMicrobatch) -> dict[bool, LayerActivations]:
-        """Return the activations of a mixture of experts (True) and of a dense layer (False), for the kinds in this stage."""
+        """Return whether a layer is a mixture of experts -> its activations, for the kinds of layers in this stage."""
         kinds = ((True, self.stage.sparse), (False, self.stage.dense))
         return {sparse: megatron_layer(self.model.shape, sparse, microbatch) for sparse, count in kinds if count}
 
     @property
     def _recomputes(self) -> bool:
-        """Return whether layers are recomputed.
+        """Return whether whole layers are recomputed.
 
-        Selective recomputation of core attention keeps as much as flash attention does; other modules are not counted.
+        Selective recomputation counts as none: of core attention it saves nothing, since flash attention keeps as little, and
+        the savings of other modules are not counted.
         """
         settings = self.model.policy.megatron_cfg
         return settings.activation_checkpointing is True and settings.recompute_granularity != "selective"
 
     def _kept_bytes(self, layer: LayerActivations) -> float:
-        """Return the bytes that a layer keeps from the forward pass to the backward pass."""
+        """Return the mean bytes that a layer keeps from the forward pass to the backward pass."""
         settings = self.model.policy.megatron_cfg
         if not self._recomputes:
             return layer.saved
@@ -250,7 +255,7 @@ class MegatronMemory:
         return layer.input / several
 
     def _again(self, layers: dict[bool, LayerActivations]) -> float:
-        """Return the bytes of the activations that are recomputed at one time."""
+        """Return the bytes of recomputed activations that exist at the same time."""
         settings = self.model.policy.megatron_cfg
         if not self._recomputes:
             return 0.0

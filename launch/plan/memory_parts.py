@@ -15,7 +15,7 @@ from pipeline.models.shape import ModelShape
 from pipeline.train.adapters.spec import refits_adapters
 
 Parts = dict[str, float]
-"""Part of PARTS -> bytes."""
+"""Name in PARTS -> bytes."""
 PARTS = (
     "weights",  # the policy's weights, with float32 main weights
     "merged weights",  # W + BA of a policy with adapters, which a refit of whole weights or an export reads
@@ -29,9 +29,9 @@ PARTS = (
     "runtime",  # on a GPU: CUDA context, workspaces of libraries, NCCL, CUDA graphs
 )
 RUNTIME = 2.0 * 2**30
-"""Bytes of a GPU outside of tensors. CUDA's context takes 0.3 to 0.5 GiB of them (PyTorch issues 107667 and 81257), and NCCL
-10 MB for each channel and neighbour of a communicator (`memory_generate.CHANNEL_BYTES`). How much these, and workspaces of
-libraries, are together is assumed."""
+"""Bytes of a GPU's memory outside of tensors: an assumed total for CUDA's context, NCCL and the libraries' workspaces. CUDA's
+context takes 0.3 to 0.5 GiB (PyTorch issues 107667 and 81257), and NCCL takes 10 MB for each channel and neighbour of a
+communicator (`memory_generate.CHANNEL_BYTES`)."""
 TOKEN_BYTES = 8 + 8 + 1 + 4 + 4  # bytes a token: token, position, mask, log-prob, advantage (pipeline.types.PackedBatch)
 FIELD_BYTES = 4  # likewise of each value that a forward pass adds: old or reference log-prob, value (pipeline.types)
 TEACHER_BYTES = 8 + 4  # for each of the teacher's K tokens at each position: token, log-prob (pipeline.types)
@@ -78,7 +78,7 @@ class GenerateMemory:
 
 
 def add_parts(*parts: Mapping[str, float]) -> Parts:
-    """Return the sum of each part in the order of PARTS, without zeros."""
+    """Return part -> sum of its bytes in all mappings, in the order of PARTS, without parts that are 0."""
     sums = {name: sum(part.get(name, 0.0) for part in parts) for name in PARTS}
     if unknown := {name for part in parts for name in part} - sums.keys():
         raise AssertionError(f"not parts of memory: {unknown}")
@@ -100,7 +100,7 @@ class RankBatches:
 
 @dataclass(frozen=True, slots=True)
 class TrainModel:
-    """A model of the train ranks, and what it is used for (`pipeline.train.train_backend.Use`)."""
+    """A model of the train ranks, and the purposes that it serves (`pipeline.train.train_backend.Use`)."""
 
     policy: PolicyConfig
     shape: ModelShape
@@ -124,12 +124,12 @@ class TrainModel:
 
     @property
     def table(self) -> int:
-        """Return the number of parameters of the embedding."""
+        """Return the number of parameters of the embedding table."""
         return self.shape.embedding - self.shape.output
 
 
 def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]:
-    """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
+    """Return the models of the train ranks, the policy first. shapes: section -> shape, for the sections of `config.models`."""
     train_models, needs = [], build(recipe).needs
     exports = recipe.checkpointing.enabled and recipe.checkpointing.save_consolidated
     merged = exports or (config.generates(recipe) and not refits_adapters(recipe))
@@ -150,7 +150,11 @@ def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]
 
 
 def longest_sequence(recipe: Recipe) -> int:
-    """Return the most tokens of a sequence: an offline algorithm has no longer records, which it drops or refuses."""
+    """Return the greatest number of tokens that a sequence can have.
+
+    For an offline algorithm, data.max_input_seq_length also limits it, since longer records are dropped or refused, and so does
+    plan.longest_tokens.
+    """
     longest = recipe.policy.max_total_sequence_length
     if config.generates(recipe):
         return longest
@@ -158,9 +162,10 @@ def longest_sequence(recipe: Recipe) -> int:
 
 
 def rank_batches(recipe: Recipe, data_ranks: int) -> RankBatches:
-    """Return the microbatches of a rank. data_ranks: the number of data-parallel train ranks.
+    """Return the microbatches of a data-parallel rank. data_ranks: the number of data-parallel train ranks.
 
-    With packing a microbatch is full, whatever the mean length is. Without, all its sequences are the longest.
+    With packing, every microbatch is assumed to be full. Without packing, all its sequences are assumed to have the greatest
+    length.
     """
     algorithm, policy = build(recipe), recipe.policy
     together, needs = algorithm.sequences_per_item, algorithm.needs

@@ -4,10 +4,10 @@
     sync         train and generate ranks have GPUs of their own and wait for each other
     colocated    train and generate ranks use all GPUs in turn
 
-A mode is the plan of the recipe with a few keys changed, on the recipe's nodes. async and sync divide the nodes as the recipe
-does, or otherwise if that is clearly faster. colocated uses all nodes, or as many as the layout divides. Modes are compared by
-GPU-hours. All modes sample the same number of answers, although async does not support the batch_multiplier of dynamic
-sampling.
+A mode is the plan of the recipe with a few keys changed, on the recipe's nodes. async and sync divide the nodes between
+training and generation as the recipe does, or in another way if that is clearly faster. colocated uses all nodes, or the
+largest number of them that the recipe's layout and batches allow. Modes are compared by GPU-hours. All modes are planned with
+the recipe's number of answers in a step, although async does not support the batch_multiplier of dynamic sampling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pipeline.algorithms.ahead import section_of, settings
 from pipeline.config import Problem, Recipe, RecipeError, collected
 
 ON_POLICY = ("sync", "colocated")
-"""Modes preferred to async unless async saves at least `split.WORTH`: they train only on tokens of the current weights."""
+"""Modes that train only on tokens sampled with the current weights. They are preferred to async if it saves less than
+`split.WORTH` of the GPU-hours."""
 NAMES = ("async", *ON_POLICY)
 SHARE: Changes = {"cluster.share_nodes": True}
 
@@ -41,7 +42,7 @@ class Mode:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan. Only for a mode in which the recipe is valid."""
+        """Return the plan of the recipe in this mode, in which the recipe must be valid."""
         assert self.estimate is not None, self.why_not
         return self.estimate
 
@@ -52,7 +53,7 @@ class Mode:
 
     @property
     def moving(self) -> float:
-        """Return the share of a step spent on switching turns and copying weights; 0 unless colocated."""
+        """Return the share of a step that colocated ranks spend on switching turns and copying weights; 0 in other modes."""
         computing = sum(phase.seconds for phase in self.plan.phases if phase.flops)
         return 1 - computing / self.plan.step if config.colocated(self.plan.recipe) else 0.0
 
@@ -65,9 +66,9 @@ def mode_name(recipe: Recipe) -> str:
 
 
 def compare(plan: Plan) -> list[Mode]:
-    """Return all modes; empty if the recipe's times are not estimated.
+    """Return the recipe in all modes; empty if the plan has no durations or the algorithm does not sample.
 
-    The recipe's own mode appears without changes, and again if another division of its nodes is better.
+    The recipe's own mode appears without changes, and a second time with another division of its nodes if that is better.
     """
     modes: list[Mode] = []
     if plan.phases and plan.generate:
@@ -79,14 +80,17 @@ def compare(plan: Plan) -> list[Mode]:
 
 
 def choose(modes: Sequence[Mode]) -> Mode | None:
-    """Return the mode with the fewest GPU-hours; None if none fits. Break ties within `split.WORTH` by `_preference`."""
+    """Return the mode with the fewest GPU-hours; None if no mode fits.
+
+    Among modes that cost up to the share `split.WORTH` more than the cheapest, `_preference` decides.
+    """
     fitting = [mode for mode in modes if not mode.why_not]
     least = min((mode.cost for mode in fitting), default=0.0)
     return next((mode for mode in sorted(fitting, key=_preference) if mode.cost * (1 - split.WORTH) <= least), None)
 
 
 def _preference(mode: Mode) -> tuple[bool, bool, int]:
-    """Return the sort key of a mode: on-policy modes first, and the recipe as it is before changed ones."""
+    """Return the sort key of a mode: on-policy modes before async, then the unchanged recipe before changed ones."""
     return mode.name == "async", bool(mode.changes), NAMES.index(mode.name)
 
 
@@ -108,7 +112,10 @@ def _unfit(plan: Plan) -> str:
 
 
 def _best(plan: Plan, ways: Sequence[Recipe]) -> Recipe:
-    """Return the recipe with the shortest step; the first one unless another's is clearly shorter. The refit is left out."""
+    """Return the recipe with the shortest step, or the first recipe if no step is clearly shorter than its own.
+
+    All steps are assumed to have the refit of `plan`.
+    """
     if len(ways) == 1:
         return ways[0]
     steps = [step_elsewhere(plan, recipe) or math.inf for recipe in ways]
@@ -117,9 +124,9 @@ def _best(plan: Plan, ways: Sequence[Recipe]) -> Recipe:
 
 
 def _ways(recipe: Recipe, name: str) -> list[Recipe]:
-    """Return the recipe in a mode with each valid division of its nodes, its own division first.
+    """Return the recipe in the mode `name` once for each valid division of its nodes, with its own division first.
 
-    For colocated return only the largest. Raises RecipeError if no division is valid.
+    For colocated return only the recipe with the most nodes. Raises RecipeError if no division is valid.
     """
     keys, ways, refused = _keys(recipe, name), [], []
     for division in _divisions(recipe, name):
@@ -133,7 +140,7 @@ def _ways(recipe: Recipe, name: str) -> list[Recipe]:
 
 
 def _as_much(variant: Recipe, recipe: Recipe) -> Recipe:
-    """Return the other recipe with the same number of answers in a step as the recipe."""
+    """Return `variant` with the batch_multiplier of `recipe`, so that both sample the same number of answers in a step."""
     if not isinstance(section := config.section(recipe), config.RewardedConfig):
         return variant
     rewarded: Any = replace(config.section(variant), batch_multiplier=section.batch_multiplier)  # type: ignore[call-arg]
@@ -141,7 +148,10 @@ def _as_much(variant: Recipe, recipe: Recipe) -> Recipe:
 
 
 def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
-    """Yield the divisions of the nodes that a mode allows. Raises RecipeError if the nodes cannot run the mode."""
+    """Yield the keys of each division of the nodes that a mode allows; {} is the recipe's own division.
+
+    Raises RecipeError if the nodes cannot run the mode.
+    """
     train, generate = recipe.cluster.train, recipe.cluster.generate
     shared, in_turn = recipe.cluster.share_nodes, config.colocated(recipe)
     if name == "colocated":
@@ -176,7 +186,7 @@ def _changes(recipe: Recipe, variant: Recipe, name: str) -> Changes:
 
 
 def _keys(recipe: Recipe, name: str) -> Changes:
-    """Return the keys that select a mode, without sizes of components. Raises RecipeError."""
+    """Return the changes of keys that select a mode, without the sizes of components. Raises RecipeError."""
     if name == mode_name(recipe):
         return {}
     if name == "colocated":

@@ -1,6 +1,6 @@
-"""Describe, from the recipe, the adapters of Megatron-Core's modules in a refit that delivers adapters alone.
+"""Compute, from the recipe, the tensors and boxes of Megatron-Core's adapters in a refit that transfers only adapters.
 
-`refit_adapters` does so for FSDP2.
+`refit_adapters` is the counterpart for FSDP2.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipeline.train.adapters.spec import A, AdapterSpec, B
 
 
 class ModuleAdapters:
-    """The adapters of a model: their tensors, and which boxes of them a rank holds."""
+    """The adapters of a model on Megatron-Core: their tensors, and the boxes of them that a rank holds."""
 
     def __init__(self, config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], tensors: Iterable[Tensor]) -> None:
-        """parameters: of the model; tensors: of the model.
+        """parameters: name -> parameter of the model in Megatron-Core. tensors: the model's tensors on disk.
 
-        Raises RecipeError for names that match no module, and for adapters that engines cannot apply.
+        Raises RecipeError for names in `config` that match no module, and for adapters that engines cannot apply.
         """
         chosen = choose(config, parameters)
         refuse(not_served_modules(chosen))
@@ -32,11 +32,11 @@ class ModuleAdapters:
         self._shapes = shapes
 
     def adapts(self, name: str) -> bool:
-        """Return whether this parameter of Megatron-Core's is a weight with adapters."""
+        """Return whether the parameter of this name in Megatron-Core is a weight with adapters."""
         return name in self._modules
 
     def tensors(self) -> list[Tensor]:
-        """Return A and B of each adapted layer, in the order of a run."""
+        """Return A and B of each adapted layer, in the same order as in a run."""
         tensors = []
         for module in self._modules.values():
             of = self._tensors[module.weight.sources[0]]
@@ -45,9 +45,10 @@ class ModuleAdapters:
         return tensors
 
     def boxes(self, name: str, parts: Iterable[tuple[str, Box]]) -> Iterator[tuple[str, Box]]:
-        """Yield the boxes of A and B that a rank holds. parts: the rank's boxes of the weight of this name.
+        """Yield (name of A or B, box) for the boxes of a weight's adapters that a rank holds.
 
-        B is cut like the weight's rows, A like its columns. A rank has A of all the layers that the weight fuses.
+        name: the name of the weight in Megatron-Core. parts: the rank's boxes of this weight. B is cut like the weight's rows,
+        A like its columns. If the weight fuses several layers, the rank has A of all of them.
         """
         parts, dim = list(parts), self._spec.dim
         layers, (_, first) = self._modules[name].names, parts[0]

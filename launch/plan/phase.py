@@ -25,5 +25,5 @@ class Phase:
 
 
 def seconds_by_clock(phases: Sequence[Phase]) -> dict[str, float]:
-    """Return clock -> seconds, in the order of CLOCKS, without clocks that have no phase."""
+    """Return clock -> seconds of its phases, in the order of CLOCKS, without clocks that have no phase."""
     return {clock: total for clock in CLOCKS if (total := sum(p.seconds for p in phases if p.clock == clock))}

@@ -1,11 +1,11 @@
 """Place a local run's ranks on this machine's GPUs, if its recipe sets no `gpus_per_node`.
 
-The first placement that the machine has enough GPUs for, and that fits the recipe's layout and batches:
+The first of these placements is chosen for which the machine has enough GPUs and which fits the recipe's layout and batches:
     separate     a GPU for each rank
     colocated    train and generate ranks use the same GPUs in turn; the train ranks serve a reward model, and rollouts are
                  synchronous
     smaller      colocated with fewer ranks, or training alone with fewer ranks
-Keys of the command line never change. Without GPUs, or with a CPU build of torch, the ranks run on CPUs.
+A placement never changes keys that the command line sets. Without GPUs, or with a CPU build of torch, the ranks run on CPUs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, con
 from pipeline.config.cluster import SHARED
 
 Changes = dict[str, Any]
-"""Values by dotted key."""
+"""Dotted key -> its new value."""
 
 
 def place_on_gpus(loaded: Loaded) -> Loaded:
-    """Return the recipe with this machine's GPUs for its ranks, and a note that names the changed keys."""
+    """Return the recipe with this machine's GPUs for its ranks, and with a note that names the changed keys.
+
+    Return it unchanged if it sets gpus_per_node, has problems or does not run locally, or if ranks cannot use GPUs here. Return
+    it with a problem if no placement is valid.
+    """
     is_placed = any(key.startswith("cluster.") and key.endswith(".gpus_per_node") for key in loaded.origins)
     if is_placed or loaded.problems or not torch_has_cuda() or selection.choose(loaded.recipe).name != "local":
         return loaded
@@ -61,7 +65,7 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if only some components have GPUs: some ranks would use NCCL and others gloo."""
+    """Yield a problem if only some components have GPUs, since some ranks would then use NCCL and others gloo."""
     parts = components(recipe)
     without = [name for name, part in parts.items() if not part.gpus_per_node]
     if 0 < len(without) < len(parts):
@@ -72,7 +76,10 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each set of nodes that needs more GPUs than `recipes/hardware/` describes. Slurm is not queried."""
+    """Yield a note for each set of nodes whose gpus_per_node exceeds the usual number in `recipes/hardware/`.
+
+    Slurm is not queried.
+    """
     parts = components(recipe)
     for names, host in zip(groups(parts), hosts(parts).values(), strict=True):
         usual = hardware.gpu_value(host.gpu, "nvlink_gpus")
@@ -82,7 +89,7 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch is a GPU build, from its version, because its import takes seconds."""
+    """Return whether the installed torch is a GPU build, as its version tells. Importing torch would take seconds."""
     try:
         return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -90,7 +97,10 @@ def torch_has_cuda() -> bool:
 
 
 def candidates(loaded: Loaded, available: int) -> Iterator[Changes]:
-    """Yield changes that give each rank a GPU, the best first. available: number of this machine's GPUs, at least 1."""
+    """Yield the changes of each placement that gives every rank a GPU, the best placement first.
+
+    available: the number of this machine's GPUs, at least 1.
+    """
     for changes in _candidates(loaded.recipe, available):
         changing = differing(loaded.recipe, changes)
         if not any(loaded.origins.get(key) == config_tree.COMMAND_LINE for key in changing):
@@ -98,7 +108,7 @@ def candidates(loaded: Loaded, available: int) -> Iterator[Changes]:
 
 
 def differing(recipe: Recipe, changes: Changes) -> Changes:
-    """Return the changes whose value differs from the recipe's."""
+    """Return those of the changes whose value differs from the recipe's present value."""
     tree = config_tree.from_plain(asdict(recipe), None)
     return {key: value for key, value in changes.items() if getattr(tree.find(key), "value", None) != value}
 

@@ -1,6 +1,6 @@
 """Format the plan as a table for the terminal.
 
-The parts of the table yield lines: a text to print as it is, or (label, text to wrap).
+The functions for the parts of the table yield lines: a text to print as it is, or (label, text to wrap).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _models(plan: Plan) -> Iterator[Line]:
 
 
 def _model_name(section: str) -> str:
-    """Return the name of a model by its section: "teacher math" for one of several teachers."""
+    """Return the displayed name of the model in a section of the recipe, for example "teacher math"."""
     return section.replace("on_policy_distillation.teachers.", "teacher ")
 
 
@@ -125,7 +125,7 @@ def _memory(plan: Plan) -> Iterator[Line]:
 
 
 def _cache(plan: Plan, generate: GenerateMemory) -> str:
-    """Return the capacity of an engine's KV cache, and whether it could be larger."""
+    """Return a text with the capacity of an engine's KV cache, and with a hint if the cache limits it and could be larger."""
     generation, tokens = plan.recipe.policy.generation, max(0.0, generate.tokens)
     most_longest, most_mean = max(0.0, generate.sequences), generate.holds(plan.lengths.sequence)
     at_once, _ = engine_sizes(plan.recipe, generate.shape)
@@ -179,7 +179,7 @@ def _times(plan: Plan) -> Iterator[Line]:
 
 
 def _step_range(plan: Plan) -> str:
-    """Return the range of a step's time, by published steps on the plan's GPUs."""
+    """Return a text with the range in which a step's time may lie, judged by published steps on the plan's GPUs."""
     specs = {
         spec.name: spec.assumed
         for component in config.components(plan.recipe).values()
@@ -204,7 +204,7 @@ def _under_way(recipe: Recipe) -> str:
 
 
 def _most(parts: Mapping[str, float]) -> str:
-    """Return at most three parts that take more than 5% of a phase, the longest first."""
+    """Return a text with the longest parts of a phase: at most three, each with more than 5% of the phase, longest first."""
     total = sum(parts.values())
     shares = sorted(((took / total, name) for name, took in parts.items() if total), reverse=True)
     return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share > 0.05)
@@ -224,7 +224,7 @@ def _run(plan: Plan) -> Iterator[Line]:
 
 
 def _whole(plan: Plan) -> Iterator[str]:
-    """Yield the duration of the run; if the run ends with its data, the durations of a step and of a validation."""
+    """Yield texts about the duration of the run or, if the run ends with its data, of a step and of a validation."""
     algorithm = plan.recipe.algorithm
     if plan.steps is None or plan.total is None or plan.gpu_hours is None:
         checks = f", {seconds(plan.validation)} a validation" if plan.validation else ""
@@ -284,7 +284,7 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
 
 
 def _measured_lines(plan: Plan) -> list[str]:
-    """Return what plan.hardware measures, for each kind of GPU."""
+    """Return a text for each kind of GPU that plan.hardware measures."""
     descriptions = (gpu_check.describe(plan.recipe, on) for on in config.components(plan.recipe).values())
     return [text for text in dict.fromkeys(descriptions) if text]
 

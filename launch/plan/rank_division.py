@@ -41,9 +41,10 @@ class Parallelism:
         return max(1, self.ranks // (self.expert * self.replicas))
 
     def gathered_experts(self, shape: ModelShape) -> float:
-        """Return the parameters of the routed experts of an FSDP2 rank, with the padding that gathers them.
+        """Return the number of parameters of routed experts that an FSDP2 rank gathers, with padding.
 
-        `fully_shard` cuts experts by their number, so beside each expert more ranks than experts gather padding as large.
+        `fully_shard` cuts the stack of experts along the dimension that counts them. If the number of experts is not a multiple
+        of the number of ranks, each rank's shard is padded to the largest one.
         """
         count = shape.experts / self.expert
         padded = math.ceil(count / self.expert_shard) * self.expert_shard / count if count else 1.0
@@ -51,7 +52,7 @@ class Parallelism:
 
     @property
     def expert_data(self) -> int:
-        """Return how many ranks hold the same experts."""
+        """Return the number of ranks that hold the same experts."""
         return max(1, self.ranks // (self.expert * self.expert_tensor * self.pipeline))
 
     def parameters_of_rank(self, shape: ModelShape) -> tuple[float, float]:
@@ -61,7 +62,7 @@ class Parallelism:
 
 
 def train_parallelism(policy: PolicyConfig, component: ComponentConfig) -> Parallelism:
-    """Return the parallelism of the train backend that the policy uses."""
+    """Return the sizes of the train backend's parallel groups, for a model with the settings `policy`."""
     if not uses_megatron(policy):
         dtensor = policy.dtensor_cfg
         tensor, expert = dtensor.tensor_parallel_size, dtensor.expert_parallel_size
@@ -101,9 +102,9 @@ class Links:
     island: int  # how many ranks share NVLink (`hardware.nvlink_gpus`)
 
     def ring(self, size: int, stride: int = 1) -> float:
-        """Return the bytes a second that each rank of a group sends in a ring.
+        """Return the rate in bytes/s at which each rank of a group sends in a ring of `size` ranks, `stride` apart.
 
-        The ranks of a group on one node use their NICs together, as NCCL's rings do.
+        The group's ranks on one node use their NICs together, as NCCL's rings do.
         """
         near = self.near(size, stride)
         if size <= near:
@@ -111,11 +112,11 @@ class Links:
         return GIGA * min(self.gpu.nvlink_gb_per_s, near * self.nic_gb_per_s)
 
     def near(self, size: int, stride: int = 1) -> int:
-        """Return how many of a group of `size` ranks, `stride` apart, share NVLink."""
+        """Return how many ranks of a group are connected by NVLink. The group has `size` ranks, `stride` apart."""
         return max(1, min(size, self.island // stride))
 
     def ring_seconds(self, size: int, count: float, stride: int = 1) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `count` bytes in all; an all-reduce is both."""
+        """Return the seconds of an all-gather or reduce-scatter of `count` bytes in total. An all-reduce takes both."""
         return (size - 1) / size * count / self.ring(size, stride) if size > 1 else 0.0
 
     def exchange_seconds(self, size: int, count: float, stride: int = 1) -> float:
@@ -126,6 +127,6 @@ class Links:
 
 
 def parallel_sizes(section: object) -> str:
-    """Return the parallel sizes above 1 of a backend's section as text. Names are the keys without `_size`."""
+    """Return a text with the parallel sizes above 1 of a backend's section, named by their keys without `_size`."""
     sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
     return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"

@@ -1,11 +1,13 @@
-"""Choose what the backward pass recomputes, and the tokens of its microbatches: keys that a recipe leaves null.
+"""Choose values for keys that a recipe leaves null: what the backward pass recomputes, and the tokens of its microbatches.
 
-Every setting of these keys is tried: nothing recomputed, whole layers, with FSDP2 selective recomputation where layers run
-eagerly, and with Megatron-Core whole layers of a part of each stage; each with microbatches from the longest sequence upwards.
-The fastest one that leaves `spare` of a GPU's memory is chosen. Among settings within NEAR of it, less recomputation wins, then
-larger microbatches, which need fewer gathers of weights and fewer kernels. If none leaves so much, the setting with the least
-memory is chosen. If memory is unknown (no GPUs, no model yet, or a family without a plan), whole layers are recomputed, in the
-smallest microbatches.
+The plan estimates every setting of these keys. A setting recomputes nothing or whole layers; with FSDP2, if layers run eagerly,
+also selected operations; with Megatron-Core also whole layers in only a part of each stage. Each of these is combined with
+several sizes of microbatches, from the longest sequence upwards.
+
+The fastest setting that leaves the share `spare` of a GPU's memory free is chosen. If other such settings are at most the share
+NEAR slower, the one with the least recomputation is chosen, then the one with the largest microbatches, which need fewer
+gathers of weights and fewer kernels. If no setting leaves that share, the setting with the least memory is chosen. If memory is
+unknown (no GPUs, no model yet, or a family that cannot be planned), whole layers are recomputed, in the smallest microbatches.
 """
 
 from __future__ import annotations
@@ -28,23 +30,24 @@ from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 
 SPARE, SPARE_OF_MIXTURES = 0.08, 0.2
-"""Assumed: share of a GPU's memory for the estimate's error and for what `launch/plan/memory.py` does not count, fragmentation
-and, in mixtures of experts, the ranks whose experts receive more tokens than the even share."""
+"""Assumed shares of a GPU's memory that stay free for errors of the estimate and for memory that `launch/plan/memory.py` does
+not count: fragmentation and, in mixtures of experts, ranks whose experts receive more tokens than an even share."""
 NEAR = 0.01  # assumed: relative difference of times below which the estimate prefers none
 SMALLEST, LARGEST = 4096, 16384
-"""Assumed: a context-parallel rank's tokens of microbatches that are tried, where sequences are no longer. At 4,096 tokens a
-product of bfloat16 matrices takes thousands of operations for each byte that it reads, so larger ones make it no faster."""
+"""Assumed bounds of a microbatch's tokens on a context-parallel rank, if no sequence is longer. With 4,096 tokens a product of
+bfloat16 matrices already takes thousands of operations for each byte that it reads, so that more tokens make it no faster."""
 TOKENS = "policy.sequence_packing.train_mb_tokens"
 NAMES = ("activation_checkpointing", "recompute_granularity", "recompute_method", "recompute_num_layers")
-"""Keys of a backend's section. The last two are Megatron-Core's, and null has a meaning of its own there."""
+"""Keys of recomputation in a backend's section. The last two exist only for Megatron-Core. If they are null, they are open only
+if one of the first two is open; otherwise their null has a meaning."""
 
 Setting = Mapping[str, Any]
-"""Key -> value of each open key."""
+"""Open key -> its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A recipe with a setting, and its estimates."""
+    """A recipe with one setting of its open keys, and the estimates for it."""
 
     recipe: Recipe
     setting: Setting
@@ -54,13 +57,13 @@ class Tried:
 
     @property
     def preference(self) -> tuple[float, bool, int]:
-        """Return the sort key among settings that take the same time."""
+        """Return the sort key among settings that take about the same time: less recomputation, then larger microbatches."""
         _, settings = _section(self.recipe)
         return self.recomputed, settings.activation_checkpointing, -self.recipe.policy.sequence_packing.train_tokens
 
 
 def open_keys(recipe: Recipe) -> tuple[str, ...]:
-    """Return the keys that the plan has to choose. The train backend must be chosen."""
+    """Return the keys for which the plan has to choose values. The recipe's train backend must already be chosen."""
     section, settings = _section(recipe)
     null = [name for name in NAMES if getattr(settings, name, "") is None]
     keys = [f"{section}.{name}" for name in null] if set(null) & set(NAMES[:2]) else []
@@ -70,11 +73,11 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
 def choose(
     recipe: Recipe, shapes: Mapping[str, ModelShape] | None, before: Recipe | None = None, lengths: Lengths | None = None
 ) -> tuple[Recipe, str]:
-    """Return the recipe without open keys, and the choice with its reason: one line, empty if no key is open.
+    """Return (the recipe with values for all open keys, one line with the choice and its reason; "" if no key was open).
 
-    shapes: of all models; None if they are not known. before: the recipe with which the run began, whose values stay.
-    But if these do not fit other GPUs, another recomputation is chosen, which computes the same bits. lengths: of the data;
-    None: those that the recipe assumes.
+    shapes: section -> shape of its model; None if they are not known. before: the recipe with which the run began; its values
+    are kept, except that another recomputation with the same bits is chosen if they do not fit the present GPUs. lengths: the
+    lengths of sequences; None: those of `lengths.assume`.
     """
     if not open_keys(recipe):
         return recipe, ""
@@ -100,14 +103,17 @@ def choose(
 
 
 def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape], lengths: Lengths) -> Recipe:
-    """Return the recipe with these keys chosen anew, for other GPUs or another placement."""
+    """Return the recipe with new choices for the open keys `keys`, as other GPUs or another placement need them."""
     if not keys:
         return recipe
     return choose(_with(recipe, dict.fromkeys(keys)), shapes, lengths=lengths)[0]
 
 
 def faster(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths) -> tuple[Recipe, str]:
-    """Return the recipe with the recomputation that would be chosen for its microbatches, and the keys that select it."""
+    """Return (the recipe with the recomputation that `choose` would select, text of the keys that this changes).
+
+    The size of the microbatches stays.
+    """
     section, settings = _section(recipe)
     keys = [f"{section}.{name}" for name in NAMES if hasattr(settings, name)]
     variant = again(recipe, keys, shapes, lengths)
@@ -116,12 +122,12 @@ def faster(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths) -
 
 
 def spare(shapes: Mapping[str, ModelShape]) -> float:
-    """Return the share of a GPU's memory that a chosen setting leaves."""
+    """Return the share of a GPU's memory that a chosen setting must leave free."""
     return SPARE_OF_MIXTURES if any(shape.experts for shape in shapes.values()) else SPARE
 
 
 def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
-    """Return the setting to choose, and all that fit into `room` bytes of a GPU."""
+    """Return (the setting to choose, all settings that fit into `room` bytes of a GPU's memory)."""
     fitting = [setting for setting in tried if setting.nbytes <= room]
     if not fitting:
         return min(tried, key=lambda setting: (setting.nbytes, setting.seconds)), fitting
@@ -132,7 +138,7 @@ def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
 
 
 def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, ModelShape], lengths: Lengths) -> list[Tried]:
-    """Return the estimates of a recipe with each setting."""
+    """Return, for each setting, the recipe with this setting and its estimates."""
     engine = _engine(recipe, shapes)
     return [_try_settings(_with(recipe, setting), setting, shapes, lengths, engine) for setting in settings]
 
@@ -145,7 +151,10 @@ def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory 
 
 
 def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMemory | None) -> float:
-    """Return the bytes of the fullest GPU while the train rank trains. Settings change no other turn of a shared GPU."""
+    """Return the bytes on the fullest GPU while its train rank trains.
+
+    engine: the memory of the generate rank that shares the GPU; None without one. Settings do not affect other turns of a GPU.
+    """
     train = memory.train(recipe, shapes)
     turns = {turn.name: turn.total for turn in shared_gpus.turns(recipe, train, engine)} if engine else {}
     return turns.get("training", train.total)
@@ -164,7 +173,7 @@ def _try_settings(
 
 
 def _settings(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[Setting]:
-    """Yield every setting of the open keys that agrees with the other keys, last the setting that needs the least memory."""
+    """Yield every setting of the open keys that agrees with the other keys. The last one needs the least memory."""
     section, configured = _section(recipe)
     keys = open_keys(recipe)
     ways = _megatron(recipe, shapes) if uses_megatron(recipe.policy) else _fsdp(recipe, shapes)
@@ -178,7 +187,7 @@ def _settings(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterat
 
 
 def _tokens(recipe: Recipe) -> Iterator[int]:
-    """Yield tokens of a microbatch, the most first. The longest sequence, or pair of sequences, fits."""
+    """Yield numbers of tokens of a microbatch, the largest first. All have room for the longest sequence or pair."""
     context = train_parallelism(recipe.policy, recipe.cluster.train).context
     least = max(context * SMALLEST, recipe.policy.max_total_sequence_length * build(recipe).sequences_per_item)
     doublings = max(1, context * LARGEST // least).bit_length() - 1
@@ -186,7 +195,10 @@ def _tokens(recipe: Recipe) -> Iterator[int]:
 
 
 def _fsdp(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[tuple[Any, ...]]:
-    """Yield values of NAMES. Selective recomputation would make layers eager that otherwise compile, and so run faster."""
+    """Yield values of the first two NAMES for FSDP2.
+
+    Selective recomputation is left out if layers compile: it would make them eager, and compiled layers are faster.
+    """
     yield False, "full"
     if not compiles(recipe.policy, shapes is not None and shapes["policy"].mixture):
         yield True, "selective"
@@ -194,9 +206,10 @@ def _fsdp(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[t
 
 
 def _megatron(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[tuple[Any, ...]]:
-    """Yield values of NAMES. Selective recomputation saves no memory, as flash attention has nothing to recompute.
+    """Yield values of NAMES for Megatron-Core.
 
-    It is only for a recipe that asks for it.
+    Selective recomputation is yielded only if the recipe's keys ask for it. It saves no memory here, because flash attention
+    keeps nothing that could be recomputed.
     """
     configured = recipe.policy.megatron_cfg
     if configured.recompute_granularity == "selective" or configured.recompute_modules is not None:
@@ -210,7 +223,7 @@ def _megatron(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterat
 
 
 def _kept_setting(recipe: Recipe, before: Recipe) -> Setting:
-    """Return the earlier values of the open keys, without keys of recomputation if other keys of recomputation changed."""
+    """Return open key -> its value in `before`, without keys of recomputation if the recipe sets one of them differently."""
     section, configured = _section(recipe)
     values = {f"{section}.{name}": _value(before, f"{section}.{name}") for name in NAMES if hasattr(configured, name)}
     agree = all(_value(recipe, key) in (None, value) for key, value in values.items())
@@ -225,12 +238,12 @@ def _fits(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
 
 
 def _memory_gb(recipe: Recipe) -> float:
-    """Return the memory of a train rank's GPU: measured, if plan.hardware is set."""
+    """Return the GB of memory of a train rank's GPU, as measured if plan.hardware is set."""
     return hardware.memory_gb(gpu_check.with_measured_memory(recipe).cluster.train)
 
 
 def _compile_alike(recipe: Recipe, other_recipe: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
-    """Return whether both recipes compile layers or neither does, since compiled layers round differently."""
+    """Return whether both recipes compile layers, or neither does. Compiled layers round differently from eager ones."""
     mixture = shapes["policy"].mixture
     return compiles(recipe.policy, mixture) == compiles(other_recipe.policy, mixture)
 
@@ -253,7 +266,7 @@ def _with(recipe: Recipe, setting: Setting) -> Recipe:
 
 
 def _line(setting: Setting, reason: str) -> str:
-    """Return the choice with its reason, without keys that keep their default, null or whole layers; empty if all do."""
+    """Return a text with the chosen keys and the reason, without keys that are null or "full"; "" if no key remains."""
     values = {key: value for key, value in setting.items() if value not in (None, "full")}
     settings_text = " ".join(config.format_override(key, value) for key, value in values.items())
     return f"{settings_text}, {reason}" if settings_text else ""

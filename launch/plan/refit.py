@@ -50,15 +50,15 @@ class RefitPrediction:
 
     @property
     def floor(self) -> tuple[float, str]:
-        """Return the least seconds of any transfer on this network, and the limit that sets them."""
+        """Return (lower bound of the seconds of any transfer on this network, name of the limit that sets it)."""
         return refit_time.floor(self.demand, self.recipe.cluster.network)
 
 
 def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPrediction:
-    """Plan the refit of a recipe whose backend is chosen, and estimate its duration.
+    """Return the planned refit of a recipe, with its estimated duration. The recipe's train backend must be chosen.
 
-    model: the policy's config.json; None: read it from the recipe's model. Raises ValueError (RecipeError is one) if the
-    layouts are unknown or incompatible.
+    model: the policy's config.json; None: read it from the recipe's model. Raises ValueError, or its subclass RecipeError, if
+    the layouts are unknown or incompatible.
     """
     # Late imports, so that mistakes on the command line are reported fast.
     nodes, network = node_names(recipe), recipe.cluster.network

@@ -1,4 +1,4 @@
-"""Describe, from the recipe, the tensors of a refit of FSDP2's adapters alone: policy.generation.lora_refit=adapter."""
+"""Compute, from the recipe, the tensors of a refit that transfers only FSDP2's adapters (generation.lora_refit=adapter)."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 The plan of a run uses this module. It needs no processes and no weights, and does not import torch, transformers or vLLM. A run
 itself gets the layouts from its backends (`layout`), and tests compare both.
 
-Train ranks: FSDP2 with tensor parallelism, by torch's chunks of transformers' parameters, which join the experts of a layer
-into one parameter; Megatron-Core, by the family's description in `pipeline/models`. Generate ranks: vLLM with tensor, expert
-and pipeline parallelism; transformers, with the whole model on each rank.
+For train ranks of FSDP2, boxes follow from tensor parallelism and from torch's chunks of transformers' parameters, which join
+the experts of a layer into one parameter. For train ranks of Megatron-Core, they follow from the family's description in
+`pipeline/models`. For generate ranks of vLLM, they follow from tensor, expert and pipeline parallelism. Each generate rank of
+transformers has the whole model.
 
 Ranks with the same boxes share one table.
 
@@ -76,9 +77,9 @@ def rank_layouts(
 ) -> RankLayouts:
     """Return the boxes of all ranks. Raises RecipeError.
 
-    config: config.json, used instead of policy.model_name's. train, generate: numbers of ranks. The parallel sizes come from
-    `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and from `policy.generation`. adapters: of the adapters
-    alone, which every rank of an engine gets whole.
+    config: the model's config.json, used instead of the one of policy.model_name. train, generate: numbers of ranks. Parallel
+    sizes of train ranks come from `policy.megatron_cfg` if that is enabled, else from `policy.dtensor_cfg`; those of engines
+    come from `policy.generation`. adapters: whether to return only boxes of adapters, which every engine's ranks receive whole.
     """
     try:
         of, served = sizes(config), tensors(config)
@@ -123,10 +124,9 @@ def rank_layouts(
 def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
-    Ranks are numbered as in `pipeline/train/fsdp_mesh.py`. torch cuts every parameter along its first dimension. Of a layer's
-    stacked experts that is the one that counts them; expert-parallel ranks cut it before `fully_shard` does, and tensor
-    parallelism does not cut it. Constants that keep another precision are whole on
-    every rank.
+    Ranks are numbered as in `pipeline/train/fsdp_mesh.py`. `fully_shard` cuts every parameter along its first dimension. For a
+    layer's stacked experts, this dimension counts the experts: expert-parallel ranks cut it first, then `fully_shard` does, and
+    tensor parallelism does not. Constants that keep another precision than the parameters are whole on every rank.
     """
     dtensor, cut_constants = policy.dtensor_cfg, policy.precision == "float32"
     number, origin, extent = builder.columns((tensor.name, whole(tensor.shape)) for tensor in builder.tensors)
@@ -160,7 +160,7 @@ def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[Layou
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:
-    """Divide the boxes in these rows in place, as `boxes.chunk` does."""
+    """Replace the boxes in `rows` by part `part` of `parts` along dimension `dim`, in place, as `boxes.chunk` computes it."""
     step = -(-size[rows, dim] // parts)
     start = np.minimum(part * step, size[rows, dim])
     offset[rows, dim] += start
@@ -172,14 +172,17 @@ def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, par
 
 @dataclass(frozen=True, slots=True)
 class _MegatronParts:
-    """Holds the tensors whose parts are on Megatron-Core's ranks: parameters, or their adapters."""
+    """The tensors that Megatron-Core's ranks hold and a refit transfers: parameters, or only their adapters."""
 
     parameters: Mapping[str, Parameter]  # with adapters, only those that have one
     shapes: dict[str, Shape]  # of the model's tensors on disk
     adapters: ModuleAdapters | None  # held in place of the weights
 
     def boxes(self, name: str, rank: int, size: int) -> Iterator[tuple[str, Box]]:
-        """Yield the boxes of a parameter of one rank of `size`. Raises RecipeError if `size` does not divide it."""
+        """Yield (tensor on disk, box) for the part of a parameter, or of its adapters, on one of `size` ranks.
+
+        Raises RecipeError if `size` does not divide the parameter.
+        """
         parts = _megatron_boxes(name, self.parameters[name], self.shapes, rank, size)
         return self.adapters.boxes(name, parts) if self.adapters else parts
 
@@ -189,8 +192,8 @@ def _megatron(
 ) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
-    Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where experts
-    are concerned expert tensor, expert, data, pipeline.
+    Ranks are numbered as by megatron.core.parallel_state, in the order tensor, context, data, pipeline, where the tensor rank
+    varies fastest. For experts, the order is expert tensor, expert, data, pipeline.
     """
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     expert, expert_tensor = megatron.expert_model_parallel_size, expert_tensor_parallel_size(megatron)
@@ -224,7 +227,7 @@ def _megatron(
 
 
 def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Parameter]:
-    """Return the family's parameters. Raises RecipeError if it leaves out a tensor that is on disk."""
+    """Return name -> parameter of the model in Megatron-Core. Raises RecipeError if no parameter uses a tensor on disk."""
     parameters = models.family(of.model_type).parameters(of)
     sources = {source for parameter in parameters.values() for source in parameter.sources}
     if undescribed := [name for name in shapes if name not in sources]:
@@ -236,7 +239,10 @@ def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Para
 def _megatron_boxes(
     name: str, parameter: Parameter, shapes: dict[str, Shape], rank: int, size: int
 ) -> Iterator[tuple[str, Box]]:
-    """Yield the boxes of one rank of `size`. Raises RecipeError if `size` does not divide the parameter."""
+    """Yield (tensor on disk, box) for the part of a parameter on one of `size` ranks.
+
+    Raises RecipeError if `size` does not divide the parameter.
+    """
     sources = [(source, whole(shapes[source])) for source in parameter.sources]
     function = parameter.function
     if isinstance(function, functools.partial) and function.func is gpt_oss.one_expert:  # one row of each tensor
@@ -271,7 +277,10 @@ def _megatron_boxes(
 
 
 def _parts_of(sources: list[tuple[str, Box]], parts: tuple[int, ...]) -> Iterator[tuple[str, Box, tuple[int, ...]]]:
-    """Yield (source, its box, rows of each of its parts) of a parameter that stacks its sources."""
+    """Yield (source, its box, numbers of rows of its parts) for each source of a parameter that stacks its sources.
+
+    parts: the number of rows of each part of the parameter, in order. A source has one or several whole parts.
+    """
     first = 0
     for source, box in sources:
         ends = list(itertools.accumulate(parts[first:]))
@@ -281,7 +290,10 @@ def _parts_of(sources: list[tuple[str, Box]], parts: tuple[int, ...]) -> Iterato
 
 
 def _part_boxes(name: str, box: Box, parts: tuple[int, ...], rank: int, size: int) -> Iterator[Box]:
-    """Yield a rank's boxes of a parameter, each of whose parts is cut by rows. parts: rows of each."""
+    """Yield a rank's box of each part of a tensor on disk, whose parts are cut by rows one by one.
+
+    parts: the number of rows of each part.
+    """
     start = 0
     for rows in parts:
         rows_per_rank = _divide(name, rows, size)
@@ -292,9 +304,10 @@ def _part_boxes(name: str, box: Box, parts: tuple[int, ...], rank: int, size: in
 def _query_group_boxes(
     sources: list[tuple[str, Box]], groups: int, rank: int, rows: int, gated: int = 0
 ) -> Iterator[tuple[str, Box]]:
-    """Yield a rank's boxes of a joint projection, whose rows are each group's queries, key and value.
+    """Yield (tensor on disk, box) for a rank's rows of a joint projection, which stacks each group's queries, key and value.
 
-    gated: the size of a head whose gate follows its query on disk, and all queries of its group here; 0 without gates.
+    rows: the number of rows on each rank. gated: the number of rows of a head if queries have gates, else 0. A gate follows its
+    query on disk; in the joint projection the gates of a group follow all of its queries.
     """
     rows_per_group = sum(box.size[0] for _, box in sources) // groups
     low, high = rank * rows, (rank + 1) * rows
@@ -310,7 +323,10 @@ def _query_group_boxes(
 
 
 def _queries_then_gates(box: Box, head: int) -> list[Box]:
-    """Return the boxes of all queries of a group, then of all gates. On disk a gate follows its query, of `head` rows each."""
+    """Return the boxes of all queries of a group, then those of all its gates.
+
+    box: the group's box on disk, in which each query is followed by its gate. head: the number of rows of a query or gate.
+    """
     first_row, other_offsets = box.offset[0], box.offset[1:]
     starts = [first_row + at for kind in (0, head) for at in range(kind, box.size[0], 2 * head)]
     return [Box((start, *other_offsets), (head, *box.size[1:])) for start in starts]
@@ -324,9 +340,9 @@ def _divide(name: str, count: int, size: int) -> int:
 
 
 def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
-    """Return the layers of each pipeline stage. The recipe may set the first and the last stage; the others are equal.
+    """Return the layers of each pipeline stage. The recipe may set the sizes of the first and the last; the others are equal.
 
-    Raises RecipeError where Megatron-Core does.
+    Raises RecipeError if Megatron-Core would refuse the division.
     """
     count, layers = megatron.pipeline_model_parallel_size, of.num_hidden_layers
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
@@ -344,7 +360,7 @@ def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
 
 
 def _layer(name: str) -> int | None:
-    """Return the layer of a parameter of Megatron-Core's; None for a parameter outside of layers."""
+    """Return the layer number in the name of a Megatron-Core parameter; None for a parameter outside of layers."""
     return int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
 
 

@@ -1,6 +1,6 @@
-"""Draw a simulated refit as an SVG: the timelines of the busiest ranks, and the bytes in flight.
+"""Draw a simulated refit as an SVG: the timelines of the busiest ranks, and the bytes in flight over time.
 
-Other ranks are left out. The numbers come from `launch.plan.refit_time.RefitSimulation`.
+All other ranks are left out. The times and bytes come from `launch.plan.refit_time.RefitSimulation`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATE_ROWS = 3
 
 
 def draw(simulation: RefitSimulation, train_ranks: int, title: str) -> str:
-    """Return an SVG file. Ranks below `train_ranks` are train ranks."""
+    """Return the picture as the text of an SVG file. Ranks below `train_ranks` are train ranks."""
     scale = (WIDTH - LEFT - RIGHT) / max(simulation.seconds, 1e-9)
     parts: list[Html] = []
     y = 60
@@ -35,14 +35,14 @@ def draw(simulation: RefitSimulation, train_ranks: int, title: str) -> str:
 
 
 def busiest(simulation: RefitSimulation, train_ranks: int) -> list[int]:
-    """Return the train rank that sends most, then the generate ranks that receive most, in descending order."""
+    """Return the train rank that sends most, then GENERATE_ROWS generate ranks that receive most, in descending order."""
     sent_bytes, received_bytes = simulation.loads.sent.sum(0), simulation.loads.received.sum(0)
     generate = train_ranks + np.argsort(-received_bytes[train_ranks:], kind="stable")[:GENERATE_ROWS]
     return [int(sent_bytes[:train_ranks].argmax()), *map(int, generate)]
 
 
 def _bars(simulation: RefitSimulation, rank: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield (part, begin, end) of a rank in seconds, for its rounds with messages."""
+    """Yield (part, begins, ends) for each of PARTS. begins, ends: arrays of seconds, for the rounds that have the part."""
     active = simulation.loads.sends[:, rank] + simulation.loads.receives[:, rank] > 0
     posted, applied = simulation.posted[:, rank], simulation.applied[:, rank]
     bars = {
@@ -56,7 +56,11 @@ def _bars(simulation: RefitSimulation, rank: int) -> Iterator[tuple[str, np.ndar
 
 
 def _flight(simulation: RefitSimulation, scale: float, y: float) -> Iterator[Html]:
-    """Yield a bar for each round, with its bytes as height, from the start of its first message to the arrival of its last."""
+    """Yield a path with a bar for each round, and its labels.
+
+    A bar's height shows the bytes of the round. It extends from the start of the round's first message to the arrival of its
+    last.
+    """
     active = simulation.loads.sends + simulation.loads.receives > 0
     start = np.where(active, simulation.begun, np.inf).min(1, initial=np.inf)
     stop = np.where(active, simulation.arrived, 0.0).max(1, initial=0.0)
@@ -69,7 +73,7 @@ def _flight(simulation: RefitSimulation, scale: float, y: float) -> Iterator[Htm
 
 
 def _path(begin: np.ndarray, end: np.ndarray, y: float | np.ndarray, height: np.ndarray, class_: str) -> Html:
-    """Return bars as one path."""
+    """Return one SVG path with a rectangle for each bar."""
     tops = np.broadcast_to(y, begin.shape)
     rows = zip((LEFT + begin).tolist(), tops.tolist(), np.maximum(end - begin, 0.4).tolist(), height.tolist(), strict=True)
     return tag("path", d="".join(f"M{x:.2f} {top:.1f}h{w:.2f}v{h:.1f}h-{w:.2f}z" for x, top, w, h in rows), class_=class_)

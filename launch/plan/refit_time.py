@@ -1,22 +1,22 @@
 """Estimate the time of a planned refit on a network: its seconds, what limits them, and a lower bound for any transfer.
 
-A rank's main thread packs and posts the messages of round r, then waits for those of round r - 1 and applies them, as in
+A rank's main thread packs and posts the messages of round r, then waits for the messages of round r - 1 and applies them, as in
 `pipeline/refit/transfer.py`. Packing and applying therefore share one thread, and at most two rounds are in flight. A rank that
 relays waits for round r - 1 before it packs round r.
 
-A round of a rank takes `latency * messages + max(NIC out, NIC in, node out, node in)`, each of these bytes over bandwidth: the
-alpha-beta model (Hockney 1994, "The communication challenge for MPP") with one port, full duplex, and a NIC and links within
-the node that work in parallel. Every message costs the whole latency. LogGP (Alexandrov et al. 1995) would let the latencies of
-one rank overlap and count only each message's overhead, so this is an upper bound of LogGP. The rounds of a rank are sequential
-on the wire, like batches on one NCCL communicator.
+A round of a rank takes `latency * messages + max(NIC out, NIC in, node out, node in)`, where each argument of max is the bytes
+on a path over its bandwidth. This is the alpha-beta model (Hockney 1994, "The communication challenge for MPP") with one port,
+full duplex, and a NIC and links within the node that work in parallel. Every message costs the whole latency. LogGP (Alexandrov
+et al. 1995) would let the latencies of one rank overlap and count only each message's overhead, so this model is an upper bound
+of LogGP. The rounds of a rank are sequential on the wire, like batches on one NCCL communicator.
 
 Ranks wait only for their partners. A rank's round begins when the rank and its partners have posted it and have finished the
-previous one. It ends when the rank and its partners have moved all their bytes of that round. This is an upper bound, since a
+previous round. It ends when the rank and its partners have moved all their bytes of the round. This is an upper bound, since a
 partner may serve this rank first.
 
 Not counted: congestion inside the fabric (full bisection is assumed), the digest, a unit's `finish`, and the pause of
-generation. Every message counts a copy at each end, although some need none. The prediction therefore underestimates a refit
-and overestimates its transfer.
+generation. Therefore the prediction underestimates a whole refit. It overestimates the transfer within it, because it counts a
+copy at each end of every message, although some messages need none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipeline.refit.intersection import changes
 from pipeline.refit.schedule import RefitSchedule
 
 TERMS: tuple[str, ...] = ("pack", "wire out", "wire in", "node", "latency", "apply")
-"""Durations: packing of sent bytes, NIC out, NIC in, links within nodes, latency of messages, applying of received bytes."""
+"""Parts of a round's time: packing sent bytes, NIC out, NIC in, links in nodes, messages' latency, applying received bytes."""
 GIGA = 1e9
 
 
@@ -49,7 +49,7 @@ class Messages:
 
 
 def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.ndarray, relay: np.ndarray) -> Messages:
-    """Merge items with the same round, source and target into one message, and return the messages."""
+    """Return messages, in each of which all items with the same round, source and target are merged. size: bytes of an item."""
     ranks = int(max(source.max(initial=0), target.max(initial=0))) + 1
     route = (round.astype(np.int64) * ranks + source) * ranks + target
     order = np.argsort(route, kind="stable")
@@ -62,7 +62,7 @@ def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.nd
 
 
 def messages(schedule: RefitSchedule) -> Messages:
-    """Return all messages of a plan."""
+    """Return all messages of a schedule, from train ranks and from relays."""
     from_train, from_relays = schedule.train_messages(), schedule.forwarded_messages()
     names = ("round", "source", "target", "bytes")
     round, source, target, size = (np.concatenate([getattr(from_train, name), getattr(from_relays, name)]) for name in names)
@@ -71,7 +71,7 @@ def messages(schedule: RefitSchedule) -> Messages:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Bytes by path and numbers of messages per round and rank, [rounds, ranks] float64."""
+    """Bytes on each path and numbers of messages, for every round and rank, [rounds, ranks] float64."""
 
     nic_out: np.ndarray
     nic_in: np.ndarray
@@ -92,11 +92,11 @@ class Loads:
         return self.nic_in + self.node_in
 
     def staging(self, ipc: bool = False) -> np.ndarray:
-        """Return the bytes that each rank stages, [ranks]: two of its largest rounds in each direction.
+        """Return the bytes that each rank stages, [ranks]: twice its largest round, in each direction.
 
-        A rank that relays stages one round of sends, since it packs only when it posts (`pipeline/refit/planned.py`). ipc: a
-        receiver reads messages of its own node from the sender's staging, and a sender stages two rounds even if it relays
-        (`pipeline/refit/shared_memory.py`).
+        A rank that relays stages one round of sends, since it packs a round just before posting (`pipeline/refit/planned.py`).
+        ipc: whether ranks use CUDA IPC. Then a receiver reads messages of its own node from the sender's staging, and a sender
+        stages two rounds even if it relays (`pipeline/refit/shared_memory.py`).
         """
         if ipc:
             return 2 * (self.sent.max(0, initial=0) + self.nic_in.max(0, initial=0))
@@ -104,7 +104,7 @@ class Loads:
 
 
 def loads(messages: Messages, node: np.ndarray) -> Loads:
-    """Return the loads of messages. node: [ranks], the node of each."""
+    """Return the loads of all rounds and ranks. node: [ranks], the number of each rank's node."""
     ranks, rounds = len(node), int(messages.round.max(initial=-1)) + 1
     far = node[messages.source] != node[messages.target]
 
@@ -125,7 +125,7 @@ def loads(messages: Messages, node: np.ndarray) -> Loads:
 
 @dataclass(frozen=True, slots=True)
 class RefitSimulation:
-    """Times of all events in seconds from the start, [rounds, ranks], and the durations of the parts."""
+    """A simulated refit: the seconds from its start to each event, [rounds, ranks], and the durations of its parts."""
 
     messages: Messages
     loads: Loads
@@ -143,7 +143,7 @@ class RefitSimulation:
 
 
 def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> RefitSimulation:
-    """Price a plan by the model above. node: [ranks], the node of each."""
+    """Simulate the messages of a schedule by this module's time model. node: [ranks], the number of each rank's node."""
     load = loads(messages, node)
     rounds, ranks = load.sends.shape
     parts = _parts(load, network)
@@ -168,7 +168,7 @@ def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Re
 
 
 def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
-    """Return the seconds of every round and rank, by TERMS."""
+    """Return term of TERMS -> seconds of every round and rank, [rounds, ranks]."""
     nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
     return {
         "pack": load.sent / memory,
@@ -181,7 +181,10 @@ def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
 
 
 def _with_partners(amount: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return, for each rank, the latest time of the rank and of its partners."""
+    """Return, for each rank, the latest of its own time and of its partners' times.
+
+    amount: [ranks], the time of each rank. source, target: the ranks of each message of a round, which are partners.
+    """
     latest = amount.copy()
     np.maximum.at(latest, source, amount[target])
     np.maximum.at(latest, target, amount[source])
@@ -192,7 +195,7 @@ def _with_partners(amount: np.ndarray, source: np.ndarray, target: np.ndarray) -
 
 
 def bounds(simulation: RefitSimulation) -> dict[str, float]:
-    """Return the seconds by TERMS along the critical path. They add up to the whole duration."""
+    """Return term of TERMS -> its seconds on the critical path. They add up to the duration of the refit."""
     spent: dict[str, float] = dict.fromkeys(TERMS, 0.0)
     if not simulation.applied.size:
         return spent
@@ -239,7 +242,7 @@ _STEPS = {"applied": _before_applied, "posted": _before_posted, "arrived": _befo
 
 
 def _latest(simulation: RefitSimulation, r: int, rank: int, times: np.ndarray) -> int:
-    """Return the rank with the latest time among a rank and its partners in a round."""
+    """Return the rank with the latest time among `rank` and its partners in round `r`. times: [ranks]."""
     start, stop = np.searchsorted(simulation.messages.round, (r, r + 1))
     source, target = simulation.messages.source[start:stop], simulation.messages.target[start:stop]
     members = np.concatenate([[rank], target[source == rank], source[target == rank]])
@@ -251,7 +254,7 @@ def _latest(simulation: RefitSimulation, r: int, rank: int, times: np.ndarray) -
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes that any plan moves; every distinct byte is counted once."""
+    """The bytes that every possible schedule moves. Each distinct byte counts once."""
 
     owned: np.ndarray  # [generate ranks]: bytes of each rank's weights
     by_node: np.ndarray  # [generate nodes]: bytes that any rank of the node needs and no train rank there holds
@@ -262,7 +265,10 @@ class Demand:
 
 
 def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
-    """Return the demand of a plan. node: [ranks], the node of each. Boxes that overlap and are not equal count twice."""
+    """Return the demand of a schedule. node: [ranks], the number of each rank's node.
+
+    Boxes that overlap but are not equal count twice.
+    """
     needed_boxes, size = schedule.needed, schedule.needed.boxes.numel * schedule.width[schedule.needed.boxes.tensor]
     owned = np.bincount(needed_boxes.receiver, size[needed_boxes.box], schedule.engines.shape[1])
     inside: dict[int, set[int]] = {}  # the ranks in the engine that a node has, of whichever engine
@@ -290,7 +296,7 @@ def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
 
 
 def _bytes_by_set(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (needed box, holder set, bytes of the box that the set holds), each [pairs]."""
+    """Return three arrays, [pairs]: a needed box, a set of train ranks, and the bytes of the box that this set holds."""
     pieces, sets = schedule.pieces, len(schedule.held.sets)
     size = pieces.numel * schedule.width[schedule.needed.boxes.tensor[pieces.needed_box]]
     pair = pieces.needed_box.astype(np.int64) * sets + schedule.held.holders[pieces.held_box]
@@ -299,11 +305,11 @@ def _bytes_by_set(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
-    """Return a lower bound of the seconds of any transfer, without latencies and copies, and the name of its limit.
+    """Return (lower bound of the seconds of any transfer without latencies and copies, name of the limit that sets it).
 
-    train egress: every needed byte leaves a train rank through its NIC, or within its node if that has generate ranks too. node
-    ingress: the bytes that a generate node needs and does not hold enter once through its NICs. rank ingress: a rank's weights
-    enter through its NIC and over the links within its node.
+    There are three limits. train egress: every needed byte leaves a train rank through its NIC or, if generate ranks are on its
+    node, over the links within the node. node ingress: the bytes that a generate node needs and does not hold enter once
+    through its NICs. rank ingress: a generate rank's weights enter through its NIC and over the links within its node.
     """
     nic, node = GIGA * network.nic_gb_per_s, GIGA * network.node_gb_per_s
     alone = demand.ranks_per_node == 1 and not demand.shared
@@ -318,7 +324,7 @@ def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Bytes of the reference: rank 0 gathers full tensors and broadcasts them to every generate rank."""
+    """The bytes of a bucketed broadcast, in which rank 0 gathers full tensors and broadcasts them to every generate rank."""
 
     total: int  # bytes of the model on the wire
     far: int  # bytes that only ranks outside of rank 0's node hold
@@ -331,7 +337,10 @@ class Broadcast:
 
 
 def reference(schedule: RefitSchedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
-    """Return the bytes of the bucketed broadcast, the alternative to the schedule. total: bytes of all full tensors."""
+    """Return the bytes of a bucketed broadcast, the alternative to the schedule.
+
+    node: [ranks], the number of each rank's node. total: bytes of all full tensors. bucket: bytes of a bucket.
+    """
     held_boxes, size = schedule.held, schedule.held.boxes.numel * schedule.width[schedule.held.boxes.tensor]
     beside = [rows.box for rank, rows in held_boxes.rows.items() if node[rank] == node[0]]
     rank_bytes, near = int(size[np.unique(held_boxes.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
@@ -346,10 +355,11 @@ def reference(schedule: RefitSchedule, node: np.ndarray, total: int, bucket: int
 
 
 def broadcast_seconds(broadcast: Broadcast, network: NetworkConfig) -> tuple[float, str]:
-    """Return the seconds of a broadcast whose stages overlap fully, and which stage bounds them.
+    """Return (seconds of a bucketed broadcast whose stages overlap fully, name of the slowest stage).
 
-    The broadcast is a ring, as in NCCL: bytes pass through every rank, and all links work in parallel. A bucket takes its bytes
-    over the slowest link plus one latency. Buckets follow each other around the ring, so the latency of each node counts once.
+    The broadcast is a ring, as in NCCL: bytes pass through every rank, and all links work in parallel. A bucket takes the time
+    of its bytes on the slowest link plus one latency. Buckets follow each other around the ring, so the latency of each node
+    counts once.
     """
     nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
     latency = network.latency_us / 1e6

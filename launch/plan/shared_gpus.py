@@ -1,9 +1,9 @@
 """Estimate memory and transfer times of a GPU that a train rank and a generate rank share in turn.
 
-The turns are those of `pipeline/coordination/colocation.py`. An inactive rank keeps on the GPU: CUDA's context, libraries and
-NCCL, CUDA graphs, and the refit's staging. A reward model on the train ranks computes while the engine is active; its weights
-are kept in host memory, so a turn does not move them. The float32 main weights of Megatron-Core count as weights that a refit
-reads, although they move to the host before it.
+The turns are those of `pipeline/coordination/colocation.py`. An inactive rank keeps CUDA's context, libraries, NCCL, CUDA
+graphs and the refit's staging on the GPU. A reward model on the train ranks computes while the engine is active; its weights
+are kept in host memory, so a change of turns does not move them. The float32 main weights of Megatron-Core count as weights
+that a refit reads, although they move to the host before the refit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOVED = ("weights", "merged weights", "optimizer", "other models")
 
 @dataclass(frozen=True, slots=True)
 class TurnMemory:
-    """Bytes of one GPU."""
+    """The bytes that a train rank and a generate rank take on their GPU in one turn."""
 
     name: str
     train: float
@@ -41,7 +41,7 @@ class TurnMemory:
 
 
 def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple[TurnMemory, ...]:
-    """Return the turns in the order of a step."""
+    """Return the memory of a GPU in each turn, in the order of a step."""
     staging = memory.staging(recipe, train.shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
     away = train.parts.get("runtime", 0.0) + staging
     asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
@@ -53,19 +53,22 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
 
 
 def _scoring(recipe: Recipe, train: TrainMemory) -> float:
-    """Return the peak bytes of a reward model on the train ranks while it scores."""
+    """Return the peak bytes of a train rank while the reward model on the train ranks scores; 0 without such a model."""
     judges = [model for model in models(recipe, train.shapes) if model.values and not model.trained]
     layout = train_parallelism(recipe.policy, recipe.cluster.train)
     return memory.peak(judges, layout, True, rank_batches(recipe, layout.data)).total if judges else 0.0
 
 
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
-    """Return the bytes of host memory of the two ranks of a GPU, offloaded models included."""
+    """Return the bytes of host memory of the two ranks that share a GPU, including offloaded models."""
     return train.host + _moved_bytes(train) + _kept_bytes(recipe, generate)
 
 
 def _read(train: TrainMemory) -> float:
-    """Return the bytes that a refit reads on the GPU; with adapters the merged weights, since the others are on the host."""
+    """Return the bytes of a train rank's weights that are on the GPU during a refit.
+
+    With adapters they are only the merged weights, since the other weights are on the host.
+    """
     return train.parts.get("merged weights", train.parts.get("weights", 0.0))
 
 
@@ -74,12 +77,12 @@ def _moved_bytes(train: TrainMemory) -> float:
 
 
 def _kept_bytes(recipe: Recipe, generate: GenerateMemory) -> float:
-    """Return the bytes of weights that a sleeping engine keeps on the host: all of them for a delta refit, else 0."""
+    """Return the bytes of weights that a sleeping engine keeps on the host: all of its weights for a delta refit, else 0."""
     return generate.parts.get("weights", 0.0) if recipe.policy.generation.refit_transport == "delta" else 0.0
 
 
 def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iterator[Phase]:
-    """Yield the phases of a step in which ranks take turns on GPUs."""
+    """Yield the phases of a step in which the ranks that share GPUs change turns."""
     rate = _rate(recipe)
     kept_s = _kept_bytes(recipe, generate) / rate
     sleep = {"engine's weights": kept_s} if kept_s else {}
@@ -88,9 +91,10 @@ def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iter
 
 
 def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> Phase:
-    """Return the phase in which weights reach the engines: by memory that both ranks of a GPU map, or through host memory.
+    """Return the phase in which weights reach the engines: by CUDA IPC between ranks on one GPU, or else through host memory.
 
-    NCCL joins no two ranks on one GPU. received: bytes of a generate rank. planned: None where the layouts are not known.
+    NCCL is not used, because it cannot connect two ranks on one GPU. received: the bytes that a generate rank receives.
+    planned: None if the layouts are not known.
     """
     across = _across(recipe, received, planned)
     far = across / ranks_per_node(recipe.cluster.generate)
@@ -104,9 +108,10 @@ def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> P
 
 
 def _across(recipe: Recipe, received: float, planned: RefitPrediction | None) -> float:
-    """Return the bytes that enter the busiest node.
+    """Return the bytes of a refit that enter the busiest node from other nodes.
 
-    Without a plan each node is taken to hold an equal part of the model, as with FSDP2, and to receive the rest once.
+    Without a planned refit, and for a broadcast, each node is assumed to hold an equal part of the model, as with FSDP2, and to
+    receive the rest once.
     """
     generate = recipe.cluster.generate
     if generate.nodes == 1:
@@ -119,7 +124,7 @@ def _across(recipe: Recipe, received: float, planned: RefitPrediction | None) ->
 
 
 def _rate(recipe: Recipe) -> float:
-    """Return the bytes a second between a GPU and page-locked memory."""
+    """Return the rate in bytes/s of copies between a GPU and page-locked host memory."""
     return _gpu(recipe).assumed.page_locked * GIGA * _gpu(recipe).host_gb_per_s
 
 
@@ -128,7 +133,7 @@ def _gpu(recipe: Recipe) -> GPUSpec:
 
 
 def assumed_rates(recipe: Recipe) -> str:
-    """Return the assumed transfer rates of shared GPUs, for the report."""
+    """Return a text with the assumed transfer rates of shared GPUs, for the plan's table."""
     gpu = _gpu(recipe)
     between = (
         f" and {TCP_GB_PER_S:g} GB/s into a node over TCP, on the interface of its host name or of GLOO_SOCKET_IFNAME"

@@ -1,4 +1,4 @@
-"""Find divisions of the same nodes, or of shared nodes' GPUs, between training and generation that shorten a step."""
+"""Find other divisions of the nodes, or of the GPUs of shared nodes, between training and generation that shorten a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Split:
 
     @property
     def gain(self) -> float:
-        """Return the share of a step that the division saves."""
+        """Return the share of a step's time that the division saves."""
         return 1 - self.seconds / self.now
 
     def __str__(self) -> str:
@@ -59,14 +59,14 @@ def sizes(recipe: Recipe) -> tuple[int, int]:
 
 
 def values(key: str, train: int, generate: int) -> Changes:
-    """Return dotted key -> value of a key of cluster.train and cluster.generate."""
+    """Return dotted key -> value, for the key `key` of cluster.train and of cluster.generate."""
     return {f"cluster.train.{key}": train, f"cluster.generate.{key}": generate}
 
 
 def halves(total: int) -> Iterator[tuple[int, int]]:
-    """Yield the ways to divide a number of nodes or GPUs between train and generate ranks.
+    """Yield (train, generate) for the ways to divide `total` nodes or GPUs between the two components.
 
-    Of more than MOST, only those in which one side is a multiple of a power of two, about MOST in all.
+    If `total` is more than MOST, yield only those in which one number is a multiple of a power of two, roughly MOST in total.
     """
     step = 1
     while total > MOST * step:
@@ -75,22 +75,23 @@ def halves(total: int) -> Iterator[tuple[int, int]]:
 
 
 def divisions(recipe: Recipe) -> Iterator[Changes]:
-    """Yield every other division of the recipe's nodes, or of the GPUs of shared nodes."""
+    """Yield the keys of every division of the recipe's nodes, or of its shared nodes' GPUs, except its own division."""
     own_sizes = sizes(recipe)
     yield from (values(key_of(recipe), *other_sizes) for other_sizes in halves(sum(own_sizes)) if other_sizes != own_sizes)
 
 
 def others(recipe: Recipe) -> Iterator[Recipe]:
-    """Yield the recipe with every other division that is valid."""
+    """Yield the recipe once for each other division with which it is valid."""
     for division in divisions(recipe):
         with collected([]):
             yield config.changed(recipe, division)
 
 
 def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -> Split | None:
-    """Return the division with the shortest step; None if it saves less than WORTH.
+    """Return the other division with the shortest step; None if it saves at most the share WORTH of a step.
 
-    now: seconds of a step with the recipe's own division. step: returns those of another recipe, None if it does not fit.
+    now: seconds of a step with the recipe's own division. step: a function from a recipe to the seconds of its step; it returns
+    None if the recipe does not fit.
     """
     splits = [
         Split(key_of(variant), *sizes(variant), seconds, now)

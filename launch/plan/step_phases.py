@@ -1,4 +1,4 @@
-"""Combine the phases of training, generation and shared GPUs into a step, and estimate a validation."""
+"""Combine the phases of training, generation and shared GPUs into a step, and estimate the time of a validation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.models.shape import ModelShape
 
 
 def is_priced(recipe: Recipe) -> bool:
-    """Return whether all components have GPUs, so that durations can be estimated."""
+    """Return whether all components have GPUs, without which durations cannot be estimated."""
     return all(component.gpus_per_node for component in config.components(recipe).values())
 
 
@@ -25,7 +25,7 @@ def step_phases(
     lengths: Lengths,
     generate: GenerateMemory | None,
 ) -> list[Phase]:
-    """Return the phases of a step in order, not calibrated, without the transfer of a refit."""
+    """Return the uncalibrated phases of a step in order, without the transfer of a refit."""
     train = train_time.phases(recipe, shapes, lengths, gpu_check.gpu(recipe, recipe.cluster.train))
     if generate is None:
         return train
@@ -44,10 +44,10 @@ def step_phases(
 def validation_seconds(
     recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
 ) -> float | None:
-    """Return the seconds of one validation; None if max_val_samples sets no bound.
+    """Return the seconds of one validation; 0 if the recipe has none, None if max_val_samples sets no bound.
 
-    Assumes max_val_samples records in each data set. A record of preference data has two sequences, which the reference
-    processes too.
+    Assumes a single validation data set with max_val_samples records. A record of preference data has two sequences, which the
+    reference policy processes too.
     """
     algorithm = build(recipe)
     section = algorithm.section

@@ -2,11 +2,11 @@
 
     in turn      rollout, training and refit follow each other
     drained      sampling runs ahead, and a refit waits for the engines: the longer of rollout and training, then the refit
-    in flight    a refit does not wait for the engines: `simulate_steps` simulates rank 0's loop with one engine
+    in flight    a refit does not wait for the engines; `simulate_steps` simulates the loop of rank 0 with one engine
 
 The simulation follows `pipeline/coordination/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts
-are in flight, each refit starts one, and a step waits for the oldest. The last answers of a rollout therefore overlap with the
-first answers of the next one. A sequence starts when another ends, those of the oldest rollout first.
+are in flight, each refit starts a rollout, and a step waits for the oldest rollout. The last answers of a rollout therefore
+overlap with the first answers of the next one. A sequence starts when another ends; those of the oldest rollout start first.
 
 Not counted: groups that end together, prompts that move to other engines, `stragglers: keep` and `cut`, which wait for less.
 """
@@ -39,11 +39,11 @@ class StepTime:
 
 
 def estimate(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load: EngineLoad | None) -> StepTime:
-    """Return the time of a step and the idle times.
+    """Return the seconds of a step and the idle seconds of each component.
 
-    seconds: of the phases, by clock. sampling: the rollout's seconds on the engines; other ranks score in the rest, and the
-    train ranks wait for them. load: the answers that an engine decodes in a rollout; None for an algorithm that does not
-    sample.
+    seconds: clock -> seconds of its phases. sampling: the seconds of a rollout on the engines; in the rest of the rollout other
+    ranks score answers, and the train ranks wait for them. load: the answers that an engine decodes in a rollout; None for an
+    algorithm that does not sample.
     """
     rollout, train, refit = (seconds.get(clock, 0.0) for clock in ("rollout", "train", "refit"))
     if load is None or colocated(recipe):
@@ -84,7 +84,7 @@ class _EngineSimulation:
     """A simulated engine that decodes rollouts, which begin one after another."""
 
     def __init__(self, load: EngineLoad, scale: float):
-        """scale: the factor by which a step of the engine is longer than the sum of its parts."""
+        """scale: the ratio of an engine's step to the sum of its estimated parts."""
         self.time = 0.0
         self.busy = 0.0
         self._load, self._scale = load, scale
@@ -102,7 +102,10 @@ class _EngineSimulation:
         self._admit()
 
     def run(self, rollout: int | None = None, until: float = math.inf) -> None:
-        """Decode until a rollout has ended, or until a time. Without sequences only the time advances."""
+        """Decode until rollout number `rollout` has ended, or until the time `until`.
+
+        If no sequences are left, only the time advances.
+        """
         while self._running and self.time < until and (rollout is None or self._left[rollout]):
             count, tokens = len(self._running), self._running[0][0] - self._clock
             context = self._load.lengths.prompt + self._clock - self._begun / count + tokens / 2
@@ -128,10 +131,10 @@ class _EngineSimulation:
 
 
 def _lengths(load: EngineLoad) -> list[float]:
-    """Return the tokens of each bundle of an engine's answers, in random order.
+    """Return the length in tokens of each bundle of an engine's answers, in random order. A bundle's answers are equally long.
 
-    These are quantiles of the assumed distribution, and the longest answer of all engines. The length of a bundle that is
-    larger than the engine's slots is scaled up accordingly.
+    The lengths are quantiles of the assumed distribution, and the longest answer of all engines. If a bundle has more answers
+    than the engine has slots, its length is scaled up by the ratio of both.
     """
     lengths, count = load.lengths, min(BUNDLES, math.ceil(load.count))
     quantiles = (-math.log1p(-(i + 0.5) / count) for i in range(count - 1))

@@ -1,7 +1,7 @@
 """Estimate the time of a step on the train ranks: log-probs, the reference, the critic and the teacher, then updates.
 
 Matrix products run at an assumed fraction of the peak. The time of communication is its bytes over the rate of the group's
-links; exposed means that nothing overlaps with it:
+links. "Exposed" communication does not overlap with computation:
     tensor     two all-reduces a layer of the tokens' hidden states, or an equivalent all-gather and reduce-scatter; exposed
     context    all-gather of a layer's keys and values; exposed
     expert     all-to-all of tokens to their experts and back, twice a layer; exposed
@@ -35,13 +35,13 @@ from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 
 OPTIMIZER_BYTES = 30
-"""Bytes that an update moves for each parameter: float32 weight, gradient and two moments are read, all but the gradient are
-written, and a copy in bfloat16. Counted, not measured."""
+"""Bytes that an update moves for each parameter. It reads the float32 weight, gradient and two moments, and writes the weight,
+the moments and a copy of the weight in bfloat16. Counted, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model on the ranks of a component, with the lengths of its sequences."""
+    """A model on the ranks of a component, with the assumed lengths of the sequences that it processes."""
 
     shape: ModelShape
     policy: PolicyConfig
@@ -70,13 +70,16 @@ class Job:
         return share * peak * 1e12 / deterministic_cost.training(self.policy)
 
     def forward_flops(self, count: float) -> float:
-        """Return the operations of a forward pass of `count` sequences."""
+        """Return the number of floating-point operations of a forward pass of `count` sequences."""
         lengths = self.lengths
         total = flops.forward(self.shape, count * lengths.sequence, count * lengths.squared_sequence / 2)
         return total if self.head else total - 2 * self.shape.vocabulary * self.shape.hidden * count * lengths.sequence
 
     def microbatches(self, count: float, tokens: int, size: int) -> int:
-        """Return a data rank's microbatches for `count` sequences on all ranks: of `tokens` with packing, else of `size`."""
+        """Return a data rank's number of microbatches if all ranks together process `count` sequences.
+
+        tokens: the tokens of a microbatch with packing. size: its sequences without packing.
+        """
         sequences = count / self.layout.data
         if self.policy.sequence_packing.enabled:
             return max(1, math.ceil(sequences * self.lengths.sequence / tokens))
@@ -86,7 +89,7 @@ class Job:
 def job(
     recipe: Recipe, policy: PolicyConfig, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, component: ComponentConfig
 ) -> Job:
-    """Return the job of a model on a component's ranks."""
+    """Return a model's Job on the ranks of a component."""
     links = Links(gpu, recipe.cluster.network.nic_gb_per_s, hardware.nvlink_gpus(component))
     return Job(shape, policy, train_parallelism(policy, component), links, lengths)
 
@@ -95,7 +98,7 @@ def job(
 
 
 def forward_pass(job: Job, count: float) -> tuple[float, dict[str, float]]:
-    """Return (FLOPs of all ranks, a rank's seconds by part) of log-probs or values of `count` sequences."""
+    """Return (FLOPs of all ranks, part -> seconds of a rank) for the log-probs or values of `count` sequences."""
     packing = job.policy.sequence_packing
     microbatches = job.microbatches(count, packing.logprob_mb_tokens, job.policy.logprob_batch_size)
     work = job.forward_flops(count)
@@ -103,7 +106,7 @@ def forward_pass(job: Job, count: float) -> tuple[float, dict[str, float]]:
 
 
 def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
-    """Return (FLOPs of all ranks, a rank's seconds by part) of one optimizer step on `count` sequences."""
+    """Return (FLOPs of all ranks, part -> seconds of a rank) for one optimizer step on `count` sequences."""
     packing = job.policy.sequence_packing
     microbatches = job.microbatches(count, packing.train_tokens, job.policy.train_micro_batch_size)
     forward = job.forward_flops(count)
@@ -118,7 +121,7 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
 
 
 def recomputed_share(job: Job, count: float) -> float:
-    """Return the share of the forward pass that the backward pass recomputes."""
+    """Return the share of the forward pass's FLOPs that the backward pass recomputes."""
     attention = flops.attention(job.shape, count * job.lengths.squared_sequence / 2)
     return flops.recomputed_share(job.policy, job.shape, job.layout.pipeline, attention / job.forward_flops(count))
 
@@ -138,7 +141,10 @@ def _pass(job: Job, count: float, microbatches: int, forward: float, backward: f
 
 
 def _waited_for(job: Job, count: float, passes: float) -> dict[str, float]:
-    """Return the seconds of communication in layers. passes: forward, backward, and forward again with recomputation."""
+    """Return part -> seconds of the exposed communication within layers.
+
+    passes: the number of passes over the layers: forward, backward, and the recomputed share of another forward pass.
+    """
     shape, layout, links = job.shape, job.layout, job.links
     stage = 1 / layout.pipeline
     tokens = count * job.lengths.sequence / layout.data  # tokens of a data rank
@@ -172,7 +178,10 @@ def _stage_transfers(job: Job, count: float, directions: int) -> float:
 
 
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
-    """Return the seconds of all microbatches, where gathering weights overlaps with the passes."""
+    """Return the seconds of all microbatches with FSDP2, whose gathers and reduce-scatters overlap with the passes.
+
+    products: seconds of matrix products in (all forward passes, all backward passes). tensor: seconds of exposed communication.
+    """
     shape, layout, links = job.shape, job.layout, job.links
     undivided = whole_mixers(shape, layout)
     groups = (  # numbers, ranks that shard them, and how far apart these are
@@ -196,9 +205,9 @@ def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: fl
 
 
 def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
-    """Return the seconds of reducing gradients, the sharded optimizer, and gathering updated weights.
+    """Return part -> seconds of the optimizer and, with Megatron-Core, of reducing gradients and gathering updated weights.
 
-    hidden_by: seconds of the last microbatch's backward pass, which the reduction may overlap with.
+    hidden_by: seconds of the last microbatch's backward pass, with which the reduction may overlap.
     """
     layout, links = job.layout, job.links
     groups = (
@@ -260,7 +269,7 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
 
 
 def _teacher_phases(recipe: Recipe, jobs: Mapping[str, Job], count: float) -> Iterator[Phase]:
-    """Yield the forward pass of each teacher. Several are assumed to score equally many samples."""
+    """Yield the forward pass of each teacher. Several teachers are assumed to score equal numbers of samples."""
     teachers, scores = config.teachers(recipe), "top k" if build(recipe).needs.teacher_top_k else "log-probs"
     for name, teacher in teachers.items():
         if (of_teacher := jobs.get(config.teacher_section(name))) is not None:
@@ -272,7 +281,7 @@ def _teacher_phases(recipe: Recipe, jobs: Mapping[str, Job], count: float) -> It
 def reward_phase(
     recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, gpu: GPUSpec, count: float
 ) -> Phase | None:
-    """Return the scoring of `count` answers by a reward model; None without one."""
+    """Return the phase in which the reward model scores `count` answers; None without a reward model."""
     name = config.reward_environment(recipe)
     if name is None:
         return None
@@ -290,10 +299,10 @@ def _without_head(job: Job) -> Job:
 
 
 def _reference_fetched(job: Job) -> dict[str, float]:
-    """Return the seconds of copying the reference's weights from the host before it computes.
+    """Return part -> seconds of copying the reference's weights from the host to the GPU; empty if nothing is copied.
 
-    FSDP2 does not with cpu_offload, since each microbatch then gathers them from the host (`_fsdp_weights`). With adapters the
-    reference is the model without them, which is on the GPU.
+    With cpu_offload, FSDP2 copies nothing here, since each microbatch gathers the weights from the host (`_fsdp_weights`). With
+    adapters the reference is the base model, which is on the GPU.
     """
     if config.adapters(job.policy):
         return {}
@@ -302,7 +311,7 @@ def _reference_fetched(job: Job) -> dict[str, float]:
 
 
 def _host_copies(job: Job, offloaded: bool) -> dict[str, float]:
-    """Return the seconds of copying offloaded weights from host memory."""
+    """Return part -> seconds of copying weights from host memory; empty if they are not `offloaded`."""
     if not offloaded:
         return {}
     parameters = (

@@ -16,10 +16,10 @@ HEADS = ("lm_head", "score")
 
 
 def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False) -> Iterator[Problem]:
-    """Yield a problem for each name that no adaptable layer matches, and for adapters that engines cannot serve.
+    """Yield a problem for each name in the recipe that no adaptable layer has, and for adapters that engines cannot serve.
 
-    served: whether refits deliver adapters alone. The job checks patterns with *, the other parts of a name, and families that
-    are not in `MODEL_TYPES`.
+    served: whether refits send only the adapters to the engines. Only the last part of a dotted name is checked here. The job
+    checks whole names, patterns with *, and families that are not in `MODEL_TYPES`.
     """
     if not config.enabled or model.get("model_type") not in MODEL_TYPES:
         return
@@ -41,5 +41,5 @@ def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False)
 
 
 def _layer(weight: str) -> str:
-    """Return the last part of a layer's name: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    """Return the last part of the name of a weight's layer: model.layers.0.self_attn.q_proj.weight -> q_proj."""
     return weight.removesuffix(".weight").rpartition(".")[2]

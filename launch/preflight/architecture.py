@@ -62,7 +62,10 @@ OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
-    """Yield problems of the models. The job checks a model that a run of `pending` is still to write."""
+    """Yield problems of the recipe's models.
+
+    pending: the folders of needed runs. Models that these runs are still to write are checked in the job.
+    """
     for section, policy in config.models(recipe).items():
         section_problems: list[Problem] = []
         if not is_inside(policy.model_name, pending):
@@ -94,7 +97,10 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
 
 
 def against_layout(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
-    """Yield problems of the layout, also for models that are not on this machine but described in recipes/models."""
+    """Yield problems of the models with the recipe's parallel layout.
+
+    Models that are not on this machine are checked too if recipes/models describes them.
+    """
     for section, policy in config.models(recipe).items():
         yield from _against_layout(recipe, section, policy, pending)
 
@@ -155,7 +161,7 @@ def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Pr
 
 
 def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
-    """Refuse layers that compute sums along a sequence in any order, in torch and in vLLM: state spaces and delta nets."""
+    """Refuse state spaces and delta nets, whose kernels in torch and vLLM sum along a sequence in an undefined order."""
     if not (policy.deterministic and any(component.gpus_per_node for component in config.components(recipe).values())):
         return
     is_known = model.get("model_type") in MODEL_TYPES
@@ -206,9 +212,9 @@ def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) 
 
 
 def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int, replicates: bool) -> Iterator[Problem]:
-    """Check that `size` divides the attention heads.
+    """Check that `size` divides the attention heads and the key-value heads.
 
-    replicates: several ranks may hold the same key-value head, as in vLLM; the train backends do not support that.
+    replicates: whether several ranks may hold the same key-value head, as in vLLM; the train backends do not support that.
     """
 
     def fits(k: int) -> bool:
@@ -285,7 +291,10 @@ def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[
 
 
 def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], served: bool = False) -> Iterator[Problem]:
-    """Check what the backend reads of a model. served: whether refits deliver adapters alone."""
+    """Check that the Megatron backend supports the model with the recipe's layout and adapters.
+
+    served: whether refits send only the adapters to the engines.
+    """
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
         message = f"got a '{family}' model; the Megatron backend has only {', '.join(MEGATRON_MODEL_TYPES)}"
@@ -314,7 +323,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
 
 
 def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Check that ranks can share the heads of state spaces or delta nets, in whole groups or within one group."""
+    """Check that the ranks can divide the heads of state spaces or delta nets: whole groups each, or parts of one group."""
     if shape.state is None:
         return
     m, state = policy.megatron_cfg, shape.state
@@ -329,7 +338,7 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -> Iterator[Problem]:
-    """Check the names of the modules that get adapters, as the backend does, and that engines can apply served ones."""
+    """Check the names of the modules that get adapters as the backend does, and that engines can apply them if `served`."""
     megatron, of = policy.megatron_cfg, sizes(model)
     if not megatron.peft.enabled:
         return

@@ -1,11 +1,11 @@
 """Call a function in a fork of this process that has limits of CPU time and memory.
 
-A chat template is a program: Jinja's sandbox keeps it from files and objects, and not from loops and long texts. The source of
-a module may be long and deep.
+A chat template is a program: Jinja's sandbox denies it files and objects, but does not bound its loops and its output. The
+source of a module may be long and deeply nested.
 
-A thread may call this. The fork has only this thread, and a lock that another thread held stays locked in it: at worst, the
-function waits until its time is over. The fork closes all but its standard files, so that it holds no connection and no lock
-of a file.
+Any thread may call `call`. The fork has only the calling thread, and a lock that another thread held stays locked in the fork:
+at worst, the function waits until its time is over. The fork closes all files but stdin, stdout and stderr, so that it keeps no
+connection and no file lock.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 5.0
-"""CPU time: on a busy machine a short function may take longer by the clock."""
+"""Limit of CPU time, not of wall-clock time: on a busy machine a short function may take long."""
 WAIT_S = 30.0
-"""Longest wait by the clock, such as for a lock."""
+"""Limit of wall-clock time, which a function reaches that waits, such as for a lock."""
 MEMORY = 1 << 30  # bytes besides what this process has
 REPLY_BYTES = 16 << 20
 
 
 class Unbounded(Exception):
-    """The function took too long or too much memory, or raised."""
+    """Raised if the function takes too much time or memory, or raises an error itself."""
 
 
 def call(function: Callable[[], Any]) -> Any:
-    """Return what a function returns; JSON must be able to represent it. Raises Unbounded."""
+    """Call a function in a fork with limits, and return its result, which must be JSON-serializable. Raises Unbounded."""
     seconds = SECONDS
     read, write = os.pipe()
     pid = os.fork()
@@ -60,7 +60,10 @@ def call(function: Callable[[], Any]) -> Any:
 
 
 def _child(function: Callable[[], Any], write: int, seconds: float) -> None:
-    """Call the function, reply and exit, whatever happens."""
+    """Call the function in the fork, write its result as JSON to the descriptor `write`, and exit even after an error.
+
+    seconds: the limit of CPU time.
+    """
     gc.disable()  # a finalizer may wait for a thread, which the fork does not have
     try:
         signal.set_wakeup_fd(-1)

@@ -1,6 +1,6 @@
 """Check that this machine has the compiler that Triton needs, if ranks that need Triton run here.
 
-Other nodes, images and another `python` are left to the node checks, which run before anything is loaded.
+The node checks, which run before ranks load anything, check other nodes, container images and a `python` of a component.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Check that container images exist and that their mounts show everything the job opens: pyxis mounts nothing else.
+"""Check that container images exist, and that the mounts show every path that the job opens: pyxis mounts no others.
 
-A path counts as visible if a mount shows it under the same name as here, since the job uses that name. Contents of images and
-mounts that a site's enroot adds by itself are not known here; mounting them once more does no harm.
-See https://github.com/NVIDIA/pyxis, --container-image and --container-mounts.
+A path counts as visible if a mount shows it under the same name as here, since the job uses that name. The contents of images
+are not known here, nor the mounts that a site's enroot adds by itself; mounting these once more does no harm. See
+https://github.com/NVIDIA/pyxis, --container-image and --container-mounts.
 """
 
 from __future__ import annotations
@@ -174,7 +174,10 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
 
 
 def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
-    """Parse `SRC[:DST[:FLAGS]]`, flags joined by +, and append it to `mounts`. A tmpfs hides everything below it."""
+    """Parse the mount `SRC[:DST[:FLAGS]]`, with flags joined by +, and append it to `mounts`.
+
+    Yields a problem if it is malformed. A tmpfs hides everything below it.
+    """
     source, colon, target_and_flags = text.partition(":")
     target, more, flags = target_and_flags.partition(":")
     target = target if colon else source
@@ -227,9 +230,9 @@ def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
 def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
     """Return (path that `path` resolves to inside the container, whether that is the same file as on this machine).
 
-    The function follows each link as the kernel does inside, so the target of every link must be mounted too. If the second
-    value is False, the first is where the resolution leaves the mounts. Folders above a mount's target exist, since enroot
-    makes them.
+    The function follows each link as the kernel does inside the container, so the target of every link must be mounted too. If
+    the second value is False, the first is the path at which the resolution leaves the mounts. Folders above a mount's target
+    exist, since enroot makes them.
     """
     at, ahead, links = Path("/"), list(path.parts[1:]), 0
     while ahead:

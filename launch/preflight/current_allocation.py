@@ -70,13 +70,13 @@ def _nodes(line: str) -> Iterator[AllocatedNode]:
 
 
 def _length(ids: str) -> int:
-    """Return the length of a list of ids: `0-7,16` -> 9."""
+    """Return the number of ids in a list: `0-7,16` -> 9."""
     ends = [part.partition("-") for part in ids.split(",")]
     return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
 
 
 def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]:
-    """Yield a problem for each way in which a recipe does not fit into a job. notes: receives keys without an effect there."""
+    """Yield a problem for each resource that a recipe needs and the job lacks. notes: receives keys that have no effect."""
     try:
         allocation = read(job_id)
     except SlurmError as why:

@@ -48,7 +48,7 @@ class FirstRecords:
     bad: dict[str, list[int]] = field(default_factory=dict)  # fault of lines that are no records -> their numbers
 
     def location(self, number: int) -> str:
-        """Return the location of a record for messages, as the job's messages have it."""
+        """Return the location of a record in the form that the job's messages have: `PATH:LINE`, or `PATH, row N (from 0)`."""
         return f"{self.path}, row {number} (from 0)" if self.rows else f"{self.path}:{number}"
 
     @property
@@ -60,10 +60,11 @@ class FirstRecords:
 def first_records(
     key: str, dataset: DatasetConfig, notes: list[str], most: int | None = None, drops: bool = False
 ) -> FirstRecords | None:
-    """Return the first records of a data set; None if they are not in a file here, with a note if a folder is not read.
+    """Return the first records of a data set; None if they are not read from files here.
 
-    key: of the data set, such as data.train. most: number of records; None reads SCAN_BYTES. drops: whether bad records are
-    dropped. Raises RecipeError for a file that cannot be read, or has no records.
+    key: the data set's key, such as data.train. notes: receives why a folder is not read. most: maximum number of records;
+    None: as many as SCAN_BYTES hold. drops: whether bad records of a JSONL file are dropped. Raises RecipeError for a file that
+    cannot be read, or has no records.
     """
     if dataset.data_path is not None:
         return _of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most, drops)
@@ -83,7 +84,8 @@ def first_records(
 def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | None:
     """Return the first records of a data set in the hub's cache, if it has Parquet files whose names begin with the split.
 
-    They are not all that the job reads: another file may have longer ones. Raises RecipeError for a file that cannot be read.
+    Returns None for other data sets. The job may read further files, which may have longer records. Raises RecipeError for a
+    file that cannot be read.
     """
     name = dataset.dataset_name
     if name is None or name in GENERATED_DATASETS or Path(name).exists():
@@ -120,7 +122,8 @@ def _of_lines(records: FirstRecords, most: int | None, drops: bool = False) -> F
 def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError.
 
-    drops: end before a line of more than SCAN_LINE, which the job may drop.
+    drops: whether bad records are dropped; then the function ends before a line of more than SCAN_LINE bytes, which the job may
+    drop.
     """
     try:
         file = user_files.open_file(path)
@@ -150,11 +153,11 @@ def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, b
 
 
 class _LeftToTheJob(Exception):
-    """The files of a folder, or their columns, depend on more than is read here."""
+    """Raised if this module cannot tell which files of a folder the job reads, or how the job decodes their columns."""
 
 
 def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
-    """Return the first file of the split that `datasets.load_dataset` reads. Raises _LeftToTheJob if that is not certain."""
+    """Return the first file that `datasets.load_dataset` reads for the split. Raises _LeftToTheJob if that is not certain."""
     if dataset.subset or dataset.kwargs or "configs:" in _card(folder):
         raise _LeftToTheJob("a configuration chooses its files")
     paths = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder)) and path.is_file()]

@@ -22,9 +22,9 @@ from pipeline.data.records import RecordReader
 
 
 def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, fields: Sequence[str] = ()) -> str | None:
-    """Return the prompt's text, None if it is a conversation. Raises ValueError with the first error.
+    """Check a record, and return its prompt's text; None if the prompt is a conversation.
 
-    fields: that the user's reward function needs.
+    fields: the fields that the user's reward function needs. Raises ValueError with the first error.
     """
     reader, key = RecordReader(recipe.data, dataset), dataset.text_key or dataset.input_key
     if recipe.algorithm in PAIRED:
@@ -45,7 +45,7 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, field
 
 
 def learned_answers(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> list[str]:
-    """Return the answers that training learns from a valid record: one, two of a pair, none of a conversation or a text."""
+    """Return the answers that training learns from a valid record: one, two of a pair, or none of a conversation or a text."""
     if generates(recipe) or dataset.messages_key or dataset.text_key:
         return []
     keys = (dataset.chosen_key, dataset.rejected_key) if recipe.algorithm in PAIRED else (dataset.output_key,)
@@ -54,7 +54,7 @@ def learned_answers(recipe: Recipe, record: dict[str, Any], dataset: DatasetConf
 
 
 class ExpectedAnswers:
-    """Checks the first expected answers of a data set. The job checks the others where it uses them."""
+    """Checks the first expected answers of a data set. The job checks the later ones where it uses them."""
 
     def __init__(self, recipe: Recipe, dataset: DatasetConfig) -> None:
         judged = generates(recipe) and judged_by_answer(recipe, dataset)
@@ -98,7 +98,8 @@ def absent_columns(
 ) -> Iterator[Problem]:
     """Yield a problem if no record has a field that the user's reward function needs, or if `output_key` looks misspelt.
 
-    configured: the data set as the recipe describes it. dataset: with its recognized columns. fields: that the function needs.
+    configured: the data set as the recipe describes it. dataset: the data set with its recognized columns. fields: the fields
+    that the function needs.
     """
     columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
     if configured.output_key not in columns and (

@@ -54,7 +54,10 @@ class PlannedWrite:
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -> Iterator[Problem]:
-    """Yield disks with too little room. notes: receives disks that may have too little, and checks that were not possible."""
+    """Yield a problem for each disk with too little room.
+
+    notes: receives disks that may have too little room, and checks that were not possible.
+    """
     if not config.trains(recipe):
         return
     uses = [*_conversions(recipe, pending)]
@@ -116,7 +119,7 @@ def _of_one_disk(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | N
 
 
 def _checkpoint(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -> float | None:
-    """Return the bytes of one checkpoint; None if none is written or the model is not known yet."""
+    """Return the bytes of one checkpoint; None if the run writes no checkpoints, or the model is not known yet."""
     if not recipe.checkpointing.enabled:
         return None
     models = config.models(recipe)
@@ -143,7 +146,8 @@ def saved_bytes(policy: PolicyConfig, parameters: int) -> float:
 def _parameters(section: str, policy: PolicyConfig, pending: Sequence[os.PathLike], trained: bool) -> int | None:
     """Return the number of a model's parameters; None if it is not known.
 
-    trained: count only trained parameters; with LoRA these are the adapters, assumed for every linear layer.
+    trained: whether to count only trained parameters. With LoRA these are the adapters, which are assumed for every linear
+    layer.
     """
     key, lora = f"{section}.model_name", adapters(policy)
     try:
@@ -176,7 +180,10 @@ def _states(policy: PolicyConfig) -> int:
 
 
 def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> PlannedWrite:
-    """Return the write of all checkpoints that exist at the same time, without those already on disk."""
+    """Return the planned write of checkpoints: as many as exist at the same time, less the bytes already on disk.
+
+    nbytes: size of one checkpoint. keep: checkpointing.keep_top_k.
+    """
     at_once = _at_once(recipe, keep)
     existing = _existing_bytes(run_dir)
     writers = ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys())
@@ -222,7 +229,7 @@ def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, f
 
 
 def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[PlannedWrite]:
-    """Yield the conversions of models of the Megatron backend that do not exist yet."""
+    """Yield the planned writes of models that the Megatron backend has not converted yet."""
     if not uses_megatron(recipe.policy):
         return
     root = conversions_folder(recipe)
@@ -261,9 +268,10 @@ def _slug(name: str) -> str:
 
 
 def _note_rollouts(recipe: Recipe, run_dir: Path, other_bytes: float, notes: list[str]) -> None:
-    """Note rollouts that may not fit, if the number of steps is bounded.
+    """Add a note if the run's rollouts may not fit on its disk and the number of steps is bounded.
 
-    The policy determines their length, so only the largest size is known.
+    The policy determines the length of rollouts, so only their largest size is known. other_bytes: the bytes that the run will
+    write to the same disk besides.
     """
     online, logged = config.section(recipe), recipe.logger.num_rollouts_to_log
     assert isinstance(online, OnlineConfig)  # `generates`

@@ -12,9 +12,9 @@ from pipeline.files.stored_files import SECTION, obtain_key
 
 
 def problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[Problem]:
-    """Yield a problem of the key's file, or of its command, which is not started here.
+    """Yield the problem of the file with the key, or of the command that prints it. The command is not started here.
 
-    notes: receives a file that is missing here and may be on the nodes, if the ranks run there (`on_nodes`).
+    on_nodes: whether the ranks run on other nodes. notes: receives a key file that is missing here and may be on the nodes.
     """
     encryption = recipe.checkpointing.encryption
     if encryption.key_file is not None:

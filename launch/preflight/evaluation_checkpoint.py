@@ -11,7 +11,7 @@ from pipeline.config import Problem, Recipe, RecipeError
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of `evaluate.checkpoint`; none for an evaluation of a model's own weights."""
+    """Yield the problems of `evaluate.checkpoint`; none if the recipe evaluates a model without a checkpoint."""
     settings = recipe.evaluate
     if config.trains(recipe) or settings.checkpoint is None:
         return

@@ -1,7 +1,7 @@
 """Check the data of an evaluation's tasks before anything is submitted.
 
-A JSONL file is read as the job reads it, up to SCAN_BYTES. Of a data set that `datasets` reads only its presence is checked;
-`user_imports.py` checks your own formats and callables.
+A JSONL file is read as the job reads it, up to SCAN_BYTES. For a data set that `datasets` reads, only its presence is checked.
+`user_imports.py` checks the user's own formats and callables.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def _splits(task: TaskConfig) -> list[str]:
 
 
 def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Iterator[Problem]:
-    """Yield one problem for a fault of many lines. key: of the data. drops: whether bad records are dropped."""
+    """Yield a problem for each fault of a file's records, one for all lines with the same fault.
+
+    key: the key of the task's data. drops: whether bad records are dropped.
+    """
     file_problems: list[Problem] = []
     count = 0
     bad: dict[str, list[int]] = {}  # fault -> line numbers

@@ -26,10 +26,10 @@ LOCAL = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs",
 def problems(
     recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None, on_nodes: bool = False
 ) -> Iterator[Problem]:
-    """Yield the problems of folders to write, models' files, containers and free space.
+    """Yield the problems of folders to write, keys, models' files, containers and free space.
 
-    pending: models of needed recipes that have not run yet, which are not checked. notes: receives what may still be right.
-    on_nodes: the ranks run on a cluster's nodes, so containers and shared folders matter.
+    pending: models of needed recipes that have not run yet, which are not checked. notes: receives findings that need not be
+    errors. on_nodes: whether the ranks run on a cluster's nodes, so that containers and shared folders matter.
     """
     notes, pending = [] if notes is None else notes, list(pending)
     conversions = disk_space.conversions_folder(recipe)
@@ -60,7 +60,7 @@ def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
 
 
 def _note_local(folders: dict[str, Path], notes: list[str]) -> None:
-    """Note folders on local file systems. folders: by the key that sets each."""
+    """Add notes on folders that are on local file systems. folders: key of the recipe -> the folder that it sets."""
     folders_of: dict[tuple[str, str], list[str]] = {}
     for key, folder in folders.items():
         folders_of.setdefault(file_system(folder), []).append(f"{key} ({folder.absolute()})")

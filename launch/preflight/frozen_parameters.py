@@ -12,7 +12,10 @@ from pipeline.models.sizes import MODEL_TYPES
 
 
 def problems(section: str, policy: PolicyConfig, model: Mapping[str, Any], values: bool) -> Iterator[Problem]:
-    """Yield the problems of a model's patterns. model: its config.json. values: whether it has a value head."""
+    """Yield the problems of the patterns in `freeze_parameters` of a recipe's section.
+
+    model: the model's config.json. values: whether the model has a value head.
+    """
     if not policy.freeze_parameters or model.get("model_type") not in MODEL_TYPES:
         return
     groups = frozen_names.known_groups(model, parse_config(model), uses_megatron(policy), values)

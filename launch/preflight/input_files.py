@@ -55,7 +55,7 @@ def problems(
     """Yield problems of tokenizers and data files.
 
     pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
-    fields: that the user's environments need from a record, by name (`user_imports.required_fields`).
+    fields: name of a user's environment -> the fields that it needs from a record (`user_imports.required_fields`).
     """
     notes = [] if notes is None else notes
     notes += prompt_tokens.notes(recipe)
@@ -113,7 +113,7 @@ def _check_dataset(
 
 
 def _select_texts(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return the (number, text) to tokenize: the longest texts and the first ones."""
+    """Return the (record number, text) pairs to tokenize: those of the longest texts and the first ones."""
     return list(dict.fromkeys(sorted(texts, key=lambda numbered: -len(numbered[1]))[:LONGEST] + texts[:LONGEST]))
 
 
@@ -126,9 +126,10 @@ def _check_records(
     fields: Sequence[str] | None,
     rendered: Callable[..., RenderedRecords],
 ) -> Generator[Problem, None, tuple[list[tuple[int, str]], list[tuple[int, str]]]]:
-    """Return (number, text) of the prompts, and of the answers to learn from. Yields one problem for a fault of many records.
+    """Yield a problem for each fault of the records, one for all records with the same fault; return (prompts, answers).
 
-    fields: that the user's reward function needs; None without one. rendered: makes the renderer of a data set's records.
+    Each is a list of (record number, text); the answers are those to learn from. fields: the fields that the user's reward
+    function needs; None without such a function. rendered: a function that returns the renderer of a data set's records.
     """
     numbered = records.numbered
     inputs: list[tuple[int, str]] = []
@@ -184,9 +185,10 @@ def _check_records(
 
 
 def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Return the faults to report for a file of `count` records, of which some may be dropped, but never all.
+    """Return message -> record numbers: the faults to report for a file of `count` records.
 
-    key: `bad_records` of these data. drops: whether it is `drop`. bad: fault -> numbers of records.
+    Returns {} if bad records are dropped and at least one record remains. key: the key `bad_records` of these data. drops:
+    whether its value is `drop`. bad: fault -> record numbers.
     """
     wrong = sum(map(len, bad.values()))
     if drops and wrong < count:
@@ -195,7 +197,7 @@ def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> d
 
 
 def _advice(key: str, fault: str, others_usable: bool) -> str:
-    """Return the end of a message. fault: with or without a hint. others_usable: whether other records have no fault."""
+    """Return the end of a message about `fault`, with a remedy. others_usable: whether other records have no fault."""
     if not others_usable:
         return "; no record of the file can be used"
     return f", or {key}=drop" if ". Try " in fault else f". Try to fix it, or {key}=drop"
@@ -218,7 +220,7 @@ def _text(key: str, path: str) -> str:
 
 
 def check_name(key: str, name: str | None) -> Iterator[Problem]:
-    """Yield the problem of a data set's name that is neither ours, nor a folder, nor in the local caches."""
+    """Yield a problem if a data set's name is neither built into Hetstep, nor a folder, nor in the local caches."""
     if name is None:
         yield Problem(
             key, "missing-value", "expected dataset_name or data_path. Try data_path=FILE.jsonl, or a data set's name"

@@ -1,6 +1,7 @@
 """Check that the keys of a recipe's sections for libraries are the libraries' options.
 
-The checks read the source of installed libraries; for others the job reports errors. They do not check what values mean.
+The checks read the source of installed libraries. For libraries that are not installed here, the job reports errors. The
+meaning of values is not checked.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _unknown(key: str, names: Iterable[str], valid_names: Iterable[str], owner: 
 
 
 def _forbidden(key: str, names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each option that a recipe must not set. reasons: by option."""
+    """Yield a problem for each of the options `names` that a recipe must not set. reasons: forbidden option -> why."""
     for name in names:
         if name in reasons:
             yield Problem(f"{key}.{name}", "contradiction", f"cannot be given: {reasons[name]}. Leave it out")
@@ -274,7 +275,10 @@ def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool) -> Iter
 
 
 def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], model_argument: str, example: str) -> Iterator[Problem]:
-    """Check a class of torch and its kwargs. model_argument: the parameter for which the backend passes a value."""
+    """Check the name of an optimizer's or schedule's class, and its kwargs.
+
+    model_argument: the parameter for which the backend passes a value. example: a valid name for messages.
+    """
     if "." not in name:
         yield Problem(f"{key}.name", "bad-format", f"got '{name}'; expected the dotted path of a class, such as {example}")
         return
@@ -301,13 +305,13 @@ def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], model_argument:
 
 
 def _same_class(name: str, public: str) -> bool:
-    """Return whether a dotted name is a class of torch, by its public name or by the name of its module."""
+    """Return whether `name` is the class of torch with the dotted name `public`, or that class in a submodule."""
     package, _, cls = public.rpartition(".")
     return name == public or (name.startswith(f"{package}.") and name.endswith(f".{cls}"))
 
 
 def _schedule(key: str, schedule: Any) -> Iterator[Problem]:
-    """Check a schedule: null, one {name, kwargs}, or a list of these with a last {milestones: [...]}, as in NeMo-RL."""
+    """Check a schedule: null, one {name, kwargs}, or a list of these that ends with {milestones: [...]}, as in NeMo-RL."""
     if schedule is None:
         return
     parts = [schedule]
@@ -371,7 +375,7 @@ def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _first_texts(tree: ast.Module | None) -> set[str]:
-    """Return the texts that are keys of mappings or first in tuples, anywhere in a module; none if it is not installed."""
+    """Return all texts in a module that are keys of dicts or the first elements of tuples; none if it is not installed."""
     nodes = list(ast.walk(tree)) if tree else []
     keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
     keys += [node.elts[0] for node in nodes if isinstance(node, ast.Tuple) and node.elts]
@@ -400,7 +404,7 @@ EVERY_MODEL = dict.fromkeys(  # keys that PreTrainedConfig accepts besides its f
 
 
 def _assigned_value(node: ast.ClassDef, name: str) -> Any:
-    """Return the literal that a class body assigns to a name, None if there is none."""
+    """Return the value of the literal that a class body assigns to a name; None if it assigns no literal."""
     for item in node.body:
         if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in item.targets):
             try:

@@ -1,7 +1,7 @@
 """Read what the job will read from a model's folder: stop tokens, special tokens, chat template, vocabulary.
 
-The same code decides as in the job (`pipeline/data/stop_tokens.py`, `pipeline/data/templates.py`), with the tokenizer's files
-in place of transformers' tokenizer. Nothing here imports transformers or torch.
+The code that decides is the same as in the job (`pipeline/data/stop_tokens.py`, `pipeline/data/templates.py`). It gets the
+tokenizer's files in place of transformers' tokenizer. Nothing here imports transformers or torch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class ModelReading:
     tokenizer: FileTokenizer
     stops: StopTokens
     opening: str
-    """The text before the user's in a prompt; empty without a chat template."""
+    """The text that the template puts before the user's text in a prompt; empty without a chat template."""
     rows: int | None
-    """Rows of the embedding, config.json's vocab_size."""
+    """Number of rows of the embedding: vocab_size in config.json."""
     ropes: tuple[rope.Rope, ...] = ()
     """Rotary position embeddings, several if layers differ."""
     problems: tuple[Problem, ...] = ()
     """Why the chat template cannot be used."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield (label, text) to print."""
+        """Yield the reading as rows (label, text) to print."""
         yield "stop tokens", ", ".join(map(str, self.stops.tokens)) or "none: every answer ends at its longest"
         yield from (("", note) for note in self.stops.notes)
         yield "BOS and EOS", self._added_tokens()
@@ -60,7 +60,7 @@ class ModelReading:
         yield from (("RoPE", f"{rope} ({rope.source})") for rope in self.ropes)
 
     def _added_tokens(self) -> str:
-        """Describe the special tokens around texts and conversations."""
+        """Return a text about the special tokens that the tokenizer adds around texts and conversations."""
         tokenizer = self.tokenizer
         plain, bounds = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
         at = next((i for i in range(len(bounds)) if bounds[i : i + len(plain)] == plain), 0)
@@ -77,9 +77,9 @@ class ModelReading:
 
 
 def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ()) -> ModelReading | None:
-    """Return what the job will read of a model; None without a tokenizer.json, or if a needed run has yet to write the model.
+    """Return the reading of a model's folder; None without a tokenizer.json, or if a needed run has yet to write the model.
 
-    section: of the recipe, such as policy or evaluate.judge. Raises RecipeError.
+    section: the recipe's section of the model, such as policy or evaluate.judge. Raises RecipeError.
     """
     key = f"{section}.tokenizer"
     if is_inside(model.tokenizer.name, pending) or not model.tokenizer.name:
@@ -131,7 +131,7 @@ def template_files(recipe: Recipe) -> dict[str, Path]:
 
 
 def describe_models(recipe: Recipe) -> Iterator[str]:
-    """Yield lines about every model of a recipe that has a tokenizer, and a line about each that cannot be read."""
+    """Yield lines about every model of a recipe that has a tokenizer, and one line about each model that cannot be read."""
     for section, model in models(recipe).items():
         yield f"{section}: {model.model_name}"
         try:
@@ -154,7 +154,10 @@ class _Template:
 
 
 def _render_probe(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _Template:
-    """Return what conversations show of a template, rendered in a process with limits of time and memory."""
+    """Render short conversations, and return the ends of turns, the opening text and the problems that they show.
+
+    The template runs in a process with limits of time and memory. key: the key to which problems belong.
+    """
     if not tokenizer.chat_template:
         return _Template(find_turn_ends(_as(tokenizer)))
     kwargs = model.tokenizer.chat_template_kwargs or {}

@@ -19,10 +19,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def problems(
     recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None
 ) -> Generator[Problem, None, Path | None]:
-    """Yield problems of tokenizers. Return the policy's tokenizer.json.
+    """Yield problems of tokenizers, and return the path of the policy's tokenizer.json.
 
-    notes: receives which models have no stop tokens.
-    None if a needed recipe is still to write it, or if only older formats exist, which need transformers.
+    Returns None if a needed recipe is still to write that file, or if only older formats exist, which need transformers. notes:
+    receives which models have no stop tokens.
     """
     readings: dict[str, ModelReading] = {}
     for section, model in model_readings.models(recipe).items():
@@ -80,7 +80,7 @@ def _check(
 
 
 def _renders(recipe: Recipe, section: str) -> str:
-    """Return the key that asks for the chat template of a model; "" if none does."""
+    """Return the recipe's key that requires a model's chat template; "" if no key does."""
     if config.trains(recipe):
         return "data.apply_chat_template" if recipe.data.apply_chat_template else ""
     asking = [name for name, task in recipe.evaluate.tasks.items() if task.apply_chat_template]
@@ -98,9 +98,10 @@ def _rows(section: str, model: PolicyConfig, pending: Sequence[os.PathLike]) -> 
 
 
 def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) -> Iterator[Problem]:
-    """Yield the problem of a tokenizer with tokens for which the model has no row and which texts or prompts may have.
+    """Yield a problem if texts or prompts may contain tokens for which the model's embedding has no row.
 
-    Special tokens beyond the rows that neither end nor render a text do no harm: a token for padding, or for images.
+    Tokens beyond the rows do no harm if they are special, no stop or BOS tokens, and not in the chat template, such as tokens
+    for padding or images. key: the key of the problem. model: the key of the model with that number of `rows`.
     """
     if rows is None:
         return

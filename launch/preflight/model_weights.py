@@ -27,7 +27,7 @@ SHOWN = 4  # bad files reported per model
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
     """Yield problems of incomplete files; `architecture` and `input_files` report missing folders.
 
-    pending: models of needed runs that are still to be written, which are not checked. notes: receives what is not read.
+    pending: models of needed runs that are still to be written, which are not checked. notes: receives files that are not read.
     """
     notes = [] if notes is None else notes
     listed: set[Path] = set()
@@ -64,7 +64,7 @@ def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
 
 
 def _has_checkpoint(recipe: Recipe) -> bool:
-    """Return whether all of the policy's weights come from a run's checkpoint; some checkpoints have adapters alone."""
+    """Return whether an evaluation takes all of the policy's weights, not only adapters, from a run's checkpoint."""
     adapters = recipe.policy.dtensor_cfg.lora_cfg.enabled or recipe.policy.megatron_cfg.peft.enabled  # of the run
     return not config.trains(recipe) and recipe.evaluate.checkpoint is not None and not adapters
 
@@ -80,7 +80,7 @@ def _folder(key: str, name: str | None, pending: Sequence[os.PathLike]) -> Path 
 
 
 def fault_code(reason: str) -> str:
-    """Return the code of a fault that `file_fault` returns."""
+    """Return the problem code for a text that `file_fault` returned."""
     return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
 
 

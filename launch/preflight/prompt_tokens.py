@@ -29,10 +29,10 @@ def notes(recipe: Recipe) -> Iterator[str]:
 def problems(
     records: FirstRecords, texts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe, kind: Literal["prompts", "answers"]
 ) -> Iterator[Problem]:
-    """Yield problems of texts that the tokenizer does not know, and of prompts that are too long.
+    """Yield problems of texts with characters that the tokenizer does not know, and of prompts that are too long.
 
-    texts: (number of a record, text), without the chat template, so the job counts at least as many tokens. tokenizer: path of
-    tokenizer.json.
+    texts: (record number, text) pairs without the chat template, so the job counts at least as many tokens. tokenizer: the path
+    of tokenizer.json.
     """
     encodings = read_tokenizer(tokenizer).encode_batch([text for _, text in texts], add_special_tokens=False)
     numbered = [(number, text, encoding) for (number, text), encoding in zip(texts, encodings, strict=True)]
@@ -56,7 +56,7 @@ def problems(
 
 
 def _too_long(records: FirstRecords, longest: tuple[int, int], recipe: Recipe) -> Iterator[Problem]:
-    """Check the longest prompt. longest: (tokens, number of the record)."""
+    """Yield a problem if the longest prompt is too long. longest: (number of tokens, record number)."""
     length, number = longest
     if length > (limit := recipe.data.max_input_seq_length):
         message = f", but data.max_input_seq_length is {limit}"
@@ -69,7 +69,7 @@ def _too_long(records: FirstRecords, longest: tuple[int, int], recipe: Recipe) -
 
 
 def _unknown_token(tokenizer: Path) -> str | None:
-    """Return the token for unknown text; None if there is none, or if it also has another meaning, as in GPT-2."""
+    """Return the token for unknown text; None if there is none, or if it is also the BOS or EOS token, as in GPT-2."""
     model = read_json(tokenizer, user_files.MAX_JSON)["model"]
     mark = model.get("unk_token")
     if mark is None and model.get("unk_id") is not None:

@@ -16,11 +16,14 @@ from pipeline.data import epochs
 from pipeline.recipe import user_files
 
 SCAN_BYTES = 32 << 20
-"""Size of a file whose lines are counted, within tens of milliseconds. A larger one is likely to fill a step."""
+"""Largest file, in bytes, whose lines are counted; it takes tens of milliseconds. A larger file is likely to fill a step."""
 
 
 def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
-    """Yield the problem of training data that fill no step. notes: receives the number of steps, if the data end the run."""
+    """Yield a problem if the training data fill no step.
+
+    notes: receives the number of steps if the end of the data ends the run.
+    """
     if not trains(recipe) or only_evaluates(recipe):
         return
     counts = [count(dataset) for dataset in training_sets(recipe.data).values()]

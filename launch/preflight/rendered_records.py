@@ -1,7 +1,8 @@
 """Render the first records of a data file with the chat template, as the job does, but without transformers.
 
-Templates refuse records that are well formed, such as two turns of the user in a row, and this says so before submission. The
-job tokenizes all records. A template is a program of the model's author, so it runs within bounds of time and memory.
+Templates refuse some well-formed records, such as two user turns in a row, and this module finds such records before
+submission. The job checks all records. A template is a program of the model's author, so it runs within bounds of time and
+memory.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ MOST_CHARACTERS = 1 << 20  # of their conversations together
 
 
 class RenderedRecords:
-    """Renders the records of one data set, up to the bounds."""
+    """Renders the first records of one data set, within MOST_RECORDS and MOST_CHARACTERS."""
 
     def __init__(self, recipe: Recipe, dataset: DatasetConfig, tokenizer: Path | None, text: str, system: str) -> None:
-        """Prepare the template.
+        """Read the chat template.
 
-        dataset: with its recognized columns. tokenizer: path of the policy's tokenizer.json; None renders nothing. text: around
-        the input. system: the system prompt, "" without one.
+        dataset: the data set with its recognized columns. tokenizer: path of the policy's tokenizer.json; None: render nothing.
+        text: the prompt file's text, with {} for a record's input. system: the system prompt; "" without one.
         """
         self._recipe, self._characters = recipe, MOST_CHARACTERS
         self._reader = RecordReader(recipe.data, dataset, text, system or None)
@@ -46,9 +47,10 @@ class RenderedRecords:
             self._tokenizer, self._template = file_tokenizer, ChatTemplate(file_tokenizer, config.chat_template_kwargs)
 
     def faults(self, records: list[tuple[int, dict[str, Any]]], notes: list[str]) -> dict[int, str]:
-        """Return, by number, why the template refuses a record, or hides its text to learn.
+        """Return record number -> why the template refuses the record, or why the turns to learn are not found in its output.
 
-        records: (number, record); those that cannot be read have no fault here. notes: receives a note if it takes too long.
+        records: (number, record) pairs; records that cannot be read have no fault here. notes: receives a note if the template
+        fails or takes too much time or memory.
         """
         if self._template is None:
             return {}

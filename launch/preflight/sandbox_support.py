@@ -1,7 +1,7 @@
 """Check, before a run is submitted, that its sandboxes work.
 
-The check tries the sandbox on this machine. It cannot try the nodes of a Slurm job, or images; there the ranks try it when they
-start, and end with the same message.
+The check tries the sandbox on this machine. It cannot try it on the nodes of a Slurm job or in container images: there the
+ranks try it when they start, and end with the same message if it fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Problem]:
-    """Yield sandboxes that do not work on this machine.
+    """Yield a problem for each sandbox that does not work on this machine.
 
     executor: local, slurm or allocation. notes: receives sandboxes that can only be tried on other nodes.
     """
@@ -47,7 +47,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
 
 
 def _sandboxes(key: str, config: EnvironmentConfig) -> Iterator[tuple[str, SandboxArguments]]:
-    """Yield (key, kwargs) of each environment or tool that runs programs. Checks of the recipe report problems of kwargs."""
+    """Yield (key, kwargs) of each environment or tool that runs programs. Other checks report problems of the kwargs."""
     arguments = read_kwargs(key, config)[0] if config.kind in KINDS else None
     if isinstance(arguments, SandboxArguments):
         yield key, arguments

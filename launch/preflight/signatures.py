@@ -1,6 +1,7 @@
 """Read the parameters of a library's classes from its source. Importing the library would take seconds.
 
-The module does not see parameters that a class takes through `**kwargs` other than its bases', and classes made at run time.
+The module does not see classes that are made at run time, nor parameters that a class takes through `**kwargs`, except for
+those of its base classes.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from functools import cache
 from pathlib import Path
 
 Parameters = dict[str, str | None]
-"""Parameter name -> annotation as written, None without one."""
+"""Parameter name -> its annotation as written in the source; None without an annotation."""
 
 
 class NoSuchClass(LookupError):
-    """The library is installed and has no such class."""
+    """Raised if the library is installed but has no such class."""
 
 
 @cache
 def parameters(dotted: str) -> Parameters | None:
-    """Return the parameters of a class, without `self`. Raises NoSuchClass.
+    """Return the parameters of a class, without `self`; None if they are not known. Raises NoSuchClass.
 
-    None if they are not known: the library is not installed, or the class takes **kwargs.
+    They are not known if the library is not installed, or the class takes **kwargs.
     """
     module, _, name = dotted.rpartition(".")
     if not module or not _roots(module.partition(".")[0]):
@@ -58,7 +59,7 @@ def _roots(package: str) -> tuple[Path, ...]:
 
 @cache
 def module(dotted: str) -> ast.Module | None:
-    """Return the syntax tree of a module's source, None without one."""
+    """Return the syntax tree of a module's source; None if the source is not found."""
     package, *path = dotted.split(".")
     for root in _roots(package):
         for file in (root.joinpath(*path, "__init__.py"), root.joinpath(*path).with_suffix(".py") if path else root):
@@ -106,7 +107,7 @@ def _parameters_of(dotted: str, node: ast.ClassDef) -> Parameters | None:
 
 
 def fields(dotted: str, node: ast.ClassDef) -> Parameters:
-    """Return the annotated fields of a class and of its bases, as in a dataclass."""
+    """Return name -> annotation for the annotated fields of a class and of its bases, as in a dataclass."""
     annotated: Parameters = {}
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and (above := _class(dotted, base.id)):

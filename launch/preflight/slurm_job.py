@@ -2,7 +2,7 @@
 
 Our own checks cover requests that Slurm accepts and never starts: components that do not fit together (here), limits of
 partitions where Slurm does not enforce them (`slurm_nodes.py`), limits of accounts (`slurm_limits.py`). `slurm_refusals.py`
-finds the recipe's keys behind a refusal. What Slurm does not answer is noted.
+finds the recipe's keys behind a refusal. A check to which Slurm gives no answer becomes a note.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from pipeline.config import Problem, Recipe
 
 
 def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[Problem]:
-    """Yield requests that Slurm refuses, or accepts and never starts. notes: receives failed checks and expected waits."""
+    """Yield problems of requests that Slurm refuses, or accepts and never starts.
+
+    notes: receives checks that were not possible, and expected waits.
+    """
     notes = [] if notes is None else notes
     notes += slurm_request.notes(recipe)
     yield from container_problems(recipe, notes)
@@ -68,7 +71,7 @@ def _site_problems(
 
 
 def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | None:
-    """Return the user's accounting; None if the cluster does not enforce it or it does not answer."""
+    """Return the user's accounting; None, with a note, if the cluster does not enforce it, or sacctmgr does not answer."""
     if "associations" not in cluster.enforced_parts:
         notes.append("accounts and QOS were not checked: this cluster does not enforce them")
         return None
@@ -80,10 +83,11 @@ def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | N
 
 
 def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterator[Problem]:
-    """Yield a problem if components cannot start together, as no two share a node. suitable: nodes of each component.
+    """Yield a problem if there are too few suitable nodes to start all components at once, each on nodes of its own.
 
-    Slurm accepts such a job, and it waits forever. By Hall's theorem nodes can be assigned if and only if, for every set of
-    components, the nodes suitable for at least one of them are as many as the set requests.
+    suitable: request of a component -> names of its suitable nodes. Slurm accepts such a job, and it waits forever. By Hall's
+    theorem nodes can be assigned if and only if, for every set of components, at least as many nodes are suitable for one or
+    more of them as the set requests.
     """
     for count in range(2, len(suitable) + 1):
         for group in combinations(suitable, count):

@@ -1,4 +1,4 @@
-"""Compare requests with the limits of accounts and QOS, beyond which Slurm's accounting never starts a job.
+"""Compare requests with the limits of accounts and QOS. Slurm never starts a job beyond such a limit.
 
 sbatch refuses accounts and QOS that a user may not use, but accepts most jobs beyond their limits. For the precedence of limits
 see https://slurm.schedmd.com/resource_limits.html. Each heterogeneous component counts as a job.
@@ -28,7 +28,7 @@ UNITS = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memor
 
 @dataclass(frozen=True)
 class Accounting:
-    """One user's rows of the accounting database for this cluster. They have the fields of ASSOCIATION and QOS."""
+    """One user's rows of the accounting database for this cluster. The rows have the fields named in ASSOCIATION and QOS."""
 
     associations: tuple[Fields, ...]  # the user's own
     accounts: dict[str, Fields]  # those of the user and the accounts above them, by name
@@ -36,13 +36,13 @@ class Accounting:
     default_account: str | None
 
     def association(self, account: str | None, partition: str) -> Fields | None:
-        """Return the association for that partition, else the one for all partitions, else None."""
+        """Return the account's association for the partition, else its association for all partitions, else None."""
         rows = {row["Partition"]: row for row in self.associations if row["Account"] == account}
         return rows.get(partition) or rows.get("")
 
 
 def accounting(cluster: str, user: str) -> Accounting:
-    """Return what sacctmgr reports for a user. Raises SlurmError, also on a cluster without accounting."""
+    """Return the rows that sacctmgr reports for a user. Raises SlurmError, also on a cluster without accounting."""
     of_cluster = ("sacctmgr", "-nP", "show", "assoc", f"format={','.join(ASSOCIATION)}", "where", f"cluster={cluster}")
     associations = _rows(ASSOCIATION, run_command(*of_cluster, f"user={user}"))
     accounts: dict[str, Fields] = {}
@@ -58,7 +58,7 @@ def accounting(cluster: str, user: str) -> Accounting:
 
 
 def _rows(names: tuple[str, ...], text: str) -> list[Fields]:
-    """Parse the output of `sacctmgr -nP`."""
+    """Parse the output of `sacctmgr -nP` into rows of field -> text. Raises SlurmError."""
     rows = [line.split("|") for line in text.splitlines() if line]
     if any(len(row) != len(names) for row in rows):
         first = text.splitlines()[0]
@@ -89,7 +89,10 @@ def _names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ApplicableLimits:
-    """A component's request and the rows that limit it. Key `who` of a row names its holder, such as `QOS short`."""
+    """A component's request and the rows of accounting that limit it.
+
+    The field `who` of a row names the holder of its limits, such as `QOS short`.
+    """
 
     request: ComponentRequest
     qos: list[Fields]  # in order of precedence
@@ -98,12 +101,12 @@ class ApplicableLimits:
 
     @property
     def rows(self) -> dict[str, Fields]:
-        """Return all limiting rows by holder."""
+        """Return holder -> row, for all rows that limit the request."""
         return {row["who"]: row for row in (*self.qos, self.association, *self.accounts)}
 
 
 def problems(accounting: Accounting, user: str, requests: list[tuple[ComponentRequest, Fields]]) -> Iterator[Problem]:
-    """Yield requests beyond the limits. requests: each with a partition that accepts it."""
+    """Yield problems of requests beyond the limits. requests: (request, a partition that accepts it) pairs."""
     applicable = [limits for request in requests if (limits := _applicable(accounting, user, *request))]
     for limits in applicable:
         yield from _job_problems(limits)
@@ -159,7 +162,7 @@ def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
 
 
 def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
-    """Yield requests whose sum over components is beyond a limit."""
+    """Yield a problem for each limit that the components' requests exceed together."""
     for holder, row in {holder: row for limits in applicable for holder, row in limits.rows.items()}.items():
         under = [limits for limits in applicable if holder in limits.rows]
         key, of = under[-1].request.key, " + ".join(limits.request.key for limits in under)

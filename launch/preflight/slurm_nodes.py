@@ -44,7 +44,7 @@ class Cluster:
 
     @cached_property
     def nodes(self) -> dict[str, ClusterNode]:
-        """All nodes by name, read on first use. Raises SlurmError."""
+        """Return name -> node for all nodes, which are read on first use. Raises SlurmError."""
         nodes = map(_node, parse_records(run_command("scontrol", "-a", "-o", "show", "node")))
         return {node.name: node for node in nodes}
 
@@ -54,7 +54,7 @@ class Cluster:
         return frozenset(self.config.get("AccountingStorageEnforce", "none").lower().split(","))
 
     def names(self, request: ComponentRequest) -> list[str]:
-        """Return the partitions of a request that exist; Slurm's default one if it names none."""
+        """Return the names of a request's partitions that exist; Slurm's default partition if the request names none."""
         default = [name for name, fields in self.partitions.items() if fields.get("Default") == "YES"]
         return [name for name in request.partitions or default if name in self.partitions]
 
@@ -72,7 +72,7 @@ class Cluster:
         return [node for node in self.nodes.values() if names & node.partitions]
 
     def may_return(self, request: ComponentRequest) -> set[str]:
-        """Return unavailable nodes whose resources would satisfy a request."""
+        """Return the names of unavailable nodes whose resources would satisfy a request."""
         needs, features = (request.cpus, request.gpus, request.memory_mb), set(re.findall(r"[\w.-]+", request.constraint or ""))
         return {
             node.name
@@ -100,7 +100,7 @@ def _node(fields: Fields) -> ClusterNode:
 def count_whole_nodes(request: ComponentRequest, cluster: Cluster, names: Collection[str]) -> ComponentRequest:
     """Return the request as limits count it: a whole node counts with all its CPUs and GPUs, mem=0 with all its memory.
 
-    names: suitable nodes. Takes the smallest of them.
+    names: names of suitable nodes, whose smallest values are taken.
     """
     nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
     if request.all_memory and nodes:
@@ -113,7 +113,7 @@ def count_whole_nodes(request: ComponentRequest, cluster: Cluster, names: Collec
 def partition_problems(
     partition: Fields, request: ComponentRequest, account: str | None, qos: str | None, flags: str
 ) -> Iterator[Problem]:
-    """Yield limits of a partition that a request exceeds. flags: of the job's QOS, which may lift them."""
+    """Yield a problem for each limit of a partition that a request exceeds. flags: the QOS's flags, which may lift limits."""
     name, key = partition["PartitionName"], request.key
     limit = minutes(partition.get("MaxTime", "UNLIMITED"))
     if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:

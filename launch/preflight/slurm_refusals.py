@@ -1,7 +1,7 @@
 """Find the recipe's keys that make Slurm refuse a component's request, and values that it would accept.
 
-Slurm gives one message for many errors ("Requested node configuration is not available"). So each demand of the request is
-tested after the other, and then with smaller values.
+Slurm gives one message for many errors ("Requested node configuration is not available"). So the module tests the demands of a
+request one after another, and a refused demand also with smaller values.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CODES = {
 OPEN = {"State": "UP", "AllowGroups": "ALL", "RootOnly": "NO", "ReqResv": "NO", "AllocNodes": "ALL"}
 """Settings of a partition that admit everybody."""
 WEAK = ("job-name", "time", "signal", "partition", "exclusive")
-"""Options that cannot make Slurm refuse a request for one node, or only if no other option does."""
+"""Options that are not tested as the cause of a refusal: they cannot be it, or are taken as the cause if no other option is."""
 TRIED, SHOWN = 12, 3
-"""Number of other partitions that are tried, and that are reported."""
+"""Maximum numbers of other partitions that are tried, and that are reported."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,14 @@ class ResourceDemand:
     step: int = 1  # precision of the largest accepted value
 
     def options(self, value: int | str) -> list[str]:
-        """Return the options of sbatch for a value."""
+        """Return the options of sbatch that request `value` of this resource."""
         return [word.format(value) for word in self.template.split()]
 
     def most(self, fits: Callable[[list[str]], bool]) -> int:
-        """Return the largest smaller value whose options `fits` accepts, 0 if there is none."""
+        """Return the largest value below the demanded one that `fits` accepts; 0 if there is none.
+
+        fits: a function from options of sbatch to whether Slurm accepts them.
+        """
         low, high = 0, self.value if isinstance(self.value, int) else 0
         while high - low > self.step:
             middle = (low + high) // 2
@@ -100,7 +103,7 @@ class RefusalExaminer:
         return partition_problems(self.cluster.partitions[name], request, account, qos, flags)
 
     def _waits(self, request: ComponentRequest) -> bool:
-        """Return whether a request is refused only because nodes are down or drained, for which the job waits."""
+        """Return whether Slurm refuses a request only because nodes are down or drained. The job then waits; a note says so."""
         if all(node.available for node in self.cluster.members(request)):
             return False
         suitable = self.tester.nodes_for(request, self.cluster)
@@ -114,7 +117,7 @@ class RefusalExaminer:
         return True
 
     def _note_idle(self, request: ComponentRequest, nodes: str) -> None:
-        """Note GPUs that the job occupies and does not use. nodes: where it would run, in Slurm's short form."""
+        """Add a note on GPUs that the job occupies and does not use. nodes: the nodes of the job, as Slurm's host list."""
         cluster_nodes = self.cluster.nodes
         gpus = (
             [cluster_nodes[name].gpus for name in host_names(nodes) if name in cluster_nodes]
@@ -130,16 +133,16 @@ class RefusalExaminer:
     def _diagnosis(self, request: ComponentRequest, message: str) -> Iterator[Problem]:
         """Yield a problem for each key that makes Slurm refuse a request. message: Slurm's refusal of the whole request.
 
-        Slurm first tests the options that are no demands. If it accepts these, the demands are added in turn; a demand that
-        Slurm refuses is reported, and stays at the largest value that Slurm accepts. If Slurm refuses none, the time is too
-        long.
+        The options other than demands are tested first. If Slurm accepts these, the demands are added one after another. A
+        demand that Slurm refuses is reported, and replaced with the largest value that Slurm accepts. If Slurm refuses no
+        demand, the time limit is too long.
         """
         demands = _demands(request)
         tested = {option_name(option) for demand in demands for option in demand.options(demand.value)}
         basic = [option for option in request.options if option_name(option) not in tested]
 
         def refused(options: Sequence[str]) -> str:
-            """Return Slurm's refusal of options, for one minute; "" if it accepts them."""
+            """Return Slurm's refusal of a job of one minute with these options; "" if it accepts the job."""
             nodes = (
                 []
                 if any(option.startswith("--nodes=") for option in options)
@@ -174,7 +177,7 @@ class RefusalExaminer:
             yield _problem("cluster.time_min", request.minutes, message)
 
     def _choices(self, request: ComponentRequest, key: str) -> str:
-        """Return valid choices for a key, as the end of a message."""
+        """Return the end of a message that names the valid values of a key; "" if they are not known."""
         name, chosen = _option(key), ""
         if name == "partition":
             choices: list[str] = [*self.cluster.partitions]
@@ -239,7 +242,7 @@ def _requested_value(request: ComponentRequest, key: str) -> str:
 
 
 def _option(key: str) -> str:
-    """Return the option that a key, or a variable of the environment, sets: SBATCH_QOS -> qos."""
+    """Return the option that a recipe's key or an environment variable sets: cluster.train.qos or SBATCH_QOS -> qos."""
     return key.removeprefix("SBATCH_").lower() if key.startswith("SBATCH_") else key.rpartition(".")[2]
 
 

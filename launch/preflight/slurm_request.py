@@ -1,4 +1,4 @@
-"""Describe each component's request as sbatch reads it: from the recipe, or else from variables of the environment."""
+"""Describe each component's request as sbatch gets it: from the recipe, or else from environment variables."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ComponentRequest:
     takes_whole_nodes: bool  # without other jobs on the nodes
 
     def keys(self, name: str) -> str:
-        """Return the keys whose values add up to the request."""
+        """Return the keys `name` of all components whose values add up to the request, as `KEY + KEY`."""
         return " + ".join(f"{key}.{name}" for key in self.together)
 
     def key_of(self, option: str) -> str:
-        """Return the recipe's key, or the variable, that sets an option of sbatch: `--mem=3G` -> cluster.train.mem."""
+        """Return the recipe's key or environment variable that sets an option of sbatch: `--mem=3G` -> cluster.train.mem."""
         name = option_name(option)
         if name in self.variables:
             return slurm_environment.variable(name)
@@ -100,7 +100,7 @@ def requests(recipe: Recipe) -> list[ComponentRequest]:
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield notes on variables of the environment, and on CPUs and memory that are left to Slurm's defaults, beside GPUs."""
+    """Yield notes on environment variables, and on components with GPUs whose CPUs or memory are left to Slurm's defaults."""
     yield from slurm_environment.notes(hosts(components(recipe)))
     for name, component in hosts(components(recipe)).items():
         open_keys = [key for key in ("cpus_per_task", "mem") if getattr(component, key) is None]

@@ -17,7 +17,7 @@ from launch.preflight.slurm_request import ComponentRequest, option_name
 from pipeline.config import Problem
 
 TESTS_S = 40.0
-"""Time for all tests of a recipe together; later ones are left out."""
+"""Time for all tests of a recipe together. A test after that raises SlurmError."""
 STARTS = re.compile(r"^sbatch: Job \d+ to start at .* processors on (?:nodes )?(\S+)", re.M)
 NO_ANSWER = re.compile(r"unable to contact|timed out|socket|connection|configuration source|slurm backup|munge", re.I)
 """Matches errors of sbatch about the cluster rather than the request."""
@@ -26,7 +26,7 @@ OPTION_CODES = {"unrecognized": "unknown-key", "requires an argument": "missing-
 
 
 def sentence(output: str) -> str:
-    """Return the message of a Slurm command without its name and hints."""
+    """Return the error message in a Slurm command's output, without the command's name and its hints."""
     lines = [DECORATION.sub("", line).strip() for line in output.splitlines() if not line.startswith("Try ")]
     return "; ".join(dict.fromkeys(filter(None, lines)))
 
@@ -35,9 +35,9 @@ def sentence(output: str) -> str:
 
 
 def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
-    """Yield problems of options that sbatch does not have or cannot parse; it needs no controller for that.
+    """Yield problems of options that sbatch does not have or cannot parse.
 
-    Yields nothing without sbatch or without a configured cluster.
+    Parsing needs no Slurm controller. Yields nothing without sbatch or without a configured cluster.
     """
     try:
         slurm_client.run_command("sbatch", "--version")
@@ -57,10 +57,10 @@ def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
 
 
 def _parse_error(*options: str) -> str:
-    """Return why sbatch cannot parse options; "" if it can, or the reason is not known.
+    """Return why sbatch cannot parse options; "" if it can, or if the reason is not known.
 
-    With --version it parses the options before it and exits. An option that lacks its value would take --version as the value;
-    without --version sbatch parses the options and then misses the script.
+    If --version is the last option, sbatch parses the options before it and exits. But an option that lacks its value would
+    take --version as the value. Without --version, sbatch parses the options and then reports that the script is missing.
     """
     try:
         slurm_client.run_command(*unset_for_sbatch(), "sbatch", *options)
@@ -96,7 +96,7 @@ class SbatchTester:
         self._deadline = time.monotonic() + TESTS_S
 
     def __call__(self, options: Iterable[str], *instead: str) -> SbatchResult:
-        """Test options. instead: options that override them. Raises SlurmError."""
+        """Return the result of a test request with `options`. instead: options that override them. Raises SlurmError."""
         remaining_s = self._deadline - time.monotonic()
         if remaining_s <= 0:
             raise SlurmError(f"the tests of this recipe took more than {TESTS_S:g} s", "late")
@@ -122,7 +122,10 @@ class SbatchTester:
         return frozenset(nodes | (cluster.may_return(request) - set(host_names(",".join(excluded)))))
 
     def _most_nodes(self, request: ComponentRequest, least: int, available: int, excluded: list[str]) -> set[str]:
-        """Return the largest set of `least` to `available` nodes that Slurm accepts. excluded: in Slurm's short form."""
+        """Return the nodes of the largest request of `least` to `available` nodes that Slurm accepts; none if it refuses all.
+
+        excluded: host lists of nodes that the request excludes.
+        """
         without = [f"--exclude={','.join(excluded)}"] if excluded else []
 
         def test(count: int) -> SbatchResult:

@@ -20,7 +20,10 @@ DEPTH = 4  # of includes
 
 
 def notes(keys: list[str], config: Fields) -> Iterator[str]:
-    """Yield a note if this machine's configuration lets pyxis use squashfuse. keys: of images. config: Slurm's."""
+    """Yield a note if pyxis mounts images with squashfuse here and a signal to a step reaches squashfuse's processes.
+
+    keys: the recipe's keys of images. config: Slurm's configuration.
+    """
     setting = _squashfuse_setting(config.get("PlugStackConfig", "/etc/slurm/plugstack.conf"))
     if setting is None or not signals_reach_children(config):
         return
@@ -38,14 +41,17 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
 
 
 def signals_reach_children(config: Fields) -> bool:
-    """Return whether a signal to a step reaches more than its tasks: with cgroups only if cgroup.conf says so."""
+    """Return whether a signal to a step reaches more than its tasks. With cgroups, this depends on cgroup.conf."""
     if config.get("ProctrackType", "proctrack/cgroup") != "proctrack/cgroup":
         return True
     return config.get("SignalChildrenProcesses", "no").lower() in TRUE
 
 
 def sends_user_signal(config: Fields) -> bool:
-    """Return whether preemption begins with the job's --signal, set in SlurmctldParameters before Slurm 23.02."""
+    """Return whether preemption begins with the signal of the job's --signal.
+
+    The setting is in PreemptParameters; before Slurm 23.02 it was in SlurmctldParameters.
+    """
     parameters = f"{config.get('PreemptParameters', '')},{config.get('SlurmctldParameters', '')}"
     return "send_user_signal" in parameters.lower()
 

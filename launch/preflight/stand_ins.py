@@ -1,4 +1,4 @@
-"""Make stand-ins for the functions and classes in a syntax tree, which have their names and signatures but not their code."""
+"""Make stand-ins for the functions and classes of a syntax tree: objects with the same names and signatures, but no code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAKE_NAMES = ("globals", "vars", "exec")
 
 
 class _Default:
-    """The default of a parameter, whose repr is its source."""
+    """Stands for the default of a parameter. Its repr is the default's source."""
 
     def __init__(self, node: ast.expr) -> None:
         self._text = ast.unparse(node)
@@ -43,7 +43,7 @@ def function_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> An
 
 
 def class_of(node: ast.ClassDef, bases: Sequence[Any]) -> Any:
-    """Return a class with these bases and with the methods in the source; UNKNOWN if they do not show it."""
+    """Return a class with these bases and the methods in the source; UNKNOWN if bases and source do not determine it."""
     if node.decorator_list or node.keywords or not all(isinstance(base, type) for base in bases):
         return UNKNOWN
     members = {name: _member(definition) for name, definition in bindings(node.body).items() if name not in UNSET}
@@ -66,7 +66,7 @@ def _member(node: ast.AST | None) -> Any:
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None) -> Any:
-    """Return a function that does nothing, with the signature of a definition. None: it takes any arguments."""
+    """Return a function that does nothing and has the signature of a definition, or takes any arguments if `node` is None."""
 
     async def coroutine(*args: Any, **kwargs: Any) -> None: ...
 
@@ -102,10 +102,10 @@ def _parameter(name: str, kind: Any, default: ast.expr | None) -> inspect.Parame
 
 
 def bindings(body: Sequence[ast.stmt]) -> dict[str, ast.AST | None]:
-    """Return what the statements of a module or a class bind to each name, also within `if`, `try` and `with`.
+    """Return name -> node for the names that a module or a class binds, also within `if`, `try` and `with`.
 
-    A definition, the value of an assignment, or the import statement. None for what the source does not show, such as a name
-    that several statements bind.
+    The node is a definition, the value of an assignment, or an import statement. It is None if the source does not show the
+    value, such as for a name that several statements bind.
     """
     bound: dict[str, ast.AST | None] = {}
     for node in statements(body):
@@ -115,7 +115,7 @@ def bindings(body: Sequence[ast.stmt]) -> dict[str, ast.AST | None]:
 
 
 def _bound_names(node: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield the names that one statement binds, with what `bindings` returns for them."""
+    """Yield (name, node or None) for each name that one statement binds. For the nodes see `bindings`."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name, node
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -132,7 +132,10 @@ def _bound_names(node: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
 
 
 def may_bind(body: Sequence[ast.stmt], name: str) -> bool:
-    """Return whether running a module may bind a name that `bindings` lacks: in an expression or a function, or by its text."""
+    """Return whether a module may bind `name` in a way that `bindings` does not see.
+
+    Such ways are `:=`, `global` in a function, `case ... as`, globals(), vars(), exec and sys.modules.
+    """
     for node in (node for statement in body for node in ast.walk(statement)):
         if getattr(node, "id", None) in MAKE_NAMES or getattr(node, "attr", None) == "modules":  # of sys
             return True
@@ -146,7 +149,7 @@ def may_bind(body: Sequence[ast.stmt], name: str) -> bool:
 def statements(body: Sequence[ast.stmt], always: bool = False) -> Iterator[ast.stmt]:
     """Yield the statements of a block and of the blocks inside it, but not of functions and classes.
 
-    always: only those that certainly run.
+    always: whether to yield only statements that certainly run, those of the outermost block.
     """
     for node in body:
         yield node

@@ -58,7 +58,8 @@ def _check_rows(
 ) -> Iterator[Problem]:
     """Check that the teacher has no more vocabulary rows than the policy.
 
-    Models with one tokenizer may differ in unused rows, and a teacher may give probability to one that the policy lacks.
+    Models with the same tokenizer may differ in their unused rows, and a teacher could give probability to a row that the
+    policy lacks.
     """
     student_rows = teacher_rows = None
     with collected([]):  # other checks report problems of the models

@@ -14,7 +14,8 @@ from pipeline.seams import extras
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each tracker whose library is missing.
 
-    In another Python, such as a container's, the trackers' process reports it, and `launch/track.py` can send the run.
+    If rank 0 runs in another Python, such as a container's, the process of the trackers reports a missing library in the job.
+    `launch/track.py` can then send the run to the tracker.
     """
     if containers.has_another_python(recipe.cluster.train):
         return

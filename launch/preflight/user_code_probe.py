@@ -1,7 +1,8 @@
 """Import and describe a user's code in a process of its own: `python -m launch.preflight.user_code_probe REPLY`.
 
-Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from stdin, and writes one of these by key into the file REPLY:
-{ok, fields, required}, {wrong, code}, {absent, importer}, {raised, foreign}. The caller discards what the code prints.
+Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from stdin. Writes key -> reply as JSON into the file REPLY. A reply
+is one of {ok, fields, required}, {wrong, code}, {absent, importer} and {raised, foreign}. The caller discards the output of the
+code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pipeline.recipe import user_code
 
 
 def describe(source: dict[str, Any]) -> dict[str, Any]:
-    """Import and describe one object. source: its path, role (environment, tool, dataset, format) and kwargs."""
+    """Import one object of the user, and return the reply about it.
+
+    source: its dotted path, role (environment, tool, dataset, format) and kwargs.
+    """
     try:
         loaded_object = user_code.load(source["path"])
     except user_code.NotFound as error:
@@ -42,7 +46,7 @@ def describe(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _innermost(error: BaseException) -> tuple[str, int | None]:
-    """Return the file and line that raised, ignoring the import system's frames."""
+    """Return (file, line) of the code that raised an error, without the import system's frames."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     return frames[-1].filename, frames[-1].lineno
 

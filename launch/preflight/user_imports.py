@@ -1,8 +1,8 @@
 """Check the user's own code before the job imports it: that it exists and is a valid environment, tool or data set.
 
-What is trusted (`launch/recipes/trust.py`) is imported, in a separate process, which ends after PROBE_S. Of other code the
-source is read. Where the ranks use another Python than this machine, packages or GPUs that only they may have are noted, and
-the source alone is checked.
+Trusted code (`launch/recipes/trust.py`) is imported in a separate process, which ends after PROBE_S. Of other code, only the
+source is read. If the ranks use another Python than this machine, they may have packages or GPUs that are missing here: for
+code that cannot be imported for this reason, a note says so, and only the source is checked.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
 
 
 def places(recipe: Recipe) -> list[Path]:
-    """Return the folders that are searched besides installed packages."""
+    """Return the folders that are searched for the user's modules, besides installed packages."""
     folders = [*_python_path(recipe), *recipe.module_folders]
     return list(dict.fromkeys(Path(folder).absolute() for folder in folders if folder))
 
@@ -81,7 +81,7 @@ def _python_path(recipe: Recipe) -> list[str]:
 
 
 def folder_of(path: str, recipe: Recipe) -> Path | None:
-    """Return the folder that holds a module; None if it is installed or missing."""
+    """Return the folder in `places` that holds the module of a dotted path; None if the module is installed or missing."""
     top = path.partition(".")[0]
     return next(
         (folder for folder in places(recipe) if os.path.isfile(folder / f"{top}.py") or os.path.isdir(folder / top)), None
@@ -89,11 +89,14 @@ def folder_of(path: str, recipe: Recipe) -> Path | None:
 
 
 Replies = Mapping[str, dict[str, Any]] | str
-"""The reply of `launch/preflight/user_code_probe.py` by key, or why there is none."""
+"""Key -> reply of `launch/preflight/user_code_probe.py`; or a text that says why there are no replies."""
 
 
 def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
-    """Describe the user code of a recipe: import what is trusted, in a separate process, and read the source of the rest."""
+    """Return replies about the user code of a recipe.
+
+    Trusted code is imported in a separate process. Of other code only the source is read.
+    """
     references = code_references(recipe)
     folders = [*places(recipe), *([Path.cwd()] if recipe.module_folders else [])]
     trusted = trusted_folders(trust, folders)
@@ -118,9 +121,9 @@ def _read(references: list[CodeReference], folders: Sequence[Path]) -> dict[str,
 
 
 def required_fields(recipe: Recipe, replies: Replies) -> dict[str, list[str]]:
-    """Return the fields that each environment of the user needs from a record, without the names in kwargs; none for a class.
+    """Return name under `env` -> the fields that this user's environment needs from a record, without those that kwargs give.
 
-    By name under `env`. Lacks environments that could not be imported or are not valid.
+    An environment that is a class needs none. Environments that could not be imported or are not valid are left out.
     """
     return {
         reference.key.split(".")[1]: [field for field in replies[reference.key]["required"] if field not in reference.kwargs]
@@ -130,9 +133,9 @@ def required_fields(recipe: Recipe, replies: Replies) -> dict[str, list[str]]:
 
 
 def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) -> Iterator[Problem]:
-    """Yield problems of user code.
+    """Yield problems of the user's code.
 
-    executor: local, slurm or allocation. notes: receives code that could not be checked. answers: of `probe`.
+    executor: local, slurm or allocation. notes: receives code that could not be checked. answers: the result of `probe`.
     """
     references = code_references(recipe)
     if read := [reference for reference in references if not isinstance(answers, str) and "read" in answers[reference.key]]:
@@ -168,7 +171,10 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
 def _probe(
     recipe: Recipe, references: list[CodeReference], trust: Trust = Trust.EVERYTHING, trusted: Sequence[Path] = ()
 ) -> Replies:
-    """Return the reply of `user_code_probe.py` by key, or why there is none. trusted: the folders to search, unless all are."""
+    """Run `user_code_probe.py` on some references, and return its replies, or why there are none.
+
+    trusted: the folders to search, if the trust is not Trust.EVERYTHING.
+    """
     everything = trust is Trust.EVERYTHING
     request = {
         "folders": recipe.module_folders if everything else [*map(str, trusted)],

@@ -1,11 +1,10 @@
 """Describe a user's code from its source alone, without importing it.
 
-This sees most of what an import sees: a module or a name that does not exist, a syntax error, a package that is not installed,
-a class that lacks methods, parameters that do not fit. It does not see what only running the module shows: other exceptions,
-names that are made at run time or by several statements, and what decorators and foreign base classes add. Such code
-passes.
+The source shows most errors that an import would show: a module or a name that does not exist, a syntax error, a package that
+is not installed, a class that lacks methods, parameters that do not fit. It does not show other exceptions, names that are made
+at run time or by several statements, or changes by decorators and foreign base classes. Code with such errors passes.
 
-Sources of any length and depth are read, so callers bound the time (`launch/preflight/bounded.py`).
+Sources may be long and deeply nested, so callers bound the time (`launch/preflight/bounded.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from pipeline.recipe import user_code, user_files
 MAX_SOURCE = 4 << 20
 """Largest module, in bytes."""
 MAX_MODULES = 200
-"""Most modules that are read for one name."""
+"""Maximum number of modules that are read for one name."""
 OURS = ("pipeline.environments.environment", "pipeline.environments.tool", "pipeline.evaluation.questions")
 """Modules with base classes for users. They are part of Hetstep, and are imported."""
 BASES = {"abc.ABC": abc.ABC, "typing.Protocol": Protocol}
 
 
 class CodeFault(Exception):
-    """The code cannot be used; `reply` says why, as `launch/preflight/user_code_probe.py` does."""
+    """Raised if the code cannot be used. `reply` says why, in the form of `launch/preflight/user_code_probe.py`."""
 
     def __init__(self, **reply: Any) -> None:
         super().__init__(str(reply))
@@ -45,9 +44,9 @@ class CodeFault(Exception):
 
 
 def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what `launch/preflight/user_code_probe.py` replies for code at a dotted path, as far as its source shows it.
+    """Return the reply of `launch/preflight/user_code_probe.py` about code at a dotted path, as far as the source shows it.
 
-    folders: that are searched, in order, after installed packages. kwargs: names under `env.NAME.kwargs`.
+    kwargs: names under `env.NAME.kwargs`. folders: searched in this order, after installed packages.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -67,7 +66,7 @@ def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path
 
 
 def lacks(path: str, folders: Sequence[Path]) -> str | None:
-    """Return why there is no such module or name; None if there is, or if the source does not show it."""
+    """Return why the module or the name of a dotted path does not exist; None if it exists, or if the source does not tell."""
     module, _, name = path.rpartition(".")
     try:
         SourceReader(folders, checks_imports=False).find(module, name)
@@ -89,7 +88,7 @@ class ModuleSource:
 
     @functools.cached_property
     def bindings(self) -> dict[str, ast.AST | None]:
-        """Return the statement or value that binds each name of the module."""
+        """Return name -> node for the names that the module binds, as `stand_ins.bindings` does."""
         return bindings(self.body)
 
     @functools.cached_property
@@ -98,7 +97,7 @@ class ModuleSource:
         return any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in statements(self.body))
 
     def absolute(self, node: ast.ImportFrom) -> str:
-        """Return the module that an import statement names."""
+        """Return the absolute name of the module in a `from ... import` statement."""
         if not node.level:
             return node.module or ""
         package = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
@@ -107,7 +106,10 @@ class ModuleSource:
 
 @dataclass
 class SourceReader:
-    """Reads modules and what they name. checks_imports: also whether the modules that they import exist."""
+    """Reads modules, and finds stand-ins for the objects in them.
+
+    checks_imports: whether to check also that the imports of these modules exist
+    """
 
     folders: Sequence[Path]
     checks_imports: bool = True
@@ -192,7 +194,10 @@ class SourceReader:
     # ---- modules ----------------------------------------------------------------------------------------------------------
 
     def source(self, module: str) -> ModuleSource | None:
-        """Return the source of a module; None if it has no source, or after MAX_MODULES. Raises CodeFault without a module."""
+        """Return the source of a module; None if it has no source, or if MAX_MODULES were read before.
+
+        Raises CodeFault if there is no such module.
+        """
         if module not in self._read:
             self._read[module] = None
             if len(self._read) <= MAX_MODULES and (file := self._file(module)):
@@ -202,7 +207,10 @@ class SourceReader:
         return self._read[module]
 
     def _roots(self, top: str) -> list[Path]:
-        """Return the folders of a top-level package, or the file of a module. Installed ones hide the user's, as in imports."""
+        """Return the folders of a top-level package, or the file of a top-level module.
+
+        An installed package hides a user's package of the same name, as in imports.
+        """
         for spec_of in (_installed_folders, self._theirs):
             if roots := spec_of(top):
                 return roots
@@ -236,13 +244,13 @@ class SourceReader:
         raise CodeFault(wrong=f"there is no module {module}; looked in {', '.join(map(str, roots))}", code="not-importable")
 
     def _exists(self, module: str) -> bool:
-        """Return whether there is a module of any kind inside a package."""
+        """Return whether a package contains the module with this dotted name, whatever kind of file or folder it is."""
         top, *inner, last = module.split(".")
         folders = [root.joinpath(*inner) for root in self._roots(top)]
         return any((folder / last).is_dir() or any(folder.glob(f"{last}.*")) for folder in folders)
 
     def _check_imports(self, source: ModuleSource) -> None:
-        """Raise CodeFault if the import of a module always imports another that is absent or has a syntax error."""
+        """Raise CodeFault if a module always imports another module that is missing or has a syntax error."""
         for node in statements(source.body, always=True):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [source.absolute(node)] if isinstance(node, ast.ImportFrom) else []
@@ -258,7 +266,7 @@ class SourceReader:
 
 
 def _installed_folders(top: str) -> list[Path]:
-    """Return the folders or the file of an installed top-level module; [] if there is none. Nothing is imported."""
+    """Return the folders or the file of an installed top-level module, without importing it; [] if it is not installed."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):

@@ -19,7 +19,7 @@ from pipeline.models.weight_files import FLOATS, TensorEntry, some
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 Head = Literal["logprobs", "values", "rewards"]
 NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)mtp\.|^model\.mtp")
-"""Tensors that transformers leaves out: derived ones of old checkpoints, and the layers that predict several tokens."""
+"""Tensors that transformers ignores: derived tensors of old checkpoints, and layers for multi-token prediction."""
 PREDICTING = ("deepseek_v3", "glm4_moe")  # families whose layers that predict several tokens follow the model's layers
 PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
 
@@ -27,10 +27,10 @@ PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
 def problems(
     key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, TensorEntry], head: Head
 ) -> Iterator[Problem]:
-    """Yield a problem for each way in which the tensors differ from config.json. key: of the model's name in the recipe.
+    """Yield a problem for each kind of difference between the stored tensors and those of the model in config.json.
 
-    head: logprobs, of a language model; values, of a critic, whose checkpoint may lack the value head; rewards, of a reward
-    model, whose checkpoint has one.
+    key: the recipe's key of the model's name. head: `logprobs` for a language model; `values` for a critic, whose checkpoint
+    may lack the value head; `rewards` for a reward model, whose checkpoint must have its head.
     """
     if config.get("model_type") not in MODEL_TYPES or "text_config" in config or config.get("quantization_config"):
         return
@@ -78,7 +78,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _look_equal(a: TensorEntry, b: TensorEntry) -> bool:
-    """Return whether two tensors have one size and equal bytes in evenly spaced parts. The job compares all bytes."""
+    """Return whether two tensors have the same size and equal bytes in evenly spaced parts. The job compares all bytes."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     step = max(PROBE_BYTES, a.nbytes // PROBES)

@@ -1,1 +1,1 @@
-"""Read recipes and what they name: models' folders, and which code of the user to trust."""
+"""Read recipes and the model folders that they name, and decide which code of the user to trust."""

@@ -16,12 +16,12 @@ from pipeline.models.sizes import ALIASES
 from pipeline.recipe import user_files
 
 KNOWN = Path(__file__).resolve().parents[2] / "recipes/models"
-"""Folder of ORG/NAME.json: the keys of public models' config.json that a plan needs. `like` names another file, whose keys are
-inherited."""
+"""Folder of the files ORG/NAME.json, each with the keys of a public model's config.json that a plan needs. The key `like` names
+another model, whose keys are inherited."""
 
 
 class ModelNotFound(RecipeError):
-    """A model is neither a folder nor in the Hugging Face cache of this machine."""
+    """Raised if a model is neither a folder nor in the Hugging Face cache of this machine."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class PendingModel(os.PathLike):
 def model_config(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
-    """Return config.json with the recipe's overrides; None if a pending run will write the model.
+    """Return a model's config.json with the recipe's overrides; None if a pending run will write the model.
 
-    pending: the folders of such runs. key: the recipe's key of the name. The keys of a multimodal family's `text_config`,
-    the language model, are merged in. Raises RecipeError.
+    For a multimodal family, the keys of the language model (`text_config`) are merged in. pending: the folders of needed runs
+    that have not run yet. key: the recipe's key of the model's name. Raises RecipeError.
     """
     if is_inside(policy.model_name, pending):
         return None
@@ -61,10 +61,10 @@ def model_config(
 def planning_config(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
-    """Return `model_config` for a plan, which needs no model files. A run needs the model itself.
+    """Return the config.json of a model as `model_config` does, but also for models that are not on this machine yet.
 
-    For a public model that is not on this machine, return the description in recipes/models. For a model that a pending
-    run will write, return the config of this run's output. Raises RecipeError.
+    A plan needs no more of a model. For a public model that is not on this machine, return its description in recipes/models.
+    For a model that a pending run will write, return the config.json that this run will write. Raises RecipeError.
     """
     for run in pending:
         if isinstance(run, PendingModel) and is_inside(policy.model_name, [run]):
@@ -108,7 +108,7 @@ def _type_problems(key: str, overrides: dict[str, Any], config: dict[str, Any]) 
 
 
 def public_model_config(name: str) -> dict[str, Any] | None:
-    """Return a public model's description in recipes/models, by its name on the Hugging Face Hub; None if there is none."""
+    """Return the description in recipes/models of a model on the Hugging Face Hub; None if there is none. name: ORG/NAME."""
     path = KNOWN / f"{name}.json"
     if name.count("/") != 1 or not path.is_file():
         return None
@@ -128,9 +128,9 @@ def is_local(name: str) -> bool:
 
 
 def model_folder(key: str, name: str) -> Path:
-    """Return a model's folder: `name` itself, or its snapshot in the Hugging Face cache.
+    """Return a model's folder: `name` itself, or the model's snapshot in the Hugging Face cache.
 
-    key: the recipe's key of the name. Raises RecipeError.
+    key: the recipe's key of the model's name. Raises RecipeError.
     """
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
@@ -162,7 +162,7 @@ def hf_home() -> Path:
 
 
 def _in_cache(name: str) -> Path | None:
-    """Return the snapshot of `main`, which transformers reads, if it has a config.json."""
+    """Return the cached snapshot of the revision `main`, which transformers reads; None if it has no config.json."""
     if _looks_like_path(name):
         return None
     snapshot = hub_snapshot("models", name)
@@ -172,7 +172,7 @@ def _in_cache(name: str) -> Path | None:
 def hub_snapshot(kind: str, repository: str, revision: str | None = None) -> Path | None:
     """Return the folder of a repository's files in the hub's cache; None if it is not there.
 
-    kind: models or datasets. revision: None for the revision of `main`.
+    kind: models or datasets. revision: the revision's hash; None for `main`.
     """
     folder = hub_cache() / f"{kind}--{repository.replace('/', '--')}"
     try:

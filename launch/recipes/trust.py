@@ -1,9 +1,9 @@
 """Decide which code that a recipe names may be imported before its run.
 
-A submission imports it, in a process of its own, because the job will run it anyway. A plan and a dry run submit nothing, so
-they only read the source (`preflight/user_source.py`): the recipe may be a stranger's. They import code from folders that the
-user trusts: with `trust=true` on the command line all of them, else those in the variable HETSTEP_TRUSTED, separated by
-colons, and folders inside these. The REST service never imports code for a request.
+A submission imports the code, in a process of its own, because the job will run it anyway. A plan and a dry run submit nothing,
+and the recipe may be a stranger's, so they only read the code's source (`preflight/user_source.py`). But they import code from
+folders that the user trusts: all folders with `trust=true` on the command line, else the folders in the variable
+HETSTEP_TRUSTED, separated by colons, and folders inside these. The REST service never imports code for a request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def current(dry: bool) -> Trust:
 
 @contextlib.contextmanager
 def trusting(trust: Trust | None) -> Iterator[None]:
-    """Set the trust of a block. None changes nothing."""
+    """Set the trust during the block. trust: None changes nothing."""
     token = _given.set(trust or _given.get())
     try:
         yield

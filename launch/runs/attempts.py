@@ -11,7 +11,7 @@ from launch.runs.run_files import FailureRecord, StartupRecord
 from pipeline.files import small_files
 
 STOP = "stop"
-"""The file of an attempt that somebody asked to save and stop. verdict.sh then requests no restart."""
+"""Name of the file that marks an attempt whose ranks somebody asked to save and stop. verdict.sh then requests no restart."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class AttemptFolder:
 
     @property
     def failure(self) -> FailureRecord | None:
-        """Return the first rank that failed; None if none has. Raises RecipeError for a damaged file, as all properties do."""
+        """Return failure.json, about the first rank that failed; None if no rank has failed.
+
+        Raises RecipeError for a damaged file, as all properties do.
+        """
         return small_files.read(self.folder / "failure.json", FailureRecord)
 
     @property
@@ -66,7 +69,7 @@ class AttemptFolder:
 
     @property
     def bad_nodes(self) -> dict[str, str]:
-        """Return why nodes failed their checks, by node name."""
+        """Return node name -> why the node failed its checks, for the nodes that did."""
         lines = (self._read("bad_nodes") or "").splitlines()
         return {node: reason for node, _, reason in (line.partition(": ") for line in lines)}
 
@@ -90,7 +93,7 @@ def all_attempts(run_dir: Path) -> list[AttemptFolder]:
 
 
 def _start_time(path: Path) -> float | None:
-    """Return the unix seconds in `started`, or its last write if a crash has damaged it; None while it is written."""
+    """Return the unix seconds in the file `started`, or of its last write if a crash damaged it; None while it is written."""
     try:
         text = small_files.read_text(path) or ""
         started = float(text) if text.strip() else None
@@ -100,7 +103,7 @@ def _start_time(path: Path) -> float | None:
 
 
 def of_job(run_dir: Path, job_id: str) -> list[AttemptFolder]:
-    """Return the attempts of a job, oldest first: JOB-0, JOB-1 ..., local-JOB-... or ALLOCATION.JOB-..."""
+    """Return the attempts of a job, oldest first. Their names are JOB-N, local-JOB-...-N or ALLOCATION.JOB-N."""
     return [attempt for attempt in all_attempts(run_dir) if job_id in re.split("[-.]", attempt.name)]
 
 

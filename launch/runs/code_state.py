@@ -1,4 +1,4 @@
-"""Identify this code by its Git commit and a hash of the changes since."""
+"""Identify this code by its Git commit and a hash of the uncommitted changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.executors.executor import ROOT
 GIT_S = 20.0
 """Time limit of git on a slow file system: a manifest without a commit is better than no submission."""
 LARGEST = 1 << 20
-"""Bytes of an untracked file whose content is hashed; of a larger one, which is hardly code, the name and the size are."""
+"""Largest untracked file, in bytes, whose content is hashed. Larger files are hardly code; their names and sizes are hashed."""
 
 
 def code_state() -> dict[str, Any] | None:

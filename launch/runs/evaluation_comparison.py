@@ -18,7 +18,7 @@ SETTINGS = (
     *("num_few_shot", "few_shot_choice", "few_shot_as_turns", "format", "format_kwargs"),
     *("num_fewshot", "fewshot_as_multiturn", "gen_kwargs", "max_gen_toks"),  # of lm-evaluation-harness
 )
-"""Settings of a task with which its scores change."""
+"""Settings of a task on which its scores depend."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class TaskComparison:
 
 
 def compare(before: EvaluationFolder, after: EvaluationFolder) -> list[TaskComparison]:
-    """Return a comparison of each task that both evaluations have, in the first one's order."""
+    """Return a comparison of each task that both evaluations have, in the order of the first evaluation."""
     return [compare_task(before, after, task) for task in before.tasks if task in after.tasks]
 
 
 def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, metric: str | None = None) -> TaskComparison:
-    """Return a comparison of one task. metric: None: the task's own."""
+    """Return the comparison of one task. metric: the metric to compare; None: the task's main metric."""
     metric = metric or str(before.tasks[task]["metric"])
     first, second = before.values(task, metric), after.values(task, metric)
     changes = {question: _mean(second[question]) - _mean(first[question]) for question in first.keys() & second.keys()}

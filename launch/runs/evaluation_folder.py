@@ -1,4 +1,4 @@
-"""Read the evaluations of a run: scores.json, values.json and answers/TASK.jsonl of each.
+"""Read the evaluations of a run: the files scores.json, values.json and answers/TASK.jsonl of each evaluation.
 
 RUN_DIR/evaluations/SUITE/step_000050/     an evaluation of a checkpoint of the run
 RUN_DIR/                                   the run itself, if it is an evaluation
@@ -29,7 +29,7 @@ class _CleanScores(TypedDict):
 
 
 class _SearchedTask(TypedDict):
-    """A task of contamination.json; without scores if its questions cannot be read."""
+    """A task of contamination.json. It has no `scores` if its questions cannot be read."""
 
     flagged: NotRequired[int]
     questions: NotRequired[int]
@@ -59,22 +59,24 @@ class EvaluationFolder:
 
     @property
     def label(self) -> str:
-        """Return the step, or else the model, as text."""
+        """Return a text that names the checkpoint's step, or else the model."""
         return self.scores["model"] if self.step is None else f"step {self.step}"
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
-        """Return the summary of each task by name."""
+        """Return task name -> its summary in scores.json."""
         return self.scores["tasks"]
 
     @property
     def contamination(self) -> dict[str, dict[str, Any]]:
-        """Return the findings of launch/contamination.py by task; {} if it has not run."""
+        """Return task name -> the findings of launch/contamination.py; {} if it has not run."""
         findings = small_files.read(self.folder / CONTAMINATION, _Contamination)
         return {name: dict(task) for name, task in findings["tasks"].items()} if findings else {}
 
     def values(self, task: str, metric: str | None = None) -> dict[str, list[float]]:
-        """Return a metric of a task by question; {} if the task does not have it. metric: None means the task's own.
+        """Return question -> its values of a metric; {} if the task does not have the metric.
+
+        metric: None means the task's main metric.
 
         Raises RecipeError for an evaluation without values.json.
         """
@@ -90,7 +92,7 @@ class EvaluationFolder:
         return values
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings of a task in recipe.yaml, {} where that cannot be read."""
+        """Return a task's section of recipe.yaml; {} if the file cannot be read."""
         try:
             section = small_files.read_yaml(self.folder / "recipe.yaml")["evaluate"]
             tasks = section.get("tasks") or {}
@@ -99,7 +101,7 @@ class EvaluationFolder:
             return {}
 
     def answers(self, task: str) -> list[Answer]:
-        """Return a task's answers by question and sample. Raises RecipeError if their key is not here."""
+        """Return a task's answers, sorted by question and sample. Raises RecipeError if their encryption key is not here."""
         return read_answers(self.folder / FOLDER / f"{task}.jsonl", run_keys.source(self.folder))
 
 
@@ -112,7 +114,7 @@ def read(folder: Path) -> EvaluationFolder | None:
 
 
 def of_run(run_dir: Path) -> list[EvaluationFolder]:
-    """Return the complete evaluations of a run by suite and step, or the run's own if it is an evaluation."""
+    """Return a run's complete evaluations, sorted by suite and step; only the run itself if it is an evaluation."""
     folders = [run_dir, *_folders(run_dir)]
     evaluations = [evaluation for folder in folders if (evaluation := read(folder))]
 
@@ -130,7 +132,7 @@ def _folders(run_dir: Path) -> Iterator[Path]:
 
 
 def by_suite(evaluations: list[EvaluationFolder]) -> dict[str, list[EvaluationFolder]]:
-    """Return the evaluations of each suite in the order of their steps."""
+    """Return suite -> its evaluations in the order of their steps."""
     by_suite_name: dict[str, list[EvaluationFolder]] = {}
     for evaluation in evaluations:
         by_suite_name.setdefault(evaluation.suite, []).append(evaluation)

@@ -9,7 +9,7 @@ from pipeline.recipe import user_files
 
 BLOCK = 1 << 20
 PRINT_S = 10.0
-"""Seconds between two looks."""
+"""Seconds between two counts of the answers."""
 
 
 def evaluates(run_dir: Path) -> bool:
@@ -26,7 +26,7 @@ class AnswerCounts:
         self._looked, self._text = 0.0, ""
 
     def text(self) -> str:
-        """Return the counts, as of at most PRINT_S ago, such as `answers: gsm8k 120`; "" for a run without answers."""
+        """Return a text such as `answers: gsm8k 120`, with counts at most PRINT_S old; "" for a run without answers."""
         now = time.monotonic()
         if now - self._looked >= PRINT_S:
             self._looked = now

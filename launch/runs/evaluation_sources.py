@@ -1,7 +1,8 @@
-"""Find the model or checkpoint to evaluate, and the keys of the recipe that follow from it.
+"""Find the model or checkpoint to evaluate, and the recipe's keys that an evaluation takes from its run.
 
-An evaluation of a run takes the policy without the keys that only training reads, the generate component (from a run that does
-not sample, the shape of its train component) and the keys that the cluster needs. The suite gives everything else.
+An evaluation of a run takes these keys: those of the policy, without the keys that only training reads; those of the generate
+component, or of the train component if the run does not sample; and some keys of the cluster, checkpointing and the user's
+modules. The suite gives all other keys.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipeline.checkpoints.checkpoint import Checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, generates
 
 FOLDER = "evaluations"
-"""Read the evaluations of a run folder: evaluations/SUITE/step_000050 is an evaluation's own run folder."""
+"""Folder of evaluations in a run folder: evaluations/SUITE/step_000050 is the run folder of one evaluation."""
 POLICY = ("model_name", "random_init", "tokenizer", "hf_config_overrides", "precision", "max_total_sequence_length")
 GENERATION = ("backend", "stop_token_ids", "max_num_seqs", "vllm_cfg", "vllm_kwargs")
 CLUSTER = ("executor", "audit", "time_min", "requeue", "node_checks", "sbatch_options", "network", "timeouts")
@@ -38,7 +39,7 @@ class Source:
 
 
 def of_model(name: str, suite: str) -> Source:
-    """Return a model as a source: a folder, or a name of the Hugging Face Hub. suite: the suite's name."""
+    """Return a model as a source. name: a folder, or a name on the Hugging Face Hub. suite: the suite's name."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         name = str(folder.absolute())
@@ -64,7 +65,7 @@ def evaluation_folder(run_dir: Path, suite: str, step: int) -> Path:
 
 
 def select(run_dir: Path, suite: str, step: int | None) -> Checkpoint:
-    """Return the complete checkpoint of a step, or the latest. Raises RecipeError if there is none."""
+    """Return the complete checkpoint of a step; of the latest step if `step` is None. Raises RecipeError if there is none."""
     checkpoints = available(run_dir, suite)
     if not checkpoints:
         message = f"{run_dir} has no complete checkpoint yet. Try step=follow, which waits for them, or model=PATH"
@@ -76,7 +77,7 @@ def select(run_dir: Path, suite: str, step: int | None) -> Checkpoint:
 
 
 def available(run_dir: Path, suite: str) -> dict[int, Checkpoint]:
-    """Return the complete checkpoints by step, oldest first: the run's own, and those kept for this suite."""
+    """Return step -> complete checkpoint, oldest first: the run's own checkpoints, and those kept for this suite."""
     waiting = (checkpoint.read(folder) for folder in waiting_checkpoints.folders(run_dir / FOLDER / suite))
     by_step = {point.step: point for point in waiting if point}
     by_step |= {point.step: point for point in checkpoint.complete_in(run_dir / "checkpoints")}
@@ -84,7 +85,7 @@ def available(run_dir: Path, suite: str) -> dict[int, Checkpoint]:
 
 
 def of_checkpoint(run_dir: Path, recipe: Recipe, saved: Checkpoint, suite: str) -> Source:
-    """Return a run's checkpoint as a source. recipe: the run's."""
+    """Return a run's checkpoint as a source. recipe: the run's recipe."""
     folder = evaluation_folder(run_dir, suite, saved.step)
     evaluated = {"checkpoint": str(waiting_checkpoints.checkpoint_folder(folder)), "step": saved.step}
     name = f"step {saved.step} of {run_dir}"
@@ -92,7 +93,7 @@ def of_checkpoint(run_dir: Path, recipe: Recipe, saved: Checkpoint, suite: str) 
 
 
 def of_future(recipe: Recipe, suite: str) -> Source:
-    """Return the checkpoints that a run is still to make as a source, for checks before the run is submitted."""
+    """Return a source for the checkpoints that a run is still to write. Checks use it before the run is submitted."""
     run_dir = Path(recipe.run_dir).absolute()
     folder = evaluation_folder(run_dir, suite, 0)
     return Source(_values(run_dir, recipe, {}), "the recipe", folder, f"checkpoints of {run_dir}")

@@ -1,7 +1,7 @@
 """Find the log lines that explain a failed run, beside failure.json: lines of srun, of pyxis and of the failed rank.
 
-Under Slurm the batch script writes two files into the attempt's folder: `failed_step`, the component whose step failed first
-and its first rank; and `srun-COMPONENT.out`, srun's output for each component's step. The batch log has the output of all
+Under Slurm the batch script writes two files into the attempt's folder: `failed_step`, with the component whose step failed
+first and its first rank; and `srun-COMPONENT.out`, srun's output for each component's step. The batch log has the output of all
 components in sequence, and its first error may be of a component that ended because another one failed.
 """
 
@@ -20,19 +20,20 @@ from pipeline.files import small_files
 from pipeline.recipe import user_files
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
-"""srun's line about ranks that pipeline/job/watchdog.py ended because another rank failed."""
+"""Matches srun's line about ranks that pipeline/job/watchdog.py ended because another rank failed."""
 TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
 PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
-"""Groups: node, message. The node is `slurmstepd-NAME`; Slurm 26.05 prints the time instead. enroot's messages follow."""
+"""Matches an error line of pyxis, whose groups are (node, message). Such lines with enroot's messages follow. The node is
+`slurmstepd-NAME`; Slurm 26.05 prints the time instead."""
 PYXIS_LINES = 12
 TASK_KILLED = re.compile(r"oom_kill|oom-kill|OOM Killed|Out Of Memory|\bKilled$", re.I)
-"""Lines of srun and slurmstepd about tasks that were killed, such as `Detected 1 oom_kill event in StepId=17.0`."""
+"""Matches lines of srun and slurmstepd about killed tasks, such as `Detected 1 oom_kill event in StepId=17.0`."""
 KILLED_LINES = 4
 TAIL_BYTES = 256 << 10
 
 
 def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
-    """Return the end of the log of the rank that failed first, or else of the most useful log: at most `count` lines."""
+    """Return a heading and the last `count` lines of the log of the rank that failed first, or else of the most useful log."""
     log = failed_log(attempt) if attempt else None
     if log is None:
         log = log_with_traceback(run_dir, attempt.logs if attempt else [])
@@ -40,7 +41,7 @@ def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -
 
 
 def killed_lines(attempt: AttemptFolder) -> list[str]:
-    """Return lines about the rank that a signal ended, with the records of the kernel or Slurm; [] if nothing is known."""
+    """Return lines about ranks that a signal ended, as the local controller or Slurm recorded them; [] if nothing is known."""
     with contextlib.suppress(OSError):
         return [(attempt.folder / KILLED).read_text().strip()]
     lines = (line for log in sorted(attempt.folder.glob("srun-*.out")) for line in tail(log).splitlines())
@@ -53,7 +54,7 @@ def log_end(log: Path, count: int) -> list[str]:
 
 
 def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
-    """Return lines about the first failed component's container if it did not start: image, pyxis's errors; else []."""
+    """Return lines with the image and pyxis's errors if the container of the first failed component did not start; else []."""
     component, first_rank, srun_lines = _failed_step(attempt)
     if component is None or _failed_rank_log(attempt, first_rank, srun_lines).exists():
         return []
@@ -75,7 +76,7 @@ def _image(run_dir: Path, component: str) -> str | None:
 
 
 def failed_log(attempt: AttemptFolder) -> Path | None:
-    """Return the log of the Slurm task that failed first, or else srun's of its step; None if both are empty."""
+    """Return the log of the Slurm task that failed first, or else srun's log of its step; None if both are empty or missing."""
     component, first_rank, srun_lines = _failed_step(attempt)
     if component is None:
         return None
@@ -84,7 +85,7 @@ def failed_log(attempt: AttemptFolder) -> Path | None:
 
 
 def _failed_step(attempt: AttemptFolder) -> tuple[str | None, int, list[str]]:
-    """Return (component, its first rank, srun's lines) of the step that failed first; (None, 0, []) if none did."""
+    """Return (component, first rank, srun's lines) of the step that failed first; (None, 0, []) if no step failed."""
     try:
         component, number = (small_files.read_text(attempt.folder / "failed_step") or "").split()
         first_rank = int(number)
@@ -105,11 +106,12 @@ def _failed_rank_log(attempt: AttemptFolder, first_rank: int, srun_lines: list[s
 
 
 def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> list[str]:
-    """Return srun's line about the first failed task, and the batch script's about its component, in the last of `attempts`.
+    """Return the lines of a batch log about the first failure of the last attempt.
 
-    attempts: number of attempts in the log; each one but the last ends with its verdict. realm: that of the rank that failed
-    first, if failure.json names it. Then lines about other components, and about tasks that ended because of another rank, are
-    left out: srun often reports those first.
+    They are srun's line about the failed task and the batch script's line about the task's component. attempts: number of
+    attempts in the log; each but the last ends with its verdict. realm: the realm of the rank that failed first, if
+    failure.json names it. Lines about other components, and about tasks that ended because of another rank, are then left out,
+    because srun often reports these first.
     """
     if not batch_log.exists():
         return []

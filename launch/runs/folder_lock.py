@@ -1,4 +1,4 @@
-"""Lock a folder that a command writes into: one process at a time, and never through a file of another user."""
+"""Lock a folder that a command writes into, so that one process at a time does. A lock file of another user is refused."""
 
 from __future__ import annotations
 

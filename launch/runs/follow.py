@@ -31,7 +31,7 @@ from pipeline.observe.metrics import Reader
 from pipeline.recipe.problems import RecipeError
 
 FAULT_METRICS = ("train/broke_judge", "train/env_failures", "data/records_dropped")
-"""Metrics of failed verdicts, of failed environments and of dropped records, shown only if they are not 0."""
+"""Metrics that count failed judges, failed environments and dropped records. They are shown only if they are not 0."""
 SHOWN_METRICS = (
     "train/reward",
     "train/accuracy",
@@ -48,7 +48,7 @@ SHOWN_METRICS = (
     "throughput/tokens_per_s",
 )
 EVENTS = ("start", "failure", "verdict")
-"""Events of an attempt. Each is printed once."""
+"""Kinds of events of an attempt. Each event is printed once."""
 POLL_S = 0.5
 LOG_LINES = 30
 TRACEBACK_LINES = 60
@@ -90,7 +90,7 @@ class MetricsTail:
 
 
 def _metrics_to_show(line: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step to show: val/reward only if the environments report no accuracy."""
+    """Return a step's metrics to show. val/reward is shown only if the environments report no accuracy."""
     metrics = {key: line[key] for key in SHOWN_METRICS if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
     if "val/accuracy" in metrics:
         metrics.pop("val/reward", None)
@@ -101,7 +101,10 @@ class Follower:
     """Prints a job's progress and events until it ends."""
 
     def __init__(self, run_dir: Path, job: RunJob, max_steps: int | None, metrics: MetricsTail, console: Console | None = None):
-        """Follow from now on. max_steps: None if unknown. metrics: lines that it has already read are not shown."""
+        """Follow the run from now on.
+
+        max_steps: None if unknown. metrics: lines that this reader has already read are not shown.
+        """
         self.run_dir = run_dir
         self.job = job
         self.max_steps = max_steps
@@ -138,7 +141,7 @@ class Follower:
             time.sleep(POLL_S)
 
     def _print_events(self, attempts: list[AttemptFolder]) -> None:
-        """Print the new events of attempts: above the live view, or between the lines."""
+        """Print the attempts' events that were not printed before, above the live view or between the plain lines."""
         for number, attempt in enumerate(attempts):
             step = max((earlier.progress for earlier in attempts[:number]), default=0)
             verdict = attempt.verdict or ""
@@ -160,7 +163,7 @@ class Follower:
     # ---- progress -------------------------------------------------------------------------------------------------------
 
     def _waiting(self, status: JobStatus) -> str:
-        """Return a line about the job's state, without seconds, so that each line is printed once."""
+        """Return a line about the job's state. It names no durations, so the same state gives the same line, printed once."""
         doing = startup_stages.now(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
         doing = doing or self.answers.text()
         return f"{self.job.name()}: {status}{': ' if doing else ''}{doing}"
@@ -243,12 +246,12 @@ def first_failure(attempt: AttemptFolder) -> list[str]:
 
 
 def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[tuple[str, str]] = frozenset()) -> list[str]:
-    """Return why the run ended and how to continue it, in lines.
+    """Return lines that say why the run ended and how to continue it.
 
-    The lines are the launcher's reason, a container that did not start, and the latest attempt's failure.json or else the end
+    The lines have the launcher's reason, a container that did not start, and the latest attempt's failure.json or else the end
     of the most useful log.
 
-    printed: (attempt, "failure") of attempts whose failure is left out, because it was printed before
+    printed: (attempt, "failure") pairs of the attempts whose failure was printed before, and is left out
     """
     attempts = of_job(run_dir, job.job_id)
     attempt = attempts[-1] if attempts else None

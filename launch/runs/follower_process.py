@@ -40,17 +40,17 @@ class FollowRequest:
 
     @property
     def command(self) -> list[str]:
-        """Return the command that follows in the foreground."""
+        """Return the command line that follows the run in the foreground."""
         arguments = {"run": self.run_dir, "step": "follow", "suite": self.suite, "period": self.period}
         keys = [f"{key}={value}" for key, value in arguments.items() if value is not None]
         return [sys.executable, "-u", str(ROOT / "launch/evaluate.py"), *keys, *self.overrides]
 
 
 def keys_of(section: EvaluationConfig) -> dict[str, Any]:
-    """Return the nested keys of the recipe that a run's section `evaluation` gives.
+    """Return nested keys of the evaluation's recipe, from `overrides` and `cluster` of a run's section `evaluation`.
 
-    In `cluster` a key that only components have, such as partition, is cluster.generate's. Keys may be dotted. Raises
-    RecipeError for an empty key.
+    A key of `cluster` that only components have, such as partition, becomes a key of cluster.generate. Keys may be dotted.
+    Raises RecipeError for an empty key.
     """
     for name, keys in (("overrides", section.overrides), ("cluster", section.cluster)):
         if "" in keys:
@@ -85,7 +85,7 @@ def is_followed(suite_folder: Path) -> bool:
 
 
 def write_record(suite_folder: Path, request: FollowRequest, failures: dict[int, str]) -> None:
-    """Write follow.json. failures: why the follower gave up the evaluation of a step, by step."""
+    """Write follow.json. failures: step -> why the follower gave up the evaluation of that step."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "period": request.period, "failed": failures}
     small_files.write(suite_folder / RECORD, record)
 
@@ -105,7 +105,7 @@ def read_record(suite_folder: Path) -> FollowRecord | None:
 
 
 def start(request: FollowRequest, name: str) -> str:
-    """Start a follower in the background, unless one is at work, and return a line about it. name: the suite's.
+    """Start a follower in the background unless one is running, and return a line about it. name: the suite's name.
 
     Raises RecipeError if the run folder cannot be written.
     """

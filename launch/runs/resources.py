@@ -16,11 +16,11 @@ from pipeline.observe.metrics import RESOURCES
 from pipeline.recipe import user_files
 
 CURRENT_STEPS = 20
-"""Steps for which a warning counts as current; it is given again when it still holds after so many."""
+"""Number of steps for which a warning counts as current. The job repeats a warning that still holds after as many steps."""
 MOST_WARNINGS = 200
 TAIL_BYTES = 4096
 MOST_RANKS = 16
-"""Ranks in a table."""
+"""Maximum number of ranks in a table."""
 LEVELS = {  # name in the metrics -> text: what `status` shows of a component, in order. One rank has a mean alone
     "mfu": "MFU {:.1%}",
     "gpu_util_mean": "GPU busy {:.0%}",
@@ -45,13 +45,13 @@ COLUMNS = {
     "kv_cache": "KV",
     "waiting": "waits",
 }
-"""Readings of a rank in the table, with their headings."""
+"""Key of a rank's sample -> heading of its column in the table."""
 SHARES = ("gpu_util", "kv_cache", "waiting")
 RATES = ("cpu", "waiting")
 
 
 class Warned(TypedDict):
-    """A line of warnings.jsonl. One that clears its check's warnings has neither a rank nor a message."""
+    """A line of warnings.jsonl. A line that clears the warnings of its check has neither a rank nor a message."""
 
     time: Moment
     step: Count
@@ -62,7 +62,7 @@ class Warned(TypedDict):
 
 
 class ResourceSample(TypedDict):
-    """A line of a rank's samples."""
+    """A line of a rank's file of samples."""
 
     time: Moment
     cpu: NotRequired[float | None]
@@ -78,7 +78,7 @@ Line = TypeVar("Line", Warned, ResourceSample)
 
 
 def texts(metrics: MetricColumns, components: dict[str, Any]) -> dict[str, str]:
-    """Return a text about each component's resources in the latest step; {} if they were not sampled."""
+    """Return component -> a text about its resources in the latest step; {} if they were not sampled."""
     levels = {}
     for component in components:
         parts = []
@@ -94,7 +94,7 @@ def texts(metrics: MetricColumns, components: dict[str, Any]) -> dict[str, str]:
 
 
 def warnings(run: RunFolder, since_step: float = 0.0) -> list[Warned]:
-    """Return the warnings of the run's last attempt from a step on, oldest first; only the last of each check and rank."""
+    """Return the last attempt's warnings since a step, oldest first: only the latest warning of each check and rank."""
     if not run.attempts:
         return []
     latest = {}
@@ -107,7 +107,7 @@ def warnings(run: RunFolder, since_step: float = 0.0) -> list[Warned]:
 
 
 def ranks(run: RunFolder) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table with the latest sample of each rank, of the first MOST_RANKS."""
+    """Return (header, rows) of a table with the latest sample of each of the first MOST_RANKS ranks."""
     folder = run.attempts[-1].folder / "resources" if run.attempts else run.folder
     paths = [path for path in sorted(folder.glob("rank*.jsonl")) if ".before" not in path.name]
     samples = {path: _tail(path, TAIL_BYTES, ResourceSample)[-2:] for path in paths[:MOST_RANKS]}
@@ -129,7 +129,7 @@ def _cells(samples: Sequence[Mapping[str, Any]], columns: list[str]) -> Iterator
 
 
 def _tail(path: Path, count: int, kind: type[Line]) -> list[Line]:
-    """Return the complete lines with a time in the last `count` bytes of a file; [] if there is none."""
+    """Return the complete and valid lines in the last `count` bytes of a file; [] if there is no file."""
     try:
         with user_files.open_file(path) as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Read the changes of a run: keys that somebody gave other values while it went on (launch/steer.py)."""
+"""Read the changes of a run: new values that somebody gave its keys while it was running (launch/steer.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pending(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def text(change: KeyChange | Change) -> str:
-    """Return a change as text: `grpo.max_num_steps: 100 -> 50`."""
+    """Return a text about a change, such as `grpo.max_num_steps: 100 -> 50`."""
     return f"{change.key}: {on_one_line(change.old)} -> {on_one_line(change.new)}"
 
 
@@ -50,7 +50,7 @@ def lines(run: RunFolder) -> list[str]:
 
 
 def _values(run: RunFolder, number: int) -> dict[str, Any]:
-    """Return the values that a request asks for, by live key; {} if it cannot be read."""
+    """Return live key -> the requested value; {} if the request cannot be read."""
     try:
         values = steer_files.read_request(run.folder, number).values
     except (ValueError, OSError):

@@ -1,6 +1,6 @@
-"""Tell extras what a command does to a run: submit, cancel, change, export, or refuse.
+"""Tell extras about the events of commands: a run is submitted, cancelled, changed or exported, or a command is refused.
 
-`pipeline/seams/job_events.py` does so for the events of a run's job.
+`pipeline/seams/job_events.py` tells them about the events of a run's job.
 """
 
 from __future__ import annotations
@@ -16,53 +16,56 @@ from pipeline.files.storage import user_name
 from pipeline.seams import extras
 
 OBSERVERS = ("audit", "ancestry")
-"""Names of extras whose module has an `OBSERVER`."""
+"""Names of extras whose module has a RunObserver named `OBSERVER`."""
 DENIED = "permission-denied"
 Result = TypeVar("Result")
 
 
 class RunObserver:
-    """Observe the events of commands. Methods do nothing; an extra overrides what it needs. RecipeError ends the command."""
+    """Observes the events of commands. The methods do nothing; an extra overrides those that it needs.
+
+    A method that raises RecipeError ends the command.
+    """
 
     def submitting(self, recipe: Recipe, run_dir: Path, executor: str, origin: Mapping[str, Any]) -> dict[str, Any]:
-        """A recipe is about to be submitted. Return what its entry of manifest.json gets. origin: of `origin.py`."""
+        """A recipe is about to be submitted. Return keys to add to its entry of manifest.json. origin: read by `origin.py`."""
         return {}
 
     def prepared(self, recipe: Recipe, run_dir: Path) -> list[str]:
-        """The run's folder has all that the job reads. Return warnings."""
+        """The run's folder now has all files that the job will read. Return warnings to print."""
         return []
 
     def submitted(self, recipe: Recipe, run_dir: Path, job: str, job_id: str) -> None:
-        """The job of a recipe is submitted. job: its name."""
+        """A recipe's job was submitted. job: the job's name."""
 
     def ending(self, action: Literal["cancel", "stop_and_save"], run_dir: Path, job: str, job_id: str, state: str) -> None:
-        """A job is about to be cancelled, or asked to save and stop. state: of the job."""
+        """A job is about to be cancelled, or asked to save and stop. state: the job's state."""
 
     def changing(self, run_dir: Path, values: Mapping[str, Any]) -> None:
         """Keys of a live run are about to be changed to these values."""
 
     def exporting(self, run_dir: Path, step: int, form: str, out: Path) -> dict[str, Any]:
-        """A checkpoint is about to be exported. Return what `exported` gets as `receipts`. form: hf or adapter."""
+        """A checkpoint is about to be exported. Return the `receipts` to pass to `exported`. form: hf or adapter."""
         return {}
 
     def exported(self, run_dir: Path, checkpoint: Path, step: int, form: str, out: Path, receipts: Mapping[str, Any]) -> None:
         """The export of a checkpoint is in the folder `out`."""
 
     def refused(self, run_dir: Path, reasons: list[str], audit: str | None) -> None:
-        """A command lacked a permission. audit: the value of `cluster.audit`; None: that of the run."""
+        """A command was denied a permission. audit: the value of `cluster.audit`; None: the value in the run's recipe."""
 
     def variables(self) -> dict[str, str]:
-        """Return environment variables for a process that carries out this command's work."""
+        """Return additional environment variables for a process that does this command's work."""
         return {}
 
 
 def emit(event: Callable[[RunObserver], Result]) -> list[Result]:
-    """Call the installed observers in order, and return their results. Their errors propagate."""
+    """Call `event` with each installed observer in order, and return the results. Errors propagate."""
     return [event(observer) for observer in extras.observers(OBSERVERS)]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for a process that carries out this command's work."""
+    """Return all environment variables for a process that does this command's work."""
     environ = dict(os.environ)
     for variables in emit(lambda observer: observer.variables()):
         environ |= variables
@@ -71,10 +74,10 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def refusals(run_dir: Path, audit: str | None = None) -> Iterator[None]:
-    """Tell observers if the block lacks a permission, for a file, a folder or in a cluster.
+    """Tell the observers if the code in the block is denied a permission for a file, for a folder or in a cluster.
 
-    run_dir: the run that the block is about. audit: the value of `cluster.audit`; None: that of the run. A refusal raises
-    RecipeError with the code `permission-denied`, whatever the observers do.
+    A denial always raises RecipeError with the code `permission-denied`. run_dir: the run that the block is about. audit: the
+    value of `cluster.audit`; None: the value in the run's recipe.
     """
     try:
         yield

@@ -20,7 +20,7 @@ class GitState(TypedDict):
 
 
 class SubmissionRecord(TypedDict):
-    """An entry of manifest.json. Other keys are of launch/submission/origin.py."""
+    """An entry of manifest.json. launch/submission/origin.py defines further keys."""
 
     time: str  # ISO 8601, with its offset
     user: str
@@ -34,7 +34,7 @@ class SubmissionRecord(TypedDict):
 
 
 class DoneRecord(TypedDict):
-    """done.json: a run that is complete."""
+    """done.json, which marks a complete run."""
 
     step: Count
     early_stop: NotRequired[str | None]  # why it stopped before its last step
@@ -42,7 +42,7 @@ class DoneRecord(TypedDict):
 
 
 class FailureRecord(TypedDict):
-    """failure.json: the first rank that failed. The traceback is empty if it did not raise, but died, hung or was late."""
+    """failure.json, about the first rank that failed. The traceback is empty if the rank died, hung or was late."""
 
     rank: Count
     message: str
@@ -54,7 +54,7 @@ class FailureRecord(TypedDict):
 
 
 def where(failure: FailureRecord) -> str:
-    """Return where the rank failed, as text."""
+    """Return a text that says where the rank failed."""
     facts = ((key, failure.get(key)) for key in ("realm", "host", "verb", "phase"))
     return ", ".join(f"{key} {value}" for key, value in facts if value)
 
@@ -65,7 +65,7 @@ def last_line(failure: FailureRecord) -> str:
 
 
 StageRow = tuple[str, Moment, Moment | None]
-"""Name, begin, end."""
+"""A stage of the start-up: (name, begin, end or None while it goes on)."""
 
 
 class StartupRecord(TypedDict):
@@ -113,6 +113,6 @@ class _Nodes(TypedDict):
 
 
 def nodes(attempt: Path) -> dict[str, NodeRecord]:
-    """Return each node's record of an attempt's node checks, by name; {} before they have ended."""
+    """Return node name -> its record of an attempt's node checks; {} before the checks have ended."""
     record = small_files.read(attempt / "nodes.json", _Nodes)
     return {} if record is None else record["nodes"]

@@ -1,8 +1,8 @@
 """Read a run's folder: recipe, submissions, metrics, busy time.
 
-Only files are read. recipe.yaml is read as plain values, without this version's schema, so runs of other versions can be shown
-too. launch/runs/attempts.py has each attempt's end, launch/runs/run_state.py the state of the job, launch/runs/run_setup.py
-writes the folder.
+Only files are read, no job is queried. recipe.yaml is read as plain values, without this version's schema, so that runs of
+other versions can be shown too. launch/runs/attempts.py reads how attempts ended, launch/runs/run_state.py determines the state
+of the job, and launch/runs/run_setup.py writes the folder.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pipeline.steering import steer_files
 from pipeline.steering.steer_files import ChangeAnswer
 
 STEP_PHASES = ("rollout", "train", "refit")
-"""Phases within time/step."""
+"""Phases of a step, whose times are within time/step."""
 OTHER_PHASES = ("validation", "save")
-"""Phases between two steps."""
+"""Phases between two steps, whose times are not within time/step."""
 DEEPEST = 6
-"""Most levels from the folder of a team's runs to a run: USER/sweeps/SUITE/ID/runs/NAME."""
+"""Maximum number of levels from the folder of a team's runs down to a run: USER/sweeps/SUITE/ID/runs/NAME."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class RunFolder:
 
     @classmethod
     def at(cls, folder: Path) -> RunFolder:
-        """Return the folder's run. Raises RecipeError if the folder is not a run folder, or cannot be read.
+        """Return the RunFolder of a folder. Raises RecipeError if it is no run folder, or cannot be read.
 
-        The audit log records it if this user may not read the folder.
+        If this user may not read the folder, the audit log records the denial.
         """
         with refusals(folder):
             return cls._at(folder)
@@ -116,7 +116,10 @@ class RunFolder:
 
     @property
     def changed_values(self) -> dict[str, Any]:
-        """Return the values in force that differ from recipe.yaml, by key. A later submission's value replaces a change."""
+        """Return key -> its current value, for keys whose values were changed during the run.
+
+        A later submission with another value in recipe.yaml ends such a change.
+        """
         return {
             change.key: change.new
             for answer in self.answers
@@ -137,7 +140,7 @@ class RunFolder:
 
     @property
     def backend(self) -> str:
-        """Return, as text, the train backend if the run trains and the generate backend if it samples."""
+        """Return a text with the train backend if the run trains, and the generate backend if it samples."""
         if not self.trains:
             return str(self.value("policy.generation.backend"))
         train = "Megatron-Core" if self.value("policy.megatron_cfg.enabled") else "FSDP2"
@@ -145,7 +148,7 @@ class RunFolder:
 
     @property
     def components(self) -> dict[str, dict[str, Any]]:
-        """Return the section of each component of the job, by name, in rank order."""
+        """Return component's name -> its section of the recipe, in rank order."""
         environments = [section for section in self.value("env", {}).values() if isinstance(section, dict)]
         served = any(section.get("served_by") == "reward" for section in environments)
         present = {"train": self.trains, "generate": self.algorithm in ONLINE, "reward": served}
@@ -153,7 +156,7 @@ class RunFolder:
 
     @property
     def layout(self) -> str:
-        """Return, as text, each component's ranks, nodes, GPUs and parallel sizes above 1."""
+        """Return a text with the ranks, nodes, GPUs and parallel sizes above 1 of each component."""
         return "; ".join(f"{name}: {', '.join(self._shape(name, component))}" for name, component in self.components.items())
 
     def _shape(self, name: str, component: dict[str, Any]) -> Iterator[str]:
@@ -181,7 +184,7 @@ class RunFolder:
     # ---- how long -------------------------------------------------------------------------------------------------------
 
     def busy_s(self) -> float:
-        """Return the seconds in which ranks ran: the sum over all attempts, each until `last_active`."""
+        """Return the seconds for which ranks ran: the sum over all attempts of the time from the start to `last_active`."""
         ends = [last_active(attempt) for attempt in self.attempts]
         return sum(max(0.0, end - attempt.started) for attempt, end in zip(self.attempts, ends, strict=True))
 
@@ -192,7 +195,7 @@ class RunFolder:
     # ---- metrics --------------------------------------------------------------------------------------------------------
 
     def metrics(self, steps: int | None = None) -> MetricColumns:
-        """Return metrics.jsonl by column, or its last `steps` lines. Raises RecipeError for a malformed line."""
+        """Return the columns of metrics.jsonl, or of its last `steps` lines. Raises RecipeError for a malformed line."""
         columns = MetricColumns()
         for line in Reader(self.folder / "metrics.jsonl", steps).lines():
             columns.append(line)
@@ -201,7 +204,7 @@ class RunFolder:
 
 @dataclass
 class MetricColumns:
-    """metrics.jsonl by column; NaN where a value is null."""
+    """The columns of metrics.jsonl, one for each metric. A null is NaN."""
 
     steps: array = field(default_factory=lambda: array("d"))
     times: array = field(default_factory=lambda: array("d"))  # unix seconds
@@ -228,9 +231,10 @@ class MetricColumns:
 
 
 def phases(metrics: MetricColumns) -> dict[str, tuple[list[float], list[float]]]:
-    """Return phase -> (steps, seconds in each step): the phases of time/step, its rest, and the phases between steps.
+    """Return phase -> (steps, its seconds in each step).
 
-    A phase that took no time in any step is left out.
+    The phases are those of a step, the `rest` of time/step, and the phases between steps. A phase that took no time in any step
+    is left out.
     """
     columns: dict[str, dict[float, float]] = {part: {} for part in ("step", *STEP_PHASES, *OTHER_PHASES)}
     for part, values in columns.items():
@@ -264,13 +268,14 @@ def modified_time(path: Path) -> float:
 
 
 RUN_MARKS = ("recipe.yaml",)
-"""The file that makes a folder a run's."""
+"""Files of which any one marks a folder as a run folder."""
 
 
 def find(folder: Path, depth: int = 4, marks: Sequence[str] = RUN_MARKS) -> Iterator[Path]:
-    """Yield the run folders at or below a folder, `depth` levels down. Skips hidden and unreadable folders.
+    """Yield the run folders at most `depth` levels below a folder, or the folder itself if it is one.
 
-    marks: Look for folders with one of these files instead, outside of run folders.
+    Hidden and unreadable folders are skipped, and so is everything inside a run folder. marks: names of files; folders with one
+    of them are yielded instead of run folders.
     """
     if any(os.path.isfile(folder / mark) for mark in marks):  # false, too, where this user may not look
         yield folder

@@ -1,7 +1,7 @@
-"""Obtain the key of a run whose checkpoints and rollouts are encrypted, for commands that read its folder.
+"""Obtain the encryption key of a run's checkpoints and rollouts, for commands that read its folder.
 
-HETSTEP_KEY_FILE, the path of a file with the key, takes precedence over checkpointing.encryption of the run's recipe.yaml: the
-ranks' file may not be on this machine.
+HETSTEP_KEY_FILE, the path of a file with the key, takes precedence over checkpointing.encryption of the run's recipe.yaml,
+because the key file of the ranks may not be on this machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ VARIABLE = "HETSTEP_KEY_FILE"
 
 
 def key_of(run_dir: Path) -> FileKey | None:
-    """Return the key of a run; None if neither the variable nor its recipe names one.
+    """Return the encryption key of a run; None if neither HETSTEP_KEY_FILE nor the run's recipe names one.
 
-    Raises RecipeError if it is not there, and for a command in another user's recipe, which could be anything.
+    Raises RecipeError if the key cannot be obtained, or if another user's recipe names a command to obtain it, because that
+    command could do anything.
     """
     if path := os.environ.get(VARIABLE):
         try:
@@ -39,5 +40,5 @@ def key_of(run_dir: Path) -> FileKey | None:
 
 
 def source(run_dir: Path) -> Callable[[], FileKey | None]:
-    """Return a function that returns the key of a run. Its first call obtains the key, as most runs need none."""
+    """Return a function that returns the key of a run, which its first call obtains, because most runs need none."""
     return functools.cache(lambda: key_of(run_dir))

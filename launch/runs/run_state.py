@@ -1,7 +1,7 @@
 """Derive the state of a run from its job, if Slurm or this machine can be queried, and from its folder.
 
-Queries have a time limit. If the job cannot be queried (another machine's, no scontrol here, a slow slurmctld), the state is
-`unknown`, with the reason.
+Queries have a time limit. If the job cannot be queried (it is on another machine, scontrol is missing, slurmctld is slow), the
+folder may still tell that the run ended; else the state is `unknown`, with the reason.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_QUERIES = 8
 """Number of jobs that are queried at the same time."""
 
 StateName = Literal["done", "running", "waiting", "failed", "stopped", "unknown"]
-"""`stopped`: somebody cancelled the run, or asked it to save and stop. `failed`: it ended by itself before its end."""
+"""`stopped`: somebody cancelled the run, or asked it to save and stop. `failed`: the run ended incomplete by itself."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run: whether it goes on, how it ended, and what its job does."""
+    """The state of a run: whether it is running, how it ended, and the state of its job."""
 
     name: StateName
     why: str = ""
@@ -44,11 +44,11 @@ class _JobState:
 
 
 class _Unknown(Exception):
-    """The job cannot be queried; the message says why."""
+    """Raised if the job cannot be queried. The message says why."""
 
 
 def states(runs: Sequence[RunFolder]) -> list[RunState]:
-    """Return the states of many runs, querying MAX_QUERIES jobs at a time, and no job of a run with a done.json."""
+    """Return the states of many runs. At most MAX_QUERIES jobs are queried at a time, and no job of a run with a done.json."""
     with ThreadPoolExecutor(MAX_QUERIES) as pool:
         return list(pool.map(state, runs))
 
@@ -88,13 +88,13 @@ def _state(run: RunFolder) -> RunState:
 
 
 def _why_early(run: RunFolder) -> str:
-    """Return why a complete run stopped early; "" if it did not, or is not complete."""
+    """Return why a complete run stopped early; "" if it did not stop early, or is not complete."""
     completion = run_files.completion(run.folder / "done.json")
     return (completion or {}).get("early_stop") or ""
 
 
 def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:
-    """Return the state of a run whose job cannot be queried. no_answer: the reason."""
+    """Return the state of a run whose job cannot be queried. no_answer: the reason why the job cannot be queried."""
     latest = run.attempts[-1] if run.attempts else None
     if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
         return RunState("stopped" if latest.stopped_as_asked else "failed", verdict.removeprefix("stop: "), job)
@@ -135,7 +135,10 @@ def _query_slurm(run: RunFolder, record: JobRecord) -> _JobState:
 
 
 def _name_components(job_parts: list[JobComponent], names: list[str]) -> _JobState:
-    """Name the job's components; the one component of a plain job holds all of the run's."""
+    """Return the state of a job with the run's names for its components.
+
+    The one component of a plain job gets the names of all components of the run, as one text.
+    """
     names = names if len(job_parts) > 1 else [", ".join(names)]
     components = {names[i] if i < len(names) else f"component {i}": part for i, part in enumerate(job_parts)}
     has_ended = all(part.state in TERMINAL for part in job_parts)

@@ -25,17 +25,17 @@ from pipeline.recipe.values import seconds
 RECENT = 20
 """Number of latest steps for pace, trends and phase times."""
 LINES, LINES_OF_ONE = 2 * RECENT, 400
-"""Latest steps that are read, in a list and of one run: validations are many steps apart."""
+"""Numbers of latest steps that `line` and `full` read. `full` reads more, because validations are many steps apart."""
 SUMMARY_METRICS = (
     *("train/reward", "train/accuracy", "train/loss", "train/teacher_kl"),
     *("val/reward", "val/accuracy", "val/loss", "train/grad_norm"),
 )
 LOG_LINES = 20
-"""Log lines of a failed run without failure.json."""
+"""Number of log lines that are shown of a failed run without failure.json."""
 
 
 def line(run: RunFolder, state: RunState) -> dict[str, Any]:
-    """Return the values of a line in a list. Times are unix seconds, durations seconds; None if unknown yet."""
+    """Return the values of a run's line in a list. Times are unix seconds, durations are seconds; None: not known yet."""
     return _line(run, state, run.metrics(LINES))
 
 
@@ -67,7 +67,7 @@ def _line(run: RunFolder, state: RunState, metrics: MetricColumns) -> dict[str, 
 
 
 def full(run: RunFolder, state: RunState) -> dict[str, Any]:
-    """Return all values about one run, `line` included."""
+    """Return all values about one run, those of `line` included."""
     metrics = run.metrics(LINES_OF_ONE)
     return {
         **_line(run, state, metrics),
@@ -101,7 +101,7 @@ def full(run: RunFolder, state: RunState) -> dict[str, Any]:
 
 
 def _own_scores(run: RunFolder) -> dict[str, list[float]]:
-    """Return the score of each task of a run that is an evaluation; none before its end."""
+    """Return task -> [its score] for a run that is an evaluation; {} before it has ended."""
     scores = score_tables.read(run.folder)
     main = score_tables.main_scores(scores) if scores else {}
     return {name: [of["value"]] for name, of in main.items() if of["value"] is not None}
@@ -127,7 +127,7 @@ def _pace(run: RunFolder, metrics: MetricColumns) -> float | None:
 
 
 def _current_steps(run: RunFolder, metrics: MetricColumns) -> dict[float, float]:
-    """Return the unix seconds at which each step of the current attempt ended, by step."""
+    """Return step -> unix seconds of its end, for the steps of the current attempt."""
     start = run.attempts[-1].started if run.attempts else 0.0
     return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > start}
 
@@ -138,13 +138,13 @@ def _recent(metrics: MetricColumns, key: str) -> list[float]:
 
 
 def _phase_means(metrics: MetricColumns) -> dict[str, float]:
-    """Return the mean seconds of each phase over the latest steps."""
+    """Return phase -> its mean seconds over the latest steps."""
     recent = {phase: seconds[-RECENT:] for phase, (_, seconds) in phases(metrics).items()}
     return {phase: sum(seconds) / len(seconds) for phase, seconds in recent.items()}
 
 
 def _idle_means(metrics: MetricColumns) -> dict[str, float]:
-    """Return the mean idle fraction of each component over the latest steps."""
+    """Return component -> its mean idle fraction over the latest steps."""
     recent = {key.partition("/")[2]: _recent(metrics, key) for key in metrics.columns if key.startswith("idle/")}
     return {realm: sum(shares) / len(shares) for realm, shares in recent.items()}
 
@@ -186,7 +186,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the state of the run's evaluations, by suite; none without an evaluation."""
+    """Return a mapping about the evaluations by each suite; [] for a run without evaluations."""
     evaluations = [asdict(suite) for suite in evaluated_checkpoints.of_run(run.folder)]
     for suite in evaluations:
         suite["scores"] = {step: score_tables.main_scores(scores) for step, scores in suite["scores"].items()}
@@ -206,7 +206,7 @@ def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
 
 
 def _why(run: RunFolder, state: RunState) -> list[str]:
-    """Return why the latest attempt failed, in lines: its failure.json, or else the end of the most useful log."""
+    """Return lines that say why the latest attempt failed, from its failure.json or else the end of the most useful log."""
     attempt = run.attempts[-1] if run.attempts else None
     if attempt and attempt.failure:
         return first_failure(attempt)

@@ -16,7 +16,7 @@ MEND = "Try to restore it from a copy, or to delete it and to evaluate again, fr
 
 
 class MetricScore(TypedDict):
-    """A metric, with the ends of its 95% interval where these are known."""
+    """The value of a metric, with the ends of its 95% interval if these are known."""
 
     value: float | None
     low: NotRequired[float | None]
@@ -24,7 +24,7 @@ class MetricScore(TypedDict):
 
 
 class GroupScores(TypedDict):
-    """The questions of one group."""
+    """The scores of one group of a task's questions."""
 
     questions: int
     metrics: dict[str, MetricScore]
@@ -62,7 +62,7 @@ def read(run_dir: Path) -> dict[str, Any] | None:
 
 
 def lines(scores: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each metric of each task, in aligned columns, and the warnings. scores: of scores.json."""
+    """Yield a line for each metric of each task, in aligned columns, then the warnings. scores: the content of scores.json."""
     rows: list[Sequence[str]] = [HEADER]
     for name, task in scores["tasks"].items():
         rows += _rows(name, task)
@@ -78,7 +78,7 @@ def lines(scores: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(name: str, task: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield the rows of a task: its own metric first, then the others. Only the first row has the task's name and counts."""
+    """Yield a row for each metric of a task, its main metric first. Only the first row has the task's name and counts."""
     metrics = dict(task["metrics"])
     main = {task["metric"]: metrics.pop(task["metric"])} if task.get("metric") in metrics else {}
     about = (f"{task['questions']:,}", f"{task['samples']:,}", _share(task.get("truncated")), _share(task.get("unparsed")))
@@ -88,7 +88,7 @@ def _rows(name: str, task: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def main_scores(scores: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Return {value, low, high} of each task's own metric."""
+    """Return task -> {value, low, high} of its main metric."""
     return {
         name: task["metrics"][task["metric"]]
         for name, task in scores["tasks"].items()
@@ -97,7 +97,7 @@ def main_scores(scores: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
 
 
 def short(scores: Mapping[str, Any]) -> str:
-    """Return the tasks' own metrics in one line."""
+    """Return one line with the main metric of each task."""
     main = main_scores(scores).items()
     return ", ".join(f"{name} {_number(of['value'])}{f' ({ends})' if (ends := _interval(of)) else ''}" for name, of in main)
 

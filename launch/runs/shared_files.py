@@ -1,4 +1,4 @@
-"""Open and lock files that several users write: those who may write their folder."""
+"""Open and lock files that several users write. Whoever may write into the folder may write the files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RETRY_S = 0.02
 
 
 class Unusable(Exception):
-    """A file cannot be opened or locked. `code` is a problem's code, `why` and `remedy` are parts of its message."""
+    """Raised if a file cannot be opened or locked. `code` is a problem's code, `why` and `remedy` are parts of its message."""
 
     def __init__(self, code: str, why: str, remedy: str):
-        """Take the code, a clause such as `which cannot be locked: ...`, and what to try."""
+        """code: a problem's code. why: a clause such as `which cannot be locked: ...`. remedy: what to try."""
         super().__init__(why)
         self.code, self.why, self.remedy = code, why, remedy
 

@@ -1,6 +1,6 @@
 """Read the stages of a run's start-up, with their durations, and the current stage.
 
-They come from the manifest and from the latest attempt's `started` and startup.json (pipeline/job/startup.py).
+The sources are the manifest, and the files `started` and startup.json of the latest attempt (pipeline/job/startup.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NAMES = {
     "set up": "setting up",
     "read the checkpoint": "reading the checkpoint",
 }
-"""Names of stages for people; other stages keep their own."""
+"""Name of a stage in startup.json -> its name for people. Other stages are shown by their names in startup.json."""
 MIN_S = 0.05
-"""Completed stages that took less are left out."""
+"""Completed stages that took fewer seconds are left out of texts."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def of_attempt(attempt: AttemptFolder) -> list[Stage]:
 
 
 def now(stages: list[Stage]) -> str:
-    """Return the current stage without its duration, so that a follower prints it once; "" if there is none."""
+    """Return a text about the current stage; "" if there is none. It has no duration, so that a follower prints it once."""
     latest = stages[-1] if stages else None
     if latest is None or latest.ended is not None:
         return ""
@@ -81,7 +81,10 @@ def now(stages: list[Stage]) -> str:
 
 
 def text(stages: list[Stage], until: float | None = None) -> str:
-    """Return all stages with their durations. until: the unix seconds at which the attempt ended; None if it goes on."""
+    """Return a text about all stages, with their durations.
+
+    until: the unix seconds at which the attempt ended; None while it goes on.
+    """
     end = time.time() if until is None else until
     return ", ".join(_stage_text(stage, end, until is None) for stage in stages if _is_shown(stage, end))
 

@@ -24,7 +24,7 @@ HEADER = ("state", "step", "each", "left", "restarts", "written", "last value", 
 
 
 def text(summary: dict[str, Any]) -> str:
-    """Return all facts about a run as lines. summary: from `run_summary.full`."""
+    """Return a text of many lines with all facts about a run. summary: the result of `run_summary.full`."""
     return "\n".join(map(plain, [heading(summary), *(f"{label:{LABEL}s}{text}" for label, text in rows(summary))]))
 
 
@@ -46,7 +46,7 @@ def plain_values(value: Any) -> Any:
 
 
 def table(summaries: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the header and a line for each run, in columns. summaries: from `run_summary.line`."""
+    """Yield the header and a line for each run, in aligned columns. summaries: results of `run_summary.line`."""
     rows = [HEADER, *map(row, summaries)]
     widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]))]
     for cells in rows:
@@ -54,7 +54,7 @@ def table(summaries: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def row(run: dict[str, Any]) -> tuple[str, ...]:
-    """Return a run's cells under HEADER. run: from `run_summary.line`."""
+    """Return a run's cells of the columns in HEADER. run: the result of `run_summary.line`."""
     folder = _shorter(run["folder"])
     if "step" not in run:
         return (run["state"], "", "", "", "", "", "", f"{folder}: {run['why']}")
@@ -85,7 +85,7 @@ def heading(run: dict[str, Any]) -> str:
 
 
 def rows(run: dict[str, Any]) -> Iterator[Row]:
-    """Yield (label, text) for all facts about a run. run: a summary from `run_summary.full`."""
+    """Yield rows (label, text) with all facts about a run. run: the result of `run_summary.full`."""
     yield _row_of("state", run["state"], run["why"], "the ranks are starting" if run["starting"] and not run["answers"] else "")
     if run["job"]:
         yield _row_of("job", run["job"])
@@ -141,7 +141,7 @@ def _time(run: dict[str, Any]) -> Iterator[Row]:
 
 
 def _changes(run: dict[str, Any]) -> Iterator[Row]:
-    """Yield the changes of keys that the run has made, and the requested changes that it has not made yet."""
+    """Yield rows about changed keys of the run, and about requested changes that the run has not made yet."""
     finished = [
         (
             f"after step {change['step']}: {change['key']} {shown(change['old'])} -> {shown(change['new'])}",
@@ -210,7 +210,7 @@ def _starts(attempts: list[dict[str, Any]], goes_on: bool) -> Iterator[Row]:
 
 
 def sparkline(values: list[float]) -> str:
-    """Return a bar for each value, scaled from the minimum to the maximum; a space for NaN."""
+    """Return a text with a bar for each value, scaled from the minimum to the maximum; a space for NaN."""
     numbers = [value for value in values if value == value]
     if len(numbers) < 2:
         return ""
@@ -220,7 +220,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def _trend(values: list[float]) -> str:
-    """Return the mean of the later half of the values, and how much it differs from the mean of the earlier half."""
+    """Return a text with the mean of the later half of the values, and its difference from the mean of the earlier half."""
     numbers = [value for value in values if value == value]
     half = len(numbers) // 2
     if half < 2:

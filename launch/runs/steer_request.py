@@ -1,6 +1,6 @@
 """Ask a live run for other values of its keys, and wait for the answer. Nothing here prints.
 
-pipeline/steering/steer_files.py describes the files, pipeline/steering/live_changes.py what the run does with a request.
+pipeline/steering/steer_files.py describes the files, and pipeline/steering/live_changes.py how the run handles a request.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TIMEOUT_S = 600.0
 
 
 class NotAnswered(TimeoutError):
-    """The run has not answered a request in time. The request stays."""
+    """Raised if the run has not answered a request in time. The request stays."""
 
 
 def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
-    """Check `key=value` for a live run, and write the request. Returns it.
+    """Check `key=value` overrides for a live run, write them as a request, and return the request.
 
     Raises RecipeError if the run is not live, if a key cannot change, if the whole recipe with the values has a problem, or if
     this user may not write into the run's folder.
@@ -75,14 +75,14 @@ def _refuse_ended(run: RunFolder, state: RunState) -> None:
 
 
 def _of_torch(recipe: Recipe, values: dict[str, Any]) -> list[Problem]:
-    """Return the problems of the arguments of optimizers and schedules, as before a submission."""
+    """Return the problems of changed arguments of optimizers and schedules, as the checks before a submission find them."""
     changed_recipe = copy.deepcopy(recipe)
     live_keys.put(changed_recipe, values)
     return [problem for problem in libraries.problems(changed_recipe) if any(problem.key.startswith(key) for key in values)]
 
 
 def _of_validations(run: RunFolder, changes: Sequence[Change]) -> list[Problem]:
-    """Return the problem of an early stop's metric that the run's validations do not have, which would end the run."""
+    """Return a problem if a change sets the metric of an early stop to one that validations lack: it would end the run."""
     for change in changes:
         if not change.key.endswith(".stop_at_validation_metric") or change.new is None:
             continue
@@ -96,8 +96,8 @@ def _of_validations(run: RunFolder, changes: Sequence[Change]) -> list[Problem]:
 def wait(run_dir: Path, request: ChangeRequest, timeout_s: float | None = TIMEOUT_S) -> ChangeAnswer:
     """Wait until the run has answered a request, and return the answer.
 
-    Raises RecipeError if the run refuses it or ends before, in which case nothing has changed and the request is withdrawn;
-    NotAnswered after `timeout_s` (None: without a limit): the request stays.
+    Raises RecipeError if the run refuses the request, or if it ends before it answers; then nothing has changed, and the
+    request is withdrawn. Raises NotAnswered after `timeout_s` (None: no limit); then the request stays.
     """
     began_at = asked_at = time.monotonic()
     while True:

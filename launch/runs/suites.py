@@ -1,4 +1,4 @@
-"""Merge the recipe of an evaluation from a suite, the keys of its model and the command line's; the later take precedence."""
+"""Merge the recipe of an evaluation from a suite, the evaluated model's keys and the command line, in rising precedence."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipeline.config import RECIPES, Loaded, Problem, RecipeError, config_tree, 
 TASKS = ["evaluate", "tasks"]
 SUITES = RECIPES / "suites"
 HARNESS = "lm_eval"
-"""suite=lm_eval:mmlu,hellaswag runs tasks of lm-evaluation-harness, over the suite of this name."""
+"""suite=lm_eval:mmlu,hellaswag runs these tasks of lm-evaluation-harness, with the other keys of the suite `lm_eval`."""
 
 
 def name_of(suite: str) -> str:
-    """Return a suite's name, which its folders have too, without reading its file."""
+    """Return a suite's name, which is also the name of its folders. The suite's file is not read."""
     prefix, colon, tasks = suite.partition(":")
     if prefix == HARNESS and colon:
         return re.sub(r"[^\w.-]+", "_", f"{HARNESS}_{tasks}".rstrip(","))[:100]
@@ -28,7 +28,7 @@ def name_of(suite: str) -> str:
 
 
 def find(suite: str) -> tuple[str, Path, list[str]]:
-    """Return a suite's name, its file, and the tasks of lm-evaluation-harness that it names. Raises RecipeError."""
+    """Return (name, file, tasks of lm-evaluation-harness) of a suite. Raises RecipeError."""
     prefix, colon, tasks = suite.partition(":")
     if prefix == HARNESS and colon:
         names = [name for name in tasks.split(",") if name]
@@ -42,7 +42,8 @@ def find(suite: str) -> tuple[str, Path, list[str]]:
 def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_more: Mapping[str, Any] = {}) -> Loaded:
     """Return the recipe of an evaluation, with its problems.
 
-    cluster_and_more: nested keys over the source's, under the command line's. Raises RecipeError for files that cannot be read.
+    cluster_and_more: nested keys that override the source's keys, and are overridden by the command line. Raises RecipeError
+    for files that cannot be read.
     """
     name, path, tasks = find(suite)
     suite_values: dict[str, Any] = {"name": name, "run_dir": str(source.run_dir)}
@@ -68,7 +69,7 @@ def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_mo
 def _unknown_tasks(
     loaded: Loaded, path: Path, overrides: Sequence[str], layers: Sequence[config_tree.ConfigMapping]
 ) -> list[Problem]:
-    """Return a problem for each task with problems that only the command line has."""
+    """Return a problem for each task that only the command line names and that has other problems: it may be misspelt."""
     named = {
         parts[2] for override in overrides if (parts := override.partition("=")[0].split("."))[:2] == TASKS and len(parts) > 3
     }

@@ -1,7 +1,7 @@
 """Keep the checkpoints that wait for their evaluation, by hard links in the evaluation's folder.
 
-A run removes all but its best checkpoints (checkpointing.keep_top_k), and may do so before an evaluation has begun, or read the
-weights. Links cost no space while the run has the checkpoint too. They are removed when it is evaluated.
+A run removes all but its best checkpoints (checkpointing.keep_top_k), and may remove one before its evaluation has begun or has
+read the weights. Links cost no space while the run has the checkpoint too. They are removed when the checkpoint is evaluated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def checkpoint_folder(folder: Path) -> Path:
 
 
 def folders(suite_folder: Path) -> list[Path]:
-    """Return the kept checkpoints of a run's evaluations of one suite."""
+    """Return the folders of the kept checkpoints of a run's evaluations by one suite."""
     return sorted(suite_folder.glob(f"step_*/{NAME}"))
 
 
@@ -60,6 +60,6 @@ def keep(source: Path, folder: Path) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Remove the links in an evaluation's folder, and the links of a `keep` that was killed."""
+    """Remove the links in an evaluation's folder, also those of an interrupted `keep`."""
     for path in (checkpoint_folder(folder), *folder.glob(f".{NAME}.*.partial")):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tokens, roles, and who may change which run."""
+"""Check tokens and roles, and decide who may change which run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from launch.serving.settings import Role, ServiceConfig
 
 RANKS: dict[Role, int] = {"viewer": 0, "submitter": 1, "admin": 2}
 COOKIE = "hetstep_token"
-"""The cookie of a browser. It counts for reading only, so that no other site's page can change anything."""
+"""The cookie with a browser's token. It counts only for reading, so a page of another site cannot change anything."""
 LONGEST_TOKEN = 200
 
 Refused = Callable[[str, str, str], Any]
-"""(user, or "" if unknown; the request; why) is called for each refused request."""
+"""A function that is called for each refused request, with (user, or "" if unknown; the request; why)."""
 
 
 class AccessError(Exception):
     """Raised for a request that its sender may not make."""
 
     def __init__(self, status: int, code: str, message: str):
-        """Take the HTTP status, the problem's code and its message."""
+        """Create the error of an HTTP status and of a problem with a code and a message."""
         super().__init__(message)
         self.status, self.code = status, code
 
@@ -37,7 +37,7 @@ class User:
     role: Role
 
     def may(self, role: Role) -> bool:
-        """Return whether the user has a role, or one above it."""
+        """Return whether the user has a role or a higher one."""
         return RANKS[self.role] >= RANKS[role]
 
 
@@ -53,14 +53,17 @@ def digest(token: str) -> str:
 
 
 class Users:
-    """The users of the settings, by token."""
+    """Finds the users of the settings by their tokens, and checks what they may do."""
 
     def __init__(self, config: ServiceConfig):
-        """Take the settings."""
+        """Find users in these settings."""
         self.config = config
 
     def user(self, token: str) -> User | None:
-        """Return the user of a token; None if it is nobody's. The time taken does not depend on the token's characters."""
+        """Return the user of a token; None if no user has it.
+
+        The time that this takes does not depend on the token's characters.
+        """
         if not token or len(token) > LONGEST_TOKEN:
             return None
         given, found = digest(token), None
@@ -70,7 +73,10 @@ class Users:
         return found
 
     def identified(self, authorization: str | None, cookie: str | None, method: str) -> User:
-        """Return the user of a request: by its header Authorization or, for reading, its cookie. Raises AccessError."""
+        """Return the user of a request, by its header Authorization; without one, for reading, by its cookie.
+
+        Raises AccessError.
+        """
         kind, _, token = (authorization or "").partition(" ")
         if authorization is not None:
             user = self.user(token.strip()) if kind.lower() == "bearer" else None
@@ -81,7 +87,7 @@ class Users:
         return user
 
     def check_role(self, user: User, role: Role, changes: bool) -> None:
-        """Raise AccessError unless the user has a role and, for changes, the service is writable."""
+        """Raise AccessError if the user's role is too low, or if the request changes something and the service only reads."""
         if not user.may(role):
             raise AccessError(403, "no-access", f"got the role {user.role}; expected {role}")
         if changes and not self.config.writable:
@@ -89,7 +95,7 @@ class Users:
             raise AccessError(403, "no-access", message)
 
     def check_owner(self, user: User, owner: str) -> None:
-        """Raise AccessError unless a run is the user's own, or the user is an admin."""
+        """Raise AccessError if a run is not of this user and the user is not an admin."""
         if user.name != owner and not user.may("admin"):
             whose = owner or "no user of the service"
             raise AccessError(403, "no-access", f"got a run of {whose}; expected one of your own, or the role admin")

@@ -1,4 +1,4 @@
-"""The application: routes, tokens, limits, and errors as problems."""
+"""Build the application: routes, tokens, limits, and errors as problems."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ STATUS = {
     "timed-out": 504,
     "no-access": 403,
 }
-"""The HTTP status of a problem; 422 for all others."""
+"""Code of a problem -> HTTP status; 422 for all other codes."""
 DESCRIPTION = "Submit and watch runs. Send the header `Authorization: Bearer TOKEN`."
 
 
 def application(config: ServiceConfig, refused: Refused = lambda user, request, why: None) -> FastAPI:
-    """Return the service's application. refused: called for each request that is refused for want of access."""
+    """Return the service's application.
+
+    refused: a function that is called for each request that is refused for lack of access.
+    """
     app = FastAPI(
         title="Hetstep",
         description=DESCRIPTION,

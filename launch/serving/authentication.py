@@ -19,18 +19,18 @@ COMMON = (
     (b"referrer-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 )
-"""Headers of every answer that does not have them itself."""
+"""Headers that are added to every answer that does not set them itself."""
 
 
 class Authentication:
-    """ASGI middleware that answers 401 without a valid token, and sends a browser to the form for it."""
+    """ASGI middleware that refuses requests without a valid token: with status 401, or for a browser with the form for it."""
 
     def __init__(self, app: Application, users: Users, refused: Refused):
-        """Take the application, the users, and what is called for each refused request."""
+        """Wrap an application. users: the users of the service. refused: a function that is called for each refused request."""
         self._app, self._users, self._refused = app, users, refused
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass a request on with its user in `request.state.user`, or answer it."""
+        """Pass a request on with its user in `request.state.user`, or refuse it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 

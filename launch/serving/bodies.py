@@ -11,13 +11,13 @@ from launch.api.sweeps import SweepState
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 RecipeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:,-]{0,199}$")]
-"""A name, never a path: clients choose among the files of recipes/."""
+"""A name of a recipe, never a path: clients choose among the files of recipes/."""
 MAX_NESTED = 200
-"""Lists and mappings in the overrides of a request."""
+"""Maximum number of lists and mappings in the overrides of a request."""
 
 
 def _writable(values: dict[str, Any]) -> dict[str, Any]:
-    """Refuse texts that UTF-8 cannot encode, and values that are nested too deeply for YAML."""
+    """Return the values unchanged. Raises ValueError for texts that UTF-8 cannot encode, and for too many nested values."""
     if str(values).count("{") + str(values).count("[") > MAX_NESTED:
         raise ValueError(f"expected at most {MAX_NESTED} nested values")
     json.dumps(values, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError
@@ -28,7 +28,7 @@ Overrides = Annotated[dict[str, Any], AfterValidator(_writable), Field(descripti
 
 
 class Body(BaseModel):
-    """The base of the requests: an unknown key is refused."""
+    """The base of all request bodies: an unknown key is refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,7 +43,7 @@ class ProblemAnswer(BaseModel):
 
 
 class ProblemsAnswer(BaseModel):
-    """Why a request was refused."""
+    """The problems for which a request was refused."""
 
     problems: list[ProblemAnswer]
 
@@ -119,7 +119,7 @@ class ChangeBody(Body):
 
 
 class ChangeAsked(BaseModel):
-    """A change that a run will answer; its status has the answer."""
+    """A requested change of a run. The run's status shows later how the run answered."""
 
     number: int
 
@@ -166,7 +166,7 @@ class SweepBody(Body):
 
 
 class SubmittedSweep(BaseModel):
-    """A sweep that has begun, or goes on."""
+    """A sweep that has begun or continues."""
 
     id: str
 

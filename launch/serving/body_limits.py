@@ -1,4 +1,4 @@
-"""Bound the body of a request before it is read."""
+"""Limit the size of the body of a request before it is read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 
 
 class _TooLarge(Exception):
-    """The body has passed its bound."""
+    """Raised when the body exceeds its limit."""
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 to a request whose body is too large, and reads no more than the bound of it."""
+    """ASGI middleware that answers 413 to a request whose body is too large, and reads no more of it than the limit."""
 
     def __init__(self, app: Application, max_bytes: int):
-        """Take the application, and the largest body in bytes."""
+        """Wrap an application. max_bytes: the largest size of a body."""
         self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]

@@ -1,8 +1,9 @@
-"""The requests that plan, submit, end, export and evaluate.
+"""Answer the requests that plan, submit, end, export and evaluate.
 
-Each calls the Python API in a thread of a few that only such requests use, so that those which read never wait for them; a plan
-has a process. A run belongs to the user who started the service, so `governed.py` says what the overrides of a request may set.
-Nothing here imports code that a recipe names, or resolves a variable of the service's environment.
+Each request calls the Python API in one of a few threads that are only for such requests, so that requests that read never wait
+for them; a plan runs in its own process. A run belongs to the user who started the service, so `governed.py` says what the
+overrides of a request may set. Nothing here imports code that a recipe names, or resolves a variable of the service's
+environment.
 """
 
 from __future__ import annotations
@@ -49,13 +50,19 @@ changing = APIRouter(responses=REFUSED)  # pyright: ignore[reportArgumentType]  
 SWEEPS = "sweeps"
 """The folder in ROOT/USER with the sweeps that USER submits."""
 AT_ONCE = {"submissions": 1, "sweep_submissions": 1, "changes": 8}
-"""Requests that go on at once, by kind. One submission, so that two for the same folder follow one another."""
+"""Kind of request -> how many of them run at once.
+
+There is one submission at a time, so that two for the same folder run one after the other.
+"""
 Answer = TypeVar("Answer")
 Parameters = ParamSpec("Parameters")
 
 
 def in_threads_of(kind: str) -> Callable[[Callable[Parameters, Answer]], Callable[Parameters, Awaitable[Answer]]]:
-    """Let a request run in one of the threads of a kind in AT_ONCE, and wait for it without holding any other."""
+    """Return a decorator that makes a request run in one of the threads for a kind of AT_ONCE.
+
+    Meanwhile the request holds no other thread.
+    """
 
     def made(function: Callable[Parameters, Answer]) -> Callable[Parameters, Awaitable[Answer]]:
         @functools.wraps(function)
@@ -71,13 +78,17 @@ def in_threads_of(kind: str) -> Callable[[Callable[Parameters, Answer]], Callabl
 
 @contextlib.contextmanager
 def closed() -> Iterator[None]:
-    """Import no code and resolve no environment variable in a block."""
+    """Inside the block, import no code that a recipe names, and resolve no environment variable."""
     with trusting(Trust.NOTHING), interpolation.without_environment():
         yield
 
 
 def checked(request: Request, run_id: str | None = None, changes: bool = True) -> User:
-    """Return the sender, who may submit, and may change this run. Raises AccessError."""
+    """Return the sender of a request, after checks of what they may do. Raises AccessError.
+
+    The sender must have the role submitter. With `run_id`, they must own the run or be an admin. changes: whether the request
+    changes something.
+    """
     user, users = sender(request), request.app.state.users
     users.check_role(user, "submitter", changes)
     if run_id is not None:
@@ -88,7 +99,7 @@ def checked(request: Request, run_id: str | None = None, changes: bool = True) -
 
 
 def _own(request: Request, user: User, name: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the id of a user's run, and the overrides with its folder. Raises AccessError."""
+    """Return (the id of a user's run with this name, the overrides with its folder). Raises AccessError and RecipeError."""
     _refuse_run_dir(overrides)
     if name == SWEEPS:
         raise RecipeError(Problem("name", "contradiction", f"got {SWEEPS}, the folder of your sweeps; expected another name"))
@@ -99,7 +110,7 @@ def _own(request: Request, user: User, name: str, overrides: dict[str, Any]) -> 
 
 
 def refuse_file(key: str, name: str, folder: Path) -> None:
-    """Raise RecipeError unless a name is that of a file in a folder of recipes/, rather than in the service's own."""
+    """Raise RecipeError if a name refers to a file outside of `folder`, such as one in the service's working directory."""
     if config_tree.find_file(name, folder, key).parent != folder:
         raise RecipeError(Problem(key, "file-not-found", f"got '{name}', a file elsewhere; expected a name in {folder.name}/"))
 
@@ -110,7 +121,7 @@ def _refuse_run_dir(overrides: dict[str, Any]) -> None:
 
 
 def check_overrides(request: Request, overrides: dict[str, Any], of_suite: bool = False) -> None:
-    """Raise RecipeError for overrides that set what belongs to the service."""
+    """Raise RecipeError for overrides that a request may not set."""
     further = map(Path, request.app.state.users.config.folders)
     governed.check(overrides, [runs(request).root, *further], of_suite)
 
@@ -146,7 +157,10 @@ def submit(request: Request, body: SubmissionBody) -> Submitted:
 
 
 def _refuse_long(prepared: Sequence[Prepared]) -> None:
-    """Refuse a recipe whose needed recipes would run first, in this request, for there is no Slurm that queues them."""
+    """Raise RecipeError if a recipe needs other recipes and the executor is not Slurm.
+
+    The needed recipes would run inside this request, because nothing queues them.
+    """
     if len(prepared) > 1 and prepared[-1].executor.name != "slurm":
         message = f"got {len(prepared) - 1} needed recipes without Slurm; expected none. Try to submit them first"
         raise RecipeError(Problem("needs", "unsupported", message))
@@ -164,7 +178,7 @@ def cancel(request: Request, run_id: str) -> dict[str, Any]:
 @changing.post("/runs/{run_id}/stop", status_code=202)
 @in_threads_of("changes")
 def stop(request: Request, run_id: str) -> dict[str, Any]:
-    """Ask a run to save at the end of its step and to stop, and return its state. It stops later."""
+    """Ask a run to save and stop at the end of its step, and return its state now. It stops later."""
     checked(request, run_id)
     run = Run(runs(request).folder(run_id))
     try:
@@ -177,7 +191,7 @@ def stop(request: Request, run_id: str) -> dict[str, Any]:
 @changing.post("/runs/{run_id}/changes", status_code=202)
 @in_threads_of("changes")
 def change(request: Request, run_id: str, body: ChangeBody) -> ChangeAsked:
-    """Ask a live run for other values of its live keys. They take effect at the end of its step."""
+    """Ask a live run to change live keys. The new values take effect at the end of the current step."""
     checked(request, run_id)
     check_overrides(request, body.overrides)
     with naming_arguments(), closed():

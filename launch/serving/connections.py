@@ -1,7 +1,8 @@
-"""Bound the connections of the service: a deadline for each request to arrive, and a number for each address and in all.
+"""Limit the connections of the service: the time for a request to arrive, and their number per address and in total.
 
-A connection on which no whole request has arrived is waiting. Where there are too many connections, the oldest waiting one is
-closed, first among those of the same address: so silent connections displace one another, and never a request.
+A connection is waiting while no complete request has arrived on it. If there are too many connections, the oldest waiting one
+is closed; if there are too many of one address, the oldest waiting one of that address. So a new connection never closes one
+that has a request.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_CONNECTIONS = 1000
 MAX_OF_ADDRESS = 200
 ARRIVAL_S = 20.0
-"""Seconds in which a request must arrive whole, from the connection or the end of the request before it."""
+"""Seconds within which a complete request must arrive.
+
+They count from the start of the connection, or from the end of the request before.
+"""
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 with these bounds. `bounded` makes a class of its own for each service."""
+    """HTTP/1.1 with limits on connections. `bounded` makes a separate class for each service."""
 
     max_connections = MAX_CONNECTIONS
     max_of_address = MAX_OF_ADDRESS
@@ -63,7 +67,7 @@ class BoundedProtocol(H11Protocol):
             self._wait()
 
     def _wait(self) -> None:
-        """Begin to wait for a request."""
+        """Mark the connection as waiting, and start the deadline for its next request."""
         self._arrived()
         self.waiting[self] = None
         self._deadline = self.loop.call_later(self.arrival_s, self.end)
@@ -81,5 +85,8 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded(**bounds: float) -> type[BoundedProtocol]:
-    """Return the protocol of a service, which counts its connections. bounds: in place of those of `BoundedProtocol`."""
+    """Return a protocol class for one service, with its own count of connections.
+
+    bounds: values that replace those of `BoundedProtocol`.
+    """
     return type("Protocol", (BoundedProtocol,), {**bounds, "waiting": {}, "of_address": Counter()})

@@ -16,7 +16,7 @@ def problems_body(problems: Sequence[Problem]) -> bytes:
 
 
 def malformed(errors: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
-    """Yield the problems of a request that does not fit its model, from the errors of FastAPI's validation."""
+    """Yield the problems of a request that does not fit its model. errors: those of FastAPI's validation."""
     for each in errors:
         place, *keys = map(str, each["loc"])
         key = ".".join(keys if keys and each["type"] != "json_invalid" else [place])

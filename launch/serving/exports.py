@@ -1,4 +1,4 @@
-"""Exports that run beside the service: each is `python launch/export.py` in a process of its own, for it imports torch."""
+"""Run exports beside the service. Each is `python launch/export.py` in its own process, because it imports torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ from pipeline.recipe import user_files
 
 KINDS = ("hf", "adapter")
 MAX_EXPORTS = 2
-"""Exports at once."""
+"""Maximum number of exports at once."""
 LONGEST = 2000
-"""Characters of a failed export's message."""
+"""Maximum number of characters of a failed export's message."""
 
 
 class Exports:
-    """The exports in the runs' folders. A process that writes one holds a lock of its log, whichever service started it."""
+    """Manages the exports in the runs' folders.
+
+    The process of an export holds a lock on its log, whichever service started it.
+    """
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
 
     def start(self, run: Path, step: int, adapter: bool) -> ExportAnswer:
-        """Start an export, unless it goes on or exists. Raises RecipeError while MAX_EXPORTS go on."""
+        """Start an export, and return its state. Does nothing if the export is running or complete.
+
+        Raises RecipeError while MAX_EXPORTS exports run.
+        """
         folder = run / f"{'adapter' if adapter else 'hf'}_step_{step}"
         with self._lock:
             if (found := _state(folder)) and found.state != "failed":
@@ -51,7 +57,7 @@ class Exports:
         return ExportAnswer(folder=str(folder), state="running")
 
     def of(self, run: Path) -> list[ExportAnswer]:
-        """Return the exports of a run, by folder."""
+        """Return the exports of a run, sorted by folder."""
         with self._lock:
             folders = {path for kind in KINDS for path in run.glob(f"{kind}_step_*")}
             folders |= {path.with_name(path.stem[1:]) for kind in KINDS for path in run.glob(f".{kind}_step_*.log")}
@@ -63,7 +69,7 @@ def _log(folder: Path) -> Path:
 
 
 def _state(folder: Path) -> ExportAnswer | None:
-    """Return the state of the export in a folder; None if nobody has asked for it."""
+    """Return the state of the export in a folder; None if no export was started there."""
     log = _log(folder)
     if _is_locked(log):
         return ExportAnswer(folder=str(folder), state="running")

@@ -1,7 +1,8 @@
-"""Decide what the overrides of a request may set: the table of keys that belong to the service, and of what values may name.
+"""Decide what the overrides of a request may set: which keys belong to the service, and what values may name.
 
-A request chooses among the recipes of the service's checkout and changes values in them. What a run executes, where it writes,
-what is recorded of it and with which keys it encrypts belongs to whoever runs the service: it is set in the recipes.
+A request chooses among the recipes of the service's checkout, and changes values in them. The person who runs the service
+decides what a run executes, where it writes, what is recorded about it and with which keys it encrypts, by setting these keys
+in the recipes.
 """
 
 from __future__ import annotations
@@ -48,25 +49,29 @@ GOVERNED = {
     "policy.generation.vllm_kwargs.*_plugin*": EXECUTES,
     "policy.generation.vllm_kwargs.download_dir": WRITES,
 }
-"""Patterns of keys that no request may set, nor a section around them as a whole, and what they decide."""
+"""Pattern of keys that no request may set -> what these keys decide.
+
+A section that contains such a key cannot be replaced as a whole either.
+"""
 OF_SUITE = {"baseline": WRITES, "folder": WRITES, "name": WRITES}
-"""The same for keys of a sweep's suite."""
+"""Like GOVERNED, for keys of a sweep's suite."""
 SECTIONS = re.compile(r"(?:runs\.[^.]+\.overrides|search\.overrides|search\.parameters|overrides)\.")
-"""Beginnings of keys of a suite that go on with a key of a recipe."""
+"""Prefixes of keys of a suite that are followed by a key of a recipe."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:/|::\S*/)")
-"""The beginning of an address, which a library may open as a file, such as file:/a or simplecache::/a."""
+"""The beginning of an address that a library may open as a file, such as file:/a or simplecache::/a."""
 OF_TORCH = ("*.optimizer.name", "*.scheduler*")
-"""Patterns of keys whose texts name classes that a job imports. Those of torch are allowed."""
+"""Patterns of keys whose texts name classes that a job imports. Classes of torch are allowed."""
 OF_ENGINE = "*.vllm_kwargs.*"
-"""Keys whose texts vLLM may import: dotted names, and any text where the key names a module."""
+"""Pattern of keys whose texts vLLM may import: dotted names, and any text if the key contains "module"."""
 DOTTED = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 
 
 def check(overrides: Mapping[str, Any], folders: Sequence[Path], of_suite: bool = False) -> None:
     """Raise RecipeError, code no-access, for overrides that set what belongs to the service.
 
-    folders: in which values may name files and folders, besides recipes/. of_suite: of a sweep, whose own keys count too.
+    folders: values may name files and folders below these, and below recipes/. of_suite: the overrides are of a sweep's suite,
+    so the keys in OF_SUITE count too.
     """
     inside = [folder.resolve() for folder in (*folders, RECIPES)]
     refuse(problem for key, value in flat(overrides).items() for problem in _problems(key, value, inside, of_suite))
@@ -98,7 +103,7 @@ def _refused(key: str, message: str) -> Problem:
 
 
 def _sets(key: str, value: Any, pattern: str) -> bool:
-    """Return whether a value sets a key that fits a pattern: this key, one around it, or one inside it."""
+    """Return whether a value for `key` sets a key of a pattern: the same key, a section around it, or a key inside it."""
     fits = all(fnmatch.fnmatchcase(one, other) for one, other in zip(key.split("."), pattern.split("."), strict=False))
     return fits and (not _is_around(key, pattern) or isinstance(value, dict | None))
 
@@ -112,7 +117,7 @@ def _is_recipe(name: str) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, with the keys of mappings."""
+    """Yield the texts in a value at any depth, and the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -124,14 +129,17 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _names_class(key: str, text: str) -> bool:
-    """Return whether a text may name a class of another package than torch, for an optimizer, a schedule or the engine."""
+    """Return whether a text may name code that a job imports.
+
+    Only keys of optimizers, of schedules and of vLLM name code. Classes of torch are allowed for optimizers and schedules.
+    """
     if any(fnmatch.fnmatchcase(key, pattern) for pattern in OF_TORCH):
         return "." in text and not text.startswith("torch.")
     return fnmatch.fnmatchcase(key, OF_ENGINE) and (DOTTED.fullmatch(text) is not None or "module" in key)
 
 
 def _is_file(key: str, text: str) -> bool:
-    """Return whether a text may be read as the path of a file or a folder."""
+    """Return whether a library may read a text as the path of a file or a folder."""
     if text.startswith(("/", "~", "./")) or text == "." or ".." in text.split("/"):
         return True
     return (is_path(key) or "/" in text) and len(text) < 4096 and "\0" not in text and os.path.lexists(text)

@@ -14,11 +14,11 @@ from launch.serving.settings import ServiceConfig
 
 IDLE_S = 10
 END_S = 10
-"""Seconds that current requests have after SIGTERM."""
+"""Seconds that current requests have to end after SIGTERM."""
 
 
 def serve(config: ServiceConfig) -> None:
-    """Serve until SIGTERM or SIGINT. config: as `settings.load` returns it."""
+    """Serve until SIGTERM or SIGINT. config: the settings, as `settings.load` returns them."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     uvicorn.run(
         application(config, RefusalLog(Path(config.root)).record),

@@ -36,7 +36,7 @@ def page(title: str, *content: object) -> HTMLResponse:
 
 @pages.get("/login")
 def login() -> HTMLResponse:
-    """Return the form for the token."""
+    """Return the page with the form for the token."""
     field = Html('<input type="password" name="token" autocomplete="current-password" required>')
     button = tag("button", "Sign in", type="submit")
     return page("Sign in", tag("form", tag("label", "Token ", field), button, method="post", action="/login"))
@@ -116,7 +116,7 @@ def docs(request: Request) -> HTMLResponse:
 
 @pages.get("/swagger/{name}")
 def swagger(name: str) -> FileResponse:
-    """Return a file of Swagger UI, which the package fastapi-offline holds, so that the page needs no internet."""
+    """Return a file of Swagger UI. The package fastapi-offline holds these files, so the page needs no internet."""
     if name not in SWAGGER:
         raise AccessError(404, "file-not-found", f"got another file; expected one of {', '.join(SWAGGER)}")
     return _packaged("fastapi_offline", f"static/{name}")

@@ -21,11 +21,11 @@ from pipeline.recipe.problems import HetstepError, Problem
 from pipeline.sandbox.linux import PR_SET_PDEATHSIG, prctl
 
 MEMORY = 8 << 30
-"""Largest address space of the process, in bytes."""
+"""Maximum address space of the process, in bytes."""
 
 
 def plan(recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan as the service answers it, or its problems."""
+    """Return the reply to a request for a plan: the plan, or its problems."""
     try:
         with trusting(Trust.NOTHING), without_environment():
             made = planning.plan(recipe, overrides)
@@ -42,12 +42,12 @@ def plan(recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(problems: Any) -> list[dict[str, str]]:
-    """Return problems as the service answers them."""
+    """Return problems in the form in which the service answers them."""
     return [{"key": each.key, "code": each.code, "message": each.message, "origin": each.origin} for each in problems]
 
 
 def main() -> None:
-    """Read the request, and write the reply."""
+    """Read the request from stdin, and write the reply to stdout."""
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the service's log
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end when the service is killed

@@ -1,7 +1,8 @@
-"""Plans of the service: each in a process of its own, which ends with its time, with its client, and with the service.
+"""Make the plans of the service, each in its own process.
 
-A plan reads files that its request names, such as a model's, and a file system that hangs holds its reader for ever. So the
-service's own threads make no plan, and few plans go on at once, in all and of each user.
+A process ends after a time limit, when its client disconnects, or with the service. A plan reads files that its request names,
+such as a model's. If a file system hangs, its reader hangs for ever. So no thread of the service makes a plan, and few plans
+run at once, in total and per user.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from pipeline.config import Problem, RecipeError
 from pipeline.node import python_path
 
 AT_ONCE = 4
-"""Plans that go on at once."""
+"""Maximum number of plans at once."""
 OF_USER = 2
-"""Plans of one user that go on at once."""
+"""Maximum number of plans of one user at once."""
 MAX_WAITING = 8
-"""Plans of one user that go on or wait. Further ones are refused."""
+"""Maximum number of plans of one user that run or wait. Further ones are refused."""
 LOOK_S = 0.5
-"""Seconds between two looks whether the client is there."""
+"""Seconds between two checks whether the client is still connected."""
 MAX_REPLY = 4 << 20
 """Largest reply, in bytes."""
 
 
 class ClientGone(Exception):
-    """The client has left before its answer."""
+    """Raised if the client has disconnected before its answer."""
 
 
 class Plans:
-    """Makes plans in processes."""
+    """Makes plans, each in its own process."""
 
     def __init__(self, seconds: float):
-        """Take the longest time of a plan, from its beginning."""
+        """Create it without plans. seconds: time limit of a plan, from the start of its process."""
         self._seconds = seconds
         self._all = asyncio.Semaphore(AT_ONCE)
         self._of_user: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(OF_USER))
@@ -50,10 +51,10 @@ class Plans:
     async def make(
         self, user: str, recipe: str, overrides: dict[str, Any], has_gone: Callable[[], Awaitable[bool]]
     ) -> dict[str, Any]:
-        """Return the reply of `plan_process.py`.
+        """Return the reply of `plan_process.py` for a recipe.
 
-        has_gone: whether the client has. Raises RecipeError if the plan takes too long or the user asks for too many, and
-        ClientGone.
+        has_gone: a function that returns whether the client has disconnected. Raises RecipeError if the plan takes too long or
+        the user has too many plans, and ClientGone if the client disconnects.
         """
         if self._open[user] >= MAX_WAITING:
             message = f"got {MAX_WAITING} plans of {user} that have not ended; expected fewer. Try again when one has"
@@ -72,7 +73,7 @@ class Plans:
             self._open[user] -= 1
 
     def end(self) -> None:
-        """End all plans, with the service."""
+        """End the processes of all plans, when the service ends."""
         for process in self._processes:
             _end(process)
 

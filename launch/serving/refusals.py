@@ -1,4 +1,7 @@
-"""Record refused requests in the audit log of the root, from a thread of their own: no request waits for the log's lock."""
+"""Record refused requests in the audit log of the root.
+
+One thread writes them, so that no request waits for the log's lock.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from pipeline.config import RecipeError
 
 PERIOD_S = 60.0
 MAX_LINES = 60
-"""Lines in PERIOD_S. Whoever reaches the port could fill the disk otherwise."""
+"""Maximum number of lines in PERIOD_S.
+
+Otherwise anybody who reaches the port could fill the disk.
+"""
 LONGEST = 200
-"""Characters of a request that a line quotes."""
+"""Maximum number of characters of a request that a line quotes."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +31,7 @@ class RefusalLog:
     """Records at most MAX_LINES refusals in PERIOD_S, and counts the others in the next line."""
 
     def __init__(self, root: Path, max_lines: int = MAX_LINES):
-        """Take the folder of the audit log."""
+        """Prepare to record. root: the folder of the audit log."""
         self._root, self._max_lines = root, max_lines
         self._lock = threading.Lock()
         self._begun, self._lines, self._left_out = float("-inf"), 0, 0
@@ -33,7 +39,10 @@ class RefusalLog:
         self._last: Future[None] | None = None
 
     def record(self, user: str, request: str, why: str) -> None:
-        """Have a refusal recorded soon. user: "" if the token was nobody's. Never raises or waits."""
+        """Queue a refusal for the audit log. Never raises or waits.
+
+        user: "" if the token belongs to no user.
+        """
         with self._lock:
             now = time.monotonic()
             if now - self._begun >= PERIOD_S:
@@ -47,7 +56,7 @@ class RefusalLog:
             self._last = self._writer.submit(self._write, details)
 
     def wait(self, timeout: float) -> None:
-        """Wait until what was refused so far is recorded. Raises TimeoutError."""
+        """Wait until all refusals so far are recorded. Raises TimeoutError."""
         if self._last is not None:
             self._last.result(timeout)
 

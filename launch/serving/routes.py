@@ -1,4 +1,4 @@
-"""The requests that read runs."""
+"""Answer the requests that read runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from launch.serving.bodies import CheckpointAnswer, ExportAnswer, Me, MetricsAns
 from launch.serving.run_cache import RunCache
 
 MAX_RUNS = 1000
-"""Runs in one answer."""
+"""Maximum number of runs in one answer."""
 MAX_RECORDS = 10_000
-"""Records of metrics in one answer."""
+"""Maximum number of records of metrics in one answer."""
 
 reading = APIRouter()
 
@@ -27,13 +27,13 @@ def sender(request: Request) -> User:
 
 
 def runs(request: Request) -> RunCache:
-    """Return the runs of the service."""
+    """Return the cache of the service's runs."""
     return request.app.state.runs
 
 
 @reading.get("/me")
 def me(request: Request) -> Me:
-    """Return who sends the request, and what they may do."""
+    """Return the sender of the request, and what they may do."""
     user = sender(request)
     return Me(name=user.name, role=user.role, writable=request.app.state.users.config.writable)
 
@@ -81,7 +81,7 @@ def rollouts(
     step: Annotated[int | None, Query(ge=0, description="Default: the latest that has some.")] = None,
     validation: bool = False,
 ) -> JSONResponse:
-    """Return the rollouts of a step: prompt, completion, reward and more of each."""
+    """Return the rollouts of a step, each with prompt, completion, reward and more."""
     run = BaseRun(runs(request).folder(run_id))
     return JSONResponse(plain_values(run.rollouts(step, validation=validation)))
 
@@ -95,11 +95,11 @@ def checkpoints(request: Request, run_id: str) -> list[CheckpointAnswer]:
 
 @reading.get("/runs/{run_id}/evaluations")
 def evaluations(request: Request, run_id: str) -> list[dict[str, Any]]:
-    """Return what is known of each suite's evaluations of a run, with the scores by step."""
+    """Return what is known about a run's evaluations, for each suite, with the scores by step."""
     return runs(request).full(run_id).get("evaluations", [])
 
 
 @reading.get("/runs/{run_id}/exports")
 def exports(request: Request, run_id: str) -> list[ExportAnswer]:
-    """Return the exported models in a run's folder, and the exports that this service runs."""
+    """Return the exports of a run: complete, running and failed ones."""
     return request.app.state.exports.of(runs(request).folder(run_id))

@@ -1,7 +1,7 @@
-"""The runs below the root, and their states, read once for all clients.
+"""Find the runs below the root, and cache what is known about them for all clients.
 
 Clients poll far more often than a run changes. A listing and the state of a live run are kept for `cache_s` seconds. The state
-of a run that has ended is kept until one of its files changes. One thread at a time computes each value; others wait for it.
+of a run that has ended is kept until one of its files changes. Only one thread at a time computes a value; others wait for it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from launch.serving.settings import ServiceConfig
 from pipeline.config import RecipeError
 
 SEPARATOR = "~"
-"""Between the folders of an id, in place of a slash."""
+"""Separates the folders in an id, in place of a slash."""
 DEPTH = 6
-"""Most levels from the root to a run: USER/sweeps/SUITE/ID/runs/NAME."""
+"""Maximum number of levels from the root to a run: USER/sweeps/SUITE/ID/runs/NAME."""
 ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,99}}(~[A-Za-z0-9][A-Za-z0-9_.-]{{0,99}}){{0,{DEPTH - 1}}}")
 """The form of an id of a run or a sweep: its path below the root. No part begins with a dot."""
 FILES = ("metrics.jsonl", "done.json", "job.json", "recipe.yaml", "attempts", "attempts/current", "checkpoints", "scores.json")
-"""Files that change when a run that has ended is continued or scored."""
+"""Files that change if a run that has ended is continued or scored."""
 MAX_REPORTS = 32
-"""Reports that are kept; each has some megabytes."""
+"""Maximum number of cached reports; each has some megabytes."""
 
 Value = TypeVar("Value")
 
 
 @dataclass
 class _Slot(Generic[Value]):
-    """A value, and what it was computed from."""
+    """A cached value, and what it was computed from."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     value: Value | None = None
@@ -52,14 +52,14 @@ class RunCache:
     """Finds runs by id and summarizes them."""
 
     def __init__(self, config: ServiceConfig):
-        """Take the service's settings."""
+        """Create an empty cache for the runs of a service. config: the settings of the service."""
         self.root = Path(config.root).resolve()
         self._users, self._keep_s = config.users, config.cache_s
         self._slots: dict[tuple[str, str], _Slot[Any]] = {}
         self._guard = threading.Lock()
 
     def ids(self) -> list[str]:
-        """Return the ids of all runs. A folder with a name that is no id is left out."""
+        """Return the ids of all runs, without folders whose name cannot be an id."""
 
         def found() -> tuple[list[str], None]:
             ids = [*filter(ID.fullmatch, map(self.id, find(self.root, DEPTH)))]
@@ -73,13 +73,13 @@ class RunCache:
         return str(folder.relative_to(self.root)).replace("/", SEPARATOR)
 
     def folder(self, run_id: str) -> Path:
-        """Return the folder of a run. Raises AccessError with 404 for what is no run below the root."""
+        """Return the folder of a run. Raises AccessError with status 404 if the id is not of a run below the root."""
         if path := self.below(run_id, "recipe.yaml"):
             return path
         raise AccessError(404, "not-a-run", "got an id that is no run's; expected one of GET /api/v1/runs")
 
     def below(self, given: str, *marks: str) -> Path | None:
-        """Return the folder of an id, if it is below the root and has one of the files `marks`; None otherwise."""
+        """Return the folder of an id; None if it is not below the root, or has none of the files `marks`."""
         if ID.fullmatch(given):
             path = self.root.joinpath(*given.split(SEPARATOR))
             if any((path / mark).is_file() for mark in marks) and path.resolve().is_relative_to(self.root):
@@ -87,12 +87,15 @@ class RunCache:
         return None
 
     def owner(self, run_id: str) -> str:
-        """Return the user whose run it is: those in ROOT/USER are USER's. "" for a run that only an admin may change."""
+        """Return the owner of a run: USER for runs in ROOT/USER; "" for a run that only an admin may change."""
         first, _, rest = run_id.partition(SEPARATOR)
         return first if rest and first in self._users else ""
 
     def line(self, run_id: str) -> dict[str, Any]:
-        """Return the short summary of a run, for lists. A run that cannot be read has `state` and `why` alone."""
+        """Return the short summary of a run, for lists.
+
+        If the run cannot be read, its state is `unknown`, and `why` has the error.
+        """
         return self._summary(run_id, "line", run_summary.line)
 
     def lines(self) -> list[dict[str, Any]]:
@@ -104,11 +107,11 @@ class RunCache:
         return sorted(found, key=lambda line: -line.get("last_written", 0.0))
 
     def full(self, run_id: str) -> dict[str, Any]:
-        """Return the whole summary of a run."""
+        """Return the full summary of a run."""
         return self._summary(run_id, "full", run_summary.full)
 
     def report(self, run_id: str) -> str:
-        """Return the report of a run as HTML, which loads plotly.min.js beside its address. Raises RecipeError."""
+        """Return the report of a run as an HTML page that loads `plotly.min.js` beside its own address. Raises RecipeError."""
         folder = self.folder(run_id)
 
         def written() -> tuple[str, tuple[Any, ...] | None]:
@@ -120,22 +123,22 @@ class RunCache:
         return self.kept((run_id, "report"), written, folder)
 
     def forget(self, run_id: str) -> None:
-        """Drop what is known of a run that has just been changed, and the listing."""
+        """Drop the listing, and the cached values of a run that has just been changed."""
         with self._guard:
             for key in [key for key in self._slots if key[0] in (run_id, "")]:
                 del self._slots[key]
 
     def _drop_removed(self, listed: set[str]) -> None:
-        """Drop what is known of runs whose folders are gone. listed: ids of runs that are there."""
+        """Drop the cached values of runs whose folders are gone. listed: the ids of runs that exist."""
         with self._guard:
-            others = {run_id for run_id, kind in self._slots if kind in ("line", "whole", "report")} - listed
+            others = {run_id for run_id, kind in self._slots if kind in ("line", "full", "report")} - listed
         removed = {run_id for run_id in others if self.below(run_id, "recipe.yaml") is None}
         with self._guard:
             for key in [key for key in self._slots if key[0] in removed]:
                 del self._slots[key]
 
     def _drop_reports(self) -> None:
-        """Drop the oldest reports above MAX_REPORTS."""
+        """Drop the oldest reports if there are more than MAX_REPORTS."""
         with self._guard:
             kept = [key for key in self._slots if key[1] == "report"]
             for key in kept[: max(0, len(kept) - MAX_REPORTS)]:
@@ -163,7 +166,11 @@ class RunCache:
     def kept(
         self, key: tuple[str, str], make: Callable[[], tuple[Value, tuple[Any, ...] | None]], folder: Path | None = None
     ) -> Value:
-        """Return the value of a key, made anew if it is old, or if the run's files have changed since."""
+        """Return the cached value of a key, or compute it with `make`.
+
+        A value is reused for `cache_s` seconds, and longer while the files of `folder` have the same mark. make: a function
+        that returns (value, mark of the files as `_mark` returns it); a mark of None lets the value get old.
+        """
         with self._guard:
             slot = self._slots.setdefault(key, _Slot())
         with slot.lock:
@@ -177,7 +184,7 @@ class RunCache:
             return slot.value
 
     def _mark(self, folder: Path) -> tuple[Any, ...]:
-        """Return (size, time of the last change) of each file that changes with a run; None for those that are not there."""
+        """Return (size, modification time) of each file that changes with a run; None for a missing file."""
         found = []
         for name in FILES:
             try:

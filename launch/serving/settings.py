@@ -18,7 +18,7 @@ from pipeline.config import Problem, RecipeError, config_tree, refuse, schema_va
 from pipeline.recipe.values import Float, Positive, Text
 
 Role = Literal["viewer", "submitter", "admin"]
-"""viewer reads every run; submitter also submits, and changes runs of their own; admin changes every run."""
+"""viewer: reads every run. submitter: also submits runs, and changes their own. admin: changes every run."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """The form of a user's name, which names a folder below the root."""
 HASH = re.compile(r"[0-9a-f]{64}")
@@ -64,7 +64,7 @@ def load(path: Path) -> ServiceConfig:
 
 
 def problems(config: ServiceConfig) -> Iterator[Problem]:
-    """Yield the problems across keys."""
+    """Yield the problems of settings that fit the schema."""
     if not Path(config.root).is_dir():
         yield Problem("root", "file-not-found", f"got {config.root}, which is no folder; expected the folder of the runs")
     for folder in config.folders:

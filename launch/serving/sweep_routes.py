@@ -1,4 +1,4 @@
-"""The requests that begin, read and cancel sweeps and searches of hyperparameters."""
+"""Answer the requests that begin, read and cancel sweeps and hyperparameter searches."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from launch.sweeps.verdict import read as read_verdict
 from pipeline.config import RECIPES, Problem, RecipeError
 
 MARKS = ("sweep.json", api.LOG)
-"""The files that make a folder a sweep's. The log comes first; the checks of a search can take a minute until the other."""
+"""Files that mark a folder as a sweep's.
+
+The log is there first. sweep.json can follow a minute later, because a search is checked before.
+"""
 DEPTH = 4
-"""Most levels from the root to a sweep: USER/sweeps/SUITE/ID."""
+"""Maximum number of levels from the root to a sweep: USER/sweeps/SUITE/ID."""
 
 sweeps = APIRouter(responses=REFUSED)  # pyright: ignore[reportArgumentType]  # the type is of a wider dict
 
 
 class Sweeps:
-    """Finds sweeps by id, and keeps those that this service has begun, with their processes."""
+    """Finds sweeps by id, and holds those that this service has begun, with their processes."""
 
     def __init__(self, found: RunCache):
-        """Take the runs of the service."""
+        """Create it without sweeps. found: the cache of the service's runs."""
         self._runs = found
         self._begun: dict[str, SweepRun] = {}
 
     def keep(self, run: SweepRun) -> str:
-        """Keep a sweep that has just begun, and return its id."""
+        """Hold a sweep that has just begun, and return its id."""
         sweep_id = self._runs.id(run.folder)
         self._begun[sweep_id] = run
         self._runs.forget(sweep_id)
         return sweep_id
 
     def get(self, sweep_id: str) -> SweepRun:
-        """Return a sweep. Raises AccessError with 404 for what is no sweep below the root."""
+        """Return a sweep. Raises AccessError with status 404 if the id is not of a sweep below the root."""
         if folder := self._runs.below(sweep_id, *MARKS):
             return self._begun.get(sweep_id) or SweepRun(folder)
         raise AccessError(404, "not-a-run", "got an id that is no sweep's; expected one of GET /api/v1/sweeps")
@@ -59,11 +62,14 @@ class Sweeps:
         return sorted(sweep_id for folder in found if self._runs.below(sweep_id := self._runs.id(folder), *MARKS))
 
     def lines(self) -> list[SweepLine]:
-        """Return the states of all sweeps, by id."""
+        """Return the states of all sweeps, sorted by id."""
         return [SweepLine(**self.full(each).model_dump(include={*SweepLine.model_fields})) for each in self.ids()]
 
     def full(self, sweep_id: str) -> SweepAnswer:
-        """Return the state of a sweep, at most `cache_s` old; `unknown` if a file of it or its jobs cannot be read."""
+        """Return the state of a sweep, at most `cache_s` seconds old.
+
+        The state is `unknown` if the sweep's files or jobs cannot be read.
+        """
         run = self.get(sweep_id)
         known: dict[str, Any] = {"id": sweep_id, "owner": self._runs.owner(sweep_id)}
 
@@ -125,7 +131,7 @@ def _own_folder(request: Request, user: str, overrides: dict[str, Any]) -> Path:
 
 
 def _refuse_files(suite: Suite) -> None:
-    """Raise RecipeError unless the suite's recipes are names in recipes/."""
+    """Raise RecipeError if a recipe of the suite is not a name in recipes/."""
     if suite.search is not None:
         refuse_file("search.recipe", suite.search.recipe, RECIPES)
     for name, run in suite.runs.items():
@@ -134,13 +140,13 @@ def _refuse_files(suite: Suite) -> None:
 
 @sweeps.get("/sweeps/{sweep_id}")
 def sweep_status(request: Request, sweep_id: str) -> SweepAnswer:
-    """Return the state of a sweep or a search, of its jobs, and its verdict."""
+    """Return the state of a sweep or a search, the states of its jobs, and its verdict."""
     return sweeps_of(request).full(sweep_id)
 
 
 @sweeps.get("/sweeps/{sweep_id}/report", response_class=FileResponse)
 def sweep_report(request: Request, sweep_id: str) -> FileResponse:
-    """Return the report as HTML: of a search since its first trial has ended, of a sweep after its check."""
+    """Return the report as HTML. A search has one after its first trial has ended, a sweep after its check."""
     return _file(request, sweep_id, "report.html")
 
 
@@ -152,7 +158,7 @@ def plotly(request: Request, sweep_id: str) -> FileResponse:
 
 @sweeps.get("/sweeps/{sweep_id}/runs/{name}/{file:path}", include_in_schema=False)
 def run_of_sweep(request: Request, sweep_id: str, name: str, file: str) -> RedirectResponse:
-    """Send a browser that follows a link of the report to the page of the run."""
+    """Redirect a browser from a link in the report to the page of the run."""
     sweeps_of(request).get(sweep_id)
     run_id = SEPARATOR.join([sweep_id, "runs", name])
     runs(request).folder(run_id)
@@ -169,7 +175,10 @@ def _file(request: Request, sweep_id: str, name: str) -> FileResponse:
 @sweeps.post("/sweeps/{sweep_id}/cancel")
 @in_threads_of("changes")
 def cancel(request: Request, sweep_id: str) -> SweepAnswer:
-    """Have a sweep submit nothing more, cancel its jobs, and return its state. POST sweeps with the same id continues it."""
+    """Make a sweep submit nothing more, cancel its jobs, and return its state.
+
+    POST sweeps with the same id continues it.
+    """
     user = checked(request)
     run = sweeps_of(request).get(sweep_id)
     request.app.state.users.check_owner(user, runs(request).owner(sweep_id))

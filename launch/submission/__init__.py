@@ -1,1 +1,1 @@
-"""From a recipe to a submitted job: the checks of all rooms, the plan, the run folder, the start."""
+"""Turn a recipe into a submitted job: check it, plan it, set up its run folder and start the job."""

@@ -1,4 +1,4 @@
-"""Show the first prompt of a recipe's data as the model will see it: its text, then its tokens. Without transformers."""
+"""Show the first prompt of a recipe's data as the model will see it, as text and as tokens, without transformers."""
 
 from __future__ import annotations
 

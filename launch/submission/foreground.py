@@ -29,7 +29,7 @@ CANCELLED = 130
 
 
 def submit(prepared: list[Prepared], detach: bool) -> int:
-    """Run the recipes one after another, and return the exit status. detach: return once they are submitted."""
+    """Run the recipes one after another, and return the exit status. detach: whether to return once they are submitted."""
     main_recipe = prepared[-1].recipe
     run_dir = Path(main_recipe.run_dir).absolute()
     if complete := run_control.completion_message(main_recipe, run_dir):
@@ -120,7 +120,7 @@ def _metrics_so_far(run_dir: Path) -> MetricsTail:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. It cancels the run without a question."""
+    """Raised when SIGTERM arrives, which cancels the run without a question."""
 
 
 def handle_signals() -> None:
@@ -157,7 +157,7 @@ def _wants_to_cancel() -> bool:
 def cancel(run_dir: Path, job: RunJob, evaluates: bool = False) -> int:
     """Cancel a job, wait for its end for a while, and return the exit status 130.
 
-    evaluates: the job is an evaluation, which has answers and no checkpoints
+    evaluates: whether the job is an evaluation, which has answers instead of checkpoints
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second signal does not interrupt the cancellation

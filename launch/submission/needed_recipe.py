@@ -1,6 +1,6 @@
 """Read a recipe that another recipe needs, with the cluster keys that it inherits.
 
-A needed recipe merges, each source overriding the ones above it:
+A needed recipe merges these sources, each of which overrides the sources above it:
     the schema's defaults
     the requested recipe's files: cluster.executor, cluster.sbatch_options, and each component's keys of SITE
     its own files
@@ -21,14 +21,15 @@ SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
     *("container_image", "container_mounts", "container_workdir", "container_env", "container_writable"),
 )
-"""Keys that say where a component runs. Size and time limit are each recipe's own."""
+"""Keys that say where a component runs. Each recipe has its own sizes and time limit."""
 SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")
 
 
 def inspect(need: str, own_overrides: list[str], requested: Loaded, command_line: list[str]) -> Loaded:
-    """Return a needed recipe with its inherited overrides; a note names the sizes that do not fit it.
+    """Return a needed recipe with its inherited overrides. A note names inherited sizes that do not fit it and are left out.
 
-    own_overrides: the needed recipe's overrides. requested: the recipe of the command line, with the overrides `command_line`.
+    own_overrides: the needed recipe's overrides. requested: the recipe that the user requested, with the overrides
+    `command_line`.
     """
     alone = reading.inspect(need, own_overrides)
     where = _from_files(requested, alone)
@@ -59,7 +60,7 @@ def _problems(loaded: Loaded) -> list[Problem]:
 
 
 def _from_files(requested: Loaded, needed: Loaded) -> list[str]:
-    """Return `key=value` of SITE's keys that the requested recipe's files set and the needed recipe's files do not."""
+    """Return `key=value` for the keys of the site that the requested recipe's files set and the needed recipe's do not."""
     values: dict[str, Any] = {}
     for key, origin in requested.origins.items():
         section, *rest = key.split(".")

@@ -1,4 +1,4 @@
-"""Say where the results of a submission come from: its code, its recipe and its container images."""
+"""Identify the origin of a submission's results: its code, its recipe and its container images."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
 
 
 def of_submission(recipe: Recipe) -> dict[str, Any]:
-    """Return {"git", "recipe", "images"} for the manifest, each None or {} where there is none.
+    """Return {"git", "recipe", "images"} for the manifest.
 
-    recipe: SHA-256, in hex, of the resolved recipe as recipe.yaml holds it. images: {"image", "digest"} by component, and
-    "size", "mtime_ns" of an image that is a file; its content is hashed in the job (pipeline/lineage).
+    git: the result of `code_state`, None outside a Git checkout. recipe: SHA-256, in hex, of the resolved recipe as recipe.yaml
+    holds it. images: component's name -> {"image", "digest"}, and also "size" and "mtime_ns" if the image is a file; {} without
+    images. The job hashes the content of such a file (pipeline/lineage).
     """
     resolved = hashlib.sha256(config.to_yaml(recipe).encode()).hexdigest()
     images = {

@@ -62,7 +62,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Examination:
-    """The runs of a recipe and its needed recipes, and all their problems."""
+    """The examined runs of a recipe and of the recipes that it needs, with all their problems."""
 
     prepared: list[Prepared]  # in the order of the runs; [] if the requested recipe has problems of its own
     problems: list[Problem]  # of recipes and plans
@@ -75,7 +75,7 @@ class Examination:
         return [*self.problems, *self.site_problems]
 
     def refuse(self) -> None:
-        """Raise RecipeError if there are problems. What is denied to this user is recorded in the audit log."""
+        """Raise RecipeError if there are problems. The audit log records permissions that this user was denied."""
         recipe = self.requested
         with refusals(Path(recipe.run_dir).absolute(), recipe.cluster.audit) if recipe else contextlib.nullcontext():
             refuse(self.all_problems)
@@ -84,7 +84,7 @@ class Examination:
 def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> list[Prepared]:
     """Return the recipes to run, in order, the requested one last. Needed recipes that are complete are left out.
 
-    plan_from: a run folder that calibrates the plan. Raises RecipeError with all problems.
+    plan_from: the folder of a run whose measurements calibrate the plan. Raises RecipeError with all problems.
     """
     examination = examine(name, overrides, dry=False, plan_from=plan_from)
     examination.refuse()
@@ -94,13 +94,14 @@ def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> l
 def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> Examination:
     """Examine a recipe and the recipes that it needs.
 
-    dry: nothing will be submitted, so no Slurm controller has to answer. Raises RecipeError for a recipe that cannot be read.
+    dry: whether nothing will be submitted, so that no Slurm controller needs to answer. Raises RecipeError for a recipe that
+    cannot be read.
     """
     return examine_loaded(run_order(name, overrides), dry, plan_from)
 
 
 def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = None) -> Examination:
-    """Examine recipes in the order of their runs, the requested one last. dry: as in `examine`."""
+    """Examine recipes, which are in the order of their runs with the requested one last. dry: as in `examine`."""
     pending: list[PendingModel] = []
     prepared: list[Prepared] = []
     problems: list[Problem] = []
@@ -133,7 +134,10 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
 def _examine(
     loaded: Loaded, pending: list[PendingModel], dry: bool, plan_from: Path | None
 ) -> tuple[Prepared | None, list[Problem], list[Problem]]:
-    """Return (the prepared recipe, or None if the recipe has problems; the recipe's problems; this site's problems)."""
+    """Return (prepared recipe, problems of the recipe, problems of this site).
+
+    The prepared recipe is None if there are problems before its layout is checked.
+    """
     prepared, problems, notes = None, list(loaded.problems), list(loaded.notes)
     recipe, executor = loaded.recipe, selection.choose(loaded.recipe)
     try:
@@ -160,7 +164,7 @@ def _examine(
 
 
 def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) -> list[Problem]:
-    """Return the problems of the jobs that evaluate a run's checkpoints: the section `evaluation`."""
+    """Return the problems of the jobs that will evaluate the run's checkpoints, which the section `evaluation` describes."""
     suite = recipe.evaluation.suite
     if suite is None or not config.trains(recipe):
         return []
@@ -186,7 +190,10 @@ def _plan(
     notes: list[str],
     dry: bool,
 ) -> tuple[Plan | EvaluationPlan | None, tuple[Problem, ...]]:
-    """Return (the plan, why there is none). FSDP2 may train a model of a family that cannot be planned; a note names it."""
+    """Return (plan, ()), or (None, the problems that prevent a plan).
+
+    FSDP2 can train models of families that cannot be planned. A note then says why there is no plan.
+    """
     try:
         return plan(recipe, choice, plan_from, pending) if choice else evaluation.plan(recipe, pending, reads=dry), ()
     except UnknownShape as error:
@@ -200,7 +207,10 @@ def folder_name(recipe: Recipe) -> str:
 
 
 def run_order(name: str, overrides: list[str]) -> list[Loaded]:
-    """Return the needed recipes that are not complete, in order, then the requested one. Raises RecipeError for a cycle."""
+    """Return the recipes to run in order: needed recipes without a complete run, then the requested one.
+
+    Raises RecipeError for a cycle of needs.
+    """
     requested = reading.inspect(name, overrides)
     ordered: list[Loaded] = []
 
@@ -225,8 +235,8 @@ def site_problems_of(
 ) -> Iterator[Problem]:
     """Yield the problems of files, storage and Slurm where the recipe would run.
 
-    pending: models that needed runs are still to write. notes: receives what could not be checked, and what only delays the
-    start.
+    pending: models that needed runs are still to write. notes: receives checks that were not possible, and problems that only
+    delay the start.
     """
     yield from placement.problems(recipe)
     yield from evaluation_checkpoint.problems(recipe)

@@ -16,7 +16,7 @@ from pipeline.config import Problem, RecipeError, collected, refuse
 
 
 def show_plan(examination: Examination) -> int:
-    """Print the plan, the first prompt, and the files, folders and services that a run lacks here.
+    """Print the plan, the first prompt, and the files, folders and services that are missing here for a run.
 
     Raises RecipeError for the recipe's own problems, and for a chat template that cannot be used.
     """
@@ -38,7 +38,10 @@ def show_plan(examination: Examination) -> int:
 
 
 def dry_run(examination: Examination) -> int:
-    """Print what would be submitted, even if problems prevent a run here. Raises RecipeError with these problems."""
+    """Print the script or commands and the recipe that would be submitted, even if problems prevent it.
+
+    Then raises RecipeError with the problems, if there are any.
+    """
     if examination.prepared:
         _print_submission(examination.prepared, examination.all_problems)
     refuse(examination.all_problems)
@@ -46,7 +49,7 @@ def dry_run(examination: Examination) -> int:
 
 
 def print_notes(prepared: Prepared) -> None:
-    """Print what the checks note about a recipe."""
+    """Print the notes of the checks about a recipe."""
     for note in prepared.notes:
         console.print_field("note", note, f"# {note}")
 

@@ -27,9 +27,9 @@ from pipeline.files.storage import write_durably
 
 CANCEL_WAIT_S = 60
 SIGNALS = "signals"
-"""The file of an attempt from which rank 0 reads signals; see pipeline/job/signals.py."""
+"""Name of the file of an attempt from which rank 0 reads signals; see pipeline/job/signals.py."""
 ASKED = "SIGUSR2\n"
-"""A line of that file: save at the end of the step, and leave."""
+"""Line of the file `signals` that asks the ranks to save at the end of the step and exit."""
 POLL_S = 0.2
 STOP_POLL_S = 0.5
 
@@ -82,9 +82,9 @@ def start(
 ) -> RunJob:
     """Submit one recipe, and return its job.
 
-    command: for the manifest. tell: receives a line where the folder's mode is changed. after: Slurm jobs that must succeed
-    before it starts. behind: Slurm jobs that must end before it starts. Raises RecipeError if the run folder is in use, or if
-    the submission cannot be recorded in the audit log.
+    command: the command line, for the manifest. tell: a function that gets a line about each folder whose mode is changed.
+    after: Slurm jobs that must succeed before it starts. behind: Slurm jobs that must end before it starts. Raises RecipeError
+    if the run folder is in use, or if the submission cannot be recorded in the audit log.
     """
     recipe = prepared.recipe
     assert prepared.choice is not None or not config.trains(recipe), "only a dry run has no backend"
@@ -144,8 +144,8 @@ def _not_submitted(error: slurm_client.SlurmError) -> Problem:
 def cancel(run_dir: Path, job: RunJob) -> JobStatus:
     """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return its status. Does nothing to a job that has ended.
 
-    Raises RecipeError if this user may not cancel the job; and, once it is cancelled, if that cannot be recorded in the audit
-    log.
+    Raises RecipeError if this user may not cancel the job. Also raises RecipeError, after the cancellation, if the audit log
+    cannot record it.
     """
     if (status := job.status(now=True)).ended:
         return status
@@ -180,8 +180,8 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
     """Ask a job to save and stop, wait for its end, and return its status. A job that has not started is cancelled.
 
     The ranks save at the end of their step, as before a time limit; the job is not requeued. If the job starts again meanwhile,
-    its new attempt is asked too. Raises TimeoutError after `timeout_s`; the request stays. Raises RecipeError, and asks for
-    nothing, if that cannot be recorded in the audit log, or if this user may not write into the run's folder.
+    its new attempt is asked too. Raises TimeoutError after `timeout_s`, with the request still in place. Raises RecipeError
+    without asking the job if the audit log cannot record the request, or if this user may not write into the run's folder.
     """
     if not (status := job.status(now=True)).ended:
         _emit_end("stop_and_save", run_dir, job, status)
@@ -200,7 +200,10 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
 
 
 def _ask(attempt: AttemptFolder) -> None:
-    """Ask the ranks of an attempt to save and leave, once. The mark comes first, so that the verdict on their end finds it."""
+    """Ask the ranks of an attempt to save and exit, if they have not been asked yet.
+
+    The file `stop` is written first, so that the verdict about the attempt finds it.
+    """
     signals = attempt.folder / SIGNALS
     if not attempt.asked_to_stop:
         write_durably(attempt.folder / STOP, "asked to stop\n")

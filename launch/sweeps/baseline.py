@@ -1,8 +1,8 @@
-"""Read and write a baseline: the numbers of a sweep that passed, with which bands and speeds compare, as YAML for Git.
+"""Read and write a baseline: the numbers of a sweep that passed, as YAML for Git. Bands and speeds compare with them.
 
-It holds the value of every seed for each run and gate, and the mean curve over the seeds for each metric of a gate, for the
-report. Keys are sorted, with one number a line, and the provenance is recorded: commit, date, seeds, hardware.
-`update_baseline=true` writes it.
+A baseline holds, for each run, the value of each gate with each seed and, for the report, the mean curve over the seeds of each
+metric that a gate reads. Keys are sorted, with one number a line. The provenance is recorded: commit, date, seeds, hardware.
+`update_baseline=true` writes a baseline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Provenance:
 
 @dataclass
 class StoredGate:
-    """A gate's value of each seed, with its expression: values of different expressions cannot be compared."""
+    """Holds a gate's value with each seed, and its expression, because values of different expressions cannot be compared."""
 
     value: Text = schema_validation.MISSING
     relative_to: Text | None = None
@@ -44,7 +44,7 @@ class StoredGate:
 
 @dataclass
 class StoredCurve:
-    """Mean and standard deviation over the seeds at each step."""
+    """Holds the mean and the standard deviation over the seeds at each step."""
 
     steps: list[Int] = field(default_factory=list)
     mean: list[Float] = field(default_factory=list)
@@ -63,18 +63,18 @@ class StoredRun:
 
 @dataclass
 class Baseline:
-    """The numbers of a sweep that passed, by run."""
+    """Holds the numbers of each run of a sweep that passed."""
 
     provenance: Provenance = field(default_factory=Provenance)
     runs: dict[str, StoredRun] = field(default_factory=dict)
 
     def of(self, run: str) -> StoredRun:
-        """Return a run's numbers; empty numbers if the baseline lacks the run."""
+        """Return a run's numbers; an empty StoredRun if the baseline lacks the run."""
         return self.runs.get(run, StoredRun())
 
 
 def read(path: Path) -> Baseline | None:
-    """Return the baseline; None if there is no file yet. Raises RecipeError for an invalid file."""
+    """Return the baseline in a file; None if the file does not exist yet. Raises RecipeError for an invalid file."""
     if not path.exists():
         return None
     tree = config_tree.load_with_parents(path)
@@ -90,7 +90,7 @@ def write(baseline: Baseline, path: Path) -> None:
 
 
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
-    """Return the seeds' mean and spread, thinned to MAX_POINTS."""
+    """Return the mean and the standard deviation of the seeds' curves, thinned to MAX_POINTS."""
     mean, width = mean_and_spread(seeds)
     steps = [*mean]
     count = min(MAX_POINTS, len(steps))
@@ -103,7 +103,7 @@ def _short(value: float) -> float:
 
 
 def _sort(value: object) -> object:
-    """Return the value with sorted keys; seeds are sorted by number."""
+    """Return the value with all keys sorted, at every level; keys that are seeds are sorted as numbers."""
     if isinstance(value, Mapping):
         return {key: _sort(value[key]) for key in sorted(value, key=lambda key: (int(key) if key.isdigit() else -1, key))}
     return value

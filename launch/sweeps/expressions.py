@@ -39,7 +39,7 @@ class NoValue(ValueError):
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a run; None where the value was NaN or infinite."""
+    """Holds one metric of a run; a value is None where it was NaN or infinite."""
 
     steps: Sequence[int]  # ascending
     values: Sequence[float | None]
@@ -94,7 +94,7 @@ def parse(text: str) -> Expression:
 
 
 def _read(node: ast.expr) -> Expression:
-    """Convert a node of Python's syntax tree. Raises ValueError."""
+    """Convert a node of Python's syntax tree into an expression. Raises ValueError."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return float(number)
@@ -112,7 +112,7 @@ def _read(node: ast.expr) -> Expression:
 
 
 def _statistic(name: str, metric: str, numbers: list[float], windows: list[tuple[str, float]]) -> Statistic:
-    """Check the parts of a statistic. Raises ValueError."""
+    """Return a statistic after a check of its parts. Raises ValueError."""
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, 1)
         hint = f"did you mean '{near[0]}'? " if near else ""
@@ -136,7 +136,7 @@ def _statistic(name: str, metric: str, numbers: list[float], windows: list[tuple
 
 
 def _number(node: ast.expr) -> float:
-    """Return the number of a node. Raises ValueError for any other expression."""
+    """Return the number that a node of Python's syntax tree stands for. Raises ValueError if it is not a number."""
     number = _read(node)
     if not isinstance(number, float):
         raise ValueError("expected a number after a metric's name")

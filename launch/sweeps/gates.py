@@ -1,7 +1,8 @@
 """Evaluate gates on a run's numbers over its seeds: bounds, baseline bands, speeds, equality to the bit, paired evaluations.
 
-A gate fails if an input is missing: a metric, a finite value, its entry in the baseline. A gate is skipped, and reported as
-`not judged`, if the run did not complete, which fails the suite anyway, or if a speed's hardware differs from the baseline's.
+A gate fails if an input is missing, such as a metric, a finite value or the gate's entry in the baseline. A gate is skipped,
+and reported as `not judged`, if the run did not complete (which fails the suite anyway), or if the hardware of a speed gate
+differs from the baseline's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
 
 
 class GateResult(Enum):
-    """The outcome of a gate; NOT_JUDGED if it was skipped."""
+    """The outcome of a gate; NOT_JUDGED means that the gate was skipped."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -39,13 +40,13 @@ class GateResult(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """The closed range of values that pass; None if an end is open."""
+    """The closed range of values that pass; an end that is None does not limit."""
 
     low: float | None = None
     high: float | None = None
 
     def contains(self, value: float) -> bool:
-        """Return whether a value passes."""
+        """Return whether a value is within the limits."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
@@ -57,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one gate."""
+    """Holds the outcome of one gate."""
 
     run: str
     gate: str
@@ -68,11 +69,11 @@ class Verdict:
 
 
 class GateFailed(ValueError):
-    """A gate fails without a comparison. The message says why."""
+    """Raised if a gate fails before its values are compared. The message says why."""
 
 
 class GateSkipped(ValueError):
-    """A gate is skipped. The message says why."""
+    """Raised if a gate is skipped. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Sweep:
     baseline: Baseline | None
 
     def seeds(self, run: str) -> dict[int, RunMeasurements]:
-        """Return the measurements of each seed of a run. Raises GateSkipped if a seed did not complete."""
+        """Return seed -> its measurements, for a run. Raises GateSkipped if the run did not complete with every seed."""
         seeds, complete = sorted(seeds_of(self.suite, run)), self.runs.get(run, {})
         if missing := [seed for seed in seeds if seed not in complete]:
             raise GateSkipped(f"{run} did not complete with seed {', '.join(map(str, missing))}")
@@ -111,7 +112,7 @@ class GateCase:
 
     @property
     def expression(self) -> str:
-        """The gate's expression over metrics, or the score that it asks for; a same_as gate has none."""
+        """The expression over metrics, or a text that names the score, that the gate evaluates. Not for a same_as gate."""
         if evaluation := self.gate.evaluation:
             return f"{evaluation.metric or 'score'} of {evaluation.task} in {evaluation.suite}"
         assert self.gate.value is not None, "`suite.problems` requires it"
@@ -119,16 +120,16 @@ class GateCase:
 
     @property
     def relative_to(self) -> str | None:
-        """The run whose values divide this run's, for a relative speed."""
+        """The run by whose values this run's values are divided; None if the gate is not a relative speed."""
         return self.gate.speed.relative_to if self.gate.speed else None
 
     @property
     def over(self) -> str:
-        """How the seeds' values are reduced to one; `each` compares every seed."""
+        """The name of the reduction of the values of all seeds to one; `each` if the value of every seed is compared."""
         return self.gate.over or {"bounds": "each", "band": "mean", "speed": "median"}[kind(self.gate)]
 
     def verdict(self) -> Verdict:
-        """Evaluate the gate."""
+        """Evaluate the gate, and return its verdict."""
         values: dict[int, float] = {}
         limits = Limits()
         try:
@@ -164,7 +165,7 @@ class GateCase:
     # ---- the values -----------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[int, float]:
-        """Return each seed's value, divided by another run's if the gate is relative. Raises NoValue, GateSkipped."""
+        """Return seed -> value. A relative gate's values are divided by those of another run. Raises NoValue, GateSkipped."""
         values = self._of(self.run)
         if self.relative_to is None:
             return values
@@ -185,7 +186,7 @@ class GateCase:
         return values
 
     def _evaluations(self, run: str, evaluation: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
-        """Return the evaluation of each seed of a run. Raises NoValue, GateSkipped."""
+        """Return seed -> the evaluation of the run's checkpoint with that seed. Raises NoValue, GateSkipped."""
         folders = {seed: measured.folder for seed, measured in self.sweep.seeds(run).items()}
         return {seed: run_scores.find(folder, evaluation) for seed, folder in folders.items() if folder is not None}
 
@@ -210,7 +211,7 @@ class GateCase:
         return self._middle(values), self.gate.band.spreads * max(spread(values), self.gate.band.floor)
 
     def _beyond(self, middle: float, half: float) -> str:
-        """Return a hint if the run is better than the whole band; else an empty string."""
+        """Return a hint if the run is better than every value in the band; else an empty string."""
         assert self.gate.band is not None
         value = self._middle(self.values().values())
         ahead = {"higher": value - middle, "lower": middle - value, "neither": 0.0}[self.gate.band.better]
@@ -233,9 +234,9 @@ class GateCase:
         return limits, f"{times:.3g} times {reference}; expected {ratios} times"
 
     def departure(self) -> int | None:
-        """Return the step from which the seeds' mean stays outside the baseline's curve; None if it does not.
+        """Return the step from which on the mean over the seeds is outside the baseline's band; None if there is none.
 
-        Only for a band over one metric.
+        The band at a step is around the baseline's curve. Only a gate with a band over a single metric has such a step.
         """
         if (
             self.gate.band is None
@@ -256,7 +257,7 @@ class GateCase:
     # ---- the baseline ---------------------------------------------------------------------------------------------------
 
     def _stored_gate(self) -> tuple[StoredRun, StoredGate]:
-        """Return the baseline's run and gate. Raises GateFailed if this gate cannot be compared with them."""
+        """Return (run, gate) of the baseline. Raises GateFailed if this gate cannot be compared with the baseline."""
         if self.sweep.baseline is None:
             raise GateFailed(f"there is no baseline yet; {UPDATE}")
         of_run = self.sweep.baseline.of(self.run)
@@ -271,11 +272,11 @@ class GateCase:
         return of_run, stored
 
     def _middle(self, values: Iterable[float]) -> float:
-        """Reduce the seeds' values to one; their mean if `each` is compared."""
+        """Reduce the values of the seeds to one, as `over` says; `each` takes their mean."""
         return REDUCTIONS["mean" if self.over == "each" else self.over](values)
 
     def to_store(self) -> StoredGate:
-        """Return the gate's entry in a baseline. Raises NoValue, GateSkipped."""
+        """Return the entry of this gate for a new baseline. Raises NoValue, GateSkipped."""
         seeds = {str(seed): value for seed, value in self.values().items()}
         evaluation = self.gate.evaluation
         questions = self._questions(self.run, evaluation) if evaluation and kind(self.gate) == "paired" else {}
@@ -283,7 +284,7 @@ class GateCase:
 
     @property
     def needs_baseline(self) -> bool:
-        """True if the gate compares with the baseline."""
+        """Whether the gate compares with the baseline."""
         evaluation = self.gate.evaluation
         return kind(self.gate) in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
 
@@ -297,7 +298,10 @@ class GateCase:
         return is_lower_better(evaluation.metric or first.tasks[evaluation.task]["metric"])
 
     def _not_worse(self) -> str:
-        """Compare the scores of all seeds with the reference's, and return the passing message. Raises GateFailed, NoValue."""
+        """Check that the scores are not worse than the reference's, question by question over all seeds.
+
+        Return the message of a gate that passes. Raises GateFailed, NoValue.
+        """
         evaluation = self.gate.evaluation
         assert evaluation is not None and evaluation.not_worse_than is not None, "a paired gate has both"
         reference = evaluation.not_worse_than
@@ -322,7 +326,10 @@ class GateCase:
     # ---- to the last bit ------------------------------------------------------------------------------------------------
 
     def _same(self) -> str:
-        """Compare every reproducible metric, and return the passing message. Raises GateFailed at the first difference."""
+        """Check that every reproducible metric equals that of the reference run, to the last bit.
+
+        Return the message of a gate that passes. Raises GateFailed at the first difference.
+        """
         assert self.gate.same_as is not None
         reference, compared = self.gate.same_as.run, 0
         reference_seeds = self.sweep.seeds(reference)
@@ -347,7 +354,7 @@ def _texts(curve: Curve) -> dict[int, str]:
 
 
 def hardware(seeds: Iterable[RunMeasurements]) -> str:
-    """Return the hardware of all seeds. Raises GateSkipped if it is unknown, or differs."""
+    """Return the hardware that all seeds ran on. Raises GateSkipped if it is unknown, or differs between seeds."""
     kinds = {measured.hardware or "" for measured in seeds}
     if "" in kinds:
         raise GateSkipped("a run did not record its hardware, so its speed cannot be compared")

@@ -1,7 +1,8 @@
-"""Submit a sweep's jobs: as many at once as the suite allows, and each job once, even after a kill.
+"""Submit a sweep's jobs: as many at once as the suite allows, and each job once, even if the submitter was killed.
 
-Under Slurm no process has to stay: dependencies (`--dependency=afterany`) make a run wait for the run `max_concurrent` places
-before it, and the check for all runs. On this machine the process stays, and starts a run when another has ended.
+Under Slurm no process has to stay. Dependencies (`--dependency=afterany`) make each run wait for the run `max_concurrent`
+places before it, and make the check wait for all runs. On this machine the process stays, and starts a run when another has
+ended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ POLL_S = 0.5
 
 
 def due(job_states: list[JobState], retries: int) -> list[JobState]:
-    """Return the jobs to submit: missing ones, and failed ones with retries left, unless a needed job has failed for good."""
+    """Return the jobs to submit: missing jobs, and failed jobs with retries left.
+
+    A job is left out if a job that it needs has failed and has no retries left.
+    """
     jobs: dict[str, JobState] = {}
     usable = {state.job.name for state in job_states if state.state in ("done", "live")}
     for state in job_states:
@@ -40,7 +44,7 @@ def due(job_states: list[JobState], retries: int) -> list[JobState]:
 
 
 def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
-    """Submit one job, and return its id. The output of submit.py goes into submit.log. Raises RecipeError."""
+    """Submit one job, and return its id. The submission's output goes into submit.log. Raises RecipeError."""
     folder.refuse_cancelled()
     job = job_state.job
     lines = why_failed(job_state) if job_state.state == "failed" else []
@@ -54,7 +58,7 @@ def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (),
 
 
 def why_failed(job_state: JobState) -> list[str]:
-    """Return why a job did not complete, in lines."""
+    """Return the lines of text that say why a job did not complete."""
     job, run_dir = job_state.job, Path(job_state.job.run_dir)
     if job_state.record is None:
         return [f"was not submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was not submitted"]
@@ -67,7 +71,10 @@ def why_failed(job_state: JobState) -> list[str]:
 
 
 def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) -> None:
-    """Submit `todo` behind `live`. Raises RecipeError: the submitted jobs go on, and the same command submits the rest."""
+    """Submit the jobs in `todo` so that at most `max_concurrent` jobs run at once, those in `live` included.
+
+    Raises RecipeError if a submission fails. The jobs submitted before go on, and the same command submits the rest.
+    """
     limit = folder.suite.max_concurrent
     ids = {state.job.name: state.record.job_id for state in live if state.record}
     queue = sorted(ids.values(), key=int)
@@ -79,7 +86,10 @@ def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) 
 
 
 def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
-    """Submit the job that checks the gates when all others have ended, and return its id. Raises RecipeError."""
+    """Submit the Slurm job that checks the gates, and return its id. Raises RecipeError.
+
+    waits_for: ids of the jobs that must have ended before it starts.
+    """
     suite, plan = folder.suite, folder.plan
     recipes = (Path(job.run_dir) / "recipe.yaml" for job in plan.jobs if job.run is not None)
     submitted = next(path for path in recipes if path.exists())  # not all are, if a needed run has failed for good
@@ -117,7 +127,7 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
 
 
 def run_here(folder: SweepFolder) -> None:
-    """Run all jobs, with retries, until none is left. Raises RecipeError."""
+    """Run all jobs on this machine, with retries, and return when none is left. Raises RecipeError."""
     suite = folder.suite
     printed: dict[str, str] = {}
     while True:

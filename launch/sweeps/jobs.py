@@ -1,6 +1,6 @@
-"""Make the jobs of a suite: recipes x seeds x overrides, and the recipes that they need first.
+"""Make the jobs of a suite: one for each run and seed, and the jobs of the recipes that they need.
 
-Seeds are the outer loop, so that runs that are compared with each other run close in time.
+Seeds are the outer loop, so that runs that gates compare with each other run close in time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pipeline.config import Problem, RecipeError, refuse
 
 
 def jobs_of(loaded_suite: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
-    """Return (jobs, with needed ones first; slurm or local). Raises RecipeError with the problems of all runs."""
+    """Return (the jobs of a suite, the needed recipes first; the executor, slurm or local).
+
+    Raises RecipeError with the problems of all runs.
+    """
     suite, problems, jobs, executors = loaded_suite.suite, [], {}, {}
     for run, seed in _seeds_first(suite):
         if run in executors and executors[run] is None:
@@ -39,7 +42,7 @@ def jobs_of(loaded_suite: LoadedSuite, folder: Path) -> tuple[list[SweepJob], st
 
 
 def not_submitting(executors: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if a run would start inside this allocation."""
+    """Yield a problem if the executor of a run is this Slurm allocation, in which a sweep cannot submit jobs."""
     if {*executors} - {"slurm", "local"}:
         message = "got allocation; expected slurm or local, since a sweep submits jobs"
         yield Problem("cluster.executor", "not-a-choice", message)
@@ -51,7 +54,7 @@ def _seeds_first(suite: Suite) -> list[tuple[str, int]]:
 
 
 def _prepare_run(suite: Suite, more: list[str], run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
-    """Return (a recipe's overrides, the recipes to run). Raises RecipeError."""
+    """Return (a run's overrides, the prepared recipes: needed ones first, then the run's own). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
     arguments = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
     inspection = reading.inspect(recipe, arguments)
@@ -61,7 +64,7 @@ def _prepare_run(suite: Suite, more: list[str], run: str, seed: int, folder: Pat
 
 
 def with_needs(recipe: str, arguments: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
-    """Return the jobs that a run needs, with the run folders of launch/submission/prepare.py, then its own."""
+    """Return the jobs of the recipes that a run needs, in the run folders that `prepare` chose, then the run's own job."""
     *needed, main = (item.recipe for item in prepared)
     executor = (
         f"cluster.executor={prepared[-1].executor.name}"  # explicit, because the check inside a job would choose another one

@@ -18,7 +18,7 @@ from pipeline.observe.metrics import NOT_REPRODUCIBLE, read
 
 @dataclass(frozen=True)
 class RunMeasurements:
-    """The metrics and the hardware of one run with one seed."""
+    """Holds the metrics and the hardware of one run with one seed."""
 
     curves: Mapping[str, Curve]
     hardware: str | None  # such as "2 x (8 x NVIDIA H100 80GB HBM3)"; None if not recorded
@@ -26,7 +26,7 @@ class RunMeasurements:
     folder: Path | None = None  # the run's
 
     def reproducible(self, patterns: list[str]) -> dict[str, Curve]:
-        """Return the metrics that match any of `patterns` and that a second run reproduces to the last bit.
+        """Return the metrics that match any of `patterns` and that an equal run reproduces to the last bit.
 
         On GPUs a second run reproduces them only with policy.deterministic=true.
         """
@@ -35,7 +35,7 @@ class RunMeasurements:
 
 
 def measure(run_dir: Path) -> RunMeasurements:
-    """Read the measurements of a run. Raises RecipeError for a malformed metrics.jsonl."""
+    """Return the metrics and the hardware of a run. Raises RecipeError for a malformed metrics.jsonl."""
     lines = read(run_dir / "metrics.jsonl")
     attempts = all_attempts(run_dir)
     seconds = max(0.0, lines[-1]["time"] - attempts[0].started) if lines and attempts else 0.0
@@ -43,7 +43,7 @@ def measure(run_dir: Path) -> RunMeasurements:
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the curve of every metric, over the steps that have it."""
+    """Return metric -> its curve, over the steps that have the metric. lines: the records of metrics.jsonl."""
     points: dict[str, tuple[list[int], list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -55,7 +55,7 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
 
 
 def _hardware(run_dir: Path) -> str | None:
-    """Return the nodes of the newest attempt that has a nodes.json, by kind and count; None without such an attempt."""
+    """Return a text that counts the nodes of a run by kind; None if no attempt has a nodes.json. The newest one counts."""
     for attempt in reversed(all_attempts(run_dir)):
         if nodes := run_files.nodes(attempt.folder):
             return by_kind(nodes.values())
@@ -63,7 +63,7 @@ def _hardware(run_dir: Path) -> str | None:
 
 
 def by_kind(nodes: Any) -> str | None:
-    """Return the nodes of a nodes.json by kind and count; None if a node lists neither GPUs nor its processor."""
+    """Return a text that counts the nodes of a nodes.json by kind; None if a node lists neither GPUs nor its processor."""
     kinds = []
     for node in nodes:
         gpus = Counter(gpu["name"] for gpu in node.get("gpus", ()))
@@ -78,7 +78,7 @@ def by_kind(nodes: Any) -> str | None:
 
 
 def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
-    """Return the values of the seeds at each step, ascending; seeds without a value are left out."""
+    """Return step -> the values of the seeds, steps ascending. A seed without a value at a step is left out there."""
     values_by_step: dict[int, list[float]] = {}
     for curve in seeds:
         for step, value in zip(curve.steps, curve.values, strict=True):
@@ -88,7 +88,7 @@ def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
 
 
 def mean_and_spread(seeds: Iterable[Curve]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the mean and the standard deviation over the seeds, each by step."""
+    """Return (step -> mean over the seeds, step -> standard deviation over the seeds)."""
     values_by_step = by_step(seeds)
     mean = {step: statistics.fmean(values) for step, values in values_by_step.items()}
     return mean, {step: spread(values) for step, values in values_by_step.items()}

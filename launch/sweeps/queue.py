@@ -1,6 +1,6 @@
-"""Query the states of all jobs at once, because a query for each job of a sweep is slow.
+"""Query the states of all jobs of a sweep with one command, because a query for each job is slow.
 
-Jobs are also found by the files that they write: if a submitter was killed between sbatch and its record, the run folder does
+Jobs are also found by the files that they write. If a submitter is killed between sbatch and its record, the run folder does
 not know the job, and the job would be submitted twice.
 """
 
@@ -24,14 +24,14 @@ PAUSES_S = (5, 15)
 
 
 class Queue:
-    """The states of all jobs, cached at the first query."""
+    """Holds the states of all jobs, cached at the first query."""
 
     def __init__(self, executor: str):
         self._executor = executor
 
     @functools.cached_property
     def _jobs(self) -> tuple[dict[str, JobStatus], list[tuple[str, str]]]:
-        """Status by job id, and (job id, path of the log) of each job. Raises RecipeError if Slurm does not answer."""
+        """Hold (job id -> status, a list of (job id, path of the job's log)). Raises RecipeError if Slurm does not answer."""
         jobs = defaultdict(list)
         for part in slurm_client.read_jobs(_scontrol()):
             jobs[part.job_id].append(part)
@@ -50,7 +50,10 @@ class Queue:
         return self.status(record.job_id) if self._executor == "slurm" else record.attach(run_dir).status(now=True)
 
     def writing_into(self, run_dir: Path) -> JobRecord | None:
-        """Return the live job of a run folder, even if the folder has no record of it; None if there is none."""
+        """Return the live job that writes into a run folder; None if there is none.
+
+        The job is found even if the folder has no record of it.
+        """
         if self._executor == "slurm":
             job_id = self.writing_to(re.compile(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out"))
             return JobRecord("slurm", job_id, socket.gethostname()) if job_id else None
@@ -58,14 +61,17 @@ class Queue:
         return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
 
     def writing_to(self, output: re.Pattern[str], other_than: str | None = None) -> str | None:
-        """Return the id of the live Slurm job whose log's path matches, ignoring `other_than`; None if there is none."""
+        """Return the id of the live Slurm job whose log has a path that matches `output`; None if there is none.
+
+        other_than: the id of a job to ignore.
+        """
         statuses, outputs = self._jobs
         ids = [job_id for job_id, path in outputs if output.fullmatch(path) and job_id != other_than]
         return next((job_id for job_id in ids if not statuses[job_id].ended), None)
 
 
 def _scontrol() -> str:
-    """Return the output of `scontrol show job`, retrying while a controller restarts. Raises RecipeError."""
+    """Return the output of `scontrol show job`. Retries while Slurm does not answer, then raises RecipeError."""
     for pause in (*PAUSES_S, None):
         try:
             return slurm_client.run_command("scontrol", "show", "job", "-o")

@@ -1,6 +1,7 @@
-"""Scores of a sweep's runs, for its gates, from evaluations that exist or that the check makes first.
+"""Read the scores of a sweep's runs for its gates. The check first makes the evaluations that do not exist yet.
 
-A gate asks for a suite, a task and, without `step`, the run's last checkpoint. A run that is an evaluation has its own scores.
+A gate names a suite, a task and a checkpoint's step, by default the last. A run that is itself an evaluation has its own
+scores.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from launch.terminal.safe_text import on_one_line
 LOG = "evaluate.log"
 DIGITS = 12  # of a question's hash
 Questions = Mapping[str, Sequence[float]]
-"""Values of the samples by question."""
+"""Question -> the values of its samples."""
 
 
 def find(run_dir: Path, gate: EvaluationGateConfig) -> EvaluationFolder:
-    """Return the evaluation of a run that a gate asks for. Raises NoValue if the evaluation or its task is missing."""
+    """Return the evaluation of a run that a gate reads. Raises NoValue if the evaluation or its task is missing."""
     step, name = _step(run_dir, gate), suites.find(gate.suite)[0]
     evaluations = [folder for folder in evaluation_folder.of_run(run_dir) if folder.suite == name and folder.step == step]
     if not evaluations:
@@ -42,14 +43,14 @@ def _with_task(evaluation: EvaluationFolder, gate: EvaluationGateConfig) -> Eval
 
 
 def _step(run_dir: Path, gate: EvaluationGateConfig) -> int | None:
-    """Return the checkpoint's step; None if the run is an evaluation."""
+    """Return the step of the checkpoint that a gate reads; None if the run is itself an evaluation."""
     if RunFolder.at(run_dir).algorithm == "evaluate":
         return None
     return run_setup.done_step(run_dir) if gate.step is None else gate.step
 
 
 def score(evaluation: EvaluationFolder, gate: EvaluationGateConfig) -> float:
-    """Return the score of the gate's task. Raises NoValue."""
+    """Return the score that a gate reads from an evaluation. Raises NoValue."""
     task = evaluation.tasks[gate.task]
     metric = gate.metric or task["metric"]
     value = task["metrics"].get(metric, {}).get("value")
@@ -59,7 +60,7 @@ def score(evaluation: EvaluationFolder, gate: EvaluationGateConfig) -> float:
 
 
 def in_folder(folder: str, gate: EvaluationGateConfig) -> EvaluationFolder:
-    """Return the evaluation in a folder that a gate names. Raises NoValue."""
+    """Return the evaluation in a folder that a gate names as its reference. Raises NoValue."""
     evaluation = evaluation_folder.read(Path(folder))
     if evaluation is None:
         raise NoValue(f"{folder} has no {SCORES}")
@@ -67,7 +68,10 @@ def in_folder(folder: str, gate: EvaluationGateConfig) -> EvaluationFolder:
 
 
 def questions(evaluations: Sequence[EvaluationFolder], gate: EvaluationGateConfig) -> dict[str, list[float]]:
-    """Return the values of all samples of several evaluations, such as the seeds', by a hash of the question's id."""
+    """Return hash of a question's id -> the values of the question's samples.
+
+    The samples are those of all these evaluations together, such as the evaluations of all seeds.
+    """
     values_by_question: dict[str, list[float]] = {}
     for evaluation in evaluations:
         for question, values in evaluation.values(gate.task, gate.metric).items():
@@ -83,9 +87,10 @@ def _hash(question: str) -> str:
 
 
 def evaluate_missing(suite: Suite, run_dirs: Mapping[str, Sequence[Path]], log: Path) -> None:
-    """Evaluate the checkpoints that gates ask for, one after another. run_dirs: of the completed runs, by run.
+    """Evaluate the checkpoints whose scores gates need and do not have yet, one after another.
 
-    A failed evaluation is left to the gate, which then fails. The output of launch/evaluate.py goes into `log`.
+    run_dirs: run -> folders of its completed jobs. A failed evaluation raises nothing; its gate fails later. The output of
+    launch/evaluate.py goes into `log`.
     """
     for run, folders in run_dirs.items():
         for run_dir in folders:
@@ -99,7 +104,7 @@ def evaluate_missing(suite: Suite, run_dirs: Mapping[str, Sequence[Path]], log: 
 
 
 def _missing(suite: Suite, run: str, run_dir: Path) -> Iterator[tuple[str, ...]]:
-    """Yield the arguments of launch/evaluate.py for each evaluation of a run that gates ask for and that does not exist."""
+    """Yield the arguments of launch/evaluate.py for each evaluation of a run that gates need and that does not exist."""
     for gate in _gates_on(suite, run):
         step, name = _step(run_dir, gate), suites.find(gate.suite)[0]
         if step is None or any(folder.suite == name and folder.step == step for folder in evaluation_folder.of_run(run_dir)):
@@ -108,7 +113,7 @@ def _missing(suite: Suite, run: str, run_dir: Path) -> Iterator[tuple[str, ...]]
 
 
 def _gates_on(suite: Suite, run: str) -> Iterator[EvaluationGateConfig]:
-    """Yield the evaluations that gates ask of a run: its own gates, and gates of other runs that are compared with it."""
+    """Yield the evaluation sections of the gates of a run, and of the gates of other runs that compare with it."""
     for name in suite.runs:
         for gate in gates_of(suite, name).values():
             if gate.evaluation and run in (name, gate.evaluation.not_worse_than):

@@ -48,7 +48,7 @@ SET_BY_SWEEP = ("run_dir", "name")  # keys of each recipe that the sweep sets
 
 @dataclass
 class BandConfig:
-    """A band of the baseline's mean over the seeds +- spreads * max(standard deviation, floor)."""
+    """A band around the baseline's mean over the seeds. Half its width is spreads * max(standard deviation, floor)."""
 
     spreads: Annotated[Float, Field(ge=0)] = 3.0
     floor: Annotated[Float, Field(ge=0)] = 0.0  # in units of the value, for seeds that agree by chance
@@ -57,9 +57,10 @@ class BandConfig:
 
 @dataclass
 class SpeedConfig:
-    """A bound on the ratio of the value to the baseline's, evaluated only on the baseline's hardware.
+    """Bounds on the value divided by the baseline's value. Evaluated only on the baseline's hardware.
 
-    With `relative_to`, the value is divided by that of another run of this sweep, seed by seed, and any hardware counts.
+    With `relative_to`, the value is first divided, for each seed, by the value of another run of this sweep. Then any hardware
+    counts.
     """
 
     at_most: Annotated[Float | None, Field(ge=1)] = None  # for times, such as 1.25
@@ -69,7 +70,7 @@ class SpeedConfig:
 
 @dataclass
 class SameConfig:
-    """Equality of every reproducible metric with that of another run, to the last bit, seed by seed.
+    """Demands that every reproducible metric equals that of another run with the same seed, to the last bit.
 
     Equal runs on GPUs have equal metrics only with policy.deterministic=true.
     """
@@ -80,9 +81,10 @@ class SameConfig:
 
 @dataclass
 class EvaluationGateConfig:
-    """The score of a task in an evaluation of each seed's checkpoint, in place of `value`.
+    """The score of a task that a gate reads, in place of `value`, from an evaluation of each seed's checkpoint.
 
-    With `not_worse_than` the gate is a paired comparison over the questions, of which all seeds' answers are samples.
+    With `not_worse_than` the gate is a paired comparison over the questions. The answers of all seeds count as samples of a
+    question.
     """
 
     suite: Text = schema_validation.MISSING  # as of launch/evaluate.py
@@ -125,7 +127,7 @@ class RunConfig:
 
 @dataclass
 class CheckConfig:
-    """The job that checks the gates at the end: one task. Null: as cluster.train of the first run."""
+    """The Slurm job that checks the gates at the end, with one task. null: the value of cluster.train of the first run."""
 
     partition: Text | None = None
     account: Text | None = None
@@ -152,19 +154,19 @@ class Suite:
 
 
 def seeds_of(suite: Suite, run: str) -> list[int]:
-    """Return the seeds of a run: its own, or else the suite's."""
+    """Return the seeds of a run: the run's own, else the suite's."""
     seeds = suite.runs[run].seeds
     return suite.seeds if seeds is None else seeds
 
 
 def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
-    """Return the gates of a run: the suite's, overridden by its own."""
+    """Return name -> gate of a run: the suite's gates, updated with the run's own."""
     shared = {name: gate for name, gate in suite.gates.items() if gate.runs is None or run in gate.runs}
     return {**shared, **suite.runs[run].gates}
 
 
 def kind(gate: GateConfig) -> str:
-    """Return bounds, band, speed, same_as or paired; "" if the gate has no kind, and several kinds joined by `and`."""
+    """Return the kind of a gate: bounds, band, speed, same_as or paired. "" if it has none; several are joined by `and`."""
     bounds = [gate.at_least, gate.at_most, gate.equals]
     kinds = {"bounds": any(bound is not None for bound in bounds), "band": gate.band, "speed": gate.speed}
     paired = gate.evaluation and gate.evaluation.not_worse_than
@@ -176,7 +178,7 @@ def kind(gate: GateConfig) -> str:
 
 @dataclass(frozen=True)
 class LoadedSuite:
-    """A suite with the overrides of the command line."""
+    """Holds a suite and the overrides of the command line."""
 
     suite: Suite
     baseline: Path  # absolute
@@ -184,12 +186,15 @@ class LoadedSuite:
 
 
 def find(name: str) -> Path:
-    """Return the file of a suite. Raises RecipeError with the suites that exist."""
+    """Return the file of a suite. Raises RecipeError, which lists the suites that exist."""
     return config_tree.find_file(name, SUITES, "sweep")
 
 
 def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
-    """Read a suite. Raises RecipeError with all its problems; the recipes' own keys are not checked here."""
+    """Return a suite after all checks of its own keys.
+
+    Raises RecipeError with all its problems. Keys of recipes are not checked.
+    """
     path = find(name)
     tree = config_tree.merge(
         config_tree.ConfigMapping({"name": config_tree.ConfigValue(path.stem)}), config_tree.load_with_parents(path)
@@ -219,12 +224,12 @@ def read(path: Path) -> Suite:
 
 
 def to_yaml(suite: Suite) -> str:
-    """Return the suite as YAML that `read` reads."""
+    """Return the suite as YAML, which `read` reads back."""
     return yaml_text.dump(asdict(suite))
 
 
 def _build(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:
-    """Return the suite, None if values prevent it, and the problems of the values."""
+    """Return (the suite, or None if its values prevent one; the problems of its values)."""
     spell_out_lists(tree)
     return schema_validation.validate_tree(Suite, schema_validation.with_defaults(Suite, tree))
 
@@ -258,7 +263,7 @@ def as_arguments(overrides: dict[str, Any]) -> list[str]:
 
 
 def problems(suite: Suite) -> Iterator[Problem]:
-    """Yield the problems across keys, of a suite that fits the schema."""
+    """Yield the problems of the values of a suite that fits the schema."""
     if not NAME.fullmatch(suite.name):
         yield bad_name("name", suite.name)
     if suite.search is not None:
@@ -293,7 +298,7 @@ def problems(suite: Suite) -> Iterator[Problem]:
 
 
 def bad_name(key: str, name: str) -> Problem:
-    """Return the problem of a name that cannot be a folder's."""
+    """Return the problem of a name that cannot be the name of a folder."""
     return Problem(key, "bad-format", f"got '{name}'; expected letters, digits, '.', '_' and '-', since it names a folder")
 
 
@@ -363,7 +368,7 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
 
 
 def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) -> Iterator[Problem]:
-    """Yield the problems of a gate on a score."""
+    """Yield the problems of a gate that reads the score of an evaluation."""
     for name in ("value", "speed"):
         if getattr(gate, name) is not None:
             yield Problem(f"{key}.{name}", "contradiction", "got evaluation too; expected one of them")
@@ -379,7 +384,7 @@ def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) ->
 
 
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:
-    """Yield the problems of a gate for one of its runs, such as the problems of the run that it is compared with."""
+    """Yield the problems of a gate with one of its runs, such as those of the other run that the gate compares with."""
     if gate.band and gate.band.floor == 0 and len(seeds_of(suite, run)) < 2:
         point = f"got 0 with one seed of run '{run}'; expected above 0, since one seed has no standard deviation"
         yield Problem(f"{key}.band.floor", "missing-value", point)

@@ -31,18 +31,18 @@ from pipeline.files.storage import listed, write_durably
 
 JOBS = "jobs.jsonl"
 CANCELLED = "cancelled"
-"""The file whose presence ends the process that works on the sweep."""
+"""The file that makes the process that works on the sweep end."""
 SETTLE_S = 5.0
-"""How late done.json may appear on a shared file system, after the job has ended."""
+"""Seconds that done.json may take to appear on a shared file system after the job has ended."""
 PROBE_S = 2.0
-"""How long to wait for the lock of a program that takes it for a moment, to see whether anybody works on the sweep."""
+"""Seconds to wait for the lock, which other programs hold for a moment to see whether a process works on the sweep."""
 LOCK_S = 600.0
-"""How long the check waits for a process that is submitting."""
+"""Seconds that the check waits for the lock of a process that submits jobs."""
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A run with one seed, or a recipe that such runs need, which runs once for all of them."""
+    """A run with one seed, or a needed recipe, which runs once for all runs that need it."""
 
     name: str
     recipe: str
@@ -68,7 +68,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class Submission:
-    """A line of jobs.jsonl."""
+    """Holds a line of jobs.jsonl: one submission of a job."""
 
     job: str  # a job's name
     job_id: str
@@ -78,7 +78,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job."""
+    """Holds the state of a job, with its latest submission."""
 
     job: SweepJob
     state: str  # missing (never submitted), live, done or failed
@@ -102,7 +102,7 @@ class SweepFolder:
 
     @property
     def begun(self) -> bool:
-        """Return whether sweep.json exists."""
+        """Whether sweep.json exists, and so the sweep has begun."""
         return (self.path / "sweep.json").exists()
 
     @property
@@ -121,7 +121,7 @@ class SweepFolder:
         return suites.read(self.path / "suite.yaml")
 
     def begin(self, suite: Suite, plan: SweepPlan) -> None:
-        """Write the suite, then sweep.json, which marks the folder as complete."""
+        """Write the suite, then sweep.json, whose presence means that the sweep has begun."""
         write_durably(self.path / "suite.yaml", suites.to_yaml(suite))
         small_files.write(self.path / "sweep.json", asdict(plan))
 
@@ -136,7 +136,7 @@ class SweepFolder:
         small_files.write(self.path / "sweep.json", asdict(replace(plan, jobs=jobs)))
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
-        """Raise RecipeError if the sweep in this folder began with another suite."""
+        """Raise RecipeError if the sweep in this folder began with another suite, or with other overrides."""
         before = {**flat(asdict(self.suite)), "the command line": self.plan.overrides}
         now = {**flat(asdict(suite)), "the command line": overrides}
         for key in [*now, *before]:
@@ -158,15 +158,15 @@ class SweepFolder:
 
     @property
     def cancelled(self) -> bool:
-        """Return whether somebody has cancelled the sweep since it was last begun or continued."""
+        """Whether somebody has cancelled the sweep since it was last begun or continued."""
         return (self.path / CANCELLED).exists()
 
     def cancel(self) -> None:
-        """Have the process that works on the sweep, here or elsewhere, submit nothing more and end."""
+        """Make the process that works on the sweep, on any machine, submit nothing more and end."""
         write_durably(self.path / CANCELLED, "cancelled; the same command continues the sweep\n")
 
     def take_up(self) -> None:
-        """Forget that the sweep was cancelled, since it goes on. The caller holds the lock."""
+        """Remove the mark of a cancelled sweep, because the sweep continues. The caller holds the lock."""
         (self.path / CANCELLED).unlink(missing_ok=True)
 
     def refuse_cancelled(self) -> None:
@@ -180,11 +180,11 @@ class SweepFolder:
     # ---- submissions ----------------------------------------------------------------------------------------------------
 
     def submissions(self, job: str) -> list[Submission]:
-        """Return a job's submissions, oldest first. A truncated last line is skipped: the run folder knows that job."""
+        """Return a job's submissions, oldest first. Skips an incomplete last line, whose job the run folder records too."""
         return [submission for submission in small_files.lines(self.path / JOBS, Submission, "check") if submission.job == job]
 
     def record(self, job: str, job_id: str, after: list[str] | None = None) -> None:
-        """Append a submission to jobs.jsonl. after: of a retry, why the previous try failed, in lines."""
+        """Append a submission to jobs.jsonl. after: for a retry, the lines that say why the previous try failed."""
         small_files.append(self.path / JOBS, asdict(Submission(job, job_id, time.time(), after or [])))
 
     # ---- states ---------------------------------------------------------------------------------------------------------
@@ -215,16 +215,19 @@ class SweepFolder:
         return JobState(job, "failed", record, status, len(ids))
 
     def live_job_ids(self, queue: Queue) -> list[str]:
-        """Return the ids of the jobs that are live."""
+        """Return the ids of the live jobs."""
         return [state.record.job_id for state in self.job_states(queue) if state.state == "live" and state.record]
 
     def check_job(self, queue: Queue, other_than: str | None = None) -> str | None:
-        """Return the id of the live Slurm job that will check the gates, ignoring `other_than`; None if there is none."""
+        """Return the id of the live Slurm job that will check the gates; None if there is none.
+
+        other_than: the id of a job to ignore.
+        """
         return queue.writing_to(re.compile(re.escape(str(self.path / "check.log"))), other_than)
 
 
 def _appears(path: Path) -> bool:
-    """Return whether a file exists, or appears within SETTLE_S because another node has just written it."""
+    """Return whether a file exists now or within SETTLE_S. The time is for files that another node has just written."""
     deadline = time.monotonic() + SETTLE_S
     while not (exists := listed(path)) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -106,7 +106,7 @@ def _before(stored: StoredCurve) -> Iterator[Series]:
 
 
 def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str]]:
-    """Return the limits of gates on one statistic of this metric, which have the chart's scale."""
+    """Return (value, label) of each limit to draw in a metric's chart: those of gates on a single statistic of the metric."""
     judged = {verdict.gate: verdict for verdict in result.verdicts if verdict.run == run}
     levels = []
     for case in result.sweep.cases(run):

@@ -44,7 +44,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str
 
 
 def _plain(text: str) -> str:
-    """Return a text on one line, with its markup escaped."""
+    """Return a text on one line, with Markdown characters escaped."""
     return " ".join(text.split()).replace("<", "&lt;").replace("`", "'")
 
 
@@ -52,7 +52,7 @@ def _plain(text: str) -> str:
 
 
 def junit(result: SweepResult) -> str:
-    """Return JUnit XML with a test suite per run and a test case per gate: https://github.com/testmoapp/junitxml."""
+    """Return JUnit XML with a test suite for each run and a test case for each gate: https://github.com/testmoapp/junitxml."""
     name = result.sweep.suite.name
     names = list(dict.fromkeys(verdict.run for verdict in result.verdicts))
     suites = ElementTree.Element("testsuites", _counts(f"{name} {result.folder.name}", result.verdicts, result.ran))

@@ -1,6 +1,6 @@
-"""Evaluate the gates of a sweep that has ended, and write a new baseline if requested.
+"""Evaluate the gates of a sweep that has ended, and write a new baseline if it was requested.
 
-A run that did not complete fails the suite by a gate of its own, `completes`, which names its first failure.
+Each run has a gate `completes`. It fails the suite if the run did not complete, and its message is the first failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True)
 class JobResult:
-    """The outcome of one job, for the reports."""
+    """Holds the outcome of one job, for the reports."""
 
     job: SweepJob
     state: str
@@ -47,13 +47,13 @@ class JobResult:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts within submissions: after a crash, the time limit or preemption."""
+        """Number of restarts without a new submission: after a crash, the time limit or preemption."""
         return max(0, len(self.attempts) - self.tries)
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The verdicts of a sweep, and everything its reports show."""
+    """Holds the verdicts of a sweep, and everything else that its reports show."""
 
     title: str
     folder: Path
@@ -66,7 +66,7 @@ class SweepResult:
 
     @property
     def passed(self) -> bool:
-        """Return whether all gates passed or were not judged."""
+        """Whether every gate passed or was skipped."""
         return not self.failed
 
     @property
@@ -83,7 +83,10 @@ class SweepResult:
 
 
 def conclude(folder: SweepFolder) -> SweepResult:
-    """Evaluate the gates on the runs' folders, and write a requested baseline. Raises RecipeError for an invalid baseline."""
+    """Evaluate the gates of a sweep, and write a new baseline if it was requested.
+
+    Raises RecipeError for an invalid baseline.
+    """
     plan, suite = folder.plan, folder.suite
     job_states = folder.job_states(Queue(plan.executor))
     complete = [state.job for state in job_states if state.state == "done" and state.job.run is not None]
@@ -142,7 +145,7 @@ def main_line(lines: list[str]) -> str:
 
 
 def _commits(jobs: list[SweepJob]) -> list[str]:
-    """Return the commits of the runs' latest submissions, as `1a2b3c4` or `1a2b3c4, changed`."""
+    """Return the distinct commits of the latest submissions, as `1a2b3c4`, or `1a2b3c4, changed` for changed code."""
     commits = set()
     for job in jobs:
         submissions = run_files.submissions(Path(job.run_dir)) if job.run is not None else []
@@ -152,7 +155,7 @@ def _commits(jobs: list[SweepJob]) -> list[str]:
 
 
 def _change_notes(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
-    """Return a note for each run whose overrides differ from the baseline's, a likely cause of failed gates."""
+    """Return a note for each run whose overrides differ from those in the baseline. They may explain failed gates."""
     if (baseline := sweep.baseline) is None:
         return []
     notes = []
@@ -165,7 +168,7 @@ def _change_notes(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
 
 
 def _overrides(jobs: list[SweepJob], run: str) -> list[str]:
-    """Return the overrides of one of a run's jobs, without seed, run_dir and cluster keys."""
+    """Return the overrides of a run, without seed, run_dir and cluster keys."""
     job = next(job for job in jobs if job.run == run)
     excluded = ("run_dir=", "cluster.")
     overrides = [
@@ -186,7 +189,10 @@ def baseline_of(result: SweepResult) -> str:
 
 
 def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
-    """Return (the sweep's values as a baseline, why not to write it: failed runs, or gates without need of it)."""
+    """Return (the sweep's values as a baseline, the reasons not to write it).
+
+    The reasons are runs that did not complete, gates that do not need a baseline and did not pass, and values that are missing.
+    """
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
     independent = [case.verdict() for case in cases if not case.needs_baseline]
     bad = [verdict for verdict in [*map(_completes, ran), *independent] if verdict.outcome is not GateResult.PASSED]
@@ -227,7 +233,7 @@ def metrics_of(cases: list[GateCase]) -> list[str]:
 
 
 class GateOutcome(TypedDict):
-    """The outcome of a gate in verdict.json, which has further fields."""
+    """The outcome of a gate in verdict.json. The file has further keys, which are not read."""
 
     run: str
     gate: str
@@ -235,7 +241,7 @@ class GateOutcome(TypedDict):
 
 
 class StoredVerdict(TypedDict):
-    """verdict.json of a sweep or a search."""
+    """The contents of verdict.json of a sweep or a search."""
 
     passed: bool
     summary: str
@@ -243,7 +249,7 @@ class StoredVerdict(TypedDict):
 
 
 def read(folder: Path) -> StoredVerdict | None:
-    """Return the verdict.json in a sweep's folder; None before the gates are checked. Raises RecipeError for a damaged file."""
+    """Return the verdict.json in a sweep's folder; None before the gates are checked. Raises RecipeError if it is damaged."""
     return small_files.read(folder / "verdict.json", StoredVerdict, "check", "Try to delete it: the next check writes it anew")
 
 

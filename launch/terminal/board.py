@@ -1,7 +1,7 @@
-"""A live board on a terminal, drawn by rich: it redraws in place, without scrolling, and fits the terminal's height.
+"""Draw a live board on a terminal with rich. It is redrawn in place, without scrolling, and fits the terminal's height.
 
-Where a frame has more lines than the terminal, the board leaves out rows, the least important first, then the older warnings,
-then the last rows of the table, and its last line names what is missing.
+If a frame has more lines than the terminal, the board leaves out, in this order, the least important rows, the last rows of the
+table down to KEPT_RANKS, the older warnings, and the rest of the table. Its last line names the parts that are left out.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from launch.terminal.safe_text import on_one_line, plain
 LEAST_IMPORTANT = (
     "logs", "runs", "job", "start-up", "idle", "evaluation", "starts", "phases", "checkpoint", "answers", "changes",
 )  # fmt: skip
-"""Labels of rows, in the order in which a low terminal goes without them. Rows with other labels stay."""
+"""Labels of rows, in the order in which they are left out on a low terminal. Rows with other labels always stay."""
 LONG = "warnings"
-"""The label of rows that a low terminal shows the latest of."""
+"""Label of the rows of which a low terminal shows only the latest."""
 KEPT_RANKS = 4
-"""Rows of the table that stay as long as there are more than KEPT_WARNINGS warnings."""
+"""Number of the table's lines that stay until the warnings are cut down to KEPT_WARNINGS."""
 KEPT_WARNINGS = 2
 
 Row = tuple[str, str]
 
 
 class Board:
-    """A context manager with the functions of `console` that print rows and tables. Each frame is shown at once by `draw`."""
+    """A context manager that draws a board, with the functions `print_rows` and `print_table` of `console`.
+
+    These functions set the rows and the table of the next frame, which `draw` shows.
+    """
 
     def __init__(self, console: Console | None = None):
-        """console: rich's; None: of stdout."""
+        """console: rich's console; None: one for stdout."""
         self._console = console or rich_console()
         self._heading, self._style = "", ""
         self._rows: list[Row] = []
@@ -51,7 +54,7 @@ class Board:
         self._live.stop()
 
     def print_rows(self, rows: Iterable[Row], style: str = "", heading: str = "") -> None:
-        """Set the frame's rows of label and text. A row without a label, or with an indented one, belongs to the one above."""
+        """Set the frame's rows (label, text). A row whose label is empty or indented belongs to the row above."""
         self._rows, self._style, self._heading = list(rows), style, heading
 
     def print_table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -59,7 +62,7 @@ class Board:
         self._header, self._table = header, [[on_one_line(cell) for cell in row] for row in rows]
 
     def draw(self, footer: str = "", whole: bool = False) -> None:
-        """Show the frame in place of the last one. whole: even if it is too high, as the last one is."""
+        """Show the frame in place of the previous one. whole: whether to show all of it, however high it is, as at the end."""
         for rows, table, missing in self._cuts():
             frame = self._frame(rows, table, "; ".join(filter(None, [footer, missing])))
             lines = len(self._console.render_lines(frame, self._console.options.update(height=None)))
@@ -69,7 +72,7 @@ class Board:
         self._live.update(frame, refresh=True)
 
     def _cuts(self) -> Iterator[tuple[list[Row], list[list[str]], str]]:
-        """Yield (rows, lines of the table, a text that names what is missing), each with less than the one before."""
+        """Yield smaller and smaller versions of the frame, as (rows, lines of the table, text about left-out parts)."""
         parts = _parts(self._rows)
         labels = [label for label in LEAST_IMPORTANT if any(_label(part) == label for part in parts)]
         warning_count = next((len(part) for part in parts if _label(part) == LONG), 0)
@@ -86,7 +89,10 @@ class Board:
     def _cut(
         self, parts: Sequence[list[Row]], without: Sequence[str], warnings: int, ranks: int
     ) -> tuple[list[Row], list[list[str]], str]:
-        """Return a frame without the rows of some labels, with the latest `warnings` and the table's first `ranks` lines."""
+        """Return a smaller version of the frame, as `_cuts` yields it.
+
+        without: labels whose rows are left out. warnings, ranks: the numbers of warnings and of the table's lines that stay.
+        """
         rows: list[Row] = []
         missing = list(without)
         for part in parts:
@@ -112,7 +118,7 @@ class Board:
 
 
 def _parts(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return rows in parts: a part is a row with a label and the rows without one that follow it."""
+    """Return the rows in parts. A part is a row with a label and the following rows whose labels are empty or indented."""
     parts: list[list[Row]] = []
     for row in rows:
         if parts and (not row[0] or row[0].startswith(" ")):

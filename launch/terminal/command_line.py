@@ -39,7 +39,7 @@ HELP = ("-h", "--help", "help")
 FOREIGN = "-+~"  # first characters of options and of Hydra's overrides
 ORIGIN = "the command line"
 MAX_CHARACTERS = 80
-"""Characters of an argument that an error repeats."""
+"""Maximum number of characters of an argument that an error message repeats."""
 
 
 class Dataclass(Protocol):
@@ -55,10 +55,9 @@ Request = TypeVar("Request", bound=Dataclass)
 class Key:
     """The usage text and the parsing of a command's key.
 
-    value: placeholder of the value in the usage text, such as RUN_DIR. meaning: description of the key there
-    bare: whether `key=` may be omitted
-    read: parses the value instead of the field's type; raises ValueError with the expected format
-    others: the field takes every `key=value` that matches no other field
+    value: placeholder of the value in the usage text, such as RUN_DIR. meaning: the key's description in the usage text. bare:
+    whether `key=` may be omitted. read: a function that parses the value, in place of the field's type; it raises ValueError
+    with the expected format. others: whether the field takes every `key=value` that matches no other field.
     """
 
     value: str
@@ -164,7 +163,7 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
 
 
 def _without_blanks(arguments: list[str], problems: list[Problem], suggested: set[str]) -> list[str]:
-    """Return the arguments without each `key = value` that has blanks around its `=`; adds a problem for each.
+    """Return the arguments without those of each `key = value` with blanks around `=`; add a problem for each of these.
 
     A shell splits `grpo.seed = 3` into `grpo.seed`, `=` and `3`.
     """
@@ -184,7 +183,7 @@ def _without_blanks(arguments: list[str], problems: list[Problem], suggested: se
 
 
 def _count_split(first: str, second: str = "", third: str = "") -> int:
-    """Return how many of the arguments are one `key=value` that blanks have split; 1 if it is whole."""
+    """Return how many of three successive arguments are parts of one `key=value` with blanks around `=`; 1 if none is split."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*=?", first) or first in HELP:
         return 1
     if first.endswith("="):
@@ -195,12 +194,12 @@ def _count_split(first: str, second: str = "", third: str = "") -> int:
 
 
 def _keys(request: type) -> dict[str, tuple[Any, Key]]:
-    """Return (type, key) of each field by name, in order."""
+    """Return field name -> (type, Key), in the order of the fields."""
     return {name: get_args(hint) for name, hint in get_type_hints(request, include_extras=True).items()}
 
 
 def _value(name: str, kind: Any, key: Key, texts: list[str], problems: list[Problem]) -> Any:
-    """Parse the texts that a key was given, all for a list, else the last one; adds their problems to `problems`."""
+    """Return the value of a key, parsed from all given texts for a list, else from the last text. Adds errors to `problems`."""
     several = get_origin(kind) is list
     if several:
         (kind,) = get_args(kind)
@@ -269,9 +268,9 @@ def _unknown(argument: str, keys: dict[str, Key]) -> Problem:
 
 
 def _no_key(argument: str, following: list[str], keys: dict[str, Key]) -> tuple[Problem, str]:
-    """Return the problem of an argument that is not key=value, and the key that it suggests; "" if none.
+    """Return (problem, suggested key or "") for an argument that is not key=value.
 
-    Options and Hydra's overrides are translated into key=value.
+    The problem suggests a key=value for options such as --key and for Hydra's overrides.
     """
     option, equals, value = argument.partition("=")
     name = option.lstrip(FOREIGN)

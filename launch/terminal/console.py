@@ -1,4 +1,4 @@
-"""Print for people: by `rich_console.py` on a terminal; plain lines, one per item, anywhere else."""
+"""Print for people: with `rich_console.py` on a terminal, and as plain lines, one for each item, anywhere else."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def print_state(state: str, text: str) -> None:
 
 
 def print_rows(rows: Iterable[tuple[str, str]], style: str = "", heading: str = "") -> None:
-    """Print a terminal's rows of label and text, below a heading: see `rich_console.print_rows`."""
+    """Print rows (label, text) on a terminal, below a heading: see `rich_console.print_rows`."""
     _rich().print_rows(rows, style, heading)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a terminal's table, whose first column is a state: see `rich_console.print_table`."""
+    """Print a table on a terminal, whose first column is a state: see `rich_console.print_table`."""
     _rich().print_table(header, rows)
 
 

@@ -21,7 +21,7 @@ from pipeline.recipe.problems import HELP_HINT, Problem
 
 LABEL_WIDTH = 10
 MIN_TEXT_WIDTH = 20
-"""Columns for a text on a very narrow terminal."""
+"""Minimum width of the texts, in columns, on a very narrow terminal."""
 STATE_STYLES = {
     "done": "green",
     "passed": "green",
@@ -31,19 +31,19 @@ STATE_STYLES = {
     "stopped": "red",
     "not judged": "yellow",
 }
-"""Styles of the states of runs and of the outcomes of gates."""
+"""State of a run or outcome of a gate -> its style."""
 
 
 def rich_console(stderr: bool = False, **options: Any) -> Console:
-    """Return rich's console for stdout or stderr, without markup or guesses about the text."""
+    """Return rich's console for stdout or stderr. It prints texts as they are, without markup or highlighting."""
     colours = None if os.environ.get("NO_COLOR") else "auto"
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, color_system=colours, **options)
 
 
 def print_rows(rows: Iterable[tuple[str, str]], style: str = "", heading: str = "") -> None:
-    """Print a terminal's rows of label and text: the labels aligned, the texts wrapped with a hanging indent.
+    """Print rows (label, text) with aligned labels, and with texts that are wrapped with a hanging indent.
 
-    A word that is too long, such as a path, stays whole, so that it can be copied; the terminal wraps it.
+    A word that is too long for a line, such as a path, stays whole, so that it can be copied; the terminal wraps it.
 
     style: rich's style of the texts. heading: a line above the rows.
     """
@@ -65,7 +65,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a terminal's table, whose first column is a state. A row is one line, however narrow the terminal is."""
+    """Print a table whose first column is a state. A row is one line, however narrow the terminal is."""
     cells = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     console = rich_console(soft_wrap=True)

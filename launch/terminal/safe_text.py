@@ -29,7 +29,7 @@ def on_one_line(text: str) -> str:
 
 
 def no_more_output() -> None:
-    """Discard the buffered stdout, whose reader has closed the pipe."""
+    """Discard the buffered text of stdout, because the reader of the pipe has closed it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -23,12 +23,12 @@ For a run that started and then failed, see [When a run fails](OPERATIONS.md#whe
 
 
 def explain(code: str) -> str:
-    """Return cause and cure of a code as lines of text."""
+    """Return a text of several lines with the cause and the remedy of a problem code."""
     return f"{code}\n    cause: {CODES[code].cause}\n    cure:  {CODES[code].cure}"
 
 
 def markdown() -> str:
-    """Return launch/TROUBLESHOOTING.md."""
+    """Return the text of launch/TROUBLESHOOTING.md."""
     lines = [HEAD]
     for title, codes in GROUPS.items():
         lines += [f"## {title}", ""]

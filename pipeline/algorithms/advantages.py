@@ -5,9 +5,9 @@
 
 token_advantages.py has the advantages of tokens, which train ranks compute.
 
-Not supported: rewards of several components, process supervision (rewards for parts of an answer). Dr. GRPO divides a step's
-sum of losses by a constant, the longest possible answer times the number of sequences. This code divides by the number of
-counted tokens; the direction is the same.
+Not supported: rewards of several components, process supervision (rewards for parts of an answer), Dr. GRPO's constant divisor.
+Dr. GRPO divides a step's sum of losses by the longest possible answer times the number of sequences. Our losses divide by the
+number of counted tokens, so the gradient has the same direction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUP_EPSILON = 1e-6  # keeps a group's division finite, as in NeMo-RL
 
 
 def scaled_rewards(group: RolloutGroup, config: RewardScalingConfig) -> np.ndarray:
-    """Map rewards from the source range to the target range: `[G]` float64. Entries of failed episodes are meaningless.
+    """Return the rewards mapped from the source range to the target range, `[G]` float64. Ignore entries of failed episodes.
 
     target_min + (clamp(r, source_min, source_max) - source_min) (target_max - target_min) / (source_max - source_min)
     """
@@ -41,8 +41,8 @@ def scaled_rewards(group: RolloutGroup, config: RewardScalingConfig) -> np.ndarr
 def shaped_rewards(group: RolloutGroup, config: RewardedConfig) -> np.ndarray:
     """Return the scaled and shaped rewards: `[G]` float64.
 
-    Shaping adds DAPO's penalty for long answers. With stop_properly_penalty_coef it instead multiplies the rewards of truncated
-    answers.
+    Shaping adds DAPO's penalty for long answers. If stop_properly_penalty_coef is set, shaping instead multiplies the rewards
+    of truncated answers by it.
     """
     rewards, shaping = scaled_rewards(group, config.reward_scaling), config.reward_shaping
     if not shaping.enabled:
@@ -65,12 +65,12 @@ def soft_overlong_penalty(lengths: np.ndarray, config: RewardShapingConfig) -> n
 
 
 def is_truncated(rollout: Rollout) -> bool:
-    """Return whether the answer, or its last turn, ended because it reached the length limit."""
+    """Return whether the answer (of several turns: its last turn) ended because it reached the length limit."""
     return rollout.finish == "length"
 
 
 def scored_mask(group: RolloutGroup) -> np.ndarray:
-    """Return False for episodes that failed in their environment and have no reward: `[G]` bool."""
+    """Return a mask of the episodes with a reward, `[G]` bool. Episodes that failed in their environment have none."""
     return np.array([not rollout.failure for rollout in group.rollouts], np.bool_)
 
 
@@ -82,8 +82,8 @@ def varies(rewards: np.ndarray) -> bool:
 def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[RolloutGroup]:
     """Return the groups to train on: with dynamic sampling those whose rewards vary (DAPO eq. 11), else all.
 
-    Rewards are compared before shaping, as in NeMo-RL: different lengths alone do not make a group informative. DAPO keeps
-    groups with an accuracy strictly between 0 and 1, which is the same for rewards of 0 and 1.
+    We compare rewards before shaping, as NeMo-RL does: different lengths alone do not make a group informative. DAPO keeps
+    groups with an accuracy strictly between 0 and 1; for rewards of 0 and 1 these are the same groups.
     """
     if not config.use_dynamic_sampling:
         return groups
@@ -91,9 +91,9 @@ def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[Ro
 
 
 def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
-    """Return prompt and turns as one sequence. The loss counts the policy's own tokens, each with the advantage.
+    """Return a prompt and its rollout's turns as one sequence. The loss counts the policy's tokens, all with `advantage`.
 
-    counts: False to leave the sequence out of the loss. Failed episodes are always left out.
+    counts: whether the loss counts the sequence. It never counts failed episodes.
     """
     at, learned = len(prompt.tokens), counts and not rollout.failure
     length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in rollout.turns)
@@ -115,7 +115,10 @@ def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: floa
 
 
 def apply_to_scored(group: RolloutGroup, rewards: np.ndarray, estimator: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Apply `estimator` to the `[G]` rewards of episodes that have one. Failed episodes get 0 and enter no baseline."""
+    """Return advantages, `[G]`: `estimator` of the rewards of scored episodes, and 0 for failed episodes.
+
+    Failed episodes have no influence on the baselines.
+    """
     advantages, among = np.zeros(len(rewards)), scored_mask(group)
     if among.any():
         advantages[among] = estimator(rewards[among])
@@ -126,11 +129,12 @@ def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bo
     """Return A_i = (r_i - b_i) / s_i for the `[G]` float64 rewards of one prompt; 0 if they do not vary.
 
     b_i: the mean of the group (GRPO, https://arxiv.org/abs/2402.03300 sec. 4.1), or of the other answers (RLOO).
-    s_i: with `normalize` the unbiased standard deviation of the rewards in b_i, if at least two of them vary; otherwise 1
-    (Dr. GRPO, RLOO).
+    s_i: with `normalize` the unbiased standard deviation of the rewards that b_i averages; 1 if these do not vary, or without
+    `normalize` (Dr. GRPO, RLOO).
 
     With rewards other than 0 and 1, use_leave_one_out together with normalize gives unbounded advantages: the deviation of the
-    other rewards can be much smaller than the distance from them. With the mean of the whole group |A_i| is below sqrt(G).
+    other rewards can be much smaller than the distance of r_i from their mean. With the mean of the whole group |A_i| is below
+    sqrt(G).
     """
     rewards = np.asarray(rewards, np.float64)
     if not varies(rewards):

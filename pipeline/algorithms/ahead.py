@@ -1,4 +1,4 @@
-"""Asynchronous generation, which runs ahead of training: its section of the recipe and its checks."""
+"""The recipe's section of asynchronous generation, which runs ahead of training, and its checks."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class AsyncConfig:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether engines sample while the train ranks learn."""
+        """Whether engines sample at the same time as the train ranks learn."""
         return self.enabled and self.max_trajectory_age_steps > 0
 
 
 def section_of(algorithm: str) -> str:
-    """Return the key of an algorithm's section of asynchronous generation, whether or not it has one."""
+    """Return the key of an algorithm's section of asynchronous generation, such as grpo.async_grpo, even if it has none."""
     return f"{algorithm}.async_{algorithm}"
 
 
@@ -69,7 +69,7 @@ def settings(recipe: Recipe) -> AsyncConfig | None:
 
 
 def problems(recipe: Recipe, name: str) -> Iterator[Problem]:
-    """Yield contradictions of an enabled section with the recipe. name: of the algorithm."""
+    """Yield contradictions between the section, if it is enabled, and the rest of the recipe. name: the algorithm's name."""
     section, config, key = getattr(recipe, name), settings(recipe), section_of(name)
     if config is None or not config.enabled:
         return
@@ -106,7 +106,7 @@ def problems(recipe: Recipe, name: str) -> Iterator[Problem]:
 
 
 def _stragglers(config: AsyncConfig, key: str, name: str, groups: float, prompts: int) -> Iterator[Problem]:
-    """Yield problems of stragglers=cut. groups: how many of a step's `prompts` groups may be cut."""
+    """Yield problems of stragglers=cut. groups: the number of a step's groups that may be cut. prompts: a step's groups."""
     if config.stragglers != "cut":
         return
     if not config.runs_ahead:

@@ -1,7 +1,7 @@
-"""Base classes of algorithms: what an algorithm declares and checks at submission, and what it computes in the job.
+"""Base classes of algorithms. An algorithm declares its needs and checks the recipe at submission, and computes in the job.
 
-The machine that submits may not have torch. The file of an algorithm therefore imports torch, and the modules that compute
-with it, only inside the methods that train ranks call.
+The machine that submits may not have torch. So the file of an algorithm imports torch, and modules that use torch, only inside
+the methods that train ranks call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Variance = Literal["biased", "unbiased"]
 
 @dataclass(frozen=True)
 class Needs:
-    """Inputs that a step of an algorithm needs besides samples."""
+    """The inputs that a step of an algorithm needs besides samples, and how it uses them."""
 
     head: Head = "logprobs"  # output of the model that `policy` describes; "values" for a reward model
     entropy: bool = False  # the entropy of every distribution, in the policy's outputs
@@ -45,7 +45,7 @@ class Needs:
 
     @property
     def has_teachers(self) -> bool:
-        """Return whether frozen teachers score the samples."""
+        """Whether frozen teachers score the samples."""
         return self.teacher_top_k > 0 or self.teacher_logprobs
 
 
@@ -71,17 +71,17 @@ class Algorithm:
 
     @property
     def sequences_per_item(self) -> int:
-        """Consecutive samples that form one item of policy.train_global_batch_size and share a microbatch."""
+        """Number of consecutive samples that form one item of policy.train_global_batch_size and share a microbatch."""
         return 2 if self.paired else 1
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one step trains on, over all ranks."""
+        """Number of samples that one step trains on, over all ranks."""
         return self.recipe.policy.train_global_batch_size * self.sequences_per_item
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates per step of a model that learns."""
+        """Number of optimizer updates that a step makes of each model that learns."""
         return self.updates_per_epoch * self.needs.epochs
 
     @property
@@ -98,7 +98,7 @@ class Algorithm:
 
     @property
     def losses(self) -> Mapping[str, Loss]:
-        """The loss of each model that learns, by its name: "policy", "critic"."""
+        """Name of a model that learns ("policy", "critic") -> its loss."""
         return {"policy": self.loss}
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
@@ -106,7 +106,7 @@ class Algorithm:
         raise NotImplementedError
 
     def problems(self) -> Iterator[Problem]:
-        """Yield contradictions among the recipe's values that this algorithm reads."""
+        """Yield contradictions among the values of the recipe that this algorithm reads."""
         yield from ()
 
 
@@ -129,7 +129,7 @@ class OnlineAlgorithm(Algorithm):
     """Base of algorithms that learn from rollouts."""
 
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups to train on. If groups are missing, the loop samples until the step is full."""
+        """Return the groups to train on. If they are too few for the step, the loop samples more groups."""
         return groups
 
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
@@ -137,11 +137,11 @@ class OnlineAlgorithm(Algorithm):
         raise NotImplementedError
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch with advantages (not yet standardized), returns and mask. Called if `needs.estimates`. Pure."""
+        """Return a copy of the batch with advantages (not yet standardized), returns and mask. Called if `needs.estimates`."""
         return batch
 
     def trains(self, step: int) -> tuple[str, ...]:
-        """Return which models of `losses` learn after `step` completed steps."""
+        """Return the names in `losses` of the models that learn in the step after `step` completed steps."""
         return ("policy",)
 
     @property

@@ -1,8 +1,8 @@
-"""On-policy distillation: the policy samples and learns the teacher's distribution over every sampled token.
+"""On-policy distillation: the policy samples, and learns the teacher's distribution at every sampled token.
 
 The loss is `distillation_loss` in divergence.py. Both distributions use policy.generation.temperature, as sampling does.
-Several teachers of one vocabulary may share the samples: teacher_assignment.py. Rewards are not used. Not supported: the
-Jensen-Shannon divergence, a share of off-policy data (lambda below 1), teachers with another vocabulary.
+Several teachers with the policy's vocabulary may share the samples: teacher_assignment.py. Rewards are not used. Not supported:
+the Jensen-Shannon divergence, a share of off-policy data (lambda below 1), teachers with another vocabulary.
 """
 
 from __future__ import annotations

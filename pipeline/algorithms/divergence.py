@@ -1,4 +1,4 @@
-"""The divergence of the policy from its teachers: over the teachers' most likely tokens, and at the sampled tokens."""
+"""Compute divergences of the policy from its teachers, over the teachers' most likely tokens or at the sampled tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def distillation_loss(
 ) -> LossOutput:
     """Return this batch's share of the loss (GKD, https://arxiv.org/abs/2306.13649 eq. 4 with lambda = 1) and of its metrics.
 
-    p is the teacher's distribution and q the policy's. The sums run over the teacher's k most likely tokens. The loss is the
-    mean over all sampled tokens of the step:
+    p is the teacher's distribution, and q is the policy's. The sums run over the teacher's k most likely tokens. The loss is
+    the mean over all sampled tokens of the step:
 
         forward   sum_v p_v (log p_v - log q_v)
         reverse   sum_v q_v (log q_v - log p_v)
@@ -29,13 +29,13 @@ def distillation_loss(
                                   gradient are 0 where the policy agrees with the teacher. The total mass of the k tokens
                                   does not enter the loss.
         zero_outside_topk=true    p is renormalized and q is not, so the loss also moves the policy's mass into the k tokens.
-                                  The reverse divergence includes the other tokens, with log p = -100; the policy's part of that
-                                  sum follows from its exact entropy.
+                                  The reverse divergence includes the other tokens, with log p = -100. Their sum of q log q
+                                  follows from the policy's exact entropy.
 
     NeMo-RL does the same (nemo_rl/algorithms/loss/loss_functions.py, DistillationLossFn; nemo_rl/distributed/model_utils.py,
     get_distillation_topk_logprobs_from_logits).
 
-    teachers: names of several teachers, each of which has metrics of its own.
+    teachers: the names of the teachers for which to report separate metrics, if there are several.
     """
     assert batch.teacher is not None and outputs.top_k is not None
     of_teacher, of_policy = batch.teacher.logprobs, outputs.top_k.logprobs  # [T, K] each, of the same tokens
@@ -70,21 +70,21 @@ def distillation_loss(
 def teacher_advantages(batch: PackedBatch) -> torch.Tensor:
     """Return A_t = log pi_teacher(y_t) - log pi_old(y_t), `[T]`, 0 where the mask is False (arXiv:2601.02780 eq. 8).
 
-    Its policy gradient is that of the reverse divergence KL(pi || pi_teacher). NeMo-RL does the same (OPDAdvantageEstimator in
-    nemo_rl/algorithms/advantage_estimator.py).
+    The policy gradient with A_t is the gradient of the reverse divergence KL(pi || pi_teacher). NeMo-RL does the same
+    (OPDAdvantageEstimator in nemo_rl/algorithms/advantage_estimator.py).
     """
     assert batch.teacher_logprobs is not None and batch.old_logprobs is not None
     return apply_mask(batch.teacher_logprobs - batch.old_logprobs, batch)
 
 
 def teacher_metrics(batch: PackedBatch, counts: GlobalCounts, teachers: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return estimates of KL(pi_old || pi_teacher) over all sampled tokens, and over each teacher's samples."""
+    """Return estimates of KL(pi_old || pi_teacher), as metrics: over all sampled tokens, and over each teacher's samples."""
     kl = -teacher_advantages(batch)
     return {"teacher_kl": masked_share(kl, batch, counts), **means_by_teacher("teacher_kl", kl, batch, teachers)}
 
 
 def means_by_teacher(name: str, values: torch.Tensor, batch: PackedBatch, teachers: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return this batch's part of the mean of `values`, `[T]`, over the counted tokens of each teacher's samples."""
+    """Return {metric: [sum, count]} for the mean of `values`, `[T]`, over the counted tokens of each teacher's samples."""
     metrics = {}
     for teacher in teachers:
         of_teacher = per_token(torch.tensor([scorer == teacher for scorer in batch.teachers], device=values.device), batch)

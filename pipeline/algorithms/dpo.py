@@ -6,7 +6,7 @@ With h = log pi(y) - log pi_ref(y), summed over the answer's tokens:
          + sft_loss_weight * mean over pairs of - log pi(y_c), per token with sft_average_log_probs
 
 L is `preference_loss` in pairs.py. preference_average_log_probs divides h by the number of tokens of the answer (TRL's
-sigmoid_norm). IPO always does so, as in TRL 1.16, which follows IPO's authors; the paper does not mention it. With
+sigmoid_norm). IPO always divides, as in TRL 1.16, which follows IPO's authors; the paper does not mention it. With
 reference_free, h = log pi(y).
 
 The metrics report rewards beta h, with the same h as the loss. NeMo-RL logs h without beta, TRL beta h without dividing by the
@@ -63,7 +63,7 @@ class DPOConfig(OfflineConfig):
 
 
 class DPO(PairedAlgorithm):
-    """Direct preference optimization. It needs the log-probs of the reference policy unless reference_free is true."""
+    """Direct preference optimization. If reference_free is false, it needs the log-probs of the reference policy."""
 
     Section = DPOConfig
 

@@ -1,4 +1,4 @@
-"""Stop a run by a metric of its validations: at a threshold, or after several without an improvement."""
+"""Stop a run by a metric of its validations: at a threshold, or after several validations without an improvement."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EarlyStop:
 
     @property
     def metric(self) -> str:
-        """The metric, as metrics.jsonl names it; empty for none. It may change while the run goes on."""
+        """The name of the metric in metrics.jsonl; empty without an early stop. It may change during the run."""
         return (self._config.stop_at_validation_metric or "").replace(":", "/", 1)
 
     @property
@@ -91,7 +91,7 @@ class EarlyStop:
 
     @property
     def reason(self) -> str | None:
-        """Why the run stops; None while it goes on."""
+        """The reason why the run stops; None if it continues."""
         config = self._config
         self._drop_state_of_another_metric()
         if not self.metric:
@@ -113,7 +113,7 @@ class EarlyStop:
         return {"metric": metric, "higher": higher, "best": self._best, "last": self._last, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint. A state of another metric or direction, or of no metric, is dropped."""
+        """Restore the state of a checkpoint if it is of this run's metric and direction; ignore any other state."""
         self._drop_state_of_another_metric()
         metric, higher = self._measured
         if metric and (state.get("metric"), state.get("higher", higher)) == (metric, higher):
@@ -121,7 +121,7 @@ class EarlyStop:
 
 
 def check_early_stop(algorithm: str, config: EarlyStopConfig, validates: bool) -> Iterator[Problem]:
-    """Yield the problems of the keys. validates: whether the run validates before or between its steps."""
+    """Yield the problems of the early stop's keys. validates: whether the run validates before or between its steps."""
     metric, rules = config.stop_at_validation_metric, {"stop_at_validation_threshold", "stop_patience"}
     rules = sorted(name for name in rules if getattr(config, name) is not None)
     key = f"{algorithm}.stop_at_validation_metric"

@@ -1,7 +1,7 @@
 """Evaluate: score a model on tasks. Nothing is trained, and the job has only generate ranks.
 
-A task has a kind, which decides how its questions are asked and scored (KINDS), and a format, which turns the records of its
-data into questions (FORMATS). A new kind or format is one file in `pipeline/evaluation/` and one line here.
+A task has a kind (KINDS), which asks and scores its questions, and a format (FORMATS), which turns the records of its data into
+questions. A new kind or format is one file in `pipeline/evaluation/` and one line here.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KINDS = {
     "preference": "pipeline.evaluation.preference.PreferenceTask",
     "refusal": "pipeline.evaluation.refusal.RefusalTask",
 }
-"""How questions are asked and scored: name -> class, a `pipeline.evaluation.task.Task`."""
+"""Name of a kind -> its class, a `pipeline.evaluation.task.Task`, which asks and scores questions."""
 SAMPLED = ("generate", "instructions")
 """Kinds whose answers are sampled and scored by an environment."""
 
 METRICS = {"choices": ("acc", "acc_norm", "acc_bytes")}
-"""The metrics of a kind, where they are known before a job."""
+"""Kind -> its metrics, for the kinds whose metrics are known before a job."""
 JUDGED = ("comparison", "multi_turn_rating", "refusal")
 """Kinds whose answers `evaluate.judge` judges."""
 
@@ -72,7 +72,7 @@ FORMATS = {
     "reward_bench": "pipeline.evaluation.formats.reward_benchmarks.RewardBench",
     "winogrande": "pipeline.evaluation.formats.commonsense.WinoGrande",
 }
-"""How records become questions: name -> class, a `pipeline.evaluation.questions.Format`."""
+"""Name of a format -> its class, a `pipeline.evaluation.questions.Format`, which turns records into questions."""
 
 
 @dataclass
@@ -300,12 +300,12 @@ class Evaluate(OnlineAlgorithm):
 
 
 def only_scores(recipe: Recipe) -> bool:
-    """Return whether the model that an evaluation evaluates is a reward model, which generates nothing."""
+    """Return whether the recipe is an evaluation of a reward model, which generates nothing."""
     return recipe.algorithm == "evaluate" and recipe.evaluate.reward_model.model_name == recipe.policy.model_name
 
 
 def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:
-    """Yield the problems of metrics that need several different answers."""
+    """Yield the problems of metrics that need several different answers to a question."""
     for k in task.pass_at:
         if k > task.num_samples:
             message = f"got {k}; expected at most num_samples {task.num_samples}"

@@ -1,7 +1,7 @@
 """GRPO: group-relative policy optimization (https://arxiv.org/abs/2402.03300), and the methods derived from it.
 
-The answers to one prompt are each other's baseline, so there is no critic: advantages.py. The loss is `policy_loss` in loss.py.
-GRPO's descendants are settings of it:
+The answers to one prompt serve as each other's baseline (advantages.py), so there is no critic. The loss is `policy_loss` in
+loss.py. Settings of GRPO give the methods derived from it:
 
     Dr. GRPO      normalize_rewards=false, use_leave_one_out_baseline=false, token_level_loss=true
     DAPO          use_dynamic_sampling, ratio_clip_max above ratio_clip_min, overlong_filtering, reward_shaping
@@ -11,9 +11,8 @@ GRPO's descendants are settings of it:
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
     MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teacher_assignment.py
 
-The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss whose gradient is
-the estimate's own, reference_policy_kl_gradient=estimate. Not supported:
-process supervision (rewards for parts of an answer).
+The algorithm of the GRPO paper has use_leave_one_out_baseline=false, token_level_loss=false, and a KL penalty in the loss with
+reference_policy_kl_gradient=estimate. Not supported: process supervision (rewards for parts of an answer).
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class GRPOConfig(RewardedConfig):
 
 
 class GRPO(RewardedAlgorithm):
-    """Group-relative policy optimization, and the methods that are settings of it."""
+    """Group-relative policy optimization, and the methods that its settings give."""
 
     Section = GRPOConfig
     reads = (*RewardedAlgorithm.reads, SECTION)
@@ -124,9 +123,9 @@ class GRPO(RewardedAlgorithm):
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        """Clip the advantages, then return the loss as the base class computes it.
+        """Return the loss of the base class, computed with clipped advantages.
 
-        Clipping is here because advantages are standardized after `estimate`.
+        `estimate` cannot clip them, because they are standardized after it.
         """
         from pipeline.algorithms.divergence import teacher_metrics  # needs torch, which submission may lack
 

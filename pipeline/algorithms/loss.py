@@ -1,4 +1,4 @@
-"""Losses of GRPO and PPO, for the policy and the critic, and of SFT. Each formula cites its paper and equation.
+"""Losses of GRPO, PPO (policy and critic) and SFT. Each formula cites its paper and equation.
 
 With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantage and sg() a stopped gradient:
 
@@ -7,18 +7,19 @@ With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantag
          | sg(clip(r)) A log pi                 CISPO                      `cispo`
          | A log pi                             REINFORCE, RLOO
 
-S and KL are averaged over all tokens of the step (token_level_loss), or first within each sequence. H is the exact entropy of a
-token's distribution and is always averaged over all tokens.
+S and KL are averaged over all tokens of the step (token_level_loss=true), or within each sequence and then over sequences. H is
+the exact entropy of a token's distribution and is always averaged over all tokens.
 
-In a step with one update pi_old equals pi and needs no forward pass. force_on_policy_ratio assumes this for any step. The ratio
-is then 1 and its gradient is that of log pi. With use_generation_logprobs pi_old is pi_generate, which needs no forward pass
-either: r = pi / pi_generate is exact for tokens that pi_generate drew, and w is 1. (As verl's rollout_correction.bypass_mode.)
+In a step with one update pi_old equals pi, and needs no forward pass of its own. force_on_policy_ratio assumes this for any
+step. The ratio is then 1, and its gradient is that of log pi. With use_generation_logprobs pi_old is pi_generate, which needs
+no forward pass either: r = pi / pi_generate is exact for tokens that pi_generate drew, and w is 1. (As verl's
+rollout_correction.bypass_mode.)
 
-Where top_p and top_k truncate sampling, pi is the truncated distribution that tokens were drawn from. A drawn token may still
-be outside of it: train and generate ranks round differently, and the policy changes within a step. pi or pi_old is then 0, so
-the token has no part in S nor in the metrics, except `excluded_fraction`, the share of such tokens. They still count among all
-tokens of the step. NeMo-RL sets pi = 1 for them, which has no gradient either but enters ratios of sequences and the metrics.
-KL compares whole distributions, as in NeMo-RL, because the reference policy would truncate to other tokens.
+If top_p or top_k truncates sampling, pi is the truncated distribution from which tokens are drawn. A drawn token may still be
+outside of it: train and generate ranks round differently, and the policy changes within a step. pi or pi_old is then 0. Such
+tokens have no part in S and in the metrics of the ratio; `excluded_fraction` is their share. They still count in the divisor,
+the number of tokens of the step. NeMo-RL sets pi = 1 for them, which has no gradient either but enters ratios of sequences and
+the metrics. KL compares whole distributions, as in NeMo-RL, because the reference policy would truncate to other tokens.
 
 Not supported: VAPO's loss on right answers, PPO's penalty on KL(pi_old || pi) (eq. 8), CISPO's masks on
 tokens (eq. 7), the exact KL over the vocabulary, masks by a sequence's worst token, losses on a distribution of values.
@@ -100,7 +101,7 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
 def _surrogate(
     config: LossConfig, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the objective that the loss maximizes, where a bound on the ratio is active), `[T]` each."""
+    """Return (surrogate objective, which the loss negates; whether a bound on the ratio is active), `[T]` each."""
     if config.disable_ppo_ratio:
         return advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
     if config.use_cispo:
@@ -109,13 +110,13 @@ def _surrogate(
 
 
 def clipped_surrogate(config: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7). A bounded token has no gradient.
+    """Return (PPO's clipped surrogate, whether a bound is active), `[T]` each (https://arxiv.org/abs/1707.06347 eq. 7).
 
         min(r A, clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A)
 
-    Different bounds are DAPO's clip-higher (https://arxiv.org/abs/2503.14476 eq. 10). With ratio_clip_c = c (dual clip,
-    https://arxiv.org/abs/1912.09729 eq. 5) the surrogate is at least c A where A < 0, so that a bad token that became far more
-    likely does not outweigh all others.
+    A token with an active bound has no gradient. Different bounds are DAPO's clip-higher (https://arxiv.org/abs/2503.14476 eq.
+    10). With ratio_clip_c = c (dual clip, https://arxiv.org/abs/1912.09729 eq. 5) the surrogate is at least c A where A < 0, so
+    that a bad token that became far more likely does not outweigh all others.
     """
     low, high, c = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max, config.ratio_clip_c
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
@@ -129,11 +130,11 @@ def clipped_surrogate(config: LossConfig, ratio: torch.Tensor, advantages: torch
 def cispo(
     config: LossConfig, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return CISPO's clipped importance-sampling surrogate (MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4).
+    """Return (CISPO's surrogate, whether a bound is active), `[T]` each (MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4).
 
         sg(clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) A log pi
 
-    The bound limits a token's gradient and never removes it. The paper has no lower bound: ratio_clip_min=1.
+    A bound limits a token's gradient, but never removes it. ratio_clip_min=1 gives the paper's loss, without a lower bound.
     """
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
     return ratio.detach().clamp(low, high) * advantages * logprobs, (ratio > high) | (ratio < low)
@@ -144,10 +145,10 @@ def sequence_log_ratios(log_ratios: torch.Tensor, batch: PackedBatch) -> torch.T
 
         s_i = (pi(y_i) / pi_old(y_i))^(1/|y_i|) = exp(1/|y_i| sum_t log r_t)
 
-    It replaces every token's own ratio in the clipped surrogate (eq. 5), so a sequence is clipped as a whole. The loss is a
+    s_i replaces the ratio of every token in the clipped surrogate (eq. 5), so a sequence is clipped as a whole. The loss is a
     mean over sequences: token_level_loss=false. `policy_loss` uses GSPO-token's ratio s_it = sg(s_i) pi_t / sg(pi_t) (eq. 14),
-    whose value is s_i and whose gradient is the token's own. With one advantage for a sequence it is GSPO, gradient and all;
-    with an advantage for each token, as of PPO, each token has its own (eq. 13).
+    whose value is s_i and whose gradient is that of the token's log pi. If all tokens of a sequence have the same advantage,
+    value and gradient are GSPO's. GSPO-token also allows a separate advantage for each token, as PPO has (eq. 13).
     """
     return per_token(sequence_means(log_ratios, batch), batch)
 
@@ -169,7 +170,8 @@ def estimate_kl(
 
         k1 = -x        k2 = x^2 / 2        k3 = exp(x) - 1 - x        Schulman, http://joschu.net/blog/kl-approx.html
 
-    The clamps bound |x| and the absolute value of the product, as in NeMo-RL. Beyond a bound there is no gradient.
+    input_clamp bounds |x|, and output_clamp the absolute value of the product with `weight`, as in NeMo-RL. Beyond a bound
+    there is no gradient.
     """
     x = reference - logprobs
     if input_clamp is not None:
@@ -192,13 +194,14 @@ def estimate_kl(
 def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """Return the KL that reference_policy_kl_penalty multiplies in the loss: `[T]`, 0 where the mask is False.
 
-    A loss also differentiates the distribution that tokens are drawn from, so the estimate carries a factor
-    (https://arxiv.org/abs/2506.09477): exp(log pi - sg(log pi)), which is 1 and has the score function as its gradient. With
-    use_on_policy_kl_approximation the factor is pi / pi_generate, which also corrects for tokens drawn by another policy.
+    The gradient of KL(pi || pi_ref) has a term from the distribution from which tokens are drawn. So we multiply the estimate
+    by exp(log pi - sg(log pi)), which is 1 and has the score function grad log pi as its gradient
+    (https://arxiv.org/abs/2506.09477). With use_on_policy_kl_approximation the factor is pi / pi_generate, which also corrects
+    for tokens drawn by another policy.
 
-    With reference_policy_kl_gradient "estimate" there is no factor, as in the GRPO paper (https://arxiv.org/abs/2402.03300 eq.
-    21) and in TRL. The value is the same. The gradient of k3 is then (1 - pi_ref / pi) at the score function: in expectation
-    that of KL(pi_ref || pi), and not that of the penalty.
+    With reference_policy_kl_gradient=estimate there is no factor, as in the GRPO paper (https://arxiv.org/abs/2402.03300 eq.
+    21) and in TRL. The value is the same. The gradient of k3 is then (1 - pi_ref / pi) times the score function. In expectation
+    this is the gradient of KL(pi_ref || pi), not of the penalty.
     """
     if config.reference_policy_kl_gradient == "estimate":
         return _kl_of_counted(logprobs, batch, config, weight=None)
@@ -207,7 +210,7 @@ def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -
 
 
 def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
-    """Return the KL of the policy before the step's first update, without a gradient: `[T]`, 0 where the mask is False."""
+    """Return KL(pi_old || pi_ref) of the policy before the step's first update, `[T]`, 0 where the mask is False."""
     old = batch.old_logprobs if batch.old_full_logprobs is None else batch.old_full_logprobs
     assert old is not None
     return _kl_of_counted(old, batch, config, weight=None)
@@ -232,7 +235,8 @@ def _kl_of_counted(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfi
 def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """Return log w of w_t = pi_old(y_t) / pi_generate(y_t), `[T]` (https://fengyao.notion.site/off-policy-rl).
 
-    It is 0 where the mask is False. With sequence_level_importance_ratios w is the sequence's product, at all of its tokens.
+    log w is 0 where the mask is False. With sequence_level_importance_ratios all tokens of a sequence have the product of its
+    w_t.
     """
     log_weights = apply_mask(old - batch.generate_logprobs, batch)
     if config.sequence_level_importance_ratios:
@@ -241,11 +245,11 @@ def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossCo
 
 
 def truncate_weights(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (w bounded to [ratio_min or 0, ratio], `[T]`; where w was out of bounds, `[T]` bool).
+    """Return (w truncated to the bounds [ratio_min or 0, ratio], `[T]`; whether w was out of bounds, `[T]` bool).
 
     tis            w clamped to the bounds
-    icepop         0 outside of them (https://ringtech.notion.site/icepop)
-    seq-mask-tis   0 in sequences whose geometric mean of w is outside of them
+    icepop         w, but 0 outside of the bounds (https://ringtech.notion.site/icepop)
+    seq-mask-tis   w, but 0 in sequences whose geometric mean of w is outside of the bounds
         (https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch)
     """
     weights = torch.exp(log_weights)
@@ -266,8 +270,8 @@ def truncate_weights(log_weights: torch.Tensor, batch: PackedBatch, config: Loss
 def mask_mismatched_sequences(batch: PackedBatch, threshold: float) -> torch.Tensor:
     """Return the mask without sequences whose mean of exp|log pi_old - log pi_generate| is above the threshold, `[T]` bool.
 
-    Such sequences are removed before the counts that losses divide by. Tokens that truncated sampling excludes are not
-    compared.
+    The counts by which losses divide do not include these sequences. The mean leaves out tokens that truncated sampling
+    excludes.
     """
     assert batch.old_logprobs is not None
     compared = batch if batch.old_full_logprobs is None else mask_impossible_tokens(batch, batch.old_logprobs)
@@ -279,10 +283,11 @@ def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
 
     With p = pi_generate and q = pi_old:
 
-    token_mult_prob_error: mean of exp|log p - log q|. seq_mult_prob_error: the same per sequence, largest and smallest value.
+    token_mult_prob_error: mean of exp|log p - log q|. seq_mult_prob_error_max, _min: largest and smallest of the sequences'
+    means of exp|log p - log q|. gen_logprob_error_max: largest |log p - log q|.
     gen_kl_error, policy_kl_error: k3 estimates of KL(p || q) and KL(q || p).
     js_divergence_error: estimate of the Jensen-Shannon divergence, the mean of (w log w - (1 + w) log((1 + w) / 2)) / 2 with
-    w = q / p, which is unbiased for tokens drawn from p. NeMo-RL's estimate is the same to second order in log w.
+    w = q / p, which is unbiased for tokens drawn from p. NeMo-RL's estimate is equal to second order in log w.
     """
     generate, old = apply_mask(batch.generate_logprobs, batch), apply_mask(old, batch)
     log_weights = old - generate
@@ -303,7 +308,7 @@ def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
 def _weight_metrics(
     log_weights: torch.Tensor, outside: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, config: LossConfig
 ) -> dict[str, torch.Tensor]:
-    """Return mean and histogram of w before truncation, and the share of tokens or sequences out of bounds."""
+    """Return metrics: mean and histogram of w before truncation, and the share of tokens or sequences out of bounds."""
     sequences = config.sequence_level_importance_ratios
     metrics = {
         "sampling_importance_ratio": masked_share(torch.exp(log_weights), batch, counts, token_level=not sequences),
@@ -324,7 +329,7 @@ def _sequence_errors(old: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def sft_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-    """Return this batch's share of - sum_t mask_t log pi(y_t | y_<t) / sum_t mask_t."""
+    """Return this batch's share of the mean negative log-likelihood, - sum_t mask_t log pi(y_t | y_<t) / sum_t mask_t."""
     assert outputs.logprobs is not None
     return LossOutput(masked_share(-outputs.logprobs, batch, counts), {})
 
@@ -334,7 +339,8 @@ def value_loss(config: ValueLossConfig, outputs: Outputs, batch: PackedBatch, co
 
         loss = scale / 2 mean over tokens of max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2)
 
-    V, V_old and the return R belong to the text before a counted token, so V is the value head's output at the previous token.
+    V, V_old and the return R of a counted token are those of the text before it, so V is the value head's output at the token
+    before it.
     """
     assert outputs.values is not None and batch.old_values is not None and batch.returns is not None
     values, returns = values_before(outputs.values), batch.returns

@@ -1,7 +1,7 @@
 """Losses on pairs of a chosen and a rejected answer.
 
-Sequence 2i of a batch is a chosen answer, sequence 2i + 1 the rejected one. A mean is over all pairs of the optimizer step, so
-each pair's share is divided by half of `GlobalCounts.sequences`.
+Sequence 2i of a batch is a chosen answer, and sequence 2i + 1 is the rejected answer of the same pair. Means are over all pairs
+of the optimizer step, so a batch's sums are divided by half of `GlobalCounts.sequences`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def reward_model_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts
         loss = - mean over pairs of log sigma(r_c - r_r - m)
 
     r is the output of the value head at a sequence's last token. m is the margin (Llama 2, https://arxiv.org/abs/2307.09288 eq.
-    2): how much better the chosen answer is, from the data set's `margin_key`, else 0. `accuracy` ignores the margin.
+    2), which says how much better the chosen answer is: the record's value of `margin_key`, or 0. `accuracy` ignores m.
     """
     assert outputs.values is not None
     chosen, rejected = split(outputs.values[batch.cu_seqlens[1:].long() - 1])
@@ -40,9 +40,9 @@ def reward_model_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of the chosen and of the rejected answers, `[S/2]` each, from `[S]`.
+    """Split values of sequences, `[S]`, into those of the chosen and those of the rejected answers, `[S/2]` each.
 
-    An empty microbatch, which is packed as one token, has no pairs. Raise ValueError for any other odd number of sequences.
+    A single sequence is an empty microbatch, packed as one token: it has no pairs. Raise ValueError for other odd numbers.
     """
     if len(values) == 1:
         values = values[:0]  # with its graph, for the backward pass

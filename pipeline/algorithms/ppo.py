@@ -1,12 +1,12 @@
 """PPO: proximal policy optimization (https://arxiv.org/abs/1707.06347) with a critic.
 
-As in RLHF (https://arxiv.org/abs/2203.02155), the critic predicts the reward before each token, and `estimate_gae` computes
-advantages and returns from it on the train ranks. The losses are `policy_loss` and `value_loss` in loss.py. Both models make
-ppo_epochs passes over a step's samples. Before step policy_training_start_step only the critic learns, and the policy's
-learning-rate schedule does not advance.
+As in RLHF (https://arxiv.org/abs/2203.02155), the critic predicts the reward before each token. From its predictions
+`estimate_gae` computes advantages and returns on the train ranks. The losses are `policy_loss` and `value_loss` in loss.py.
+Both models make ppo_epochs passes over a step's samples. Before step policy_training_start_step only the critic learns, and the
+policy's learning-rate schedule does not advance.
 
-With async_ppo the engines sample ahead of training. The critic predicts, and the estimator computes, when a step trains on the
-answers, with the newest critic; the policy's loss corrects for the weights that sampled.
+With async_ppo the engines sample ahead of training. The newest critic predicts when a step trains on the answers, not when they
+are sampled. The policy's loss corrects for the older weights that sampled.
 
 A schedule advances once per step, as in verl, or after each epoch with schedule_every_epoch, as in NeMo-RL.
 

@@ -1,4 +1,4 @@
-"""Sums, means and extremes over the counted tokens of packed sequences."""
+"""Compute sums, means and extremes over the counted tokens of packed sequences, those where `loss_mask` is True."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.types import BIN_EDGES, BINS, GlobalCounts, PackedBatch
 def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, token_level: bool = True) -> torch.Tensor:
     """Return this batch's share of a mean over all counted tokens of the optimizer step: `[T]` -> `[]`.
 
-    token_level: every token has the same weight. Otherwise: the mean within each sequence, then the mean over sequences.
+    token_level: whether every token has the same weight. If not, the mean is over sequences, of the mean within each sequence.
     """
     if token_level:
         return apply_mask(values, batch).sum() / max(1, counts.tokens)
@@ -27,18 +27,21 @@ def masked_extreme(values: torch.Tensor, batch: PackedBatch, largest: bool) -> t
 
 
 def histogram_share(logs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts) -> torch.Tensor:
-    """Return this batch's share of all counted tokens in each bin of `BIN_EDGES`: `[T]` log x -> `[BINS]`."""
+    """Return this batch's share of a histogram with the bins of `BIN_EDGES`: `[T]` log x -> `[BINS]`.
+
+    The whole histogram has the share of the optimizer step's counted tokens in each bin.
+    """
     bins = torch.bucketize(logs, torch.as_tensor(BIN_EDGES, dtype=logs.dtype, device=logs.device))
     return logs.new_zeros(BINS).index_add(0, bins, batch.loss_mask.to(logs.dtype)) / max(1, counts.tokens)
 
 
 def apply_mask(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Return `values` with 0, and no gradient, where the mask is False, even in place of inf and nan: `[T]`."""
+    """Return `values`, `[T]`, with 0 where the mask is False, even for inf and nan. These entries have no gradient."""
     return torch.where(batch.loss_mask, values, 0)
 
 
 def mask_impossible_tokens(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
-    """Return the batch with a mask that excludes tokens of probability 0 by any of the `[T]` log-probs."""
+    """Return the batch with a mask that excludes tokens to which at least one of the `[T]` log-probs gives probability 0."""
     mask = batch.loss_mask
     for token_logprobs in logprobs:
         mask = mask & (token_logprobs != -torch.inf)

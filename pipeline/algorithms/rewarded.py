@@ -1,4 +1,4 @@
-"""Base of GRPO and PPO, which learn from rewards: needs, rewards, policy loss and checks."""
+"""Base class of GRPO and PPO, which learn from rewards. It has their common needs, rewards, policy loss and checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RewardedAlgorithm(OnlineAlgorithm):
-    """Base of algorithms whose section is a `RewardedConfig` and whose policy learns by `policy_loss` in loss.py."""
+    """Base of algorithms whose section is a `RewardedConfig` and whose policy learns with `policy_loss` in loss.py."""
 
     reads = ("loss_fn",)
 
@@ -51,7 +51,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     @property
     def epochs(self) -> int:
-        """Passes over the samples of a step."""
+        """Number of passes over the samples of a step."""
         return 1
 
     @override
@@ -167,7 +167,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield Problem(key, "contradiction", f"got true with {self.epochs} epochs in a step; {remedy} false")
 
     def _check_generation_logprobs(self) -> Iterator[Problem]:
-        """Yield each key that needs pi_old beside pi_generate, or no pi_old."""
+        """Yield a problem for each key that contradicts use_generation_logprobs, which uses pi_generate as pi_old."""
         loss, threshold = self.recipe.loss_fn, self.section.seq_logprob_error_threshold
         for key, value, required, reason in (
             (
@@ -217,5 +217,5 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
 
 def _dropout(policy: PolicyConfig) -> bool:
-    """Return whether adapters drop numbers out in training."""
+    """Return whether adapters have dropout in training."""
     return policy.dtensor_cfg.lora_cfg.dropout > 0 or policy.megatron_cfg.peft.dropout > 0

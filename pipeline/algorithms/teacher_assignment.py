@@ -1,7 +1,8 @@
-"""Several frozen teachers of one vocabulary: which of them scores a sample, and the checks of the recipe's section.
+"""Choose which of several frozen teachers scores a sample, and check the recipe's section of these teachers.
 
-NeMo-RL's multi-teacher on-policy distillation (nemo_rl/algorithms/opd.py), after https://arxiv.org/abs/2601.02780. A sample's
-environment names its teacher, as in NeMo-RL the agent of NeMo Gym. Each sample has exactly one.
+This is NeMo-RL's multi-teacher on-policy distillation (nemo_rl/algorithms/opd.py), after https://arxiv.org/abs/2601.02780. All
+teachers have the policy's vocabulary. Exactly one teacher scores each sample. The sample's environment names the teacher; in
+NeMo-RL the agent of NeMo Gym does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SECTION = "on_policy_distillation"
 
 
 def training_environments(recipe: Recipe) -> dict[str, str]:
-    """Return the environments of the training data, each with the key of the first data set that has it."""
+    """Return environment -> key of the first data set that has it, for the environments of the training data."""
     datasets, train = recipe.data.datasets, recipe.data.train
     single = {"data.train": train} if train else {}
     sets = {f"data.datasets.{name}": dataset for name, dataset in datasets.items()} or single
@@ -28,9 +29,9 @@ def training_environments(recipe: Recipe) -> dict[str, str]:
 
 
 def teacher_by_environment(recipe: Recipe) -> dict[str, str]:
-    """Return the name of the teacher of each environment of the training data that has one.
+    """Return environment -> name of its teacher, for the environments of the training data that have a teacher.
 
-    If teachers have equal keys, the first scores the samples of all of them.
+    If several teachers have equal sections, the first of them scores the samples of all.
     """
     teachers, default = recipe.on_policy_distillation.teachers, recipe.on_policy_distillation.default_teacher_alias
     aliases = {name: name if name in teachers else default for name in training_environments(recipe)}
@@ -48,7 +49,7 @@ def loaded_teachers(recipe: Recipe) -> tuple[str, ...]:
 
 
 def with_teachers(recipe: Recipe, groups: Sequence[RolloutGroup], samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples, one per rollout in order, with the name of the teacher that scores each."""
+    """Return copies of the samples with the names of their teachers. samples: one per rollout of `groups`, in order."""
     teachers = teacher_by_environment(recipe)
     names = (teachers[group.prompt.environment] for group in groups for _ in group.rollouts)
     return [dataclasses.replace(sample, teacher=name) for sample, name in zip(samples, names, strict=True)]
@@ -58,7 +59,7 @@ def with_teachers(recipe: Recipe, groups: Sequence[RolloutGroup], samples: Seque
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of the section, for an algorithm that reads it."""
+    """Yield the problems of the section on_policy_distillation, for an algorithm that reads it."""
     teachers, default = recipe.on_policy_distillation.teachers, recipe.on_policy_distillation.default_teacher_alias
     for name, keys in teachers.items():
         if keys.model_name is None:

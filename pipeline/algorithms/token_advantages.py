@@ -26,7 +26,7 @@ STEP_EPSILON = 1e-8  # keeps a step's division finite
 def subtract_future_kl(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """Return A_t = A - beta sum_{s >= t} KL_s over the counted tokens of an answer, `[T]` (REINFORCE++).
 
-    NeMo-RL subtracts only a token's own KL. In the paper, and here, a token is also charged for the KL of the tokens after it.
+    As in the paper, the sum includes the KL of the tokens after t. NeMo-RL subtracts only the token's own KL.
     """
     kl = discounted_sums(gather_counted(kl_in_reward(batch, config), batch), 1.0)
     return batch.advantages - config.reference_policy_kl_penalty * scatter_counted(kl, batch)
@@ -69,16 +69,16 @@ def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
 
 
 def _policy_lambda(batch: PackedBatch, gae: GAEConfig) -> float | torch.Tensor:
-    """Return the policy's lambda: a number, or one per sequence, `[S, 1]`."""
+    """Return the policy's lambda: a number for all sequences, or one per sequence, `[S, 1]`."""
     if gae.length_adaptive_alpha > 0:
         return 1 - 1 / (gae.length_adaptive_alpha * _sizes(batch).to(batch.advantages.dtype)).clamp(min=1)[:, None]
     return gae.gae_lambda if gae.gae_lambda_policy is None else gae.gae_lambda_policy
 
 
 def discounted_sums(terms: torch.Tensor, decay: float | torch.Tensor) -> torch.Tensor:
-    """Return sum_l decay^l terms[:, t + l], `[S, C]`. decay: a number, or `[S, 1]`.
+    """Return sum_l decay^l terms[:, t + l] at each t, `[S, C]`. decay: a number, or one per sequence, `[S, 1]`.
 
-    The sum takes log2 C passes: two sums of k terms, the second k terms later, make a sum of 2 k terms.
+    This takes log2 C passes: each pass adds the sum of the next k terms to a sum of k terms, which gives a sum of 2 k terms.
     """
     sums, reach = terms, 1
     factor = torch.as_tensor(decay, dtype=terms.dtype, device=terms.device)
@@ -89,7 +89,10 @@ def discounted_sums(terms: torch.Tensor, decay: float | torch.Tensor) -> torch.T
 
 
 def gather_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Gather each sequence's counted tokens from the left and pad with 0: `[T]` -> `[S, C]`, C the most of them, at least 1."""
+    """Gather each sequence's counted tokens in a row that is padded with 0: `[T]` -> `[S, C]`.
+
+    C is the largest number of counted tokens of a sequence, at least 1.
+    """
     grid = _grid(batch)
     padded = values.new_zeros(grid.shape)
     padded[grid] = values[batch.loss_mask]
@@ -97,14 +100,14 @@ def gather_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def scatter_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Undo `gather_counted`; other tokens get 0: `[S, C]` -> `[T]`."""
+    """Put the values of counted tokens back to their positions, and 0 elsewhere: `[S, C]` of `gather_counted` -> `[T]`."""
     packed = values.new_zeros(len(batch.loss_mask))
     packed[batch.loss_mask] = values[_grid(batch)]
     return packed
 
 
 def _grid(batch: PackedBatch) -> torch.Tensor:
-    """Return where `gather_counted` has a token, `[S, C]` bool."""
+    """Return a mask of the entries of `gather_counted` that are tokens and not padding, `[S, C]` bool."""
     sizes = _sizes(batch)
     return torch.arange(max(1, int(sizes.max())), device=sizes.device) < sizes[:, None]
 
@@ -118,18 +121,23 @@ def _sizes(batch: PackedBatch) -> torch.Tensor:
 
 
 def moments(batches: Sequence[PackedBatch]) -> Moments:
-    """Return sums over the microbatches of one update on one data rank, in float64. `estimate` may have cleared a mask."""
+    """Return sums over the counted tokens of one update on one data-parallel rank, in float64.
+
+    batches: the update's microbatches after `estimate`, which may have changed their masks.
+    """
     advantages = torch.cat([batch.advantages[batch.loss_mask] for batch in batches]).double()
     sequences = sum(int(mask.any()) for batch in batches for mask in batch.loss_mask.split(batch.lengths))
     return Moments(advantages.sum().item(), advantages.square().sum().item(), GlobalCounts(len(advantages), sequences))
 
 
 def normalization(by_rank: Sequence[Sequence[Moments]], variance: Variance | None) -> AdvantageNormalization:
-    """Return the mean that all ranks subtract and the scale that they multiply by. by_rank: moments by [data rank][update].
+    """Return the mean and the scale with which all ranks standardize, and the counts of each update.
+
+    by_rank[data rank][update]: moments.
 
     biased      A <- (A - mean) / sqrt(max(sum (A - mean)^2 / n, 1e-8))          NeMo-RL's REINFORCE++
     unbiased    A <- (A - mean) / sqrt(sum (A - mean)^2 / (n - 1) + 1e-8)        NeMo-RL's and verl's GAE
-    None        A stays; only the counts are new
+    None        A is unchanged
     """
     updates = [list(of_update) for of_update in zip(*by_rank, strict=True)]
     counts = [GlobalCounts(sum(m.counts.tokens for m in update), sum(m.counts.sequences for m in update)) for update in updates]

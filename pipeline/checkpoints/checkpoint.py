@@ -9,7 +9,7 @@
         buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/coordination/buffer.py)
         hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
                                         the run folder's own `hf` links to the latest when the run has ended
-      .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start retries
+      .step_000005.<attempt>.removed/   superfluous; its removal failed or goes on, and the next start retries it
 
 With a key (checkpointing.encryption) each file but complete.json, digests.sha256 and lineage.json is encrypted
 (pipeline/encryption).
@@ -71,11 +71,11 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of the key with which it is encrypted; None if it is not."""
+        """Fingerprint of the key with which the checkpoint is encrypted; None if it is not encrypted."""
         return (self.record.get("encryption") or {}).get("key")
 
     def rollouts(self, key: FileKey | None = None) -> bytes:
-        """Return the rollout buffer's state; empty if there is none. Raises RecipeError if it is encrypted with another key."""
+        """Return the rollout buffer's state, b"" if there is none. Raises RecipeError if it is encrypted with another key."""
         path = self.folder / ROLLOUTS
         return stored_files.read_bytes(path, key) if path.exists() else b""
 
@@ -91,7 +91,7 @@ class Checkpoints:
         retry: RetryPolicy = storage.NO_RETRIES,
         key: FileKey | None = None,
     ):
-        """key: of the section checkpointing.encryption. It reads; it also encrypts if `encryption.enabled`."""
+        """Bind to a run. key: decrypts checkpoints and, if checkpointing.encryption.enabled, encrypts new ones."""
         self.key, self.writing_key = key, key if config.encryption.enabled else None
         self._folder = run_dir / "checkpoints"
         self._attempt = attempt
@@ -106,7 +106,7 @@ class Checkpoints:
         return complete_in(self._folder)
 
     def _kept(self) -> list[Checkpoint]:
-        """Return what `all` does, but do not look again at the files of checkpoints known to be complete."""
+        """Return the same as `all`, without another look at the files of checkpoints that are known to be complete."""
         self._seen = {path: found for path in _folders(self._folder) if (found := self._seen.get(path) or read(path))}
         return list(self._seen.values())
 
@@ -140,7 +140,7 @@ class Checkpoints:
                 logger.warning("continuing without %s, which %s names: %s", folder.name, path, error)
 
     def clean(self) -> None:
-        """Remove partial checkpoints of killed attempts, and those that could not be removed before."""
+        """Remove partial checkpoints of killed attempts, and checkpoints whose earlier removal failed."""
         for folder in self._folder.glob(".step_*"):
             _remove(folder)
 
@@ -165,7 +165,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
-        """Remove the partial checkpoint if the block fails: it may be what fills the disk."""
+        """Remove the partial checkpoint if the block fails, since it may have filled the disk."""
         try:
             yield
         except Exception:
@@ -176,10 +176,10 @@ class Checkpoints:
     def commit(
         self, partial: Path, step: int, metric: float | None, state: dict[str, Any], known: Mapping[str, str] = {}
     ) -> Checkpoint:
-        """Turn a partial folder, whose files are all on disk, into a checkpoint; then remove superfluous ones.
+        """Turn a partial folder, whose files are all on disk, into a checkpoint. Then remove superfluous checkpoints.
 
-        known: SHA-256 of files by path within the folder, from when they were written; those of the others are computed here.
-        Waits for files in `known` that another node wrote. Raises StorageError.
+        known: path within the folder -> SHA-256, computed when the file was written; it is computed here for all other files.
+        Waits until this node sees the files in `known`, which other nodes may have written. Raises StorageError.
         """
         folder = self._folder / _name(step)
         written: dict[str, Any] = {}
@@ -232,7 +232,7 @@ class Checkpoints:
 
 
 def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> list[Checkpoint]:
-    """Return those to delete: all but the latest and the best `keep_top_k` by the metric (newest first among equals)."""
+    """Return the checkpoints to delete: all except the latest and the best `keep_top_k` by the metric, then by the step."""
     if config.keep_top_k is None or not checkpoints:
         return []
 
@@ -249,8 +249,8 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
 def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
     """Return the problem if a run of this recipe cannot resume a checkpoint of an earlier version, else None.
 
-    Version 1 advanced schedules with every optimizer update. If a step advances them once per update, or there is no schedule,
-    its count has the same meaning.
+    Version 1 advanced learning-rate schedules with every optimizer update. The count in its checkpoints has the same meaning
+    here if there is no schedule, or if a step of this recipe advances its schedules as often as it updates.
     """
     algorithm, policy = build(recipe), recipe.policy
     updates, schedules = algorithm.updates_per_step, [policy.scheduler]
@@ -281,7 +281,7 @@ def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
 
 
 def kept(run_dir: Path) -> str:
-    """Return a sentence about the part of a run that is safe. Callable on any rank."""
+    """Return a sentence about the part of a run that is on disk: the last checkpoint and metrics. Any rank may call this."""
     with contextlib.suppress(OSError, RecipeError):
         complete = complete_in(run_dir / "checkpoints")
         checkpoint = f"the checkpoint of step {complete[-1].step}, the last complete one" if complete else "no checkpoint yet"
@@ -292,7 +292,7 @@ def kept(run_dir: Path) -> str:
 
 
 def complete_in(folder: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints, oldest first, without other folders such as a user's copy (`step_000100_keep`)."""
+    """Return the complete checkpoints in a folder, oldest first. Other folders, such as `step_000100_keep`, do not count."""
     return [checkpoint for path in _folders(folder) if (checkpoint := read(path))]
 
 
@@ -302,20 +302,20 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file in bytes, by path within the folder, without the two that describe the others."""
+    """Return path within the folder -> size of the file in bytes, without complete.json and digests.sha256."""
     paths = [folder / name for name in digests.names_in(folder) if name not in (COMPLETE, digests.MANIFEST)]
     found = zip(paths, _stats(paths), strict=True)
     return {str(path.relative_to(folder)): status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
 
 
 def _stats(paths: list[Path]) -> list[os.stat_result]:
-    """Return the status of each path, several at a time: a file server handles them in parallel. Raises OSError."""
+    """Return the status of each path, asking for several in parallel as file servers allow. Raises OSError."""
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(Path.stat, paths))
 
 
 def _remove(folder: Path, gone: Path | None = None) -> None:
-    """Remove a folder, after renaming it to `gone` so that the next start finds it if this fails. A failure is only logged."""
+    """Remove a folder. It is first renamed to `gone`, where the next start finds it if this fails. A failure is only logged."""
     try:
         shutil.rmtree(folder.rename(gone) if gone else folder)
     except OSError as error:
@@ -332,16 +332,16 @@ def _name(step: int) -> str:
 
 
 def seals(record: Mapping[str, Any], key: FileKey | None) -> dict[str, str]:
-    """Return what shows that complete.json is as it was written: its SHA-256 and, with a key, its HMAC.
+    """Return the seals of complete.json, which show whether it was changed: its SHA-256 and, with a key, its HMAC.
 
-    record: its other values, as JSON reads them.
+    record: the values of complete.json, as JSON reads them.
     """
     text = json.dumps({name: record[name] for name in sorted(record) if name not in ("seal", "mac")}, sort_keys=True).encode()
     return {"seal": hashlib.sha256(text).hexdigest(), **({"mac": key.mac(text)} if key else {})}
 
 
 class IncompleteCheckpoint(Exception):
-    """A checkpoint was not written to its end, or lost files since."""
+    """Raised for a checkpoint that was not written to its end, or has lost files since."""
 
 
 def read(folder: Path) -> Checkpoint | None:
@@ -353,7 +353,7 @@ def read(folder: Path) -> Checkpoint | None:
 
 
 def incomplete(folder: Path) -> str | None:
-    """Return why the checkpoint in a folder is not complete, with the name of a file; None if it is complete."""
+    """Return why the checkpoint in a folder is not complete, naming a missing or wrong file; None if it is complete."""
     try:
         _complete(folder)
     except IncompleteCheckpoint as why:
@@ -370,7 +370,7 @@ def read_record(folder: Path) -> Checkpoint:
 
 
 class _Record(TypedDict):
-    """complete.json."""
+    """The contents of complete.json."""
 
     step: Count
     metric: float | None

@@ -1,8 +1,8 @@
 """Verify checkpoints and exports before they are read: each file is what was written, and the key is the right one.
 
-`checkpointing.verify` says how much. full: the SHA-256 of every file, so all bytes are read once more; the ranks divide the
-files. size: names and sizes of files, and the seals of complete.json and digests.sha256. off: names and sizes of the files that
-complete.json lists, as `pipeline.checkpoints.checkpoint.read` compares them in any case.
+`checkpointing.verify` says how much is compared. full: the SHA-256 of every file, so all bytes are read once more; the ranks
+divide the files. size: names and sizes of files, and the seals of complete.json and digests.sha256. off: only names and sizes
+of the files that complete.json lists, which `pipeline.checkpoints.checkpoint.read` always compares.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def obtain_key(given: CheckpointingConfig) -> FileKey | None:
 
 
 def check_same_key(key: FileKey | None, fingerprint: str) -> None:
-    """Raise RecipeError if this node's key is not that of rank 0, which has this fingerprint."""
+    """Raise RecipeError if this node's key is not rank 0's. fingerprint: of rank 0's key."""
     if key is None or key.fingerprint != fingerprint:
         own = "none" if key is None else key.fingerprint
         message = f"got the key {own} on {socket.gethostname()}; expected the key of rank 0, {fingerprint}, on every node"
@@ -38,15 +38,15 @@ def check_same_key(key: FileKey | None, fingerprint: str) -> None:
 
 
 def check_key(found: Checkpoint | None, key: FileKey | None) -> None:
-    """Raise RecipeError, which names the fingerprints, if a checkpoint is encrypted and this is not its key."""
+    """Raise RecipeError, which names the fingerprints, if a checkpoint is encrypted with another key than `key`."""
     if found is not None and found.fingerprint is not None:
         fitting(key, found.fingerprint, found.folder)
 
 
 def check_record(found: Checkpoint, verify: Verify, key: FileKey | None) -> None:
-    """Raise RecipeError, which names the files, if this is not a checkpoint's key, or its names and seals are wrong.
+    """Raise RecipeError if `key` is not the checkpoint's key, or if the names of its files or its seals are wrong.
 
-    A checkpoint of an earlier version has no digests, so only its key is checked.
+    The error names the files. A checkpoint of an earlier version has no digests, so only its key is checked.
     """
     check_key(found, key)
     if verify != "off" and found.version >= DIGESTS:
@@ -54,7 +54,10 @@ def check_record(found: Checkpoint, verify: Verify, key: FileKey | None) -> None
 
 
 def check_before_submission(found: Checkpoint, given: CheckpointingConfig) -> None:
-    """Raise RecipeError for what shows on a login node, which may not have the key: none or a wrong one, names and seals."""
+    """Raise RecipeError for problems that a login node can find: a missing or wrong key, and wrong names and seals.
+
+    The key is checked only if its file is on this node.
+    """
     section = given.encryption
     is_here = section.key_command is None and (section.key_file is None or Path(section.key_file).exists())
     if found.fingerprint and is_here:  # only ranks start the command
@@ -64,9 +67,10 @@ def check_before_submission(found: Checkpoint, given: CheckpointingConfig) -> No
 
 
 def check_share(found: Checkpoint, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
-    """Raise RecipeError, which names the files, if files of a checkpoint have other digests. Only `full` reads the files.
+    """Raise RecipeError, which names the files, if files of a checkpoint differ from their digests.
 
-    share: (i, n) compares the ith of n shares of the files. Call `check_record` first, in one process.
+    Does nothing unless `verify` is "full". share: (i, n) compares the ith of n shares of the files. Call `check_record` first,
+    in one process.
     """
     if verify == "full" and found.version >= DIGESTS:
         listed, _ = digests.read_manifest(found.folder)
@@ -74,9 +78,9 @@ def check_share(found: Checkpoint, verify: Verify, share: tuple[int, int] = WHOL
 
 
 def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
-    """Raise RecipeError, which names the files, if a model's folder has digests and is not as it was exported.
+    """Raise RecipeError, which names the files, if an exported model's folder has digests and was changed since the export.
 
-    key: of the recipe, that names the folder. Hidden files do not count.
+    key: the recipe's key that names the folder. Hidden files do not count.
     """
     if verify == "off" or not (folder / MANIFEST).exists():
         return
@@ -95,7 +99,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
 
 
 def _record_problems(found: Checkpoint, key: FileKey | None) -> Iterator[str]:
-    """Yield `NAME: got ...; expected ...` for what shows without reading the large files."""
+    """Yield `NAME: got ...; expected ...` for each problem that can be found without reading the large files."""
     folder, record = found.folder, found.record
     expected = seals(record, key if found.fingerprint else None)  # without the key, all but what only the key shows
     if any(record.get(name) != value for name, value in expected.items()):
@@ -121,7 +125,7 @@ def _refuse(found: Checkpoint, problems: Iterator[str]) -> None:
 
 
 def _other_step(found: Checkpoint) -> str:
-    """Return advice: the step before this one from which the run can go on."""
+    """Return advice that names the last complete step before a damaged checkpoint, from which the run can go on."""
     earlier = [each.step for each in complete_in(found.folder.parent) if each.step < found.step]
     if not earlier:
         return "a copy of it, if you have one; there is no earlier complete step"

@@ -1,7 +1,7 @@
 """The recipe: its schema, its loading, and the checks that need only the recipe.
 
-Start in `schema.py` (all keys) and `loading.py` (from files and the command line to a `Recipe`). Nothing here imports torch, so
-that commands on a login node start fast.
+Start in `schema.py`, which has all keys, and in `loading.py`, which makes a `Recipe` from files and the command line. This
+package does not import torch, so that commands on a login node start fast.
 """
 
 from pipeline.algorithms import OFFLINE, ONLINE, PAIRED

@@ -148,7 +148,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "colocate": ("policy.generation.colocated.enabled",),
     "vllm_mode": ("policy.generation.colocated.enabled",),
 }
-"""Suffix of a dotted key, in lower case with underscores -> our keys. The longest suffix counts, then the first key read."""
+"""Suffix of a dotted key, in lower case with underscores -> our keys. The longest matching suffix counts, and of its keys the
+first that the recipe reads."""
 
 CURVES = (
     "metrics.jsonl and TensorBoard (logger.tensorboard_enabled) hold the curves, and launch/report.py renders them as a page"
@@ -185,7 +186,7 @@ def hint(
 
 
 def equivalents(key: str, algorithm: str | None, rank: Callable[[str], int]) -> list[str]:
-    """Return at most two of our keys for another library's key, best first: those that are read, or all if none is."""
+    """Return at most two of our keys for another library's key: the first two of those that have the lowest rank."""
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     found = next((ALIASES[end] for end in ends if end in ALIASES), ())

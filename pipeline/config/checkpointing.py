@@ -101,7 +101,7 @@ class CheckpointingConfig:
 
 
 def check_encryption(checkpointing: CheckpointingConfig, run_dir: str) -> Iterator[Problem]:
-    """Yield the problems of `checkpointing.encryption`. run_dir: the recipe's."""
+    """Yield the problems of `checkpointing.encryption`. run_dir: the run's folder."""
     given = checkpointing.encryption
     wanted = {"enabled": "true" if given.enabled else None, "key_file": given.key_file, "key_command": given.key_command}
     for name, value in wanted.items():

@@ -14,7 +14,7 @@ AUDIT_AUTO, AUDIT_NONE = "auto", "none"
 
 
 def _audit_error(value: str) -> str | None:
-    """Return what is wrong with a value of `cluster.audit`. The paths ./X and ~/X are absolute by now."""
+    """Return a message if a value of `cluster.audit` is wrong, else None. Paths such as ./X and ~/X are already absolute."""
     if value in (AUDIT_AUTO, AUDIT_NONE) or value.startswith("/"):
         return None
     return f"got {value}; expected {AUDIT_AUTO}, {AUDIT_NONE}, or a path that begins with /, ./, ../ or ~"
@@ -150,7 +150,10 @@ SHARED = {**OF_NODES, "gpus_per_node": 0}
 
 
 def _of_train(key: str, apart: object, *conditions: str) -> Any:
-    """Return a key's default in another component: cluster.train's value if one of the conditions, which are keys, is true."""
+    """Return a key's default in another component than cluster.train.
+
+    It is an interpolation: cluster.train's value if one of the keys in `conditions` is true, else `apart`.
+    """
     value = json.dumps(apart)
     for condition in conditions:
         value = f"${{if:${{{condition}}},${{cluster.train.{key}}},{value}}}"
@@ -167,7 +170,7 @@ def _reward() -> ComponentConfig:
 
 
 def _of_gpu(component: str, name: str) -> Any:
-    """Return a key's default: a number in the description of a component's GPU, which `hardware.py` resolves."""
+    """Return a key's default: an interpolation of a number in the description of a component's GPU (`hardware.py`)."""
     return f"${{hardware:${{cluster.{component}.gpu}},{name}}}"
 
 

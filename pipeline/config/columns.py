@@ -1,14 +1,14 @@
-"""Recognize the columns of a record where the recipe leaves its keys at their defaults.
+"""Recognize the columns of a data set if the recipe leaves the keys for columns at their defaults.
 
 The columns are those of TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), of chats and of common data
-sets. The first record of a file decides, and `Columns.description` reports the result:
+sets. The first record of a file decides, and `Columns.description` describes the result:
 
     sft           messages | prompt, completion | text | question, answer | problem, solution | ...
     dpo, rm       [prompt,] chosen, rejected
     others        prompt | messages | question | problem, and answer | solution | completion, if an answer is needed
 
-Each is a text or a list of messages, {role, content} or ShareGPT's {from, value}; `text` is a text. A dotted name is a field of
-a nested column: `reward_model.ground_truth` of verl's data.
+The column `text` has a text. The others have a text, or a list of messages {role, content} or ShareGPT's {from, value}. A
+dotted name is a field of a nested column, such as `reward_model.ground_truth` of verl's data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.config.environments import judged_by_own_code
 from pipeline.config.schema import DatasetConfig, Recipe, generates
 
 Message = dict[str, Any]
-"""A turn of a conversation: {"role": ..., "content": ...}, and what else its chat template uses, such as tool_calls."""
+"""A turn of a conversation: {"role": ..., "content": ...} and other fields for its chat template, such as tool_calls."""
 
 KEYS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "rejected_key")
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -38,7 +38,7 @@ EXPECTED = (
     "completion",
     "response",
 )
-"""Columns of the expected answer, best first: a final answer before a whole solution."""
+"""Columns for the expected answer, in order of preference: columns of a final answer before those of a whole solution."""
 LEARNED = {
     "input": ("output", "answer", "completion", "response"),
     "prompt": ("completion", "response"),
@@ -64,27 +64,27 @@ LABELS = (
     "split",
     "url",
 )
-"""Names of columns about a record, which hints suggest last."""
+"""Names of columns that describe a record, such as its source. Hints suggest them last."""
 TEXT = "text"
 MOST_TRIED = 100
-"""Records to try until one is readable."""
+"""The number of records that are tried until one is readable."""
 SHAREGPT = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 DEFAULTS: dict[str, Any] = {name: getattr(DatasetConfig(), name) for name in KEYS}
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a data set."""
+    """A data set's configuration with the recognized columns."""
 
     dataset: DatasetConfig  # with the keys of its columns
     description: str = ""  # for the log; empty if the recipe's own columns exist
 
 
 def recognize_columns(recipe: Recipe, key: str, dataset: DatasetConfig, records: Iterable[Any]) -> Columns:
-    """Return the columns of a data set from its first record; if bad records are dropped, from the first readable one.
+    """Return the columns of a data set from its first record or, if bad records are dropped, from its first readable record.
 
-    key: of the data set, such as data.train. A key that the recipe sets is never replaced. Raise ValueError, with keys to set,
-    if the recipe's columns are missing and the others are ambiguous.
+    key: the recipe's key of the data set, such as data.train. A key that the recipe sets is never replaced. Raise ValueError,
+    with suggestions of keys to set, if the record can be read in no way or in several ways.
     """
     wrong: ValueError | None = None
     for record in itertools.islice(records, MOST_TRIED if recipe.data.bad_records == "drop" else 1):
@@ -119,7 +119,7 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
 
 
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
-    """Return whether an environment needs an expected answer. A reward model or user code may not need one."""
+    """Return whether the data set's environment needs expected answers. Reward models and user code may not need them."""
     environment = recipe.env.get(dataset.env_name) if dataset.env_name is not None else None
     return (
         environment is not None and environment.kind != "reward_model" and not judged_by_own_code(recipe.env, dataset.env_name)
@@ -130,7 +130,7 @@ def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
 
 
 def column(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return the value of a column, or of a field of a nested one: "a.b" is column "a.b", else field "b" of column "a"."""
+    """Return the value of a column or of a field of a nested column: "a.b" is column "a.b", else field "b" of column "a"."""
     if name in record:
         return record[name]
     outer, dot, inner = name.partition(".")
@@ -139,7 +139,7 @@ def column(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
 
 
 def column_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of columns, and dotted names in place of nested ones."""
+    """Return the names of a record's columns. A nested column is replaced by the dotted names of its fields."""
     names: list[str] = []
     for name, value in record.items():
         nested = column_names(value) if isinstance(value, Mapping) else []
@@ -154,7 +154,7 @@ Reading = dict[str, str]
 
 
 def _examples(own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
-    """Yield the possible columns for supervised training. own: the keys that the recipe sets."""
+    """Yield each possible choice of columns for supervised training. own: the keys that the recipe sets."""
     prompts, answer = [own["input_key"]] if "input_key" in own else PROMPTS, own.get("output_key")
     found = [
         {"input_key": name, "output_key": learned}
@@ -227,9 +227,9 @@ def _is_conversation(value: Any) -> bool:
 
 
 def parse_conversation(value: Any, key: str) -> list[Message]:
-    """Return messages in the form {role, content}, from that or from ShareGPT's {from, value}. Other fields are kept.
+    """Return a list of messages {role, content}. The given messages may also be ShareGPT's {from, value}.
 
-    Raise ValueError for anything else.
+    Messages {role, content} keep their other fields. Raise ValueError for other values.
     """
     messages = value
     if isinstance(value, list) and value and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
@@ -242,7 +242,7 @@ def parse_conversation(value: Any, key: str) -> list[Message]:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether a value is a turn with a text. The assistant's may have tool calls in place of it."""
+    """Return whether a value is a turn with a text. The assistant's turn may have tool calls in place of a text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     calls = value["role"] == "assistant" and value.get("tool_calls")
@@ -265,7 +265,7 @@ def _described(reading: Reading) -> str:
 
 
 def _guessed(keys: list[str], columns: list[str]) -> Reading:
-    """Return a likely column for each key: by its name, then the first that no name excludes."""
+    """Return key -> a likely column: a column with a usual name for this key, else the first without a usual name."""
     left, guess = list(columns), {}
     for key in keys:
         likely = {"input_key": PROMPTS, "output_key": (*EXPECTED, *ANSWER_NAMES)}.get(key, ())

@@ -34,20 +34,20 @@ REPLACES = "_override_"  # true in a mapping: it replaces the mapping below it i
 
 @dataclass(slots=True)
 class ConfigValue:
-    """A value that layers replace as a whole: a scalar, null or a list."""
+    """A scalar, null or a list, which a higher layer replaces as a whole."""
 
     value: Any
     origin: str | None = None  # "recipes/a.yaml:12" or COMMAND_LINE; None: the schema's default
     folder: Path | None = None  # the folder of the file that set it, absolute
 
     def copy(self) -> ConfigValue:
-        """Return a copy that shares the value."""
+        """Return a copy of the node with the same value object."""
         return ConfigValue(self.value, self.origin, self.folder)
 
 
 @dataclass(slots=True)
 class ConfigMapping:
-    """A mapping of keys."""
+    """A mapping from keys to nodes, which is merged with those of higher layers."""
 
     children: dict[str, ConfigNode] = field(default_factory=dict)
     origin: str | None = None
@@ -62,7 +62,7 @@ class ConfigMapping:
         return {key: node.plain() if isinstance(node, ConfigMapping) else node.value for key, node in self.children.items()}
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, ConfigValue]]:
-        """Yield (dotted key, value node), in order."""
+        """Yield (dotted key, value node) of each value in the tree, in order."""
         for key, node in self.children.items():
             if isinstance(node, ConfigMapping):
                 yield from node.leaves(f"{prefix}{key}.")
@@ -77,7 +77,7 @@ class ConfigMapping:
                 yield from node.mappings()
 
     def path(self, dotted: str) -> list[str]:
-        """Return the keys from here to `dotted`. Existing keys may contain dots."""
+        """Split a dotted key into the keys of the nested mappings. Existing keys may contain dots."""
         names, branch = [], self
         while dotted:
             inside = branch.children if isinstance(branch, ConfigMapping) else {}
@@ -87,7 +87,7 @@ class ConfigMapping:
         return names
 
     def find(self, dotted: str) -> ConfigNode | None:
-        """Return the node at a dotted key, or None."""
+        """Return the node at a dotted key; None if there is none."""
         node: ConfigNode | None = self
         for key in self.path(dotted):
             node = node.children.get(key) if isinstance(node, ConfigMapping) else None
@@ -122,7 +122,7 @@ def from_plain(
 @overload
 def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode: ...
 def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode:
-    """Return a plain value as a tree. origins: by dotted key, where it is not the parent's."""
+    """Return a plain value as a tree. origins: dotted key -> origin, for keys whose origin is not that of their parent."""
     origin = origins.get(prefix, origin)
     if not isinstance(value, dict):
         return ConfigValue(value, origin)
@@ -133,7 +133,7 @@ def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, 
 
 
 def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
-    """Return `above` over `below`. Mappings are merged; lists, null and scalars replace what is below them."""
+    """Return `above` merged over `below`. Mappings are merged key by key; lists, null and scalars replace the lower value."""
     children = dict(below.children)
     for key, node in above.children.items():
         under = children.get(key)
@@ -153,9 +153,10 @@ def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
 
 
 def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
-    """Return NAME.yaml in the folder, or the file at that path, with or without .yaml.
+    """Return the file NAME.yaml in the folder, or else the file whose path is `name`, with or without .yaml.
 
-    Raise RecipeError for `key`, with the names in the folder; for a path (with a slash, .yaml or .yml) with the nearest file.
+    If there is none, raise RecipeError for `key`. Its message lists the names in the folder or, if `name` looks like a path
+    (with a slash, .yaml or .yml), the file with the most similar name.
     """
     for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
         if os.path.isfile(path):  # False also for a name that is too long for a file
@@ -171,7 +172,7 @@ def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
 
 
 def _nearest_file(path: Path) -> str | None:
-    """Return the YAML file in the folder of `path` whose name is most similar; None if none is."""
+    """Return the YAML file in the folder of `path` with the most similar name; None if no name is similar."""
     try:
         names = os.listdir(path.parent)
     except (OSError, ValueError):  # ValueError: a null byte
@@ -187,7 +188,10 @@ def load_with_parents(path: Path) -> ConfigMapping:
 
 
 def load_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[ConfigMapping]:
-    """Return the trees of the `defaults:` parents of `path` and of `path` itself, lowest first. Raise RecipeError."""
+    """Return the trees of the `defaults:` parents of `path` and of `path` itself, lowest first.
+
+    Raise RecipeError for a file that is missing or cannot be read, and for parents that form a circle.
+    """
     real = path.resolve()
     if real in seen:
         circle = " -> ".join(parent.name for parent in [*seen, real])
@@ -210,8 +214,8 @@ def load_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[ConfigMapping]:
 def other_recipe(name: str, folder: Path, asking: Path | None = None) -> Path | None:
     """Return the absolute path of the recipe that a file in `folder` names; None if there is none.
 
-    The name is a file relative to the folder, with or without .yaml, or else a recipe in recipes/. asking: the file itself. Its
-    own name means the recipe of that name in recipes/, if there is one.
+    The name is a path relative to the folder, with or without .yaml, or else a recipe in recipes/. asking: the file that uses
+    the name. If the file uses its own name, the recipe of this name in recipes/ is meant, if there is one.
     """
     for path in _places(name, folder):
         if os.path.isfile(path) and not (
@@ -222,7 +226,7 @@ def other_recipe(name: str, folder: Path, asking: Path | None = None) -> Path | 
 
 
 def no_recipe(name: str, folder: Path) -> str:
-    """Return the message for a name that `other_recipe` does not find."""
+    """Return the error message for a name for which `other_recipe` returns None."""
     places = _places(name, folder)
     known = {path.stem for where in (folder, RECIPES) for path in where.glob("*.yaml")}
     near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), sorted(known), 1)
@@ -288,7 +292,7 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
 
 
 def _insist_on_plain(value: Any, origin: str, key: str = "", depth: int = 0) -> None:
-    """Raise RecipeError for values that recipes cannot hold: sets, bytes and the like, and values that contain themselves."""
+    """Raise RecipeError for values that a recipe cannot have: sets, bytes and the like, and values nested too deeply."""
     if depth > DEEPEST:
         message = f"got a value that is nested more than {DEEPEST} deep; expected a flatter one"
         raise RecipeError(Problem(key, "too-large", message, origin))

@@ -1,7 +1,8 @@
 """Registry of data sets, and the checks of `data`.
 
-A generated data set is a callable (split, seed=, **kwargs) that returns a sequence of records, as your own may be. Named data
-sets are NeMo-RL's, on the Hugging Face Hub; `pipeline/data/named.py` reads their records. A new one of either is one line.
+A generated data set is a callable (split, seed=, **kwargs) that returns a sequence of records; your own data sets may be such
+callables too. Named data sets are NeMo-RL's, on the Hugging Face Hub; `pipeline/data/named.py` reads their records. A new data
+set of either sort is one line here.
 """
 
 from __future__ import annotations
@@ -71,17 +72,17 @@ COLUMNS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", 
 
 
 def training_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return the training data sets by name: data.datasets, or data.train alone."""
+    """Return name -> training data set: data.datasets, or data.train alone."""
     return data.datasets or ({"train": data.train} if data.train is not None else {})
 
 
 def validation_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return the validation data sets by name, without the records held out of training data."""
+    """Return name -> validation data set. Data sets held out of training data are not among them."""
     return data.validations or ({"validation": data.validation} if data.validation is not None else {})
 
 
 def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return all data sets by their dotted key in the recipe."""
+    """Return dotted key in the recipe -> data set, for all data sets."""
     trained = {"data.train" if not data.datasets else f"data.datasets.{name}": one for name, one in training_sets(data).items()}
     validated = {
         "data.validation" if not data.validations else f"data.validations.{name}": one
@@ -91,7 +92,7 @@ def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
 
 
 def held_out_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return the training data sets that hold out records for validation, by their names in validation."""
+    """Return name in validation -> training data set, for the training data sets that hold out records for validation."""
     trained = training_sets(data).items()
     return {"held_out" if name == "train" else name: dataset for name, dataset in trained if dataset.split_validation_size > 0}
 

@@ -1,16 +1,17 @@
 """`policy.deterministic`: on GPUs, a run computes the same bits each time, with the same images, GPUs and layout.
 
-Without it two runs differ: attention's backward and sums by index add atomically, in any order; NCCL may sum in the switch;
-vLLM's kernels split their sums by the batch. On CPUs every run is deterministic, and the key only refuses the same operations.
+Without this key two runs differ: attention's backward pass and sums by index use atomic additions, in any order; NCCL may sum
+in the switch; vLLM's kernels split their sums by the batch. On CPUs every run is deterministic. There the key only refuses the
+operations that it refuses on GPUs.
 
-This file has the variables, which ranks get before Python starts (`launch/executors/components.py`), and the choices of a
-recipe that exclude the key. The other switches:
+This file has the environment variables, which ranks get before Python starts (`launch/executors/components.py`), and refuses
+recipes whose other choices contradict the key. The other parts:
     pipeline/train/deterministic.py       torch and Inductor, in every process that trains or scores
     pipeline/train/megatron/model.py      TransformerConfig.deterministic_mode
     launch/preflight/architecture.py      refuses models whose layers have no deterministic kernels
     launch/plan/deterministic_cost.py          the price
 
-Kernels that are deterministic as they are, by their source: Liger's norms, rotary embeddings and MLPs (no atomics in
+By their source, these kernels are deterministic without a switch: Liger's norms, rotary embeddings and MLPs (no atomics in
 src/liger_kernel/ops); flex attention (separate programs sum dQ, dK and dV: torch/_inductor/kernel/flex/templates);
 TransformerEngine's fused permutation (transformer_engine/pytorch/permutation.py). TransformerEngine selects among its
 attention kernels those that are deterministic (dot_product_attention/utils.py, "Filter: Determinism"), and so does vLLM
@@ -51,14 +52,14 @@ NO_KERNEL = re.compile(r"(\S+(?: with floating point input)?) does not have a de
 
 
 def variables(recipe: Recipe, component: str) -> dict[str, str]:
-    """Return the variables of a component's ranks; {} without the key, or without GPUs."""
+    """Return the environment variables of a component's ranks; {} if the key is false or the ranks have no GPUs."""
     if not (recipe.policy.deterministic and getattr(recipe.cluster, component).gpus_per_node):
         return {}
     return SHARED | (OF_ENGINES if component == "generate" else OF_TRAINING)
 
 
 def problems(recipe: Recipe, components: Mapping[str, ComponentConfig]) -> Iterator[Problem]:
-    """Yield a problem for each choice of the recipe with which runs on GPUs would differ. components: of the job."""
+    """Yield a problem for each choice of the recipe with which runs on GPUs would differ. components: the job's components."""
     if not recipe.policy.deterministic:
         return
     for name, component in components.items():
@@ -74,7 +75,7 @@ def problems(recipe: Recipe, components: Mapping[str, ComponentConfig]) -> Itera
 
 
 def _check_variables(recipe: Recipe, name: str, component: ComponentConfig) -> Iterator[Problem]:
-    """Yield a problem for each variable of the recipe that would override one of ours."""
+    """Yield a problem for each environment variable of the recipe that would override one of `variables`."""
     given: dict[str, Mapping[str, str]] = {f"cluster.{name}.env_vars": component.env_vars}
     if name == "generate":
         given["policy.generation.vllm_cfg.env_vars"] = recipe.policy.generation.vllm_cfg.env_vars
@@ -109,7 +110,7 @@ def _contradiction(key: str, given: object, expected: object) -> Problem:
 
 @contextlib.contextmanager
 def named_operators() -> Iterator[None]:
-    """Turn torch's error of an operator that has no deterministic kernel into RecipeError, which names key and operator."""
+    """Raise RecipeError in place of torch's error on an operator without a deterministic kernel. It names key and operator."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""Put the names of environment variables in the place of their values in what leaves a run folder.
+"""Replace values from the environment by the names of their variables in everything that leaves a run folder.
 
 A recipe may take values from the environment of the submission: `${oc.env:NAME}`. The run folder's recipe.yaml has the values,
-because continuations and other nodes need them. `environment.json` beside it has each such key with its text in the recipe.
-Bundles, reports and trackers get the texts.
+because continuations and other nodes need them. `environment.json` beside it maps each such key to its text in the recipe.
+Bundles, reports and trackers get these texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ SHORTEST = 6
 
 
 def write(run_dir: Path, texts: Mapping[str, Any]) -> None:
-    """Write the texts in the recipe by dotted key; without any, remove what an earlier submission wrote."""
+    """Write environment.json. If there are no texts, remove the file of an earlier submission.
+
+    texts: dotted key -> its text in the recipe.
+    """
     if texts:
         small_files.write(run_dir / FILE, dict(texts))
     else:
@@ -29,7 +32,7 @@ def write(run_dir: Path, texts: Mapping[str, Any]) -> None:
 
 
 def named(run_dir: Path, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values of recipe.yaml with names in place of values from the environment."""
+    """Return the plain values of recipe.yaml, in which names of variables replace values from the environment."""
     texts = _texts(run_dir)
     tree = config_tree.from_plain(recipe, None)
     for key, text in texts.items():
@@ -39,14 +42,17 @@ def named(run_dir: Path, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_text(run_dir: Path) -> str:
-    """Return the text of recipe.yaml with names in place of values from the environment. Raises OSError."""
+    """Return the text of recipe.yaml, in which names of variables replace values from the environment. Raises OSError."""
     if _texts(run_dir):
         return yaml_text.dump(named(run_dir, _plain(run_dir)))
     return small_files.read_text(run_dir / "recipe.yaml", longest=small_files.LONGEST_YAML) or ""
 
 
 def recipe_file(run_dir: Path) -> Path:
-    """Return a file called recipe.yaml with the text of `recipe_text`: the run's own, or one in tracking/, which is written."""
+    """Return the path of a file called recipe.yaml with the text of `recipe_text`.
+
+    It is the run's own file if this has no values from the environment, else a file that is written to tracking/.
+    """
     if not (run_dir / FILE).exists():
         return run_dir / "recipe.yaml"
     path = run_dir / "tracking/recipe.yaml"
@@ -56,7 +62,10 @@ def recipe_file(run_dir: Path) -> Path:
 
 
 def masked(run_dir: Path, text: str) -> str:
-    """Return any text of a run with names in place of values from the environment that have at least SHORTEST characters."""
+    """Return a text of a run in which names of variables replace values from the environment.
+
+    Only values of at least SHORTEST characters are replaced.
+    """
     if not (texts := _texts(run_dir)):
         return text
     tree = config_tree.from_plain(_plain(run_dir), None)

@@ -100,7 +100,7 @@ Environments = Mapping[str, EnvironmentConfig]
 
 @functools.cache
 def kind_class(kind: str) -> Any:
-    """Return the class of one of KINDS, a subclass of `pipeline.environments.environment.Kind`."""
+    """Return the class of a kind in KINDS, a subclass of `pipeline.environments.environment.Kind`."""
     return user_code.load(KINDS[kind])
 
 
@@ -113,16 +113,16 @@ def read_kwargs(key: str, environment: EnvironmentConfig) -> tuple[Any, list[Pro
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """The check of expected answers of an environment."""
+    """An environment's check of expected answers."""
 
     check: Callable[[str], None]  # raises ValueError for one that no text can be judged by
     at_start: int  # answers of a data set to check before the run; the others are checked where they are used
 
 
 def answer_check(environments: Environments, name: str | None) -> AnswerCheck | None:
-    """Return the check of an environment, or of the `judge` in its kwargs.
+    """Return the check of expected answers of an environment, or of the `judge` in its kwargs.
 
-    None without such a check: for your own kinds, or with kwargs that have problems of their own.
+    Return None if there is no such check: for kinds of the user, and if the kwargs have problems.
     """
     judge = _judge(environments, name)
     if judge is None or judge.kind not in KINDS:
@@ -133,19 +133,19 @@ def answer_check(environments: Environments, name: str | None) -> AnswerCheck | 
 
 
 def judged_by_own_code(environments: Environments, name: str | None) -> bool:
-    """Return whether user code scores the answers of an environment, directly or as the `judge` in its kwargs."""
+    """Return whether user code scores an environment's answers: the environment itself, or the `judge` in its kwargs."""
     judge = _judge(environments, name)
     return judge is not None and judge.kind not in KINDS
 
 
 def _judge(environments: Environments, name: str | None) -> EnvironmentConfig | None:
-    """Return the environment that scores the answers of another one: the `judge` in its kwargs, or itself."""
+    """Return the environment that scores the answers of environment `name`: the `judge` in its kwargs, or itself."""
     environment = environments.get(name) if name else None
     return environment and environments.get(environment.kwargs.get("judge", ""), environment)
 
 
 def check_environments(environments: Environments) -> Iterator[Problem]:
-    """Yield the problems of kwargs, alone and in combination with other environments."""
+    """Yield the problems of the environments' kwargs, alone and in combination with other environments."""
     for name, environment in environments.items():
         if environment.kind not in KINDS:
             continue

@@ -23,12 +23,12 @@ def format_with_origins(loaded: Loaded) -> str:
 
 
 def format_override(key: str, value: Any) -> str:
-    """Return `key=value` as given on the command line, without the shell's quotes."""
+    """Return `key=value` in the form of the command line, without the shell's quotes."""
     return f"{key}={on_one_line(escaped(value))}"
 
 
 def _lines(prefix: str, values: dict[str, Any], origins: dict[str, str], depth: int) -> Iterator[tuple[str, str | None]]:
-    """Yield (line, origin of its value)."""
+    """Yield (line of YAML, origin of its value) for nested values."""
     for name, value in values.items():
         key, head = f"{prefix}{name}", f"{'  ' * depth}{on_one_line(name)}:"
         if isinstance(value, dict) and value:
@@ -46,7 +46,7 @@ def on_one_line(value: Any) -> str:
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:
-    """Return the origin of a key, or of the mapping that was given as a whole."""
+    """Return the origin of a key or, if it has none, of the nearest mapping around it that was set as a whole."""
     while key:
         if key in origins:
             return origins[key]

@@ -1,7 +1,7 @@
-"""GPU descriptions in `recipes/hardware/*.yaml`, from which the plan estimates times and refits are planned.
+"""Read the GPU descriptions in `recipes/hardware/*.yaml`, from which plans estimate times and refits are planned.
 
-`cluster.<component>.gpu` names a description, or is a path to one. If a recipe leaves memory and network open, the values of
-that GPU apply. The description's section `assumed` has the efficiencies that the plan assumes.
+`cluster.<component>.gpu` is the name of a description or a path to one. If a recipe does not set memory and network, the values
+in the description apply. Its section `assumed` has the efficiencies that the plan assumes.
 
 Not modelled: the network beyond the NIC; full bisection bandwidth is assumed.
 """
@@ -70,7 +70,7 @@ class GPUSpec:
 
 @functools.cache
 def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
-    """Return the description of a GPU. key: where the recipe names it. Raise RecipeError."""
+    """Return the description of a GPU. key: the recipe's key that names it. Raise RecipeError if it cannot be read."""
     path = config_tree.find_file(name, HARDWARE, key, ", or a path to a YAML file in that format")
     try:
         described = yaml.safe_load(user_files.read_text(path, config_tree.MAX_YAML))
@@ -95,7 +95,7 @@ def of_device(name: str) -> str | None:
 
 
 def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (code, message) for each problem of a description. prefix: of its keys."""
+    """Yield (code, message) for each problem of a description. prefix: the text before its keys in messages."""
     wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}
     if missing := [f"{prefix}{name}" for name in wanted if name not in given and name not in OPTIONAL]:
         yield "missing-value", f"lacks {', '.join(missing)}"
@@ -143,9 +143,9 @@ def nvlink_gpus(component: ComponentConfig) -> int:
 
 
 def gpu_value(name: object, key: str) -> float:
-    """Return a number of a GPU, such as hbm_gb_per_s: the resolver of `${hardware:name,key}` in recipes.
+    """Return a number of a GPU's description, such as hbm_gb_per_s. It resolves `${hardware:name,key}` in recipes.
 
-    name: as in the recipe, of any type. If the GPU's file cannot be read, return the default GPU's number; `problems` or the
+    name: the recipe's value, of any type. If the GPU's file cannot be read, return the default GPU's number; `problems` or the
     schema reports the error.
     """
     try:

@@ -1,4 +1,4 @@
-"""Resolve `${...}` in a tree: other keys, OmegaConf's resolvers, and add, mul, div, max and if."""
+"""Resolve the interpolations `${...}` in a tree: other keys, OmegaConf's resolvers, and add, mul, div, max and if."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCALARS = (str, int, float, bool, type(None))
 
 
 def _number(value: Any) -> int | float:
-    """Return a number. Raise TypeError for others: a text or a list times a large number could exhaust the memory."""
+    """Return a number unchanged. Raise TypeError for other values: a text times a large number could exhaust the memory."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"got {value!r}; expected a number")
     return value
@@ -51,11 +51,11 @@ _open: ContextVar[bool] = ContextVar("environment", default=True)
 
 
 _asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
-"""Receives the name of each variable that is resolved."""
+"""A list that receives the name of each environment variable that is resolved; None: nobody collects the names."""
 
 
 def _variable(name: str, *default: Any) -> Any:
-    """Return an environment variable as OmegaConf's `oc.env` does, unless `without_environment` closes it."""
+    """Return an environment variable as OmegaConf's `oc.env` does. Raise PermissionError inside `without_environment`."""
     if not _open.get():
         raise PermissionError("no variable of the environment is resolved here")
     if (asked := _asked.get()) is not None:
@@ -65,9 +65,9 @@ def _variable(name: str, *default: Any) -> Any:
 
 @contextlib.contextmanager
 def without_environment() -> Iterator[None]:
-    """Refuse to resolve `oc.env` in a block, also through other keys.
+    """Refuse to resolve `oc.env` within the `with` block, even if other keys refer to it.
 
-    For a text by somebody who must not see this process's variables.
+    Use it for texts of authors who must not see the environment variables of this process.
     """
     token = _open.set(False)
     try:
@@ -103,13 +103,16 @@ def overlap(one: str, other: str) -> bool:
 
 
 def _absolute(key: str, dots: str, name: str) -> str:
-    """Return a relative key as an absolute one. One dot is the mapping that contains `key`, two dots its parent."""
+    """Return the absolute key of a reference in the value of `key`.
+
+    dots: empty for an absolute reference; one dot stands for the mapping that contains `key`, two dots for its parent.
+    """
     parents = key.split(".")[: -len(dots)] if dots else []
     return ".".join([*parents, name])
 
 
 def interpolated(value: Any) -> bool:
-    """Return whether a value, or an item in it, contains an interpolation."""
+    """Return whether a value, or an item inside it, contains an interpolation."""
     if isinstance(value, str):
         return "${" in value
     if isinstance(value, list):
@@ -118,7 +121,7 @@ def interpolated(value: Any) -> bool:
 
 
 def escaped(value: Any) -> Any:
-    """Return a value in which `${` is literal text."""
+    """Return a value whose texts are escaped, so that resolving them gives the original texts with their `${`."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, list):
@@ -127,7 +130,7 @@ def escaped(value: Any) -> Any:
 
 
 def expand(tree: ConfigMapping) -> bool:
-    """Replace references to mappings by copies of them, in place. Return whether there were any."""
+    """Replace references to mappings by copies of the mappings, in place. Return whether there were any references."""
     found = False
     for key, leaf in list(tree.leaves()):
         if isinstance(leaf.value, str) and (match := REFERENCE.fullmatch(leaf.value)):
@@ -140,9 +143,9 @@ def expand(tree: ConfigMapping) -> bool:
 
 
 def resolve(tree: ConfigMapping, from_environment: dict[str, Any] | None = None) -> dict[str, Problem]:
-    """Replace interpolations by their values, in place. Return the problems by dotted key; those values stay as they are.
+    """Replace interpolations by their values, in place. Return dotted key -> problem; values with problems do not change.
 
-    from_environment: receives, by dotted key, each value as it is written that depends on a variable of the environment.
+    from_environment: a dict to fill with dotted key -> unresolved value, for values that depend on environment variables.
     """
     given = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
     values = {}
@@ -178,7 +181,10 @@ def resolve(tree: ConfigMapping, from_environment: dict[str, Any] | None = None)
 
 
 def _followed(tree: ConfigMapping, key: str) -> ConfigValue | None:
-    """Return the value node at the end of plain references, else None. Most end there, and OmegaConf is slow."""
+    """Return the value node to which a chain of plain references leads; None if it does not lead to a plain value.
+
+    Most interpolations are plain references, and OmegaConf is slow.
+    """
     node, seen = tree.find(key), {key}
     while isinstance(node, ConfigValue) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
         key = _absolute(key, *match.groups())
@@ -190,9 +196,10 @@ def _followed(tree: ConfigMapping, key: str) -> ConfigValue | None:
 
 
 def _template(tree: ConfigMapping, key: str, text: Any) -> tuple[str, tuple[tuple[Any, type], ...]] | None:
-    """Return a text with `${_0}`, `${_1}`, ... in place of its references, and their values with types.
+    """Return (a text with `${_0}`, `${_1}`, ... in place of its references, their (value, type) pairs).
 
-    Return None if the text depends on anything else, has an escaped reference, or if a value is not a scalar.
+    Return None if the text depends on more than plain references, has an escaped reference, or refers to a value that is no
+    scalar.
     """
     if not isinstance(text, str) or "${oc." in text or "\\${" in text or COMPUTED_KEY.search(text):
         return None
@@ -211,7 +218,7 @@ def _template(tree: ConfigMapping, key: str, text: Any) -> tuple[str, tuple[tupl
 
 @functools.lru_cache(maxsize=4096)
 def _computed(template: str, values: tuple[tuple[Any, type], ...]) -> Any:
-    """Return the value of a template. Cached across keys and recipes, because OmegaConf takes milliseconds for each."""
+    """Return the value of a template. Results are cached across keys and recipes: OmegaConf takes milliseconds for each."""
     given = {f"_{number}": value for number, (value, _) in enumerate(values)}
     return OmegaConf.create({**given, "value": template})["value"]
 
@@ -245,7 +252,7 @@ def _malformed(key: str, value: Any) -> Problem | None:
 
 
 def _explained(value: Any, error: OmegaConfBaseException) -> tuple[str, str]:
-    """Return (code, message) of a problem."""
+    """Return (code, message) of the problem that OmegaConf's error describes. value: the value with the interpolation."""
     if isinstance(error, InterpolationKeyError):
         missing = re.search(r"Interpolation key '([^']*)'", str(error))
         return (

@@ -1,7 +1,7 @@
-"""Keys whose values may change between two steps of a run, and the check of such a change.
+"""Find the live keys, whose values may change between two steps of a run, and check such changes.
 
-A field of the schema that is marked `Live` is one: the part of the run that reads it reads it anew in each step, or is told.
-`steered` checks a change as a submission checks a recipe: as a part of the whole. launch/steer.py asks for changes, and
+A live key is a field of the schema that is marked `Live`. The part of the run that uses it reads it again in each step, or is
+notified. `steered` checks the whole recipe with the changes, as a submission does. launch/steer.py asks for changes, and
 pipeline/steering/live_changes.py applies them.
 """
 
@@ -27,7 +27,7 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of a live key, as plain values."""
+    """A change of a live key. Its old and new value are plain values."""
 
     key: str
     old: Any
@@ -52,9 +52,9 @@ def _patterns(kind: type, prefix: str) -> Iterator[str]:
 
 
 def live_key(key: str) -> str | None:
-    """Return the live key that a dotted key is or lies in; None if it cannot change.
+    """Return the live key that equals or contains a dotted key; None if the dotted key cannot change.
 
-    Worked example: `policy.scheduler.kwargs.T_max` lies in `policy.scheduler`.
+    Worked example: the live key `policy.scheduler` contains `policy.scheduler.kwargs.T_max`.
     """
     parts = key.split(".")
     for pattern in patterns():
@@ -65,7 +65,7 @@ def live_key(key: str) -> str | None:
 
 
 def live_keys(recipe: Recipe) -> list[str]:
-    """Return the live keys that a run of this recipe reads, with the names that it gives in place of `*`."""
+    """Return the live keys that a run of this recipe reads, with the recipe's names in place of `*`."""
     readers, found = unused_keys.Readers.of(recipe), []
     for pattern in patterns():
         before, star, after = pattern.partition(f".{ANY}")
@@ -74,7 +74,7 @@ def live_keys(recipe: Recipe) -> list[str]:
 
 
 def _has(recipe: Recipe, key: str) -> bool:
-    """Return whether the section of a key is there: policy.megatron_cfg.optimizer may be null."""
+    """Return whether the section that contains a key is not null, as policy.megatron_cfg.optimizer may be."""
     return value_at(recipe, key.rpartition(".")[0]) is not None
 
 
@@ -87,7 +87,7 @@ def value_at(recipe: Recipe, key: str) -> Any:
 
 
 def put(recipe: Recipe, values: Mapping[str, Any]) -> None:
-    """Set values at dotted keys of a recipe in place, so that everything that holds one of its sections reads them."""
+    """Set values at dotted keys of a recipe in place, so that all code with a reference to its sections sees them."""
     for key, value in values.items():
         *path, last = key.split(".")
         branch = value_at(recipe, ".".join(path)) if path else recipe
@@ -101,11 +101,11 @@ def put(recipe: Recipe, values: Mapping[str, Any]) -> None:
 
 
 def steered(started: Recipe, now: Recipe, given: Iterable[tuple[str, ConfigNode]]) -> list[Change]:
-    """Return the changes that `key=value` mean for a live run.
+    """Return the changes that the overrides `given` make to a live run.
 
-    started: the recipe with which the run's ranks started; it decides which models and outputs they have. now: with the changes
-    in force. given: from `config_tree.parse_overrides`. Raises RecipeError with all problems: of keys that cannot change, and
-    of the whole recipe with the new values.
+    started: the recipe with which the run's ranks started; it decides which models and outputs they have. now: this recipe
+    with the changes in force. given: the result of `config_tree.parse_overrides`. Raises RecipeError with all problems: of keys
+    that cannot change, and of the whole recipe with the new values.
     """
     above = loading.layer(list(given))
     keys = [key for key, _ in above.leaves()] + [key for key, node in _empty(above)]
@@ -120,7 +120,7 @@ def steered(started: Recipe, now: Recipe, given: Iterable[tuple[str, ConfigNode]
 
 
 def _empty(tree: ConfigMapping, prefix: str = "") -> Iterator[tuple[str, ConfigMapping]]:
-    """Yield the empty mappings of a tree by dotted key."""
+    """Yield (dotted key, mapping) of each empty mapping in a tree."""
     for name, node in tree.children.items():
         if isinstance(node, ConfigMapping):
             if not node.children:
@@ -133,7 +133,7 @@ def _below(key: str, others: Iterable[str]) -> bool:
 
 
 def _fixed(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
-    """Yield the problems of keys that cannot change. The first lists those that can."""
+    """Yield a problem for each of `keys`, which cannot change. The first problem lists the keys that can."""
     known, there_are = live_keys(recipe), True
     for key in keys:
         same = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -145,7 +145,7 @@ def _fixed(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
 
 
 def _beside(now: Recipe, then: Recipe) -> list[Problem]:
-    """Return the problem of a key that would change along with the given ones, such as those of a section that was null."""
+    """Return a problem if the change also changes a key that is not live, such as a key of a section that was null."""
     old, new = ({key: leaf.value for key, leaf in _tree(recipe).leaves()} for recipe in (now, then))
     changed = [key for key in old | new if old.get(key) != new.get(key) and live_key(key) is None]
     for key in changed[:1]:
@@ -155,7 +155,7 @@ def _beside(now: Recipe, then: Recipe) -> list[Problem]:
 
 
 def _unmet(started: Recipe, then: Recipe) -> list[Problem]:
-    """Return the problems of values that need what the run's ranks were started without."""
+    """Return the problems of values that need models or outputs with which the run's ranks did not start."""
     problems, had, needs = [], build(started).needs, build(then).needs
     why = "but the run was started with 0 and its ranks do not compute"
     for need, key, what in (
@@ -179,7 +179,7 @@ def _plain(value: Any) -> Any:
 
 
 def parsed(values: Mapping[str, Any]) -> list[tuple[str, ConfigNode]]:
-    """Return plain values of live keys as `config_tree.parse_overrides` returns the command line's. Raises RecipeError."""
+    """Return key -> plain value of live keys in the form of `config_tree.parse_overrides`. Raises RecipeError for bad keys."""
     if wrong := [key for key in values if not all(key.split("."))]:
         raise RecipeError(*(Problem(key, "bad-format", "expected a dotted key") for key in wrong))
     found = []

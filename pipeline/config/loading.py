@@ -1,7 +1,7 @@
-"""Load a recipe: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` on the command line.
+"""Load a recipe from layers: the schema's defaults, `defaults:` parents, its YAML, `key=value` on the command line.
 
-All problems are collected: an unusable value is replaced by its default, so that the other values can be checked. Recipes of
-NeMo-RL, which have no `algorithm`, are translated first: `launch/recipes/nemo_rl/`.
+Later layers override earlier ones. All problems are collected: an unusable value is replaced by its default, so that the other
+values can be checked. Recipes of NeMo-RL, which have no `algorithm`, are translated first: `launch/recipes/nemo_rl/`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # ev
 
 @dataclass(frozen=True)
 class Layers:
-    """The trees that a recipe is merged from, lowest first, with notes and problems."""
+    """The trees from which a recipe is merged, lowest first, with notes and problems."""
 
     trees: list[ConfigMapping]
     notes: list[str] = field(default_factory=list)
@@ -65,9 +65,9 @@ class Loaded:
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe `name`, a name in recipes/ or a path to a YAML file, with `key=value` overrides, complete and checked.
+    """Return a complete and checked recipe. Raise RecipeError with all problems.
 
-    Raise RecipeError with all problems.
+    name: a name in recipes/, or a path to a YAML file. overrides: texts `key=value`.
     """
     loaded = inspect(name, overrides)
     refuse(loaded.problems)
@@ -80,10 +80,11 @@ def inspect(
     translate: Translate | None = None,
     above: Sequence[ConfigMapping] = (),
 ) -> Loaded:
-    """Return the recipe as `load` does, with its problems. Raise RecipeError only for a file that cannot be read.
+    """Return the recipe that `load` returns, together with its problems.
 
-    above: layers over the file, under the overrides. translate: converts a recipe of NeMo-RL to our keys
-    (`launch/recipes/nemo_rl/`). Without it such a recipe raises RecipeError.
+    Raise RecipeError if a file cannot be read, if an override is no `key=value`, or if no recipe remains without the unusable
+    values. above: layers between the file and the overrides. translate: a function that converts a recipe of NeMo-RL to our
+    keys (`launch/recipes/nemo_rl/`); without it such a recipe raises RecipeError.
     """
     path = find(name)
     stack = config_tree.load_layers(path)
@@ -98,9 +99,9 @@ def inspect(
 
 
 def read(path: Path) -> Recipe:
-    """Return the recipe that `write` saved in a run folder. Raise RecipeError.
+    """Return the recipe that `write` saved in a run folder. Raise RecipeError if it is not valid.
 
-    `write` saves resolved values. So a reference to an environment variable is somebody's later edit, and is refused.
+    `write` saves resolved values. A reference to an environment variable is a later edit of the file, and is refused.
     """
     tree = config_tree.load_with_parents(path)
     for _, leaf in tree.leaves():
@@ -110,14 +111,17 @@ def read(path: Path) -> Recipe:
 
 
 def complete(values: dict[str, Any]) -> Recipe:
-    """Return the recipe of nested values over the schema's defaults, resolved and checked. Raise RecipeError."""
+    """Return the recipe with nested `values` over the schema's defaults, resolved and checked. Raise RecipeError."""
     loaded = _inspected(config_tree.from_plain(values, None))
     refuse(loaded.problems)
     return loaded.recipe
 
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with other values at some dotted keys, checked. Raise RecipeError."""
+    """Return a copy of the recipe with other values at some dotted keys. Raise RecipeError if it is not valid.
+
+    values: dotted key -> value.
+    """
     tree = config_tree.from_plain(_written(recipe), None)
     for key, value in values.items():
         tree.set(key, ConfigValue(value))
@@ -125,7 +129,7 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def examined(recipe: Recipe, above: ConfigMapping) -> Loaded:
-    """Return a recipe, which sets every key, under a layer of other values, with its problems."""
+    """Return a recipe with the layer `above` over its values, and its problems. The schema's defaults do not apply."""
     tree = config_tree.merge(config_tree.from_plain(_written(recipe), None), above)
     for branch in tree.mappings():
         branch.replaces = True
@@ -147,9 +151,9 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 
 
 def _resolved(tree: ConfigMapping) -> Recipe:
-    """Return the recipe of a tree that sets every key. Raise RecipeError.
+    """Return the recipe of a tree that sets every key. Raise RecipeError if it is not valid.
 
-    A key that such a tree lacks was removed on purpose, so its default does not apply.
+    If the tree lacks a key, somebody removed it on purpose, so its default does not apply.
     """
     for branch in tree.mappings():
         branch.replaces = True
@@ -175,7 +179,7 @@ def name_of(recipe: str) -> str:
 def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[Problem]:
     """Yield the problems that do not follow from a faulty key.
 
-    These name neither that key, nor a key inside it, nor a section around it.
+    A problem follows from a faulty key if it names the key, a key inside it, or a section around it.
     """
     for problem in problems:
         named = {problem.key, *re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+", problem.message)}
@@ -187,7 +191,7 @@ def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[
 
 
 def layer(given: list[tuple[str, ConfigNode]]) -> ConfigMapping:
-    """Return one tree of the keys on the command line."""
+    """Return one tree with all keys on the command line."""
     tree = ConfigMapping()
     for key, node in given:
         one = ConfigMapping()
@@ -219,7 +223,7 @@ def _read(path: Path, given: Layers) -> Loaded:
 
 
 def is_nemo_rls(tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> bool:
-    """Return whether the keys are those of a NeMo-RL recipe. given: the command line's keys."""
+    """Return whether a tree has the keys of a NeMo-RL recipe. given: the keys on the command line, with their nodes."""
     if difflib.get_close_matches("algorithm", [*tree.children, *(key for key, _ in given)], 1, schema_validation.SIMILAR):
         return False
     return not any(map(tree.find, OURS)) and any(map(tree.find, THEIRS))
@@ -231,7 +235,10 @@ def is_nemo_rls(tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> boo
 def _inspected(
     given: ConfigMapping, notes: Iterable[str] = (), problems: Iterable[Problem] = (), faulty: Iterable[str] = ()
 ) -> Loaded:
-    """Return the recipe of a tree over the schema's defaults. Unusable values are dropped until the rest is usable."""
+    """Return the recipe of the tree `given` over the schema's defaults, with its problems.
+
+    Unusable values are dropped until the rest is usable. notes, problems, faulty: those of earlier steps, which are included.
+    """
     found_problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unused_keys.Readers.of_tree(whole)
@@ -261,7 +268,7 @@ def _inspected(
 
 
 def _whole(given: ConfigMapping) -> ConfigMapping:
-    """Return a tree with the schema's defaults, and with copies of the sections that others refer to."""
+    """Return a tree with the schema's defaults, in which copies of sections replace the references to them."""
     tree = schema_validation.with_defaults(Recipe, given)
     return schema_validation.with_defaults(Recipe, tree) if interpolation.expand(tree) else tree
 
@@ -269,9 +276,9 @@ def _whole(given: ConfigMapping) -> ConfigMapping:
 def _attempt(
     given: ConfigMapping, faulty: set[str], readers: unused_keys.Readers, from_environment: dict[str, Any]
 ) -> tuple[Recipe | None, dict[str, Problem | None]]:
-    """Return (recipe, None if values prevent it; the problem of each unusable value by key).
+    """Return (recipe, {key of an unusable value: its problem}). The recipe is None if unusable values prevent it.
 
-    The problem is None if it only follows from a key that is known to be faulty. from_environment: as of `resolve`.
+    A problem is None if it only follows from a key in `faulty`. from_environment: as in `interpolation.resolve`.
     """
     tree = _whole(given)
     faults = paths.absolute(tree)
@@ -306,7 +313,10 @@ def _attempt(
 
 
 def _leave_out(given: ConfigMapping, key: str) -> None:
-    """Drop a key's value, so that the schema's default applies, if there is one."""
+    """Drop a key's value from the tree, so that the schema's default, if there is one, applies.
+
+    If the key is inside a section that is a reference to another one, drop this reference.
+    """
     around = key
     while around and given.find(around) is None:
         around = around.rpartition(".")[0]

@@ -39,7 +39,7 @@ RECOMPUTE = (
 
 @dataclass(frozen=True)
 class OnlyDefault:
-    """Annotation of a key of NeMo-RL's whose other values are refused, with the reason."""
+    """Annotation of a NeMo-RL key that may only have its default, with the reason."""
 
     reason: str
 

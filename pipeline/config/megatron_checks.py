@@ -23,7 +23,7 @@ RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", 
 
 
 def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield a problem for each value that Megatron-Core, or the backend built on it, does not support."""
+    """Yield a problem for each value that Megatron-Core, or our backend with it, does not support."""
     megatron = policy.megatron_cfg
     yield from _check_only_defaults(megatron, KEY)
     if (enabled := megatron.fp8_cfg.get("enabled", False)) is not False:
@@ -75,7 +75,7 @@ def _check_adapters(peft: MegatronLoRAConfig, precision: str) -> Iterator[Proble
 
 
 def _check_only_defaults(section: Any, prefix: str) -> Iterator[Problem]:
-    """Yield a problem for each key of a section, and of the sections in it, that may only have its default and does not."""
+    """Yield a problem for each key marked `OnlyDefault`, in a section and its subsections, that has another value."""
     hints = get_type_hints(type(section), include_extras=True)
     for field in fields(section):
         key, value = f"{prefix}.{field.name}", getattr(section, field.name)
@@ -95,7 +95,10 @@ def _yaml(value: object) -> str:
 
 
 def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
-    """Yield what TransformerConfig refuses: method and number of layers belong to "full", modules to "selective"."""
+    """Yield problems of recomputation keys, such as combinations that TransformerConfig refuses.
+
+    Method and number of layers need granularity "full", and modules need granularity "selective".
+    """
     belongs_to = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
     for name, granularity in belongs_to.items():
         if getattr(megatron, name) is not None and megatron.recompute_granularity not in (None, granularity):

@@ -1,4 +1,4 @@
-"""Describe the other models of a run, each as a policy's configuration, from which backends are built."""
+"""Describe each model of a run besides the policy as a PolicyConfig, from which backends can be built."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EngineModel = Literal["policy", "judge", "reward_model"]
 
 
 def reward_environment(recipe: Recipe) -> str | None:
-    """Return the key under `env` of the environment of kind reward_model, or None. A recipe has at most one."""
+    """Return the key under `env` of the environment of kind reward_model; None if there is none or nothing is sampled."""
     if not generates(recipe):
         return None
     return next((name for name, environment in recipe.env.items() if environment.kind == "reward_model"), None)
 
 
 def reward_model(recipe: Recipe) -> EnvironmentConfig | None:
-    """Return the environment of kind reward_model, or None."""
+    """Return the environment of kind reward_model that `reward_environment` names; None if it names none."""
     name = reward_environment(recipe)
     return recipe.env[name] if name is not None else None
 
@@ -62,7 +62,7 @@ def critic(recipe: Recipe) -> PolicyConfig:
 
 
 def teachers(recipe: Recipe) -> dict[str, TeacherConfig]:
-    """Return the teachers that train ranks load, by name: on_policy_distillation's, or `teacher` alone with the name ""."""
+    """Return name -> teacher that train ranks load: those of on_policy_distillation, or `teacher` alone under the name ""."""
     needs, several = build(recipe).needs, recipe.on_policy_distillation.teachers
     if needs.has_teachers and several:
         return {name: several[name] for name in loaded_teachers(recipe)}
@@ -70,7 +70,7 @@ def teachers(recipe: Recipe) -> dict[str, TeacherConfig]:
 
 
 def teacher_section(name: str) -> str:
-    """Return the section of the recipe that describes a teacher of this name in `teachers`."""
+    """Return the section of the recipe that describes the teacher with this name in the result of `teachers`."""
     return f"{SECTION}.teachers.{name}" if name else "teacher"
 
 
@@ -89,14 +89,14 @@ def reward_model_policy(recipe: Recipe) -> PolicyConfig:
 
 
 def judge_policy(recipe: Recipe) -> PolicyConfig:
-    """Return the judge of an evaluation as a policy's configuration. It must be a model of the job."""
+    """Return the judge of an evaluation as a policy's configuration. It must be a model of the job, not an endpoint."""
     judge = recipe.evaluate.judge
     generation = replace(recipe.policy.generation, stop_token_ids=None)
     return _served(replace(recipe, policy=replace(recipe.policy, generation=generation)), judge)
 
 
 def evaluated_reward_model(recipe: Recipe) -> PolicyConfig:
-    """Return the reward model of an evaluation as a policy's configuration. It must have one. FSDP2 computes it."""
+    """Return the reward model of an evaluation, which must have one, as a policy's configuration. Its backend is FSDP2."""
     policy = recipe.policy
     dtensor = replace(policy.dtensor_cfg, enabled=True, tensor_parallel_size=1)
     fsdp = replace(policy, dtensor_cfg=dtensor, megatron_cfg=replace(policy.megatron_cfg, enabled=False))
@@ -112,7 +112,7 @@ def _served(recipe: Recipe, model: ServedModelConfig) -> PolicyConfig:
 
 
 def served_models(recipe: Recipe) -> dict[str, PolicyConfig]:
-    """Return the judge and the reward model that an evaluation loads, by the section of the recipe that describes them."""
+    """Return section of the recipe -> judge or reward model, for those that an evaluation loads."""
     if recipe.algorithm != "evaluate":
         return {}
     found: dict[str, PolicyConfig] = {}
@@ -125,7 +125,7 @@ def served_models(recipe: Recipe) -> dict[str, PolicyConfig]:
 
 
 def skipped_tasks(recipe: Recipe) -> dict[str, str]:
-    """Return why tasks of an evaluation do not apply to its model, by task."""
+    """Return task -> reason why it is skipped, for the tasks of an evaluation that do not apply to its models."""
     reward_model, tasks = recipe.evaluate.reward_model.model_name, recipe.evaluate.tasks.items()
     if reward_model is None:
         why = "evaluate.reward_model.model_name is null, so no reward model scores preferences"
@@ -137,7 +137,10 @@ def skipped_tasks(recipe: Recipe) -> dict[str, str]:
 
 
 def engine_models(recipe: Recipe, engines: int) -> tuple[EngineModel, ...]:
-    """Return the model of each of so many engines: the evaluated model first. If they are too few, it has none."""
+    """Return the model of each of `engines` engines, first those of the evaluated model.
+
+    If there are too few engines, the evaluated model has none.
+    """
     if recipe.algorithm != "evaluate":
         return ("policy",) * engines
     served = served_models(recipe)
@@ -153,7 +156,7 @@ def engine_models(recipe: Recipe, engines: int) -> tuple[EngineModel, ...]:
 
 
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:
-    """Return all models of the train backend, by the section of the recipe that describes them."""
+    """Return section of the recipe -> configuration, for all models that the train backend computes."""
     found = {"policy": recipe.policy}
     needs = build(recipe).needs
     if needs.critic:
@@ -169,8 +172,8 @@ def _with_policy_layout(
 ) -> PolicyConfig:
     """Return the policy's configuration with another model in it.
 
-    Megatron-Core's own optimizer keys do not apply to it, nor do the layers of the first and last stage unless it is the same
-    model.
+    The model keeps the policy's parallel layout, but gets no adapters and none of Megatron-Core's own optimizer keys. The
+    numbers of layers in the first and last pipeline stage apply only if it is the policy's own model.
     """
     policy = recipe.policy
     own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}

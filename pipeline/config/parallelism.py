@@ -24,21 +24,21 @@ LARGEST_NAMED = 1024  # largest divisor that a message lists
 
 
 def requested_backend(policy: PolicyConfig) -> Backend | None:
-    """Return the backend that the two `enabled` keys select; None if they leave it open.
+    """Return the backend that the two `enabled` keys select; None if they leave the choice open.
 
-    Both true selects Megatron-Core. Raise RecipeError if both are false.
+    If both keys are true, the backend is Megatron-Core. Raise RecipeError if both are false.
     """
     refuse(check_requested_backend(policy))
     return named_backend(policy)
 
 
 def named_backend(policy: PolicyConfig) -> Backend | None:
-    """Return the same as `requested_backend`, but None if both keys are false."""
+    """Return the backend that the two `enabled` keys select; None if they leave the choice open or are both false."""
     return backend_of(policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled)
 
 
 def backend_of(megatron: bool | None, dtensor: bool | None) -> Backend | None:
-    """Return the backend that two values of `enabled` select; None if they leave it open."""
+    """Return the backend that two values of `enabled` select; None if they leave the choice open."""
     if megatron is True or (dtensor is False and megatron is None):
         return "megatron"
     return "dtensor" if dtensor is True or (megatron is False and dtensor is None) else None
@@ -59,20 +59,20 @@ def colocated(recipe: Recipe) -> bool:
 
 
 def components_on_train_nodes(recipe: Recipe) -> tuple[str, ...]:
-    """Return the other components whose ranks are on cluster.train's nodes."""
+    """Return the names of the other components whose ranks are on cluster.train's nodes."""
     if colocated(recipe):
         return ("generate",)
     return ("generate", "reward") if recipe.cluster.share_nodes else ()
 
 
 def refits_by_ipc(recipe: Recipe) -> bool:
-    """Return whether train and generate ranks of a node map each other's staging memory in a refit."""
+    """Return whether refits use IPC: train and generate ranks on a node map each other's staging memory."""
     generation = recipe.policy.generation
     return colocated(recipe) and generation.colocated.refit == "ipc" and generation.refit_transport != "broadcast"
 
 
 def with_backend(recipe: Recipe, backend: Backend) -> Recipe:
-    """Return the recipe with both `enabled` keys set."""
+    """Return a copy of the recipe in which both `enabled` keys select `backend`."""
     policy, megatron = recipe.policy, backend == "megatron"
     sections = {
         "megatron_cfg": replace(policy.megatron_cfg, enabled=megatron),
@@ -100,7 +100,7 @@ def _check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentCon
 
 
 def _check_dtensor(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield what `pipeline.train.fsdp_mesh` would refuse."""
+    """Yield a problem for each layout that `pipeline.train.fsdp_mesh` would refuse."""
     d = policy.dtensor_cfg
     yield from (found := list(check_divides(DTENSOR, _dtensor_sizes(policy), component, realm)))
     if not found:
@@ -115,7 +115,10 @@ def _check_dtensor(policy: PolicyConfig, component: ComponentConfig, realm: str)
 
 
 def check_divides(section: str, sizes: Mapping[str, int], component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield a problem if a component's ranks are not a multiple of the product of `sizes`, by their names in `section`."""
+    """Yield a problem if a component's number of ranks is not a multiple of the product of `sizes`.
+
+    sizes: name of a key in `section` -> parallel size.
+    """
     count, size = ranks(component), math.prod(sizes.values())
     if count % size:
         divisors = ", ".join(str(k) for k in range(1, min(count, LARGEST_NAMED) + 1) if count % k == 0)
@@ -148,7 +151,7 @@ def _sizes(policy: PolicyConfig) -> dict[str, int]:
 
 
 def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield what megatron.core.parallel_state and ModelParallelConfig would refuse, also for experts."""
+    """Yield a problem for each layout that megatron.core.parallel_state or ModelParallelConfig would refuse."""
     m = policy.megatron_cfg
     yield from (found := list(check_divides(MEGATRON, _sizes(policy), component, realm)))
     if not found or m.expert_model_parallel_size > 1:  # without expert parallelism experts have the layout of other weights

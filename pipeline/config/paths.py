@@ -1,10 +1,11 @@
 """Make the names and relative paths in a recipe absolute.
 
-A path in a recipe's file is relative to that file; a path on the command line is relative to the working directory. Runs write
-below the working directory: `run_dir`, and any path that starts with `runs/`. The resolved recipe has absolute paths. Another
-recipe (`defaults`, `needs`) is a file next to the one that names it, or a recipe in recipes/.
+A path in a recipe's file is relative to the file's folder; a path on the command line is relative to the working directory.
+`run_dir` and paths that start with `runs/` are always relative to the working directory, where runs write. The resolved recipe
+has absolute paths. Names of other recipes (`defaults`, `needs`) are files next to the file that names them, or recipes in
+recipes/.
 
-Not handled: paths in the `kwargs` of environments and data sets, whose meaning only their own code knows.
+Not handled: paths in the `kwargs` of environments and data sets, which only these interpret.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ NAMES = (  # a folder, or a name of a hub
     "evaluate.tasks.*.data.dataset_name",
 )
 TEMPLATES = ("*.tokenizer.chat_template",)
-"""A template, a path, or a name: a path if it exists, ends in .jinja, or has a slash."""
+"""Keys whose values are a template, a path, or a name. A value is a path if it exists, ends in .jinja, or has a slash."""
 MARKED = (
     *("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python"),
     "cluster.audit",
     "evaluation.suite",
 )
-"""Paths only where they begin with `./`, `../` or `~`."""
+"""Keys whose values are paths only if they begin with `./`, `../` or `~`."""
 WRITTEN = "runs"
 SOURCES = {"dataset_name": "data_path", "data_path": "dataset_name"}
-"""A data set has only one of these, so a layer that sets one removes the other."""
+"""Key of a data set's source -> the other key. A data set has only one of them, so a layer that sets one removes the other."""
 
 
 def absolute(tree: ConfigMapping, folders: Mapping[str, Path | None] = {}) -> dict[str, Problem]:
-    """Make the relative paths in a tree absolute, in place, except unresolved interpolations. Return problems by key.
+    """Make the relative paths in a tree absolute, in place. Return key -> problem. Skip values with interpolations.
 
-    folders: by key, the folder of the file that set a value which has been resolved since.
+    folders: key -> folder of the file that set the value, for values that were interpolations and are now resolved.
     """
     problems: dict[str, Problem] = {}
     for key, leaf in tree.leaves():
@@ -99,7 +100,10 @@ def _file(folder: Path, path: str) -> str:
 
 
 def _marked(folder: Path, value: object) -> object:
-    """Return a value with an absolute path if it is MARKED as relative, also the source of a mount such as `./a:/b:ro`."""
+    """Return a value of MARKED keys with an absolute path if it begins with `./`, `../` or `~`.
+
+    In a mount such as `./a:/b:ro` the source becomes absolute.
+    """
     if not isinstance(value, str) or not value.startswith(("./", "../", "~")):
         return value
     path, colon, rest = value.partition(":")
@@ -114,9 +118,9 @@ def _template(folder: Path, value: object) -> object:
 
 
 def _name(key: str, folder: Path, name: str) -> str:
-    """Return the absolute path of a folder, or a name of a hub unchanged.
+    """Return the absolute path if `name` is a folder, else `name` unchanged, as a name on a hub.
 
-    Raise RecipeError for a folder that exists in the working directory but not next to the recipe's file.
+    Raise RecipeError for a folder that exists in the working directory but not in `folder`, that of the recipe's file.
     """
     if name in (*NAMED_DATASETS, *GENERATED_DATASETS):
         return name
@@ -131,7 +135,7 @@ def _name(key: str, folder: Path, name: str) -> str:
 
 
 def with_one_source(below: ConfigMapping, above: ConfigMapping) -> None:
-    """Set the other key of SOURCES to null, in place, if a layer gives a data set a different source than the layers below."""
+    """Let the layer `above` replace the source of a data set in `below`: set the other key of SOURCES to null in `above`."""
     for key, node in list(above.leaves("")):
         section, _, name = key.rpartition(".")
         names_data = section.startswith("data.") or fnmatch.fnmatchcase(section, "evaluate.tasks.*.data")
@@ -142,7 +146,10 @@ def with_one_source(below: ConfigMapping, above: ConfigMapping) -> None:
 
 
 def find_needs(tree: ConfigMapping) -> list[Problem]:
-    """Make paths of `needs` outside of recipes/ absolute, in place. Return a problem for each missing one."""
+    """Replace each recipe in `needs` by its name in recipes/ or else its absolute path, in place.
+
+    Return a problem for each missing recipe.
+    """
     node, problems = tree.find("needs"), []
     if isinstance(node, ConfigValue) and isinstance(node.value, list):
         found = []
@@ -159,7 +166,10 @@ def find_needs(tree: ConfigMapping) -> list[Problem]:
 
 
 def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
-    """Add to `module_folders`, in place, the folder of the recipe's file and those of files that name user code."""
+    """Add the folders of the recipe's file and of files that name user code to `module_folders`, in place.
+
+    Nothing is added if no key names user code.
+    """
     leaf = tree.find("module_folders")
     given: list[object] = []
     if isinstance(leaf, ConfigValue) and isinstance(leaf.value, list):
@@ -173,7 +183,7 @@ def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
 
 
 def names_own_code(key: str, value: object) -> bool:
-    """Return whether the value at a dotted key names code of the user."""
+    """Return whether the value at a dotted key names user code."""
     if any(fnmatch.fnmatchcase(key, one) for one in ("data.*.dataset_name", "evaluate.tasks.*.data.dataset_name")):
         return isinstance(value, str) and is_dotted_path(value)
     if fnmatch.fnmatchcase(key, "evaluate.tasks.*.format"):

@@ -1,4 +1,4 @@
-"""Checks across the keys of a recipe, from the recipe alone. `launch/preflight/` checks what needs files or a cluster."""
+"""Check combinations of keys from the recipe alone. `launch/preflight/` has the checks that need files or a cluster."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from pipeline.recipe.problems import Problem, refuse
 def validate(recipe: Recipe) -> None:
     """Raise RecipeError with all problems of a recipe.
 
-    Checks that depend on the train backend run only once it is chosen: `launch/plan/backend_choice.py` then calls this again.
+    Checks that depend on the train backend run only after it is chosen: `launch/plan/backend_choice.py` then calls this again.
     """
     refuse(problems(recipe))
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of single values; if there are none, those of combinations."""
+    """Yield the problems of single values or, if there are none, the problems of combinations of values."""
     yield from list(schema_validation.value_problems(recipe)) or contradictions(recipe)
 
 
@@ -121,7 +121,7 @@ def _check_frozen(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """Return the job's components in rank order."""
+    """Return name -> component of the job, in rank order."""
     cluster = recipe.cluster
     parts = {"train": cluster.train} if trains(recipe) else {}
     if generates(recipe):
@@ -172,7 +172,7 @@ def _check_gpus(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each node setting in which components on the same nodes differ, or if they also take turns."""
+    """Yield problems of cluster.share_nodes: ranks that also take turns on GPUs, and differing settings of shared nodes."""
     key = "cluster.share_nodes"
     if colocated(recipe):
         message = (
@@ -267,7 +267,7 @@ SERVED_DIM = 512
 
 
 def _check_lora_refit(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each key with which engines cannot serve adapters."""
+    """Yield a problem for each value with which engines cannot serve adapters."""
     policy, generation = recipe.policy, recipe.policy.generation
     if generation.lora_refit != "adapter":
         return
@@ -288,7 +288,7 @@ def _check_lora_refit(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _adapters(policy: PolicyConfig) -> tuple[str, LoRAConfig | MegatronLoRAConfig]:
-    """Return (key, section) of the backend's adapters; while the recipe leaves the backend open, of those that are enabled."""
+    """Return (key, section) of the backend's adapters. If the backend is not chosen yet, take the adapters that are enabled."""
     dtensor, megatron, backend = policy.dtensor_cfg.lora_cfg, policy.megatron_cfg.peft, named_backend(policy)
     if backend == "megatron" or (backend is None and megatron.enabled and not dtensor.enabled):
         return f"{MEGATRON}.peft", megatron

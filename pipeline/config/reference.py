@@ -49,7 +49,7 @@ otherwise. NAME stands for a name that the recipe gives. A key that is Live may 
 
 @dataclass(frozen=True)
 class KeyReference:
-    """A key of the schema. A section has keys of its own, and no default except null."""
+    """A key of the schema. A section is a key that contains other keys; it has no default, or null."""
 
     name: str  # dotted, with NAME where the recipe gives a name
     type: str
@@ -67,7 +67,7 @@ class KeyReference:
 
 
 class _Generator(GenerateJsonSchema):
-    """Pydantic's generator, plus the bounds and defaults that it leaves out, minus titles and unknown keys."""
+    """Pydantic's generator of JSON schemas, which also writes bounds and defaults, omits titles and forbids unknown keys."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -89,7 +89,7 @@ class _Generator(GenerateJsonSchema):
 
 @cache
 def _described(section: type = Recipe) -> dict[str, Any]:
-    """Return the JSON schema of a section whose values are all given."""
+    """Return the JSON schema of a section, without interpolations."""
     return schema_validation.adapter(section).json_schema(schema_generator=_Generator)
 
 
@@ -123,9 +123,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value that may also be an interpolation. The values of a mapping may be, too.
+    """Return the schema of a value that may also be an interpolation. Values inside a mapping may be interpolations too.
 
-    With `else` in place of `anyOf`, a validator reports the wrong key or value itself instead of the section around it.
+    We use `else`, not `anyOf`, so that a validator reports the wrong key or value itself and not the section around it.
     """
     about = {name: described.pop(name) for name in ("description", "default") if name in described}
     choices = described.get("anyOf", [described])
@@ -142,13 +142,13 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def keys() -> dict[str, KeyReference]:
-    """Return all keys by name, a section before its keys."""
+    """Return dotted key -> its reference, for all keys. A section comes before its keys."""
     return {key.name: key for key in _keys(_described(), "", schema_validation.with_defaults(Recipe, ConfigMapping()))}
 
 
 @cache
 def kwargs() -> dict[str, list[KeyReference]]:
-    """Return the keys of the kwargs of each kind of environment."""
+    """Return kind of environment -> the keys of its kwargs."""
     found = {}
     for kind in KINDS:
         arguments = kind_class(kind).Arguments
@@ -184,7 +184,7 @@ def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iter
 
 
 def _live(key: str) -> str:
-    """Return what the meaning of a key says if it, or an entry of it, may change while a run goes on."""
+    """Return a sentence for the meaning of a key that may change during a run, or of which an entry may; empty for others."""
     entries = [live.removeprefix(key).lstrip(".") for live in _live_names() if f"{live}.".startswith(f"{key}.")]
     if entries == [""]:
         return "Live."
@@ -217,9 +217,9 @@ def _type(described: dict[str, Any]) -> str:
 
 
 def explained(key: str) -> str:
-    """Return type, default and meaning of a key, or of a section and its keys; of the first level for an empty text.
+    """Return a text with type, default and meaning of a key, or of a section and its keys. "" means the first level.
 
-    Raise RecipeError for an unknown key, with the most similar one.
+    Raise RecipeError, which names the most similar key, for an unknown key.
     """
     name = _generic(key)
     if name is None:
@@ -251,7 +251,7 @@ def _inside(section: str) -> list[KeyReference]:
 
 
 def _generic(key: str) -> str | None:
-    """Return a dotted key as in `keys`, with NAME for a name that a recipe gives; None if the schema does not have it."""
+    """Return a dotted key in the form of `keys`, in which NAME stands for a recipe's name; None if the schema lacks it."""
     known, found = {*keys(), *(key.parent for key in keys().values())}, ""
     for part in filter(None, key.split(".")):
         if found in keys() and keys()[found].type.startswith("mapping") and not keys()[found].section:

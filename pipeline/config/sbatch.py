@@ -1,4 +1,4 @@
-"""Type of `sbatch_options`: sbatch options that no other key sets and that do not break the job."""
+"""Define the type of `sbatch_options`: options of sbatch that no other key sets and that do not break the job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MEANT |= {name: f"which {key} sets" for name, key in OF_THE_JOB.items()} | REFUS
 
 
 def _refused(name: str) -> str | None:
-    """Return why an option, or an abbreviation of it that sbatch accepts, cannot be given; None if it can."""
+    """Return the reason why an option, or sbatch's abbreviation of an option, is refused; None if it is allowed."""
     if not NAME.fullmatch(name):
         return f"got the name {name!a}; expected a long option of sbatch without --, as in reservation"
     why = next((why for full, why in MEANT.items() if full.startswith(name)), None)

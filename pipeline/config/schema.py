@@ -208,7 +208,7 @@ class _Logs:
 
 
 def _trackers() -> dict[str, type[Any]]:
-    """Return the trackers by name: those of the extra `trackers`, if it is here."""
+    """Return name -> class of a tracker, for the trackers of the extra `trackers`; {} if this is not installed."""
     found = extras.find("trackers")
     return found.TRACKERS if found else {}
 
@@ -341,7 +341,7 @@ def runs_ahead(recipe: Recipe) -> bool:
 
 
 def ahead(recipe: Recipe) -> AsyncConfig:
-    """Return the section of asynchronous generation; its defaults, which are off, for an algorithm that has none."""
+    """Return the algorithm's section of asynchronous generation; the defaults (off) if the algorithm has none."""
     return settings(recipe) or AsyncConfig()
 
 
@@ -361,7 +361,7 @@ def engine_ranks(vllm: VLLMConfig) -> int:
 
 
 def uses_megatron(policy: PolicyConfig) -> bool:
-    """Return whether Megatron-Core trains, else FSDP2. `launch/plan/backend_choice.py` writes the choice into the recipe."""
+    """Return whether Megatron-Core trains; if not, FSDP2 does. `launch/plan/backend_choice.py` writes the choice."""
     return policy.megatron_cfg.enabled is True
 
 
@@ -379,16 +379,16 @@ def compiles(policy: PolicyConfig, mixture: bool) -> bool:
 
 
 def trial_lengths(policy: PolicyConfig) -> tuple[int, ...]:
-    """Return the lengths of the sequences with which compiled layers start: a full microbatch of the longest that may come."""
+    """Return the lengths of the sequences with which compiled layers start: a full microbatch of the longest sequences."""
     longest, packing = policy.max_total_sequence_length, policy.sequence_packing
     count = max(1, packing.train_tokens // longest) if packing.enabled else policy.train_micro_batch_size
     return (longest,) * count
 
 
 def needs_triton(recipe: Recipe, component: str) -> bool:
-    """Return whether a component's ranks compile kernels on GPUs and cannot run without: those of vLLM and Megatron-Core.
+    """Return whether a component's ranks compile kernels on GPUs and cannot run without them (vLLM, Megatron-Core).
 
-    FSDP2 runs its layers eagerly where they cannot be compiled.
+    FSDP2 runs its layers eagerly if they cannot be compiled.
     """
     if component == "generate":
         return recipe.policy.generation.backend == "vllm"
@@ -402,7 +402,7 @@ def adapters(policy: PolicyConfig) -> LoRAConfig | MegatronLoRAConfig | None:
 
 
 def expert_tensor_parallel_size(megatron: MegatronConfig) -> int:
-    """Return the value of `expert_tensor_parallel_size`, or what null stands for."""
+    """Return the experts' tensor-parallel size. null means tensor_model_parallel_size, or 1 with expert parallelism."""
     if megatron.expert_tensor_parallel_size is not None:
         return megatron.expert_tensor_parallel_size
     return megatron.tensor_model_parallel_size if megatron.expert_model_parallel_size == 1 else 1

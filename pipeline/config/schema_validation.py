@@ -30,7 +30,7 @@ def fields(section: type) -> dict[str, Any]:
 
 @cache
 def sections(section: type) -> dict[str, tuple[type, bool]]:
-    """Return (class, whether the key maps names to sections) for each key that holds sections."""
+    """Return key -> (class of the section, whether the key maps names to such sections), for each key with sections."""
     found = {}
     for name, kind in fields(section).items():
         for one in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
@@ -55,7 +55,7 @@ def keys(section: type, prefix: str = "") -> tuple[str, ...]:
 
 @cache
 def defaults(section: type) -> ConfigMapping:
-    """Return the defaults of a section as a tree; MISSING where a field has none."""
+    """Return the defaults of a section as a tree. Fields without a default have the value MISSING."""
     tree = ConfigMapping()
     for field in dataclasses.fields(section):
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -67,7 +67,7 @@ def defaults(section: type) -> ConfigMapping:
 
 
 def with_defaults(section: type, given: ConfigMapping, default: ConfigMapping | None = None) -> ConfigMapping:
-    """Return `given` over `default`, or else over the section's defaults. Unknown keys stay."""
+    """Return `given` merged over `default` (None: the section's defaults). Unknown keys are kept."""
     tree = (default or defaults(section)).copy()
     tree.origin = given.origin
     for name, node in given.children.items():
@@ -91,11 +91,11 @@ def _node_with_defaults(section: type | None, several: bool, given: ConfigNode, 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Suggestions for unknown keys, in addition to similar spelling.
+    """Functions that suggest keys in place of unknown ones, in addition to similar spelling.
 
-    hint: what to give in place of an unknown key, such as `did you mean 'b.c'?`; None if unknown
-    rank: from an unknown key to the order of our keys as suggestions, lowest first
-    unread: why the recipe does not read one of our keys; None if it does
+    hint: from an unknown key to a hint such as `did you mean 'b.c'?`; None if there is none
+    rank: from an unknown key to a function from one of our keys to its rank as a suggestion, lowest first
+    unread: from one of our keys to the reason why the recipe does not read it; None if it does
     """
 
     hint: Callable[[str], str | None] = lambda key: None
@@ -106,7 +106,10 @@ class Advice:
 def unknown_keys(
     section: type, tree: ConfigMapping, whole: type | None = None, advice: Advice = Advice(), prefix: str = ""
 ) -> Iterator[Problem]:
-    """Yield a problem for each key that a section does not have. whole: the schema in which the section starts at `prefix`."""
+    """Yield a problem for each key of the tree that a section does not have.
+
+    whole: the schema that contains the section at `prefix`; None: the section itself.
+    """
     whole = whole or section
     for name, node in tree.children.items():
         key = f"{prefix}{name}"
@@ -136,7 +139,7 @@ def _siblings(section: type, name: str) -> list[str]:
 
 
 def _instead(whole: type, section: type, advice: Advice, prefix: str, name: str) -> str:
-    """Return a suggestion: a similar sibling, the same key of another section, or a similar one there."""
+    """Return a suggestion for an unknown key: a similar key of this section, or an equal or similar key of another section."""
     everything = keys(whole)
     if near := _siblings(section, name):
         return f"did you mean '{prefix}{near[0]}'?"
@@ -187,15 +190,15 @@ BOUNDS = {
 
 @cache
 def adapter(section: type) -> TypeAdapter:
-    """Return the validator of a section. Creating it takes a tenth of a second for a whole recipe."""
+    """Return pydantic's validator of a section. Creating it takes a tenth of a second for a whole recipe."""
     return TypeAdapter(section)
 
 
 def validate_tree(section: type, tree: ConfigMapping) -> tuple[Any, list[Problem]]:
-    """Return the dataclass of a tree without interpolations, and the problems of its values.
+    """Return (the dataclass of a tree without interpolations, the problems of its values).
 
-    The dataclass is None if there are problems other than missing values, which are "" in it, or if one of a field without
-    default is missing. Unknown keys are ignored.
+    In the dataclass missing values are "". It is None if there are other problems, or if a field without a default in its
+    class has no value. Unknown keys are ignored.
     """
     given = tree.copy()
     problems: dict[str, Problem] = {}
@@ -235,7 +238,7 @@ def value_problems(value: Any) -> Iterator[Problem]:
 
 
 def validate_mapping(section: type, key: str, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
-    """Return (the dataclass of a mapping at `key`, None if it has problems; the problems)."""
+    """Return (the dataclass of a mapping at `key`, its problems). The dataclass is None if there are problems."""
     tree = from_plain(dict(given), None)
     problems = list(unknown_keys(section, tree, prefix=f"{key}."))
     known = ConfigMapping({name: node for name, node in tree.children.items() if name in fields(section)})
@@ -245,9 +248,9 @@ def validate_mapping(section: type, key: str, given: Mapping[str, Any]) -> tuple
 
 
 def coerce_types(section: type, tree: ConfigMapping) -> dict[str, Problem]:
-    """Convert values in place that stand for one of the right type, such as a quoted number.
+    """Convert values to the types of the schema, in place, such as a quoted number to a number.
 
-    Unknown keys and null are skipped. Return the problems of type by key.
+    Unknown keys and null are skipped. Return key -> problem for the values that have a wrong type.
     """
     known = tree.copy()
     for key, leaf in tree.leaves():
@@ -275,7 +278,7 @@ def _problem(key: str, error: Mapping[str, Any], origin: str | None) -> Problem:
 
 
 def _printable(name: str) -> str:
-    """Return a key, which may be any text in a mapping of the user, in a form that a terminal can show."""
+    """Return a key in a form that a terminal can show. Keys in a user's mapping may be any text."""
     return name if name.isprintable() else ascii(name)[1:-1]
 
 

@@ -1,7 +1,8 @@
 """Find keys of a recipe that nothing reads: those of the other backend, and of other algorithms.
 
 On the command line such a key is an error, because the user expects an effect. In the recipe's own file it is a note: a file
-may hold the sections of both backends or of several algorithms, so that one key switches. Inherited keys are not reported.
+may have the sections of both backends or of several algorithms, so that one key selects among them. Inherited keys are not
+reported.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ References = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True)
 class Readers:
-    """The choices that decide which keys of a recipe are read. None: not chosen yet."""
+    """The choices that decide which keys of a recipe are read. None stands for a choice that is still open."""
 
     algorithm: str | None
     backend: Backend | None
@@ -64,14 +65,14 @@ class Readers:
 
     @staticmethod
     def of_tree(tree: ConfigMapping) -> Readers:
-        """Return the readers as far as the plain values of a tree determine them."""
+        """Return the readers of a tree. Choices that its plain values do not determine are open."""
         backend = backend_of(*(_value(tree, f"{section}.enabled") for section in SECTIONS.values()))
         own = [name for name in BOTH if isinstance(tree.find(f"{MEGATRON}.{name}"), ConfigMapping)]
         algorithm = _value(tree, "algorithm")
         return Readers(algorithm if algorithm in ALGORITHMS else None, backend, own)
 
     def unread(self, key: str) -> str | None:
-        """Return why nothing reads a key; None if something reads it, or may."""
+        """Return the reason why nothing reads a key; None if something reads it or may read it."""
         if _within(key, ALWAYS_READ):
             return None
         for backend, section in SECTIONS.items():
@@ -86,7 +87,7 @@ class Readers:
         return None
 
     def hint(self, key: str) -> str | None:
-        """Return what to give in place of an unknown key; None if no other library has it."""
+        """Return a hint for an unknown key; None if it is no known key of another library."""
         if key.startswith("logger.") and not extras.is_here("trackers"):
             return f"a tracker's keys need {extras.lacking('trackers')}"
         return aliases.hint(key, self.algorithm, self.rank(key), self.unread)
@@ -105,7 +106,7 @@ class Readers:
         return of
 
     def instead(self, key: str) -> str:
-        """Return what to give in place of a key that is not read."""
+        """Return a hint for a key that is not read: keys to set in its place, or to leave it out."""
         alternatives = []
         for pair in (*SAME, *(pair[::-1] for pair in SAME)):
             if _within(key, pair[:1]) and not self.unread(pair[1]):
@@ -122,7 +123,7 @@ class Readers:
 def problems(recipe: Recipe, origins: Mapping[str, str], references: References) -> Iterator[Problem]:
     """Yield a problem for each key on the command line that nothing reads.
 
-    recipe: with the chosen backend. origins: where each key was given.
+    recipe: the recipe with its chosen backend. origins: key -> the file and line that set it, or the command line.
     """
     readers = Readers.of(recipe)
     for key in _given(recipe, origins, references, lambda origin: origin == COMMAND_LINE):
@@ -131,9 +132,10 @@ def problems(recipe: Recipe, origins: Mapping[str, str], references: References)
 
 
 def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[Problem]:
-    """Yield a problem for each key of named data sets that is given for a file: on the command line, or in the recipe's file.
+    """Yield a problem for each key of a data set that is a file (data_path) but that only named data sets read.
 
-    file: the recipe's own file, as in `origins`. The recipe's keys are not reported if the command line gives the data_path.
+    Keys on the command line are reported; keys in the recipe's own file only if this file also sets the data_path. file: the
+    recipe's own file, in the form of `origins`.
     """
 
     def own(origin: str) -> bool:
@@ -154,7 +156,7 @@ def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: Re
 
 
 def notes(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[str]:
-    """Yield notes on keys in the recipe's own file for the other backend or another algorithm. file: its name in `origins`."""
+    """Yield notes on keys for the other backend or another algorithm in the recipe's own file, `file` in `origins`."""
     readers = Readers.of(recipe)
     given = list(_given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file))
     if readers.backend:
@@ -171,7 +173,7 @@ def _note(file: str, unread: list[str], why: str) -> Iterator[str]:
 
 
 def _given(recipe: Recipe, origins: Mapping[str, str], references: References, wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Yield keys of the wanted origins that differ from the default and to which no key that is read refers."""
+    """Yield the keys that differ from the default, whose origin `wanted` accepts, and to which no key that is read refers."""
     readers = Readers.of(recipe)
     referred = {name for key, names in references.items() if not readers.unread(key) for name in names}
     default, now = _defaults(), from_plain(dataclasses.asdict(recipe), None)
@@ -181,7 +183,7 @@ def _given(recipe: Recipe, origins: Mapping[str, str], references: References, w
 
 
 def _may_have(key: str) -> bool:
-    """Return whether the schema has a key, or a section around it that is null or whose keys the user names."""
+    """Return whether the schema has a key, or a section around it whose default is null or whose keys the user names."""
     around = key
     while around:
         if (node := _defaults().find(around)) is not None:

@@ -22,7 +22,7 @@ NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, 
 
 
 class YAMLLoader(SafeLoader):
-    """YAML as OmegaConf reads it: 1e-8 is a number, and dates are texts."""
+    """Loads YAML as OmegaConf does: 1e-8 is a number, and dates are texts."""
 
 
 YAMLLoader.yaml_implicit_resolvers = {
@@ -44,14 +44,14 @@ YAMLLoader.add_implicit_resolver(
 
 
 class _YAMLDumper(SafeDumper):
-    """YAML with quotes around the texts that `YAMLLoader` would read as something else."""
+    """Writes YAML with quotes around texts that `YAMLLoader` would otherwise read as another type."""
 
 
 _YAMLDumper.yaml_implicit_resolvers = YAMLLoader.yaml_implicit_resolvers
 
 
 def dump(value: Any, on_one_line: bool = False) -> str:
-    """Return YAML that loads as the same value, apart from interpolations."""
+    """Return a value as YAML that loads as the same value, apart from interpolations."""
     width = 1 << 30 if on_one_line else None
     return yaml.dump(
         value, Dumper=_YAMLDumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True
@@ -59,7 +59,7 @@ def dump(value: Any, on_one_line: bool = False) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of the text after `key=` on the command line. Raise ValueError."""
+    """Return the value of the text after `key=` on the command line. Raise ValueError for text that is not YAML."""
     if text.count("[") + text.count("{") > MOST_BRACKETS:  # many take the parser seconds
         raise ValueError(f"got more than {MOST_BRACKETS} brackets; expected a value. Try a YAML file")
     try:
@@ -69,7 +69,7 @@ def parse_value(text: str) -> Any:
 
 
 def summary(error: Exception) -> str:
-    """Return the message of an error on one line, shortened."""
+    """Return the message of an error, shortened to one line."""
     if isinstance(error, yaml.MarkedYAMLError):
         marked = ((error.context, error.context_mark), (error.problem, error.problem_mark))
         at = [f" at line {mark.line + 1}, column {mark.column + 1}" if mark else "" for _, mark in marked]

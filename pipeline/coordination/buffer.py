@@ -1,20 +1,22 @@
 """Choose the groups that a step trains on when sampling runs ahead of training. Pure bookkeeping without communication.
 
-Step s comes after s others and trains on P groups. A group sampled by weights of version v must be trained on in step v + k at
-the latest (its deadline), where k is `max_trajectory_age_steps`. Let N(d) be the number of live groups whose deadline is at
-most d. All deadlines can be kept if and only if N(d) <= P (d - s + 1) for every d, by training on the earliest first. So step s
-must take at least N(d) - P (d - s) of them for every d, and at most P (k + 1) groups may be live. No group is ever dropped for
-its age.
+Steps are numbered from 0, and each step trains on P groups. A group is live from its beginning until a step trains on it. A
+group sampled by weights of version v must be trained on in step v + k at the latest (its deadline), where k is
+`max_trajectory_age_steps`. Let s be the current step and N(d) the number of live groups whose deadline is at most d. All
+deadlines can be kept, by training on the group with the earliest deadline first, if and only if N(d) <= P (d - s + 1) for every
+d. So for every d, step s must take at least N(d) - P (d - s) of these N(d) groups, and at most P (k + 1) groups may be live. No
+group is ever dropped for its age.
 
-    wait  P (k + 1) groups are live; a step takes the oldest, and waits for them.
-    keep  P + P k // 2 are live; a step takes the oldest complete ones, and waits only for those that it must take. Later
-          steps train on a straggler like on any other group.
-    cut   as wait, but once at most `straggler_share` of the answers that the step lacks are in incomplete groups, their
-          unfinished answers are cut where they are.
+`stragglers` is one of:
+    wait  P (k + 1) groups are live; a step takes the oldest groups, and waits for them.
+    keep  P + P k // 2 groups are live; a step takes the oldest complete groups, and waits only for groups that it must take.
+          Later steps train on a straggler like on any other group.
+    cut   as wait, but when at most `straggler_share` of the answers that the step needs are in incomplete groups, the
+          unfinished answers of these groups are cut at their present length.
 
-Short answers have no advantage, because a step waits for groups, not for answers, and trains once on each group that has begun,
-whenever it completes. `num_groups_to_begin` begins no more groups than the remaining steps will take, so none is in progress
-when the run ends. Only `cut` changes the training data, and the answers' finish "length" shows it.
+Short answers have no advantage, because a step waits for groups, not for answers, and every group that has begun is trained on
+exactly once, whenever it completes. `num_groups_to_begin` begins no more groups than the remaining steps will take, so no group
+is in progress when the run ends. Only `cut` changes the training data; the cut answers have the finish "length".
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ class LiveGroup:
 
 
 class Buffer:
-    """Live groups by their prompt's index, in the order in which they began, so that deadlines ascend."""
+    """Holds the live groups by the index of their prompt, in the order in which they began, so that deadlines ascend."""
 
     def __init__(self, config: AsyncConfig, prompts_per_step: int, key: str = "grpo.async_grpo"):
-        """Bind a buffer to a section of the recipe and its dotted key."""
+        """Set up a buffer by a section of the recipe. key: the section's dotted key, for messages."""
         self._config, self._key = config, key
         self._size = prompts_per_step
         self._live: dict[int, LiveGroup] = {}
@@ -83,9 +85,9 @@ class Buffer:
         live.group = group
 
     def take(self, step: int, count: int) -> list[RolloutGroup] | None:
-        """Remove and return the groups that this step trains on; None while it must wait for a group.
+        """Remove and return the groups that this step trains on; None while the step must wait for a group.
 
-        count: how many groups the step lacks. Returns fewer only if fewer are live.
+        count: how many groups the step still needs. The result has fewer groups only if fewer are live.
         """
         chosen = self._choice(count)
         if len(chosen) < min(count, len(self._live)) or not self._keeps_deadlines(chosen, step):
@@ -98,10 +100,10 @@ class Buffer:
         return groups
 
     def stragglers(self, count: int) -> list[Prompt]:
-        """With `cut`, return the prompts to cut now so that the step can begin; each group once.
+        """Return the prompts whose groups to cut now so that the step can begin; [] unless the setting is `cut`.
 
-        The groups that replace discarded ones have just begun. They are not cut, because `straggler_share` of a few groups is
-        less than one.
+        Each group is returned only once. Groups that replace discarded groups have just begun. They are not cut, because
+        `straggler_share` of a few groups is less than one group.
         """
         late = [live for live in self._choice(count) if live.group is None]
         if self._config.stragglers != "cut" or len(late) > self._config.straggler_share * count + 1e-9:
@@ -112,7 +114,7 @@ class Buffer:
         return [live.prompt for live in fresh]
 
     def restore(self, live: Iterable[LiveGroup]) -> None:
-        """Make these the live groups, oldest first, as before a step that did not train."""
+        """Replace the live groups by `live`, oldest first, to return to the state before a step that did not train."""
         self._live = {group.prompt.index: group for group in live}
 
     def check(self, step: int) -> None:
@@ -147,7 +149,7 @@ class Buffer:
 
 
 def staleness(groups: Sequence[RolloutGroup], step: int, max_age: int) -> dict[str, float]:
-    """Return mean and highest age over the tokens that the policy drew, and the number of tokens of each age up to `max_age`.
+    """Return metrics: mean and highest age of the policy's tokens, and the number of its tokens of each age up to `max_age`.
 
     The age of a token is the step minus the version of the weights that drew it. A rollout's first token is its oldest, so the
     highest age is also the age of the rollout that began first. Raises RuntimeError if it exceeds `max_age`, which the buffer
@@ -194,7 +196,7 @@ class SavedGroup:
 
 
 def encode_groups(groups: Sequence[SavedGroup]) -> bytes:
-    """Return the contents of `buffer.msgpack`; empty without groups."""
+    """Return the contents of `buffer.msgpack`; b"" if there are no groups."""
     return encode(list(groups)) if groups else b""
 
 
@@ -204,7 +206,7 @@ def decode_groups(content: bytes) -> list[SavedGroup]:
 
 
 def resumed_metrics(groups: Sequence[SavedGroup]) -> dict[str, float]:
-    """Return how many rollouts a restart keeps and how many it samples again."""
+    """Return metrics: the numbers of rollouts that a restart keeps and samples again."""
     open_ = [sum(span.tokens for span in spans) for group in groups for spans in group.open.values()]
     redone = [tokens for tokens in open_ if tokens]
     return {

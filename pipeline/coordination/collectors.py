@@ -4,9 +4,9 @@
 back. With dynamic sampling it samples further batches until the step is full.
 
 `AsyncCollector` samples ahead of training: engines continue while the train ranks learn, and a step trains on the groups that
-`Buffer` selects. New groups are sent right after a refit, and one for each that dynamic sampling discards, so all new work of
-an engine begins with the newest weights. With `max_trajectory_age_steps` 0 nothing runs ahead, and the run equals the
-synchronous one to the last bit, on CPUs or with policy.deterministic.
+`Buffer` selects. New groups are sent right after a refit, and a new group for each group that dynamic sampling discards, so all
+new work of an engine begins with the newest weights. With `max_trajectory_age_steps` 0 no sampling runs ahead, and the run
+equals the synchronous run to the last bit, on CPUs or with policy.deterministic.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Prompts = Stream[Prompt] | Mixture[Prompt]
 """A stream of prompts."""
 
 ScoreGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
-"""Returns the groups with a reward model's rewards."""
+"""A function that returns the groups with a reward model's rewards."""
 
 SelectGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
-"""Returns the groups to train on."""
+"""A function that returns those of the given groups to train on."""
 
 
 class Collector(ABC):
@@ -94,7 +94,7 @@ class Collector(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: bytes, step: int) -> dict[str, float]:
-        """Resume the groups of `state_dict`, after the first refit. Return its metrics, which are also logged.
+        """Resume the groups of `state_dict`, after the first refit. Return metrics of the restart, which are also logged.
 
         Raises RecipeError if this recipe cannot resume them.
         """
@@ -107,7 +107,7 @@ class Collector(ABC):
     def _sampled_metrics(self, sampled: list[RolloutGroup], selected: list[RolloutGroup], batches: float) -> dict[str, float]:
         """Return metrics of all groups that a step sampled, and of the groups that it trains on.
 
-        batches: number of prompts, in multiples of a step's.
+        batches: number of prompts that were sampled, as a multiple of the prompts of a step.
         """
         per_step, values = self.prompts_per_step, rollout_metrics("train", sampled)
         if len(selected) < len(sampled):
@@ -118,7 +118,7 @@ class Collector(ABC):
         return values
 
     def _refuse_to_go_on(self, sampled: str, selected: int) -> None:
-        """Raise RuntimeError: dynamic sampling does not fill a step."""
+        """Raise the RuntimeError that says that dynamic sampling does not fill a step."""
         raise RuntimeError(
             f"{self._name}.dynamic_sampling_max_gen_batches: after {sampled} only {selected} of {self.prompts_per_step} groups"
             f" have rewards that vary: the data are too easy or too hard for this policy, or"
@@ -244,7 +244,7 @@ class AsyncCollector(Collector):
         return selected, values | staleness(selected, step, self._buffer.max_age) | self._buffer_metrics()
 
     def _next(self, step: int, count: int) -> list[RolloutGroup]:
-        """Return groups for the step; none if the data have ended."""
+        """Return groups for the step; [] if the data have ended."""
         self._receive(block=False)
         while (groups := self._buffer.take(step, count)) is None:
             if late := self._buffer.stragglers(count):
@@ -331,7 +331,7 @@ def build(
 ) -> Collector:
     """Return the collector of a recipe.
 
-    name: of the section in the recipe. engines: one group of ranks for each. judge: None if no model gives rewards.
+    name: of the section in the recipe. engines: one group of ranks for each engine. judge: None if no model gives rewards.
     """
     keys: AsyncConfig | None = getattr(section, f"async_{name}", None)
     ahead = keys or AsyncConfig()

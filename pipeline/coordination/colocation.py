@@ -4,13 +4,13 @@
     refit         the policy's weights are on the GPU, the rest of the trainer on the host; the engine's weights are awake
     generating    the trainer is on the host; weights and cache of the engine are awake
 
-Free the old owner's memory before the new owner allocates, so a GPU holds at most the largest of these three. Nothing moves
-until it is needed: leaving a block moves nothing, so rollouts that follow each other cost no moves. If each component has its
+The old owner's memory is freed before the new owner allocates, so a GPU holds at most the largest of these three states. Memory
+moves only when a block needs it: leaving a block moves nothing, so successive rollouts cost no moves. If each component has its
 own GPUs, nothing ever moves.
 
-A sleeping engine discards its weights, since the next refit brings all of them; an incremental refit keeps them. If the engine
-has to generate without a refit (after a checkpoint was saved), it is refitted with the version it had. Left out: a reward model
-on the train ranks, which moves by its own `cpu_offload`.
+A sleeping engine discards its weights, since the next refit sends all of them; with an incremental refit it keeps them. If the
+engine has to generate without a refit (after a checkpoint was saved), a refit gives it the same version again. This module does
+not move a reward model on the train ranks, which has `cpu_offload` of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Colocation:
     def __init__(
         self, shared: bool, train: RpcGroup[TrainRole], generate: RpcGroup[GenerateRole], refits: RefitCoordinator | None
     ):
-        """refits: None if the run has no generate ranks."""
+        """Bind to the components. shared: whether they share GPUs. refits: None if the run has no generate ranks."""
         self._shared = shared
         self._train, self._generate, self._given = train, generate, refits
         self._turn = "training"
@@ -62,7 +62,7 @@ class Colocation:
         yield
 
     def refit(self, version: int) -> dict[str, float]:
-        """Let the engines serve the current weights as `version`, and generate next. Return its cost as metrics."""
+        """Let the engines serve the current weights as `version`, and be ready to generate. Return metrics of the cost."""
         if not self._shared:
             return self._refits(version)
         if self._turn == "generating":  # the weights are unchanged, but a refit reads them on the GPU

@@ -1,9 +1,9 @@
 """Send groups to engines and receive them; each group goes to the engine with the least outstanding work.
 
 A group is never split, so that its members run on one engine and share the prompt's keys and values. Idle engines get groups
-round robin. All groups that go to one engine at one time are one message, whose requests are all in the engine before it takes
-another step: so a synchronous step has the same batches, whatever the timing of messages, and is the same to the last bit on
-CPUs, or on GPUs with policy.deterministic.
+round robin. All groups that go to one engine at one time are one message, and the engine receives all its requests before it
+takes another step. So a synchronous training step has the same batches, whatever the timing of messages, and has the same
+results to the last bit on CPUs, or on GPUs with policy.deterministic.
 
 Groups that have been sent are never moved, and no piece of work is smaller than a group.
 """
@@ -21,7 +21,7 @@ from pipeline.rpc import Future, RpcGroup, StreamingReply
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
 
 FinishedRollouts = Mapping[int, dict[int, Rollout]]
-"""Rollouts that need not be sampled again, by prompt index and sample."""
+"""Prompt index -> sample -> rollout, for rollouts that need not be sampled again."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Dispatcher:
     """Sends groups to engines and receives them."""
 
     def __init__(self, engines: Sequence[RpcGroup[GenerateRole]], seed: int, max_turns: int, failures: FailureMonitor | None):
-        """Bind to the engines, one group of ranks each. failures: None if no number of failed episodes ends the run."""
+        """Bind to the engines, one group of ranks each. failures: None if failed episodes never end the run."""
         self._engines = engines
         self._seed = seed
         self._max_turns = max_turns
@@ -63,7 +63,7 @@ class Dispatcher:
 
     @property
     def outstanding(self) -> list[int]:
-        """Number of episodes, by engine, in groups that have not come back."""
+        """For each engine, the number of episodes in groups that have not come back."""
         episodes = [0] * len(self._engines)
         for message in self._sent.values():
             episodes[message.engine] += len(message.open) * message.spec.samples
@@ -72,7 +72,7 @@ class Dispatcher:
     def send(self, prompts: Sequence[Prompt], spec: RolloutSpec, finished: FinishedRollouts | None = None) -> None:
         """Send groups to the engines.
 
-        finished: rollouts, by prompt index and sample, of groups that began in an earlier run.
+        finished: prompt index -> sample -> rollout, for rollouts of these groups that an earlier run has finished.
         """
         episodes = self.outstanding
         shares: list[list[Prompt]] = [[] for _ in self._engines]
@@ -125,7 +125,7 @@ class Dispatcher:
         return self._received.pop(purpose, [])
 
     def take_received_counts(self) -> list[int]:
-        """Return the number of groups, by engine, received since the last call."""
+        """Return for each engine the number of groups received since the last call."""
         counts, self._received_counts = self._received_counts, [0] * len(self._engines)
         return counts
 
@@ -150,7 +150,7 @@ class Dispatcher:
         self.receive(block=False)
 
     def cut(self, prompts: Sequence[Prompt]) -> None:
-        """End the open episodes of these groups where they are. Only for groups that were sent `apart`."""
+        """End the open episodes of these groups in their present state. Only for groups that were sent `apart`."""
         indexes = {prompt.index for prompt in prompts}
         for number, engine in enumerate(self._engines):
             works = [
@@ -162,7 +162,7 @@ class Dispatcher:
                 engine.call(GenerateRole.cut, works).result()
 
     def snapshot(self, purpose: str) -> dict[int, UnfinishedGroup]:
-        """Return the state of the groups that have not come back, by prompt index.
+        """Return prompt index -> state, for the groups that have not come back.
 
         Receives groups that complete meanwhile.
         """

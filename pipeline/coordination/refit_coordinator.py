@@ -1,7 +1,7 @@
 """Coordinate refits on rank 0: plan once, order each transfer, compare digests, commit, and report the cost.
 
-Generate ranks get a new version only after every rank is done and, with `refit_cfg.digest`, after every rank has proved to hold
-what the train ranks hold. Any failure before that raises here, and the old version stays.
+Generate ranks serve a new version only after every rank is done and, with `refit_cfg.digest`, after digests have proved that
+every rank holds the train ranks' values. Any failure before that raises here, and the old version stays.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RefitCoordinator:
     ):
         """Plan the transfer, unless the transport is the broadcast.
 
-        shapes: of all tensors on disk. nodes: of all ranks. Raises ValueError if the train ranks do not hold what the generate
-        ranks need.
+        shapes: of all tensors on disk. nodes: rank -> its node. Raises ValueError if the train ranks do not hold all boxes that
+        the generate ranks need.
         """
         self._workers, self._train, self._generate = workers, train, generate
         self._network = recipe.cluster.network
@@ -88,9 +88,9 @@ class RefitCoordinator:
         return self._measure(train_reports, generate_reports, time.perf_counter() - start)
 
     def _measure(self, train: dict[int, RefitReport], generate: dict[int, RefitReport], seconds: float) -> dict[str, float]:
-        """Return metrics: bytes, where the time went, and the busiest rank's rate relative to the configured network.
+        """Return metrics: bytes, seconds of each stage, and the busiest rank's rate relative to the configured network's.
 
-        Ranks that share GPUs do not refit over that network; for them the ratio compares their own path with it.
+        Ranks that share GPUs do not refit over that network; for them the ratio compares the rate of their own path with it.
         """
         every = [*train.values(), *generate.values()]
         longest = max(report.total for report in every)

@@ -1,4 +1,4 @@
-"""Write what each step of a run leaves behind: metrics, rollouts, and warnings."""
+"""Write the metrics, rollouts and warnings of each step of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class RunLogger:
     ):
         """Write into the run's folder. phase: sets rank 0's phase, as `World.phase`.
 
-        key: encrypts rollouts; None: plain. monitor, learning: None: nobody looks at resources, at what steps teach.
+        key: encrypts rollouts; None: they are written plain. monitor: None if resources are not monitored. learning: None if
+        the samples of steps are not examined.
         """
         self._recipe, self._folder, self._retry, self._key = recipe, folder, retry, key
         self._tokenizer = tokenizer
@@ -47,19 +48,22 @@ class RunLogger:
         self._writer = BackgroundWorker()
 
     def open(self, after_step: int | None) -> Metrics:
-        """Continue after a restored step, without what was written beyond it; with None, begin anew."""
+        """Open the logs of a run. after_step: the restored step, after which all lines are removed; None: begin anew."""
         self.metrics = Metrics(self._folder, self._recipe.logger, after_step, self._retry, self._key)
         return self.metrics
 
     def note_learning(self, samples: Sequence[Sample], models: Sequence[str], estimates: bool) -> None:
-        """Remember what the train ranks learn from in this step. estimates: whether they compute the advantages."""
+        """Tell the monitors the samples of this step and the models that it updates.
+
+        estimates: whether the train ranks compute the advantages.
+        """
         if self._monitor:
             self._monitor.learned(samples, models)
         if self._learning:
             self._learning.learned(samples, estimates)
 
     def step_ended(self, step: int, values: dict[str, float], groups: list[RolloutGroup] | None) -> dict[str, float]:
-        """Log a step and return its metrics, with those of the monitor."""
+        """Log a step and return its metrics, with the resource monitor's metrics added."""
         if groups is not None:
             self.write_rollouts(step, groups, "step")
         if self._monitor:

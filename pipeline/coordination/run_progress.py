@@ -1,4 +1,4 @@
-"""Decide whether a run goes on after a step, and say why it ends."""
+"""Decide whether a run continues after a step, and log why it ends."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pipeline.job.deadline import Deadline
 logger = logging.getLogger(__name__)
 
 LEFT_OVER = "data/records_left_over"
-"""Metric of the last step of a run that ends with its data: the records that fill no further step."""
+"""Metric of the last step of a run that ends with its data: the number of records that fill no further step."""
 DROPPED = "data/records_dropped"
-"""Metric of the training records that the run has skipped so far, in all epochs, from the first such step on."""
+"""Metric: the number of training records that the run has skipped so far, in all epochs; missing while it is 0."""
 NO_VARIATION = (
     "The other prompts are too easy or too hard for this policy. Try other data, more epochs or more answers to a prompt"
 )
 
 
 class NothingSaved(RuntimeError):
-    """A run without checkpoints had to leave before its end."""
+    """Raised when a run must leave before its end and cannot save a checkpoint."""
 
 
 class RunProgress:
-    """Decides when a run ends: at its last step, by an early stop, with its data, or before its time is up."""
+    """Decides when a run ends: at its last step, by an early stop, when the data end, or before its time is up."""
 
     def __init__(self, recipe: Recipe, deadline: Deadline, attempt: Attempt, saver: RunSaver):
         self._recipe, self._deadline, self._attempt, self._saver = recipe, deadline, attempt, saver
@@ -64,7 +64,7 @@ class RunProgress:
         return True
 
     def note_validation(self, values: dict[str, float]) -> dict[str, float]:
-        """Return a validation's metrics, after the early stop has read them. Raises RecipeError if its metric is missing."""
+        """Pass a validation's metrics to the early stop, and return them. Raises RecipeError if its metric is missing."""
         self.early_stop.record_validation(values)
         return values
 

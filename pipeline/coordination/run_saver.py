@@ -54,12 +54,12 @@ class RunSaver:
         self._restored_rollouts = latest.rollouts(key)
 
     def take_rollouts(self) -> bytes:
-        """Return the rollout buffer's state from the restored checkpoint, once."""
+        """Return the rollout buffer's state from the restored checkpoint. Later calls return b""."""
         rollouts, self._restored_rollouts = self._restored_rollouts, b""
         return rollouts
 
     def take_duration(self) -> dict[str, float]:
-        """Return the duration of the last save as a metric, once; {} if there is none."""
+        """Return the duration of the last save as a metric; {} if there is none or an earlier call has returned it."""
         save_s, self._save_s = self._save_s, None
         return {} if save_s is None else {"time/save": save_s}
 

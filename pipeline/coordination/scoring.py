@@ -1,14 +1,15 @@
-"""Compute rewards with a reward model: rank 0 collects rollouts, has them scored, and sets their rewards.
+"""Compute rewards with a reward model: rank 0 collects rollouts, sends them to be scored, and sets their rewards.
 
-If the reward model reads the same tokens, prompt and completion are scored as they were sampled. That is so if its tokenizer
-has the policy's vocabulary, and its chat template too where prompts were made with one. Otherwise the conversation is tokenized
-again for the reward model: the prompt's messages and the completion as the assistant's turn, or, without a chat template, the
-prompt's text, the completion's and the end-of-sequence token. A chat template then also ends the turn of an answer cut for
-length. White space that it writes after the end-of-turn token is removed, as in training (`pipeline/data/preferences.py`),
-because the score is read where a sampled answer ends.
+If the reward model reads the same tokens as the policy, it scores the sampled tokens of prompt and completion. That is so if
+its tokenizer has the policy's vocabulary and, for prompts that were made with a chat template, the policy's chat template.
+Otherwise the conversation is tokenized again for the reward model. With a chat template, it is the prompt's messages and the
+completion as the assistant's turn; without one, it is the texts of prompt and completion and the end-of-sequence token. The
+chat template also ends the turn of an answer that was cut for length. White space that it writes after the end-of-turn token is
+removed, as in training (`pipeline/data/preferences.py`), because the score is read where a sampled answer ends.
 
-A sequence of more than `policy.max_total_sequence_length` tokens loses its first ones: the score is read at the end, so the
-answer must be complete. An error would end the run for one long answer. This happens only to text that is tokenized again.
+If a sequence has more than `policy.max_total_sequence_length` tokens, its first tokens are dropped. The score is read at the
+end, so the answer must be complete, and an error would end the run for one long answer. Only text that is tokenized again can
+be too long.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Score = Callable[[list[ScoreWork]], Future[list[float]]]
-"""Has the reward model's ranks score sequences, with one argument for each rank."""
+"""A function that lets the reward model's ranks score sequences, with one argument for each rank."""
 Encode = Callable[[Prompt, Rollout], np.ndarray]
 """(prompt, rollout) -> [L] int32, the reward model's input."""
 
@@ -49,7 +50,7 @@ class Scoring:
     """Sets the rewards of groups to the reward model's scores."""
 
     def __init__(self, recipe: Recipe, score: Score, data_ranks: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
-        """Score by `score` on ranks with these data-parallel ranks. tokenizer: the policy's."""
+        """Bind to a reward model. score: scores sequences on its ranks. data_ranks: of these ranks. tokenizer: the policy's."""
         environment = config.reward_environment(recipe)
         assert environment is not None  # only such recipes are scored
         self._environment = environment
@@ -60,11 +61,11 @@ class Scoring:
         self._lowest = math.nan  # finite score of the last call that had any
 
     def __call__(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with scores as rewards where the prompt's environment is the reward model's.
+        """Return the groups, with scores as rewards in the groups whose environment is a reward model.
 
-        Each such rollout gets the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was too long.
-        An answer without a finite score gets the lowest finite one of this call, or of the last call that had one. Raises
-        ValueError if there was none.
+        Each rollout of these groups gets the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was
+        too long. An answer without a finite score gets the lowest finite score of this call, or of the last call that had one.
+        Raises ValueError if no call had one.
         """
         judged = [(group.prompt, rollout) for group in groups if self._is_scored(group) for rollout in group.rollouts]
         sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]

@@ -1,4 +1,4 @@
-"""Hold the parts of a run, and do what both training loops do at its start, after each step, and at its end."""
+"""Hold the parts of a run, with the operations that both training loops do at its start, after each step, and at its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipeline.types import DataParallelRank, RolloutGroup
 logger = logging.getLogger(__name__)
 
 Validate = Callable[[], dict[str, float]]
-"""Validates the current weights and returns the metrics."""
+"""A function that validates the current weights and returns the metrics."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class TrainingRun:
     validate: Validate | None = field(init=False)  # from `begin` on; None: nothing to validate on
 
     def restore(self, data: Stream | Mixture) -> tuple[int, Metrics]:
-        """Load the last complete checkpoint, if there is one. Return its step and the metrics, cut back to it."""
+        """Load the last complete checkpoint, if there is one. Return (its step, the metrics up to this step)."""
         self.data = data
         self.checkpoints.clean()
         latest = self.checkpoints.latest()
@@ -69,7 +69,7 @@ class TrainingRun:
         return step, self.logger.open(step)
 
     def begin(self, step: int, validate: Validate | None) -> None:
-        """Validate before the first step, if the recipe asks for it, and log it as step 0. step: the restored one."""
+        """Validate before the first step, if the recipe asks for it, and log it as step 0. step: the restored step."""
         self.validate = validate
         self.timeline.step_ended(step)
         if validate and step == 0 and config.section(self.recipe).val_at_start:
@@ -98,10 +98,10 @@ class TrainingRun:
         left_over: int | None,
         groups: list[RolloutGroup] | None = None,
     ) -> None:
-        """Validate, log and save a step where that is due.
+        """Log a step, and validate and save it if these are due.
 
-        tokens: of the step. position: the data's state after it. left_over: records that fill no further step; None: the data
-        go on.
+        tokens: number of tokens of the step. position: the data's state after the step. left_over: number of records that are
+        left if they fill no further step; None if the data continue.
         """
         section = config.section(self.recipe)
         unused = left_over if step < section.max_num_steps else None
@@ -133,7 +133,7 @@ class TrainingRun:
         self.saver.step_ended(step, last, state, values)
 
     def finish(self, step: int) -> None:
-        """Save the last step, if it is not saved: the data may end before a due save. Then close what is open."""
+        """Save the last step if it is not saved, because the data may end before a save is due. Then close the run's parts."""
         self.progress.note_early_stop(step)
         self.saver.finish()
         self.logger.wait_for_rollouts()

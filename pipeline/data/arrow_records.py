@@ -1,8 +1,8 @@
-"""Records of the `datasets` library, which Arrow stores in columns.
+"""Read the rows of the `datasets` library, which Arrow stores in columns, as records.
 
-Arrow gives every mapping of a column the keys of all of them, with null for those that it lacks: arguments {"city": "Oslo"}
-come back as {"city": "Oslo", "unit": null} where another call has a unit. So nulls in conversations, tools and variables of the
-chat template are absent keys. Other columns stay as they are.
+Arrow gives every mapping in a column the same keys, and fills the keys that a mapping lacks with null: arguments
+{"city": "Oslo"} come back as {"city": "Oslo", "unit": null} if another call has a unit. We therefore remove null entries from
+conversations, tools and variables of the chat template. Other columns stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class ArrowRecords(Sequence):
     def __init__(self, rows: Any, name: str, tools_key: str | None = None, files: Callable[[], Sequence[str]] = tuple) -> None:
         """Wrap the rows.
 
-        rows: a datasets.Dataset. name: of the data set, for messages. files: returns the files of the rows, in their order.
+        rows: a datasets.Dataset. name: the data set's name, for messages. tools_key: the column of tools. files: a function
+        that returns the files of the rows, in the order of the rows.
         """
         self._rows, self._name, self._files = rows, name, files
         self._of_template = {VARIABLES, tools_key}
@@ -35,7 +36,7 @@ class ArrowRecords(Sequence):
         return {key: self._value(key, value) for key, value in self._rows[int(index)].items()}
 
     def place(self, index: int) -> str:
-        """Return the location of a record for messages: Parquet's FILE, row N (from 0), else its number in the data set."""
+        """Return a record's location for messages: "FILE, row N" if all rows are in Parquet files, else "NAME, record N"."""
         begin = 0
         for path, rows in self._sizes:
             if index < begin + rows:
@@ -44,7 +45,7 @@ class ArrowRecords(Sequence):
         return f"{self._name}, record {index} (from 0)"
 
     def _value(self, key: str, value: Any) -> Any:
-        """Return the value of a column or, by its dotted name, of a field of a nested one."""
+        """Return `value` without null entries where it is for the chat template. key: its column or dotted nested field."""
         if self._is_of_template(key, value):
             return without_nulls(value)
         return (
@@ -62,7 +63,7 @@ class ArrowRecords(Sequence):
 
     @cached_property
     def _sizes(self) -> list[tuple[str, int]]:
-        """(Parquet file, its rows) of the files; empty if they are of another kind or have other rows."""
+        """(path, number of rows) of each Parquet file; empty if these files do not have exactly the rows of the data set."""
         import pyarrow.parquet  # slow; only data sets of Parquet files need it
 
         paths = [path for path in self._files() if path.endswith(".parquet") and Path(path).is_file()]

@@ -10,11 +10,11 @@ from pipeline.types import DataParallelRank, GlobalCounts, Sample, Update
 def split_batch(
     samples: list[Sample], policy: PolicyConfig, ranks: list[DataParallelRank], update_size: int, sequences_per_item: int = 1
 ) -> list[list[Update]]:
-    """Return the updates of each train rank, of `update_size` items over all ranks; equal `ranks` share one list.
+    """Return a list of updates for each of `ranks`. An update has `update_size` items over all data-parallel ranks.
 
-    An item is `sequences_per_item` consecutive samples (2: the answers of a pair), which stay together in one microbatch.
-    policy.train_micro_batch_size and logprob_batch_size count items too. Raise ValueError if the samples do not divide into
-    updates.
+    Entries of `ranks` with the same data-parallel rank get the same list. An item is `sequences_per_item` consecutive samples
+    (2: the answers of a pair), which stay together in one microbatch. policy.train_micro_batch_size and logprob_batch_size
+    count items too. Raise ValueError if the samples do not divide into updates.
     """
     if len(samples) % (update_size * sequences_per_item):
         detail = f" of {sequences_per_item} samples each" if sequences_per_item > 1 else ""
@@ -29,7 +29,7 @@ def split_batch(
 
 
 def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:
-    """Return one optimizer update's samples by data rank."""
+    """Split the items of one optimizer update; return the Update of each data-parallel rank."""
     lengths = [sum(len(sample.tokens) for sample in item) for item in items]
     counts = GlobalCounts(
         tokens=int(sum(sample.loss_mask.sum() for item in items for sample in item)),
@@ -65,7 +65,10 @@ def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: Po
 
 
 def _plan_forward(owned: list[list[int]], lengths: list[int], bounds: tuple[int | None, int | None]) -> list[list[list[int]]]:
-    """Return microbatches without gradients of the items that each data rank owns, equally many for every rank."""
+    """Return `plan[rank][microbatch]`, lists of item numbers, for forward passes without gradients.
+
+    owned: the items of each data-parallel rank. Every rank gets equally many microbatches; some may be empty.
+    """
     plans = []
     for members in owned:
         plan = plan_microbatches([lengths[i] for i in members], 1, *bounds)[0] if members else []
@@ -75,7 +78,7 @@ def _plan_forward(owned: list[list[int]], lengths: list[int], bounds: tuple[int 
 
 
 def _positions(items: list[int], sequences_per_item: int) -> list[int]:
-    """Return the positions of the samples of these items."""
+    """Return the positions of the samples that belong to the items at positions `items`."""
     return [item * sequences_per_item + i for item in items for i in range(sequences_per_item)]
 
 

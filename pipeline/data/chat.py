@@ -1,11 +1,11 @@
-r"""Tokenize records: prompts for sampling, conversations for supervised training.
+r"""Tokenize records as prompts for sampling or as conversations for supervised training.
 
 With a chat template, a prompt is the rendered conversation up to the point where the assistant speaks (for a complete
 conversation, up to its last answer). In training the loss counts the assistant's turns including their end-of-turn token.
 Without a template (`data.apply_chat_template: false`) a prompt is plain text, and the loss counts the answer and the
 end-of-sequence token. `pipeline.data.records` reads the columns of a record.
 
-A token that has text of both a prompt and an answer, such as the newlines of "assistant\n" + "\nHello", counts as the answer's.
+A token that spans the border of prompt and answer, such as the newlines of "assistant\n" + "\nHello", counts as the answer's.
 
 Not supported: images.
 """
@@ -36,7 +36,7 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer `config.name`, with the chat template that the recipe gives or names, if any. Raises RecipeError."""
+    """Return the tokenizer `config.name` with the chat template that `choose_template` chooses, which may raise RecipeError."""
     from transformers import AutoTokenizer  # submission may lack it
 
     tokenizer = AutoTokenizer.from_pretrained(config.name, trust_remote_code=False)
@@ -47,8 +47,8 @@ def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
 class Encoder(RecordReader):
     """Reads and tokenizes the records of one data set.
 
-    Raises RecipeError if a required chat template is missing, if `prompt_file` does not have exactly one {}, or if a key needs
-    a chat template and none is applied.
+    Raises RecipeError if a required chat template is missing, if `prompt_file` does not have exactly one {}, or if the recipe
+    sets `system_prompt_file` or `messages_key` with data.apply_chat_template=false.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Encoder(RecordReader):
             raise _needs_template("messages_key")
 
     def prompt(self, record: dict[str, Any]) -> np.ndarray:
-        """Return the prompt tokens, `[P]` int32, at least one. Raise ValueError if the record lacks the input."""
+        """Return the prompt tokens, `[P]` int32. Raise ValueError if the record lacks the input or the prompt has no token."""
         question = self.question(record)
         if isinstance(question, str):
             tokens = self._plain.tokens(question)
@@ -87,13 +87,13 @@ class Encoder(RecordReader):
         return _int32(tokens)
 
     def conversation(self, record: dict[str, Any]) -> Encoded:
-        """Return a record as tokens and loss mask for supervised training. Raise ValueError as `example` and `encode` do."""
+        """Return a record's tokens and loss mask for supervised training. Raise ValueError as `example` and `encode` do."""
         return self.encode(self.example(record))
 
     def encode(self, example: Example) -> Encoded:
-        """Return an example as tokens and loss mask. The first token has no context, so the loss never counts it.
+        """Return an example's tokens and loss mask. The first token has no context, so the loss never counts it.
 
-        Raise ValueError as `encode_turns` does, or if no token remains to count.
+        Raise ValueError as `encode_turns` does, or if the loss would count no token.
         """
         if isinstance(example, Turns):
             tokens, mask = self.encode_turns(example)
@@ -105,16 +105,16 @@ class Encoder(RecordReader):
         return _int32(tokens), mask
 
     def count(self, example: Example) -> int:
-        """Return the number of tokens of an example, without learning which of them count."""
+        """Return the number of tokens of an example. Faster than `encode`, because it computes no loss mask."""
         if isinstance(example, Turns):
             return len(self._bare_tokens(self.template.text(example.messages, **example.options)))
         return len(self._plain.with_end(self._plain.tokens((example.prompt or "") + example.text)))
 
     def _encode_text(self, example: Continuation) -> tuple[list[int], np.ndarray]:
-        """Return a plain text, ended by the end-of-sequence token, and its loss mask.
+        """Return the tokens of a plain text, which end in the end-of-sequence token, and their loss mask.
 
-        The loss counts the tokens that have text of `example.text`, and the end: the first of them may also have text of the
-        prompt, where both are one token.
+        The loss counts every token with text of `example.text`, even if it also has text of the prompt, and the
+        end-of-sequence token.
         """
         prompt = example.prompt or ""
         text = prompt + example.text
@@ -124,7 +124,7 @@ class Encoder(RecordReader):
         return [*begin, *ended], counted
 
     def unknown(self, parts: Sequence[Prompt | Sample]) -> str:
-        """Return a message if tokens stand for text that the tokenizer does not know, else an empty text."""
+        """Return a message if `parts` have unknown tokens of this encoder's tokenizer, else an empty text: `unknown_text`."""
         return unknown_text(parts, self.tokenizer)
 
     def encode_turns(self, turns: Turns) -> tuple[list[int], np.ndarray]:
@@ -148,11 +148,11 @@ class Encoder(RecordReader):
         return tokens, mask
 
     def _bare_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text, which has its own special tokens."""
+        """Return the tokens of a rendered text. The tokenizer adds no special tokens: the template has written them."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _masked_by_marks(self, turns: Turns, assistant: AssistantTurns) -> tuple[list[int], np.ndarray]:
-        """Mask by the template's own {% generation %} blocks.
+        """Return the tokens of a conversation and a loss mask of the template's {% generation %} blocks.
 
         A block may end before or after the token that ends the turn; the mask includes that token in both cases.
         """
@@ -173,9 +173,10 @@ class Encoder(RecordReader):
         return tokens, mask
 
     def _end_of_turn(self, tokens: list[int], begin: int) -> int:
-        """Return the end of the loss on the turn that starts at `begin`: after its last special token.
+        """Return the position after the last token of the turn at tokens[begin:] that the loss counts.
 
-        Only white space may follow that token. The newline after <|im_end|> is the template's; a sampler stops before it.
+        This is the turn's last special token if only white space follows it: the newline after <|im_end|> is the template's,
+        and a sampler stops before it. Otherwise it is the turn's last token.
         """
         for end in range(len(tokens), begin, -1):
             if tokens[end - 1] in self._special:
@@ -191,7 +192,7 @@ def _needs_template(key: str) -> RecipeError:
 
 
 def unknown_text(parts: Sequence[Prompt | Sample], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a message if tokens stand for text that a tokenizer does not know, else an empty text."""
+    """Return a message with the number of unknown tokens (`unk_token`) in `parts`; an empty text if there are none."""
     mark = _unknown_token(tokenizer)
     tokens = np.concatenate([part.tokens for part in parts]) if parts else np.zeros(0, np.int32)
     if mark is None or not (count := int((tokens == mark).sum())):
@@ -203,10 +204,7 @@ def unknown_text(parts: Sequence[Prompt | Sample], tokenizer: PreTrainedTokenize
 
 
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the token for unknown text, or None.
-
-    None also if that token has another meaning, like GPT-2's <|endoftext|>.
-    """
+    """Return the id of `unk_token`, or None if the tokenizer has none or also uses it as BOS or EOS, as GPT-2 does."""
     special_ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     unknown: Any = tokenizer.unk_token_id  # typed as for a batch of ids
     return None if unknown in special_ids else unknown

@@ -26,23 +26,24 @@ Record = dict[str, Any]
 
 
 def load_records(dataset: DatasetConfig, seed: int, drops: bool = False) -> Sequence[Record]:
-    """Return all records of a data set; see `load_split`."""
+    """Return the records of a data set, without holding any out. The arguments are those of `load_split`."""
     return _repeat_records(_sample_records(_read(dataset, seed, drops), dataset), dataset)
 
 
 def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[Sequence[Record], Sequence[Record]]:
     """Return (training records, records that `split_validation_size` holds out) of a data set.
 
-    seed: for generated data sets whose `kwargs` have none. drops: whether bad records are dropped. A line of a data file that
-    is no record then raises where it is read, not here; it counts as a record in draws, sizes and positions.
+    seed: the seed of a generated data set or a callable if `kwargs` have none. drops: whether the stream drops bad records. A
+    malformed line of a data file then raises when it is read, not here; it counts as a record in draws, sizes and positions.
 
     `dataset_name` may be one of NAMED_DATASETS or GENERATED_DATASETS, a folder from `save_to_disk`, anything that
     `datasets.load_dataset` accepts (a folder of JSON or Parquet files, a name in the local caches; HF_HUB_OFFLINE=1 avoids the
     network; `kwargs` then go to `load_dataset`), or the dotted path of a callable (split, seed=, **kwargs).
 
-    Draws depend only on the data set's own seed and its number of records, and equal those of `datasets`:
-    `shuffle(seed).select(range(max_samples))`, then `train_test_split(split_validation_size, seed)`. Raise RecipeError if the
-    recipe names no data set or two, if the split or the records do not exist, or if one of the two parts would be empty.
+    Draws depend only on `dataset.seed` and the number of records, and equal those of `datasets`:
+    `shuffle(seed).select(range(max_samples))`, then `train_test_split(split_validation_size, seed)`. Raise RecipeError if
+    `dataset` has neither or both of dataset_name and data_path, if the split or the records do not exist, or if one of the two
+    returned parts would be empty.
     """
     records = _sample_records(_read(dataset, seed, drops), dataset)
     size = dataset.split_validation_size
@@ -86,14 +87,14 @@ def _repeat_records(records: Sequence[Record], dataset: DatasetConfig) -> Sequen
 
 
 def record_location(records: Sequence[Record], index: int) -> str:
-    """Return the location of a record for messages: FILE:LINE, or its number."""
+    """Return the location of a record for messages: FILE:LINE, the text of `ArrowRecords.place`, or the record's number."""
     while isinstance(records, _Selection | _MappedRecords):
         records, index = records.source(index)
     return records.place(index) if isinstance(records, JSONLRecords | ArrowRecords) else f"record {index} (from 0)"
 
 
 def readable(records: Sequence[Record]) -> Iterator[tuple[int, Record]]:
-    """Yield (number, record) of the records that can be read. The stream names or drops the others."""
+    """Yield (number, record) of each record that can be read. Skip the others, which the stream refuses or drops later."""
     for index in range(len(records)):
         try:
             record = records[index]
@@ -105,7 +106,7 @@ def readable(records: Sequence[Record]) -> Iterator[tuple[int, Record]]:
 
 
 class _Selection(Sequence):
-    """Selected records in a given order. numbers: `[N]` int64."""
+    """The records with certain numbers, in the order of `numbers`, `[N]` int64."""
 
     def __init__(self, records: Sequence[Record], numbers: np.ndarray) -> None:
         self._records, self._numbers = records, numbers
@@ -117,12 +118,12 @@ class _Selection(Sequence):
         return self._records[int(self._numbers[index])]
 
     def source(self, index: int) -> tuple[Sequence[Record], int]:
-        """Return the records that one was selected from, and its number there."""
+        """Return (the underlying records, the number in them of our record `index`)."""
         return self._records, int(self._numbers[index])
 
 
 class _MappedRecords(Sequence):
-    """Records that a function makes from rows on access."""
+    """The rows of a data set as records, which the function `make` makes on access."""
 
     def __init__(self, rows: Sequence[Record], make: Callable[[Record], Record]) -> None:
         self._rows, self._make = rows, make
@@ -134,15 +135,15 @@ class _MappedRecords(Sequence):
         return self._make(self._rows[index])
 
     def source(self, index: int) -> tuple[Sequence[Record], int]:
-        """Return the rows that a record was made from, and its number there."""
+        """Return (the rows, the number of the row from which record `index` is made)."""
         return self._rows, index
 
 
 class JSONLRecords(Sequence):
     """A JSONL file that is read record by record. Only the offsets of its lines stay in memory; blank lines are skipped.
 
-    A line that is not a JSON object raises ValueError, with file and line, and one of more than MAX_LINE bytes OSError. drops:
-    not at the start, but where the record is read, and without file and line, which `place` returns.
+    Without `drops` the constructor raises ValueError, with file and line, for a line that is not a JSON object, and OSError for
+    one of more than MAX_LINE bytes. With `drops` reading such a record raises ValueError, without file and line (see `place`).
     """
 
     def __init__(self, path: Path, drops: bool = False) -> None:

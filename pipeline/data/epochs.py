@@ -1,7 +1,7 @@
 """Compute how many steps the records of a run make, and how many are left over at its end.
 
 A step takes a whole batch: `policy.train_global_batch_size` items offline, `num_prompts_per_step` prompts online. A batch may
-span two epochs, so records are left over only when the last epoch has ended.
+span two epochs, so records can be left over only at the end of the last epoch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.recipe.problems import Problem
 
 @dataclass(frozen=True)
 class Supply:
-    """The records of a whole run, and how its steps take them."""
+    """Holds the number of records of a whole run and of each step."""
 
     total: int | None  # records of all epochs and training sets; None: without an end
     source: str  # of the records, for a message
@@ -24,16 +24,16 @@ class Supply:
 
     @property
     def steps(self) -> int | None:
-        """Return the steps that the records make; None without an end."""
+        """The number of full steps that the records make; None if the number of epochs is unlimited."""
         return None if self.total is None else self.total // self.per_step
 
     @property
     def left_over(self) -> int:
-        """Return the records that fill no step at the end of the last epoch."""
+        """The number of records at the end of the last epoch that do not fill a step; 0 if epochs are unlimited."""
         return 0 if self.total is None else self.total % self.per_step
 
     def problem(self) -> Problem | None:
-        """Return the problem of records that do not fill one step; None if they do."""
+        """Return a problem if the records do not fill one step, else None."""
         if self.total is None or self.total >= self.per_step:
             return None
         smaller = f", or {self.batch_key}={self.total}" if self.total else ""
@@ -45,7 +45,7 @@ class Supply:
 
 
 def of_records(recipe: Recipe, records: int) -> Supply:
-    """Return the supply of a run. records: of all training sets, in one epoch."""
+    """Return the supply of a run. records: the number of records of all training sets in one epoch."""
     epochs = bound(section(recipe).max_num_epochs)
     prefix = "data.datasets." if recipe.data.datasets else "data."
     shortened = [
@@ -57,7 +57,7 @@ def of_records(recipe: Recipe, records: int) -> Supply:
 
 
 def of_ended_data(recipe: Recipe, records: int) -> Supply:
-    """Return the supply of a run whose data have ended. records: the number that they had, in all epochs."""
+    """Return the supply of a run whose data have ended. records: how many records its data had in all epochs together."""
     return _supply(recipe, records, f"{records:,} records in all epochs")
 
 

@@ -1,8 +1,8 @@
-"""A tokenizer from its files, without transformers: for checks before submission, which must not import torch.
+"""Read a tokenizer from its files without transformers, for checks before submission, which must not import torch.
 
-It has the part of transformers' interface that `pipeline.data` uses, and treats the files as transformers does: special tokens
-of tokenizer_config.json that tokenizer.json lacks get new ids, and the post-processor of tokenizer.json alone adds BOS and EOS,
-whatever `add_bos_token` says. Templates are rendered by jinja2 in the same sandbox.
+`FileTokenizer` has the part of transformers' interface that `pipeline.data` uses, and treats the files as transformers does:
+special tokens of tokenizer_config.json that tokenizer.json lacks get new ids; only the post-processor of tokenizer.json adds
+BOS and EOS, so `add_bos_token` has no effect; jinja2 renders templates in the same sandbox.
 
 Not handled: tokenizers without tokenizer.json; special tokens that only a tokenizer's class names.
 """
@@ -47,7 +47,7 @@ class FileTokenizer:
     """A tokenizer.json with its settings and chat template."""
 
     def __init__(self, folder: Path, config: TokenizerConfig, key: str = KEY) -> None:
-        """Read the files. key: the recipe's key of the chat template. Raises RecipeError for files that cannot be read."""
+        """Read the files in `folder`. key: the recipe's key of the chat template. Raises RecipeError if one cannot be read."""
         self.name_or_path = str(folder)
         settings = _settings(folder)
         self._tokenizer = read_tokenizer(folder / VOCABULARY)
@@ -77,7 +77,7 @@ class FileTokenizer:
 
     @property
     def vocabulary_file(self) -> Path:
-        """The tokenizer.json."""
+        """The path of tokenizer.json."""
         return Path(self.name_or_path) / VOCABULARY
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class FileTokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """The added tokens, special ones among them, by id."""
+        """The added tokens, including the special ones, by id."""
         return self._tokenizer.get_added_tokens_decoder()
 
     def convert_tokens_to_ids(self, text: str) -> int | None:
@@ -124,7 +124,7 @@ class FileTokenizer:
     pad_token_id = property(lambda self: self._id("pad_token"))
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """Return the template that renders a conversation. Raises ValueError if there is none, or none of this name."""
+        """Return the template that renders a conversation. Raises ValueError if there is no template or none of this name."""
         template = self.chat_template
         if isinstance(template, dict):
             name = chat_template or ("tool_use" if tools is not None and "tool_use" in template else "default")
@@ -147,7 +147,7 @@ class FileTokenizer:
         return_dict: bool = True,
         **variables: Any,
     ) -> Any:
-        """Return a rendered conversation: its text, its tokens, or an `EncodedText`."""
+        """Return a rendered conversation: its text, its tokens, or an `EncodedText`, by `tokenize` and `return_dict`."""
         template = _compile_template(self.get_chat_template(chat_template, tools))
         arguments = {
             "messages": messages,
@@ -163,7 +163,7 @@ class FileTokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, which others share: do not change it. Raises RecipeError."""
+    """Return the tokenizer of a tokenizer.json. Callers share it, so do not change it. Raises RecipeError."""
     try:
         with user_files.open_file(path) as file:  # the library that reads it would wait for a pipe
             status = os.fstat(file.fileno())
@@ -190,7 +190,7 @@ def _read_tokenizer(path: str, _changed: int, _size: int) -> Tokenizer:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, and below it special_tokens_map.json, which older versions of transformers write."""
+    """Return the keys of tokenizer_config.json, and the keys of special_tokens_map.json (older transformers) that it lacks."""
     settings: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS, SETTINGS):
         if (path := folder / name).exists():
@@ -224,7 +224,7 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON in which HTML's characters stay as they are."""
+    """Return a value as JSON, without escaping HTML's characters as jinja2's own filter does."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

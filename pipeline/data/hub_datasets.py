@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 def named_rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
-    """Return the rows of a named data set, its subsets concatenated."""
+    """Return the rows of one of NAMED_DATASETS. Several subsets are concatenated."""
     description = NAMED_DATASETS[name]
     parts: list[Any] = [
         _load(description.repository, subset, dataset.split or description.split, dataset.kwargs)
@@ -28,7 +28,7 @@ def named_rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
 
 
 def rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
-    """Return the rows of a split: of a folder from `save_to_disk`, or of what `load_dataset` accepts."""
+    """Return the rows of a split. name: a folder from `save_to_disk`, or a data set that `load_dataset` accepts."""
     folder, split = Path(name), dataset.split or "train"
     if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
         return _load(name, dataset.subset, split, dataset.kwargs)
@@ -40,7 +40,7 @@ def rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
 
 
 def data_files(name: str, dataset: DatasetConfig) -> Sequence[str]:
-    """Return the files of a split of a folder with data files, in the order of its rows; none of other data sets."""
+    """Return the data files of a split, in the order of their rows; empty if `name` is not a folder with data files."""
     if not Path(name).is_dir():
         return ()
     options = {"name": dataset.subset, **dataset.kwargs} if dataset.subset else dataset.kwargs
@@ -52,7 +52,7 @@ def data_files(name: str, dataset: DatasetConfig) -> Sequence[str]:
 
 
 def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> Sequence[Record]:
-    """Return a data set from `load_dataset`, from the files in the hub cache if there are any.
+    """Return a data set from `load_dataset`, which reads the files in the hub cache if there are any.
 
     Without a network `load_dataset` only finds data sets that it has prepared itself, not those of `hf download`. Raise
     RecipeError if there is no such data set, subset or split.
@@ -72,9 +72,9 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
 
 
 def _snapshot(name: str, revision: str | None) -> str | None:
-    """Return the folder of a repository's files in the hub cache, or None.
+    """Return the folder of a repository's data files in the hub cache.
 
-    None also if the cache only has files that describe the repository.
+    Return None if the cache lacks the repository, or only has files that describe it.
     """
     try:
         folder = huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True)

@@ -1,8 +1,9 @@
 """Build the recipe's data sets as one stream; several are mixed by weight.
 
-The data set of the item at position p is drawn with probability weight / (sum of weights) from (seed, p) alone. Each data set
-has its own order and epochs. After `max_num_epochs` a data set ends, and the others share its weight until the last one ends.
-The state is therefore p and the states of the streams, and a resumed run sees exactly the records that it would have seen.
+The item at position p comes from a data set that is drawn with probability weight / (sum of weights). After `max_num_epochs` a
+data set ends; if it is drawn then, the draw is repeated among the others. Each data set has its own order and epochs. A draw
+depends only on the seed, p, the weights and the number of data sets. The state is therefore p and the states of the streams,
+and a resumed run sees exactly the records that it would have seen without the interruption.
 
 Data sets are drawn at random rather than in turn: prompts go to engines in turn, and no engine should get all prompts of one
 data set.
@@ -50,23 +51,29 @@ logger = logging.getLogger(__name__)
 
 
 class Mixture(Generic[Item]):
-    """A stream that mixes several. The index of a prompt is its position in the mixture and unique in a run."""
+    """A stream that mixes the items of several streams.
+
+    The index of a prompt is its position in the mixture, so it is unique in a run.
+    """
 
     def __init__(self, streams: Mapping[str, Stream[Item]], weights: Mapping[str, float], seed: int) -> None:
         """Mix streams by weight.
 
-        streams: by the names of their data sets. weights: of each, above 0.
+        streams: data set's name -> its stream. weights: data set's name -> its weight, above 0.
         """
         self._streams, self._weights, self._seed = dict(streams), {name: weights[name] for name in streams}, seed
         self._position = 0
 
     @property
     def usable(self) -> int:
-        """The number of records in an epoch of all data sets, without the records that the check at the start dropped."""
+        """The number of records of all data sets in one epoch, minus the records that the check at the start dropped."""
         return sum(stream.usable for stream in self._streams.values())
 
     def follow(self, weights: Mapping[str, float | None], max_num_epochs: int) -> None:
-        """Draw by other weights from here on, and let every data set have another number of epochs. None: its records."""
+        """Change the weights and every data set's number of epochs from the current position on.
+
+        weights: data set's name -> weight. None stands for the number of its records.
+        """
         for name, stream in self._streams.items():
             stream.end_after(max_num_epochs)
             weight = weights[name]
@@ -81,11 +88,11 @@ class Mixture(Generic[Item]):
 
     @property
     def dropped(self) -> int:
-        """The number of records that its data sets have skipped up to its position."""
+        """The number of records that the data sets' streams have skipped so far."""
         return sum(stream.dropped for stream in self._streams.values())
 
     def _next(self) -> list[Item]:
-        """Return one item; none if every data set has ended."""
+        """Return a list of the next item; an empty list if every data set has ended."""
         names = list(self._streams)
         while names:
             name = self._draw_name(names)
@@ -96,7 +103,7 @@ class Mixture(Generic[Item]):
         return []
 
     def _draw_name(self, names: list[str]) -> str:
-        """Draw a name by weight. The draw depends on the position alone."""
+        """Draw one of `names` by weight. The draw depends on the seed, the position, the number of names and their weights."""
         ends = np.cumsum([self._weights[name] for name in names])
         drawn = np.random.default_rng([self._seed, self._position, len(names)]).random() * ends[-1]
         return names[min(int(np.searchsorted(ends, drawn, side="right")), len(names) - 1)]
@@ -107,7 +114,7 @@ class Mixture(Generic[Item]):
         return {"position": self._position, "seed": self._seed, "weights": dict(self._weights), "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`. Raise RecipeError if other data sets, weights or seeds were mixed."""
+        """Continue at `state`. Raise RecipeError if it is from other data sets, weights or seeds."""
         if "streams" not in state:
             message = f"the checkpoint has one data set, this run has {', '.join(self._streams)}"
             raise RecipeError(Problem("data", "run-exists", message))
@@ -133,10 +140,10 @@ Streams = tuple[Stream | Mixture, list[Prompt] | list[Sample] | list[Pair]]
 def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams:
     """Return the training stream and the validation items.
 
-    The validation items are the first `max_val_samples` records, in order, of each validation data set: first those that
-    training data sets hold out (`split_validation_size`), then data.validation or data.validations. Items are prompts for
-    algorithms that sample, pairs for those that learn preferences, else examples. A prompt has the name of its data set if
-    there are several for training, or for validation.
+    The validation items are the first `max_val_samples` items, in order, of each validation data set. The first of these data
+    sets are the records that training data sets hold out (`split_validation_size`); data.validation or data.validations
+    follow. Items are prompts for algorithms that sample, pairs for those that learn preferences, else examples.
+    `Prompt.dataset` is set for training if `data.datasets` is, and for validation if there are several data sets.
     """
     config, data = section(recipe), recipe.data
     drops = data.bad_records == "drop"
@@ -160,7 +167,7 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
 
 
 def follow(stream: Stream | Mixture, recipe: Recipe) -> None:
-    """Let a training stream have the epochs and the weights of a recipe that has changed, from here on."""
+    """Give a training stream the epochs and weights of a changed recipe, from its current position on."""
     epochs = section(recipe).max_num_epochs
     if isinstance(stream, Mixture):
         stream.follow({name: dataset.weight for name, dataset in training_sets(recipe.data).items()}, epochs)
@@ -177,7 +184,7 @@ def _stream(
     shuffle: bool,
     epochs: int,
 ) -> Stream:
-    """Return the stream of one data set. name: for its prompts."""
+    """Return the stream of one data set. name: `Prompt.dataset` of its prompts, which may be empty."""
     paired = recipe.algorithm in PAIRED
     key = next(key for key, configured in keyed_sets(recipe.data).items() if configured is dataset)
     if paired:

@@ -5,7 +5,7 @@
     context, chosen, rejected pairs: the conversation before the answers, and the two answers
 
 Prompts and answers are those of NeMo-RL's data sets with the same names. `pipeline/config/data.py` has their repositories,
-subsets and splits. Records are made on access; a record with missing columns raises ValueError then.
+subsets and splits. Each access makes a record from its row, and raises ValueError if columns are missing.
 
 Not supported: images, audio, tools.
 """
@@ -23,9 +23,9 @@ Record = dict[str, Any]
 
 
 def columns(dataset: DatasetConfig, paired: bool) -> DatasetConfig:
-    """Return the configuration with the keys of the records' columns.
+    """Return a named data set's configuration with the keys of our columns; other configurations unchanged.
 
-    paired: for an algorithm that learns preferences.
+    paired: whether the algorithm learns preferences.
     """
     if (named := NAMED_DATASETS.get(dataset.dataset_name or "")) is None:
         return dataset
@@ -44,14 +44,14 @@ def record(dataset: DatasetConfig, row: Record) -> Record:
 
 
 def _not_empty(row: Record, key: str) -> str:
-    """Return an answer. Raise ValueError if it is empty, since it could not score anything."""
+    """Return the text in a column. Raise ValueError if it is empty, since no answer can be judged by an empty one."""
     if not (text := text_of(row, key)).strip():
         raise ValueError(f"'{key}' is empty")
     return text
 
 
 def _gsm8k(row: Record) -> Record:
-    """Read a row whose answer follows the #### of the solution."""
+    """Return a GSM8K row as a record. The final answer follows the #### of the solution."""
     _, mark, answer = text_of(row, "answer").partition("####")
     if not mark:
         raise ValueError("'answer' has no ####; expected the final answer after it")
@@ -66,7 +66,7 @@ def _dapo(row: Record) -> Record:
 
 
 def _squad(row: Record) -> Record:
-    """Read a row. The passage becomes the turn of the system; of several answers the first counts."""
+    """Return a SQuAD row as a record. The passage becomes the system's turn, and the first of several answers is used."""
     answers = row.get("answers")
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not texts:
@@ -83,7 +83,10 @@ def _conversation(row: Record) -> Record:
 
 
 def _helpsteer3(row: Record) -> Record:
-    """Read a row. A preference below 0 selects the first response. At 0 both answers become the same."""
+    """Return a HelpSteer3 row as a record.
+
+    A preference below 0 selects the first response, above 0 the second. At 0 chosen and rejected are both the first response.
+    """
     preference = row.get("overall_preference")
     if isinstance(preference, bool) or not isinstance(preference, int | float):
         raise ValueError(f"'overall_preference' is {preference!r}, not a number")
@@ -103,7 +106,7 @@ def _tulu3_preference(row: Record) -> Record:
 
 
 def _plain(messages: list[Message]) -> list[Message]:
-    """Return messages with only role and content."""
+    """Return copies of the messages with only their role and content."""
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

@@ -1,18 +1,20 @@
-r"""Encode an environment's reply to the policy as the tokens between two of its turns.
+r"""Encode an environment's reply to the policy as the tokens between two turns of the policy.
 
 With a chat template these are the template's tokens from the end of an assistant's turn to the start of the next one:
 
     ChatML    \n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n
     Mistral   [INST] {content}[/INST]
 
-They are preceded by the end of the turn (<|im_end|>, </s>) if the policy did not sample one: gpt-oss samples <|return|>, where
-its template has <|end|> between turns. The tokens are cut out of a
-conversation with a placeholder for the policy's turn. The policy's own tokens are therefore never tokenized again, and a
-template that drops earlier reasoning does not change them. Without a chat template the tokens are those of the plain text.
+If the policy sampled no token that ends its turn, the template's end of the turn (<|im_end|>, </s>) comes first. The sampled
+token may differ from the template's: gpt-oss samples <|return|>, but its template has <|end|> between turns.
 
-Where the template has no role `tool`, such messages get the role `user`, and the log notes it once. Special tokens in the
-content, which a tool may have from any source, are spelled out (`pipeline/data/special_tokens.py`), so that the content cannot
-end its turn and begin another.
+We render a conversation with a placeholder for the policy's turn, and take the tokens after the placeholder. The policy's own
+tokens are therefore never tokenized again, and a template that drops earlier reasoning does not change them. Without a chat
+template the tokens are those of the plain text.
+
+If the template has no role `tool`, such messages get the role `user`, and the log notes this once. The content may come from
+any source, so its special tokens are split into ordinary ones (`pipeline/data/special_tokens.py`): it cannot end its own turn
+and begin another.
 
 Not supported: structured tool calls (for the template, the policy's turn is text), images.
 """
@@ -40,7 +42,7 @@ CUT = " [cut]"  # end of a truncated observation
 
 
 class Observations:
-    """Encodes messages of environments. Not thread-safe.
+    """Encodes environments' messages to the policy. Not thread-safe.
 
     Raises RecipeError if the template cannot render a second turn of the user.
     """
@@ -61,11 +63,11 @@ class Observations:
         self._ends: list[Any] = [tokenizer.convert_tokens_to_ids(text) for text in ends.texts]  # typed as for a batch
 
     def ends_turn(self, token: int) -> bool:
-        """Return whether this is a token with which the chat template ends an assistant's turn."""
+        """Return whether `token` ends an assistant's turn in the chat template."""
         return token in self._ends
 
     def tokens(self, message: Message, ended: bool) -> np.ndarray:
-        """Return the tokens, `[O]` int32, from the policy's turn to the start of its next one.
+        """Return the tokens, `[O]` int32, between the policy's turn and the start of its next turn.
 
         message: {"role", "content"}; without a chat template the role has no effect. ended: whether the policy's last token
         `ends_turn`. Raise RecipeError for a role that the template cannot render there.
@@ -82,9 +84,9 @@ class Observations:
         return np.asarray(all_tokens[len(before) :], np.int32)
 
     def within(self, message: Message, ended: bool, room: int) -> np.ndarray | None:
-        """Return the tokens of a message, at most `room` of them.
+        """Return the `tokens` of a message, at most `room` of them.
 
-        The content of a longer message is truncated and ends in CUT. Return None if no part of it fits.
+        If they do not fit, the content is truncated and ends in CUT. Return None if no part of the content fits.
         """
         tokens = self.tokens(message, ended)
         if len(tokens) <= room:
@@ -99,7 +101,10 @@ class Observations:
         return None
 
     def _role(self, role: str) -> str:
-        """Return the role that the template uses for messages of a role."""
+        """Return `role`, or `user` for a role `tool` that the template lacks.
+
+        Raise RecipeError if the template cannot render the role.
+        """
         if role not in self._roles:
             rendered_as, problem = role, self._problem(role)
             if problem and role == "tool":
@@ -112,7 +117,7 @@ class Observations:
         return self._roles[role]
 
     def _problem(self, role: str) -> str | None:
-        """Return why the template cannot render a role, or None."""
+        """Return the reason why the template cannot render a message of `role` after an assistant's turn; None if it can."""
         try:
             text, begin = self._conversation({"role": role, "content": PLACEHOLDER_REPLY})
         except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -120,7 +125,10 @@ class Observations:
         return None if PLACEHOLDER_REPLY in text[begin:] else "it renders no text of it"
 
     def _conversation(self, *reply: Message) -> tuple[str, int]:
-        """Return (a rendered conversation up to the policy's next turn, the end of the policy's previous turn in it)."""
+        """Return (a rendered conversation with a placeholder for the policy's turn, the position after the placeholder).
+
+        With a `reply` the conversation ends where the policy's next turn begins.
+        """
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER_TURN}, *reply]
         text: Any = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=bool(reply), **self._template_kwargs

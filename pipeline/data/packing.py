@@ -21,14 +21,15 @@ def plan_microbatches(
 ) -> list[list[list[int]]]:
     """Distribute sequences over data-parallel ranks and microbatches: `plan[rank][microbatch]` lists sequence numbers.
 
-    `lengths` are in tokens, at least one. An entry may also be an item of several sequences (`pipeline.data.batches`).
+    `lengths` has the tokens of each sequence; at least one sequence is required. An entry may also be an item of several
+    sequences (`pipeline.data.batches`).
 
     Every sequence appears once. Every rank has the same number of microbatches, because FSDP's ranks gather weights together.
-    No microbatch exceeds `max_tokens` tokens or `max_sequences` sequences. The number of microbatches is the smallest for which
-    assigning the longest sequence first to the emptiest microbatch succeeds. Their sizes are similar, since ranks wait for each
-    other at each of them. Within a microbatch longer sequences come first, and equal lengths are adjacent. Microbatches are
-    empty if there are fewer sequences than microbatches (for example 3 sequences of which no two fit together, for 2 ranks);
-    `pack` turns an empty one into a single token that does not count.
+    No microbatch exceeds `max_tokens` tokens or `max_sequences` sequences. We assign sequences, the longest first, to the
+    emptiest microbatch, and take the smallest number of microbatches with which this succeeds. Microbatches have similar sizes,
+    since ranks wait for each other at every microbatch. Within a microbatch longer sequences come first, and equal lengths are
+    adjacent. Some microbatches are empty if there are fewer sequences than microbatches (for example 3 sequences of which
+    no two fit together, for 2 ranks); `pack` turns an empty one into a single token that does not count.
 
     Raise ValueError if a sequence exceeds `max_tokens`.
     """
@@ -56,7 +57,7 @@ def plan_microbatches(
 def _spread(
     lengths: Sequence[int], longest_first: list[int], count: int, max_tokens: int, max_sequences: int
 ) -> list[list[int]] | None:
-    """Assign each sequence to the bin with the fewest tokens. Return None if one does not fit there and so fits nowhere."""
+    """Assign each sequence to the bin with the fewest tokens. Return `count` bins, or None if a sequence fits in none."""
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, b) for b in range(count)]  # a heap without the bins that have max_sequences
     for i in longest_first:
@@ -70,7 +71,7 @@ def _spread(
 
 
 def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
-    """Pack samples end to end. No samples make a batch of one token with a False mask, whose share of any loss is 0."""
+    """Return samples packed end to end. Without samples, return one token with a False mask, whose share of any loss is 0."""
     samples = samples or [_EMPTY]
     lengths = tuple(len(sample.tokens) for sample in samples)
 
@@ -92,5 +93,5 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
 
 
 def pack_each(samples: Sequence[Sample], microbatches: Sequence[list[int]], device: torch.device | str) -> list[PackedBatch]:
-    """Pack each microbatch, which is a list of positions in `samples`."""
+    """Return a packed batch for each of `microbatches`, which are lists of positions in `samples`."""
     return [pack([samples[i] for i in members], device) for members in microbatches]

@@ -1,8 +1,8 @@
-"""Tokenize plain text, to be continued or learned, without a chat template.
+"""Tokenize plain text, which a model continues or learns, without a chat template.
 
 A tokenizer's post-processor may put special tokens around every text: <s> before it (Llama), or an end-of-sequence token after
-it (T5, some base models). Those before it begin a document. One after it would end the document before the answer, so it is
-left out, and `with_end` appends the end-of-sequence token where a text is complete.
+it (T5, some base models). We keep the tokens before the text, which begin a document. We omit the token after the text, which
+would end the document before the answer. `with_end` appends the end-of-sequence token to a complete text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlainText:
 
     @cached_property
     def end(self) -> list[int]:
-        """The end-of-sequence token; empty if the tokenizer has none, which the log says once."""
+        """The end-of-sequence token; empty, with a warning in the log, if the tokenizer has none."""
         end: Any = self._tokenizer.eos_token_id  # typed as for a batch of ids
         if end is None:
             name = self._tokenizer.name_or_path
@@ -44,11 +44,11 @@ class PlainText:
         return [] if end is None else [end]
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on, with the special tokens before it."""
+        """Return the tokens of an incomplete text: the special tokens before every text, then those of the text."""
         return [*self.begin, *self._bare(text)]
 
     def with_end(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a complete text, with the end-of-sequence token unless they end in it."""
+        """Return `tokens`, of a complete text, with the end-of-sequence token appended unless they already end in it."""
         return tokens if tokens[-1:] == self.end else [*tokens, *self.end]
 
     def _bare(self, text: str) -> list[int]:
@@ -58,9 +58,9 @@ class PlainText:
 def tokens_with_text(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]
 ) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of a text, without special tokens around it, and which of them have text of the spans, `[L]` bool.
+    """Return the tokens of a text, without special tokens around it, and a mask `[L]` bool of the tokens with text of a span.
 
-    spans: (begin, end) in characters. A token across the begin or the end of a span counts.
+    spans: (begin, end) in characters. The mask includes tokens that are only partly in a span.
     """
     if not tokenizer.is_fast:
         return _by_prefixes(tokenizer, text, spans)
@@ -75,8 +75,8 @@ def tokens_with_text(
 def _extents(offsets: list[tuple[int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the begin and the end of each token in a text of `length` characters, `[L]` int64 each.
 
-    Offsets may leave out white space at the ends of a token (GPT-2's `trim_offsets`), which then belongs to the token after the
-    gap, or to the token itself if it has nothing else.
+    Offsets may omit white space at the ends of a token (GPT-2's `trim_offsets`). We count such white space to the token after
+    the gap, or, if a token is only white space, to this token.
     """
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     before = np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(ends)[:-1]])[: len(ends)]
@@ -86,7 +86,11 @@ def _extents(offsets: list[tuple[int, int]], length: int) -> tuple[np.ndarray, n
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], np.ndarray]:
-    """Do the same with a tokenizer that knows no offsets: a border is where the tokens of the text before it stop to agree."""
+    """Return what `tokens_with_text` returns, for a tokenizer without offsets.
+
+    To find the token at a border of a span, tokenize the text before the border, and compare with the tokens of the whole text:
+    the first token that differs is at the border.
+    """
     tokens = list(tokenizer(text, add_special_tokens=False).input_ids)
 
     def border(at: int) -> tuple[int, bool]:

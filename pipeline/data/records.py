@@ -1,8 +1,8 @@
 """Read the columns of a record: prompts, training examples and pairs of answers. Nothing is tokenized here.
 
-A key may name a field of a nested column: `reward_model.ground_truth`, unless a column has this name.
+A key such as `reward_model.ground_truth` names a field of a nested column, unless a column has exactly this name.
 
-Both the job (`pipeline/data/chat.py`) and the checks of data files before submission use it.
+Both the job (`pipeline/data/chat.py`) and the checks of data files before submission use this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A plain text to learn after another. prompt: None if the loss counts every token of `text`."""
+    """A plain text that a model learns as the continuation of `prompt`. If `prompt` is None, the loss counts all of `text`."""
 
     prompt: str | None
     text: str
@@ -56,7 +56,7 @@ class RecordReader:
         self._prompt_text, self._system = prompt_text, system
 
     def question(self, record: Record) -> str | list[Message]:
-        """Return the prompt: messages, or the plain text if no chat template is applied."""
+        """Return a record's prompt: messages, or plain text if data.apply_chat_template is false."""
         if self.dataset.messages_key:
             messages = messages_of(record, self.dataset.messages_key)
             prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
@@ -71,7 +71,7 @@ class RecordReader:
         return [*self._system_message(), {"role": "user", "content": text}] if self.data.apply_chat_template else text
 
     def answer(self, record: Record) -> str:
-        """Return the expected answer. For a conversation that ends in an assistant's turn it is that turn."""
+        """Return the expected answer: the conversation's last turn if it is the assistant's, else the text in `output_key`."""
         if self.dataset.messages_key:
             last = messages_of(record, self.dataset.messages_key)[-1]
             if last["role"] == "assistant":
@@ -96,9 +96,9 @@ class RecordReader:
     def example(self, record: Record) -> Example:
         """Return the example for supervised training.
 
-        In messages the loss counts the assistant's turns; in a prompt and its completion, those of the completion. TRL's
-        `SFTTrainer` counts the same with `assistant_only_loss`, and for completions by default, plus the newline that a
-        template writes after a turn.
+        For messages the loss counts all turns of the assistant; for a prompt and its completion, those of the completion. TRL's
+        `SFTTrainer` counts the same turns (messages: with `assistant_only_loss`; completions: by default), and also the newline
+        that a template writes after a turn.
         """
         if key := self.dataset.text_key:
             if not (text := text_of(record, key)).strip():
@@ -120,7 +120,7 @@ class RecordReader:
         return Turns(self.complete_messages(messages), options=self.template_options(record))
 
     def pair(self, record: Record) -> tuple[Example, Example]:
-        """Return (chosen, rejected) answers, each with the prompt."""
+        """Return (chosen, rejected), the two answers as examples, each with the prompt."""
         keys = (self.dataset.chosen_key, self.dataset.rejected_key)
         of_messages = [isinstance(value_of(record, key), list) for key in keys]
         if of_messages[0] != of_messages[1]:
@@ -197,7 +197,7 @@ class RecordReader:
         return Turns(chosen, first, options), Turns(rejected, first, options)
 
     def _prompt(self, record: Record) -> list[Message]:
-        """Return the prompt of answers that do not include it."""
+        """Return the messages of the prompt, for a record whose answers do not repeat the prompt."""
         if key := self.dataset.messages_key:
             return self.complete_messages(_messages_without_answer(record, key))
         question = self.question(record)
@@ -211,9 +211,9 @@ class RecordReader:
 
 
 def check_prompt_text(text: str) -> str:
-    r"""Return a text with exactly one {} for the input. Its other braces are doubled, as in \boxed{{}}.
+    r"""Return the text unchanged. Raise ValueError if it does not have exactly one {} for the input.
 
-    Raise ValueError for other texts.
+    Other braces must be doubled, as in \boxed{{}}.
     """
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
@@ -237,7 +237,7 @@ def _refuse_same(keys: tuple[str, str], chosen: Any, rejected: Any) -> None:
 
 
 def _common_beginning(first: str, second: str) -> str:
-    """Return the whole words that both texts start with, without the following space. Raise ValueError if there are none."""
+    """Return the whole words with which both texts begin, without the space after them. Raise ValueError if there are none."""
     common = first[: sum(itertools.takewhile(bool, (a == b for a, b in zip(first, second, strict=False))))]
     end = max(common.rfind(" "), common.rfind("\n") + 1)
     if not common[: max(end, 0)].strip():
@@ -246,7 +246,7 @@ def _common_beginning(first: str, second: str) -> str:
 
 
 def _count_common_messages(first: list[Message], second: list[Message]) -> int:
-    """Return the number of messages that both start with."""
+    """Return the number of equal messages at the beginnings of two lists."""
     equal = (a == b for a, b in zip(first, second, strict=False))
     return sum(itertools.takewhile(bool, equal))
 
@@ -289,7 +289,7 @@ def value_of(record: Record, key: str) -> Any:
 
 
 def text_of(record: Record, key: str) -> str:
-    """Return a text or a number as a text. Raise ValueError for other values."""
+    """Return the text in a column. A number becomes a text. Raise ValueError for other values."""
     value = value_of(record, key)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"'{key}' is a {type(value).__name__}, not a text or a number")
@@ -297,12 +297,12 @@ def text_of(record: Record, key: str) -> str:
 
 
 def messages_of(record: Record, key: str) -> list[Message]:
-    """Return a list of messages with role, and text or tool calls, as the chat template takes them. Raise ValueError."""
+    """Return the messages in a column, in the form of `template_fields.read_messages`. Raise ValueError for other values."""
     return read_messages(parse_conversation(column(record, key), key))
 
 
 def plain_columns(record: Record) -> Record:
-    """Return the columns of texts, numbers, lists and mappings, which can be sent between ranks."""
+    """Return a record without the columns that cannot be sent between ranks, such as images."""
     return {key: plain for key, value in record.items() if (plain := _plain(value)) is not _NO_PLAIN}
 
 
@@ -310,7 +310,7 @@ _NO_PLAIN = object()
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that can be sent between ranks; _NO_PLAIN for others, such as an image."""
+    """Return a value in a form that can be sent between ranks; _NO_PLAIN if it has none, such as an image."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if hasattr(value, "tolist"):  # numpy's

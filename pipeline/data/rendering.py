@@ -1,8 +1,9 @@
 """Render conversations with a tokenizer's chat template, in the form that the template takes.
 
-Published templates differ in the form of tool calls. `arguments` are a mapping for most (`| tojson`), JSON text for some
-(DeepSeek-V3 concatenates it, and a mapping is an error or Python's notation). A turn with tool calls and without content has
-null, no or an empty content. The template is tried once with each form, and gets the first one that it renders well.
+Published templates expect different forms of tool calls. Most take `arguments` as a mapping (`| tojson`), some as JSON text:
+DeepSeek-V3 concatenates it, and would raise an error for a mapping or write it in Python's notation. A turn with tool calls but
+without text has `content: null`, no `content` or an empty one. We try all of these forms once, and use the first form that the
+template renders well.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ ANSWERED: tuple[Message, ...] = (
 
 
 class TemplateRefusal(ValueError):
-    """Raised if the chat template refuses a conversation, whatever it raises."""
+    """Raised if a chat template refuses a conversation, whichever exception the template raises."""
 
 
 class ChatTemplate:
     """The chat template of a tokenizer, with the recipe's variables."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
-        """variables: policy.tokenizer.chat_template_kwargs."""
+        """Keep the tokenizer and the variables. variables: policy.tokenizer.chat_template_kwargs."""
         self._tokenizer, self._variables = tokenizer, dict(variables or {})
         self._told_of_tools = False
         self._forms: dict[Any, tuple[bool, Any]] = {}  # content -> form of a turn with tool calls
@@ -73,7 +74,8 @@ class ChatTemplate:
     def text(self, messages: list[Message], **options: Any) -> str:
         """Return the rendered conversation.
 
-        options: of the record (`RecordReader.template_options`), and of `apply_chat_template`. Raise TemplateRefusal.
+        options: the record's `RecordReader.template_options`, and arguments of `apply_chat_template`. Raise TemplateRefusal if
+        the template refuses the conversation.
         """
         text = self.apply(messages, tokenize=False, **options)
         if options.get("tools") and not self._told_of_tools:
@@ -89,7 +91,7 @@ class ChatTemplate:
             return None
 
     def apply(self, messages: list[Message], **options: Any) -> Any:
-        """Return what `apply_chat_template` returns. Raise TemplateRefusal for whatever it raises."""
+        """Return the result of the tokenizer's `apply_chat_template`. Raise TemplateRefusal instead of its exceptions."""
         if any(message.get("tool_calls") for message in messages):
             messages = [self._choose_form(message) for message in messages]
         return self._apply(messages, **options)
@@ -104,7 +106,7 @@ class ChatTemplate:
             raise TemplateRefusal(f"the chat template refuses its messages ({roles}): {reason}") from error
 
     def _choose_form(self, message: Message) -> Message:
-        """Return a message in the form that the template renders well. An empty content with tool calls is none."""
+        """Return a message in the form that the template renders well. Only messages with tool calls change."""
         if not message.get("tool_calls"):
             return message
         given_content = message.get("content", ABSENT)
@@ -119,10 +121,10 @@ class ChatTemplate:
         return shaped
 
     def _call_form(self, given_content: Any) -> tuple[bool, Any]:
-        """Return (whether arguments are text, the content) for a turn with tool calls.
+        """Return the form of a turn with tool calls: (whether arguments are JSON text, the content).
 
-        given_content: the record's content; "text" for any that is not empty. The record's own form is tried first. Raise
-        TemplateRefusal if the template shows the call in no form.
+        given_content: the record's content, which is tried first; "text" stands for any content that is not empty. Raise
+        TemplateRefusal if the template writes the call in none of the forms.
         """
         if given_content not in self._forms:
             contents = [given_content]
@@ -137,9 +139,9 @@ class ChatTemplate:
         return self._forms[given_content]
 
     def _shows(self, as_text: bool, content: Any, answered: bool = False) -> bool:
-        """Return whether the template writes the name and the arguments of a call, and neither None nor Python's notation.
+        """Return whether the template writes the name and the arguments of a call, without None or Python's notation.
 
-        answered: where the tool's result, an answer and another question follow.
+        answered: whether the tool's result, an answer and another question follow the call.
         """
         arguments = {PROBE_KEY: PROBE_VALUE}
         function = {"name": PROBE_NAME, "arguments": json.dumps(arguments) if as_text else arguments}

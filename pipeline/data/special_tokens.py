@@ -1,8 +1,8 @@
-"""Tokenize text from other sources such that none of it becomes a special token.
+"""Tokenize untrusted text, such as a tool's output, so that none of it becomes a special token.
 
-A tokenizer reads `<|im_end|>` as the one token that ends a turn, whoever wrote it: a tool whose output contains it could speak
-in anyone's name. Such text is split after the first character of each special token, and the pieces are tokenized one by one:
-the same text, spelled out.
+A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. So a tool could end its turn and write another
+one, of any role. We split the text after the first character of each special token, and tokenize the pieces one by one: the
+tokens have the same text, but none of them is special.
 
 Not handled: special tokens of one character, which cannot be split; those that only the tokenizer's normalizer makes from other
 characters.
@@ -37,8 +37,8 @@ class SpecialTokenEscaper:
     def escape(self, text: str) -> str:
         """Return the text with CUT_HERE inside each special token, for `tokenize`.
 
-        A chat template may be rendered around it in between. A character that UTF-8 cannot encode (half a surrogate pair, which
-        tokenizers refuse) becomes a question mark.
+        Between `escape` and `tokenize` a chat template may render the text. A character that UTF-8 cannot encode (half a
+        surrogate pair, which tokenizers refuse) becomes a question mark.
         """
         text = text.encode("utf-8", "replace").decode().replace(CUT_HERE, UNKNOWN)
         return self._begins.sub(rf"\g<0>{CUT_HERE}", text)

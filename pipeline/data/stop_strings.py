@@ -1,8 +1,8 @@
-r"""Stop strings: texts that end a completion at the token that completes the text.
+r"""Find stop strings: texts that end a completion at the token that completes the text.
 
-A stop string counts in the decoded text of the completion's own tokens, special tokens included; it may begin and end anywhere
-in a token, and the prompt is no part of it. The completion keeps all its tokens. What is judged or shown is its text before the
-string, which `text_before_stop` returns.
+We search the decoded text of the completion's tokens, with special tokens and without the prompt. A stop string may begin and
+end within a token. The completion keeps all its tokens, but judges and users only get its text before the stop string, which
+`text_before_stop` returns.
 
     tokens of a completion    The| answer| is| 4|.\n|\nQ        stop strings    ("\n\n", "Question:")
     its text                  The answer is 4.
@@ -48,8 +48,9 @@ class StopStrings:
     def find(self, tokens: Sequence[int], new: int, stop: Sequence[str]) -> FoundStop | None:
         """Return the first stop string that the last `new` tokens complete; None if they complete none.
 
-        tokens: of a completion; those before the last `new` must complete no stop string. Decodes only if a new token may
-        complete one, and then only as many tokens as the longest one can span. So the time does not grow with the completion.
+        tokens: all tokens of a completion. The tokens before the last `new` must complete no stop string. To keep the time
+        independent of the completion's length, decode only if a new token may complete a stop string, and then only as many
+        tokens as the longest stop string can span.
         """
         begin = len(tokens) - new
         if not any(self._may_complete(tokens[at], stop) for at in range(begin, len(tokens))):
@@ -71,7 +72,10 @@ class StopStrings:
         return REPLACEMENT in text or any(string[-1] == " " or string[-1] in text for string in stop)
 
     def _window(self, tokens: Sequence[int], begin: int, most_bytes: int) -> int:
-        """Return where to begin to decode, so that the strings that tokens[begin:] complete are whole."""
+        """Return the position from which to decode, so that the text has all of a stop string that ends in tokens[begin:].
+
+        most_bytes: the UTF-8 bytes of the longest stop string.
+        """
         budget = most_bytes + MARGIN
         while begin and budget:
             begin -= 1
@@ -94,7 +98,7 @@ def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
 
 
 def rollout_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:
-    """Return the text of all turns with what the environment told, up to the stop string of the last one."""
+    """Return the text of all turns and of the environment's replies between them, up to the last turn's stop string."""
     if not rollout.turns:
         return ""
     *before, last = rollout.turns
@@ -103,7 +107,7 @@ def rollout_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:
-    """Return the text of the last turn's answer, after thinking and up to its stop string; "" if it did not begin."""
+    """Return the text of the last turn up to its stop string; "" if this turn is still thinking or there are no turns."""
     if not rollout.turns or rollout.turns[-1].thinking:
         return ""
     last = rollout.turns[-1].completion

@@ -1,18 +1,18 @@
 """Decide which tokens end a completion, in one place for training, sampling, judging and export.
 
-They are the union of
+The stop tokens are the union of
 
     the tokenizer's eos token               base models: <|endoftext|>
     generation_config.json eos_token_id     chat models list several
     config.json eos_token_id                also of `text_config`; recipe: hf_config_overrides
-    the chat template's end of a turn       what supervised training teaches, `pipeline/data/turn_ends.py`
+    the chat template's end of a turn       supervised training teaches it, `pipeline/data/turn_ends.py`
 
-so that a policy which was trained to end its turn with any of them is not sampled beyond it. The union also applies to prompts
-without a chat template: one engine serves both kinds, and special tokens are no part of an answer's text. Engines add
-policy.generation.stop_token_ids. An export has the union in its generation_config.json.
+so sampling stops at the end of a turn, whichever of these tokens the policy was trained to write there. The union also applies
+to prompts without a chat template: one engine serves both kinds of prompts, and special tokens are no part of an answer's text.
+Engines also stop at policy.generation.stop_token_ids. An export has the union in its generation_config.json.
 
-An id in config.json that is an ordinary word of the tokenizer does not count: transformers writes its model classes' default
-there, such as 2, whatever the tokenizer's token 2 is.
+We ignore an id in config.json that is an ordinary word of the tokenizer: transformers writes its model classes' default there,
+such as 2, whatever the tokenizer's token 2 is.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class StopTokens:
     tokens: tuple[StopToken, ...]
     """In the order of their ids."""
     taught: int | None
-    """The one with which the chat template ends a conversation; None if that is no token."""
+    """The id of the token with which the chat template ends a conversation; None if it ends with no token."""
     notes: tuple[str, ...] = ()
     """Notes on tokens that do not count as stop tokens, with the reason."""
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The ids, in order."""
+        """The ids of the stop tokens, in ascending order."""
         return tuple(token.id for token in self.tokens)
 
     @property
     def exported(self) -> int | list[int] | None:
-        """The ids in the form of generation_config.json, first the id that training teaches."""
+        """The value of eos_token_id in generation_config.json. In a list, the id that training teaches comes first."""
         ids = sorted(self.ids, key=lambda id: id != self.taught)
         return ids if len(ids) > 1 else ids[0] if ids else None
 
@@ -87,10 +87,11 @@ def decide(
     config: Mapping[str, Any],
     overrides: Mapping[str, Any],
 ) -> StopTokens:
-    """Return the stop tokens.
+    """Return the stop tokens that these files and the recipe define.
 
-    ends: of the tokenizer's chat template. generation, config: the content of generation_config.json and config.json, empty
-    without one. overrides: the recipe's hf_config_overrides. Raises RecipeError for values that are no token ids.
+    ends: the turn ends of the tokenizer's chat template. generation, config: the content of generation_config.json and of
+    config.json; empty if the model lacks the file. overrides: the recipe's hf_config_overrides. Raises RecipeError for values
+    that are no token ids.
     """
     sources: dict[int, list[str]] = {}
     notes: list[str] = []
@@ -122,7 +123,7 @@ def _id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def _config_ids(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Yield (place, id) of a model's config, whose language model may be described in `text_config`."""
+    """Yield (source, id) of each eos_token_id of a model's config, of its `text_config`, and of the overrides of both."""
     given_texts = (values.get("text_config") for values in (config, overrides))
     text, over = (value if isinstance(value, Mapping) else {} for value in given_texts)  # `config_values` refuses others
     values_of = {**({CONFIG: config["eos_token_id"]} if "eos_token_id" in config else {})}
@@ -145,7 +146,7 @@ def _ids(value: Any, source: str) -> list[int]:
 
 
 def model_file(name: str, file: str) -> Path | None:
-    """Return the path of a model's file, in its folder or in the local cache; None if it has none."""
+    """Return the path of a model's file, in the model's folder or in the local cache; None if there is no such file."""
     from transformers.utils.hub import cached_file  # submission may lack it
 
     path = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
@@ -153,7 +154,7 @@ def model_file(name: str, file: str) -> Path | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a model. Raises RecipeError."""
+    """Return the JSON object in a file of a model. Raises RecipeError if the file cannot be read or has no JSON object."""
     try:
         content = json.loads(user_files.read_text(path))
     except OSError as error:

@@ -1,9 +1,10 @@
-"""Records as a shuffled, resumable stream of the items of a step.
+"""Turn records into a shuffled, resumable stream of the items that a step takes.
 
 Position p of the stream is record `permutation(seed, p // N)[p % N]` of N. Each epoch has a new order that depends only on seed
-and epoch, so the position is the stream's whole state, and a resumed run sees exactly the prompts that it would have seen,
-however many it takes at a time. torchdata's StatefulDataLoader stores the position. It runs in this process (`num_workers=0`):
-encoding a step's prompts takes milliseconds, and forking a rank that holds a process group is not safe.
+and epoch, so the position is the stream's whole state. A resumed run sees exactly the prompts that it would have seen without
+the interruption, even if its steps take another number of prompts. torchdata's StatefulDataLoader stores the position. It runs
+in this process (`num_workers=0`): encoding a step's prompts takes milliseconds, and forking a rank that holds a process group
+is not safe.
 
 Not supported: sharding (only rank 0 reads the data), curricula.
 """
@@ -45,11 +46,15 @@ def encode_prompt(
 ) -> Prompt:
     """Return the prompt of a record.
 
-    `Prompt.index` is the position in the stream over all epochs; `Mixture` replaces it. `Prompt.task` holds what an environment
-    needs: the expected answer, and the prompt's "messages", or its "text" if no chat template is applied, for a model with
-    another tokenizer, and "template_options", such as tools, if the record has any. answered: False if a record may lack the
-    answer. whole: True if user code scores the answers. The task then also has "record", all columns of texts, numbers, lists
-    and mappings.
+    `Prompt.index` is the position in the stream over all epochs; `Mixture` replaces it. `Prompt.task` is a mapping for the
+    environment:
+
+        answer              the expected answer
+        messages, or text   the prompt with or without a chat template, for a model with another tokenizer
+        template_options    tools and variables of the chat template, if the record has any
+        record              if `whole`: the record's columns of texts, numbers, lists and mappings
+
+    answered: whether a record must have an answer. whole: whether user code scores the answers.
     """
     question = encoder.question(record)
     task: dict[str, Any] = {"text" if isinstance(question, str) else "messages": question}
@@ -66,7 +71,7 @@ def encode_prompt(
 
 
 def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
-    """Return a conversation to learn from. Log-probs and advantages are 0."""
+    """Return the sample of a record for supervised training. Log-probs and advantages are 0."""
     tokens, mask = encoder.conversation(record)
     zeros = np.zeros(len(tokens), dtype=np.float32)
     return Sample(tokens, mask, logprobs=zeros, advantages=zeros)
@@ -75,9 +80,10 @@ def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
 class Stream(Generic[Item]):
     """Yields items in order. Its position can be saved and restored.
 
-    Raises RecipeError, naming the record, if one cannot be encoded, exceeds `data.max_input_seq_length` or fills `max_length`.
-    With `data.bad_records` or `data.overlong_prompts` = "drop" the stream skips such records and their positions. The first
-    CHECKED_AT_START records are encoded immediately for this check; `dropped_at_start` of them are skipped.
+    Raises RecipeError, which names the record, if a record cannot be encoded, exceeds `data.max_input_seq_length`, leaves no
+    room in `max_length`, or has unknown tokens that `data.unknown_tokens` does not keep. If `data.bad_records`,
+    `data.overlong_prompts` or `data.unknown_tokens` is "drop", the stream instead skips the records with this problem and their
+    positions. The constructor checks the first CHECKED_AT_START records; the stream skips `dropped_at_start` of them.
     """
 
     encode: Callable[..., Item]
@@ -96,8 +102,8 @@ class Stream(Generic[Item]):
     ) -> None:
         """Check the first records and start at position 0.
 
-        max_length: of an item and what follows it, in tokens; None if nothing follows. check: of the expected answers. options:
-        of `encode`.
+        max_length: the maximum tokens of an item and its answer together; None if no answer follows. check: the check of
+        expected answers. options: keyword arguments of `encode`.
         """
         self._identity = {"records": len(records), "seed": seed, "shuffle": shuffle}
         self._order = _Order(len(records), seed, shuffle, max_num_epochs)
@@ -139,7 +145,7 @@ class Stream(Generic[Item]):
         return self.records - self.dropped_at_start
 
     def end_after(self, max_num_epochs: int) -> None:
-        """Let the stream have another number of epochs from here on, as if it resumed here with that."""
+        """Change the number of epochs, as if the stream were resumed at its current position with `max_num_epochs`."""
         if max_num_epochs != self._order.epochs:
             state = self.state_dict()
             self._order.epochs = max_num_epochs
@@ -164,7 +170,7 @@ class Stream(Generic[Item]):
 
 
 class PromptStream(Stream[Prompt]):
-    """Prompts to sample from, with room for at least one token of an answer in max_length. Options: of `encode_prompt`."""
+    """Prompts to sample from. They leave room for at least one token in max_length. `options` are those of `encode_prompt`."""
 
     encode = staticmethod(encode_prompt)
 
@@ -182,7 +188,7 @@ class PairStream(Stream[Pair]):
 
 
 class _Order(Sampler):
-    """Yields (position, record number). It is its own iterator, so that it continues after `load_state_dict`."""
+    """Yields (position, record number) pairs. It is its own iterator, so that it continues at a loaded position."""
 
     def __init__(self, size: int, seed: int, shuffle: bool, epochs: int) -> None:
         self._size, self._seed, self._shuffle, self.epochs = size, seed, shuffle, epochs
@@ -211,7 +217,7 @@ class _Order(Sampler):
 
 
 class BadRecord(ValueError):
-    """The error of a record. key: the key of `data` that allows to drop such records."""
+    """The error of a record. key: the key of `data` whose value "drop" skips such records."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(problem)
@@ -219,7 +225,7 @@ class BadRecord(ValueError):
 
 
 class _Items(Dataset):
-    """The item at (position, record number); None if the record is dropped."""
+    """Maps (position, record number) to the item; to None if the record is dropped."""
 
     def __init__(
         self,
@@ -248,7 +254,7 @@ class _Items(Dataset):
     def check(self, count: int) -> int:
         """Return how many of the first `count` records are dropped.
 
-        Raise RecipeError for one that may not be dropped, or if all are.
+        Raise RecipeError for a bad record that the recipe does not drop, or if all are dropped.
         """
         dropped, first, valid = 0, None, 0
         for number in range(count):
@@ -268,7 +274,7 @@ class _Items(Dataset):
         return dropped
 
     def _refusal(self, wrong: BadRecord, tried: int | None = None) -> RecipeError:
-        """Return the error of a record. tried: how many records were tried, none of which is valid."""
+        """Return the error of a record that is not dropped. tried: the number of records if none of the first ones is valid."""
         choices = ["another policy.tokenizer.name", "data.unknown_tokens=keep"] if wrong.key == "unknown_tokens" else []
         choices += [f"data.{wrong.key}=drop, which skips such records"] if tried is None else []
         sentences = [str(wrong), *([f"None of the first {tried} records is valid"] if tried is not None else [])]
@@ -276,7 +282,7 @@ class _Items(Dataset):
         return RecipeError(Problem("data", "bad-record", ". ".join(sentences)))
 
     def _item(self, position: int, number: int, judged: bool = True) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
-        """Return (the item, None) or (None, the error of the record). judged: check the expected answer too."""
+        """Return (the item, None) or (None, the record's error). judged: whether to check the expected answer too."""
         data = self._encoder.data
         location = record_location(self._records, number)
         try:

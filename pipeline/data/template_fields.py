@@ -1,4 +1,4 @@
-"""Read what a record has for its chat template beside texts: tools, tool calls, variables.
+"""Read a record's tools, tool calls and variables for the chat template.
 
 The forms are those of TRL and transformers (https://huggingface.co/docs/trl/dataset_formats#tool-calling):
 
@@ -7,7 +7,7 @@ The forms are those of TRL and transformers (https://huggingface.co/docs/trl/dat
                            {"role": "tool", "name": ..., "content": ...}
     chat_template_kwargs   {"enable_thinking": false}
 
-Arguments as JSON text (OpenAI's form) become the mapping that they describe. A null is an absent key, as Arrow writes it.
+Arguments as JSON text (OpenAI's form) become a mapping. A null stands for an absent key, because Arrow writes it so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLES = "chat_template_kwargs"
 
 
 def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[str, Any]:
-    """Return the options of the chat template that a record has: `tools` and variables. Raise ValueError for other values."""
+    """Return a record's options for the chat template: `tools` and variables. Raise ValueError if they are malformed."""
     options: dict[str, Any] = {}
     if tools_key and (tools := _parse(column(record, tools_key), tools_key)):
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -41,7 +41,7 @@ def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[s
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null entries of mappings, at any depth: Arrow fills absent keys with null."""
+    """Return a value whose mappings, at any depth, have no null entries: Arrow fills absent keys with null."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -50,7 +50,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_messages(messages: list[Message]) -> list[Message]:
-    """Return messages without null fields, their tool calls with arguments as mappings. Raise ValueError for malformed calls.
+    """Return messages without null fields, with tool calls whose arguments are mappings. Raise ValueError for malformed calls.
 
     A turn of the assistant that has tool calls and no content keeps `content: None`.
     """
@@ -67,7 +67,7 @@ def _read(message: Message) -> Message:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """Return a tool call, {"function": {"name", "arguments"}, ...} or {"name", "arguments"}, in the first form."""
+    """Return a tool call as {"function": {"name", "arguments"}, ...}. It may also be given as {"name", "arguments"}."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("'tool_calls' has a call without a name; expected {function: {name, arguments}}")
@@ -84,7 +84,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def _parse(value: Any, key: str) -> Any:
-    """Return a value that may be JSON text. Raise ValueError for other texts."""
+    """Return the value of a JSON text, None for a blank text, other values unchanged. Raise ValueError for other texts."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Decide which chat template a model uses, and check that it renders what the user says.
+"""Decide which chat template a model uses, and check that it renders the user's text.
 
 A recipe's `tokenizer.chat_template` is the text of a Jinja template, the path of a file with one, a folder whose tokenizer has
 one, or the name of one of several templates of the tokenizer. null and `default` mean the tokenizer's own.
@@ -47,9 +47,10 @@ class ChosenTemplate:
 
 
 def choose_template(config: TokenizerConfig, default: Template, key: str = KEY) -> ChosenTemplate:
-    """Return the template that a recipe names, else `default`, the tokenizer's.
+    """Return the template that a recipe names, else `default`, the tokenizer's own.
 
-    Raises RecipeError, with this key, for a text that is neither a template, nor a file, nor a name in `default`.
+    Raises RecipeError, about the recipe's `key`, for a text that is neither a template, nor the path of one, nor a name in
+    `default`.
     """
     choice = config.chat_template
     if choice is None or choice.lower() == "default":
@@ -69,9 +70,9 @@ def choose_template(config: TokenizerConfig, default: Template, key: str = KEY) 
 
 
 def folder_template(folder: Path) -> tuple[Template, Path | None]:
-    """Return (the template of the tokenizer in a folder, its file), as transformers chooses it; (None, None) without one.
+    """Return (chat template, its path) of the tokenizer in a folder; (None, None) if it has none.
 
-    Raises RecipeError for a file that cannot be read.
+    The choice among several files is that of transformers. Raises RecipeError for a file that cannot be read.
     """
     named = {path.stem: path for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
     if (default := folder / TEMPLATE_FILE).exists():
@@ -93,9 +94,9 @@ def folder_template(folder: Path) -> tuple[Template, Path | None]:
 def check_template(
     tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None, key: str = KEY
 ) -> None:
-    """Raise RecipeError, with this key, for a template with a syntax error, or that renders prompts without the user's text.
+    """Raise RecipeError, about the recipe's `key`, if a template has a syntax error or omits the user's text from prompts.
 
-    Whether a template accepts a conversation is a matter of each record: a template may want a system prompt.
+    Other errors of the template pass: they may depend on the record, such as a missing system prompt.
     """
     messages = [{"role": "user", "content": QUESTION}]
     options = {**(template_kwargs or {}), "tokenize": False, "add_generation_prompt": True}
@@ -113,7 +114,7 @@ def check_template(
 
 
 def _read(path: Path, key: str, names: Sequence[str] = ()) -> str:
-    """Return the text of a template's file. names: of the tokenizer's own templates, for a message."""
+    """Return the text of a template's file. names: the names of the tokenizer's own templates, for a message."""
     try:
         return user_files.read_text(path, MAX_BYTES)
     except FileNotFoundError:

@@ -34,7 +34,7 @@ RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Attri
 
 @dataclass(frozen=True, slots=True)
 class TurnEnds:
-    """The ends of an assistant's turn. Each is the text of one token, or empty."""
+    """The tokens that end an assistant's turn, as texts; an empty text stands for no token."""
 
     last: str = ""  # of a conversation that ends there
     between: str = ""  # that the template writes in every case, where another turn follows or none does
@@ -49,12 +49,12 @@ class TurnEnds:
 
     @property
     def texts(self) -> frozenset[str]:
-        """The tokens after which the template's own end of the turn is not written a second time."""
+        """The tokens that end a turn. After one of them `Observations` does not add the template's end of the turn."""
         return frozenset(text for text in (self.last, self.between, self.call) if text)
 
 
 def find_turn_ends(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> TurnEnds:
-    """Return the ends of the tokenizer's chat template; none without a template, or if it cannot render an answer."""
+    """Return the turn ends of the tokenizer's chat template; empty if there is no template or it cannot render an answer."""
     if not tokenizer.chat_template:
         return TurnEnds(why="there is no chat template")
     return _TurnEndFinder(tokenizer, template_kwargs or {}).find()
@@ -85,7 +85,7 @@ class _TurnEndFinder:
         return TurnEnds(last, between, self._end_of_call(), inner, "" if last or between else reason)
 
     def _at_the_end(self, tail: str, openers: set[str]) -> tuple[str, str, str]:
-        """Return (last, between, inner). tail: the text after an answer that ends a conversation."""
+        """Return (last, between, inner) of `TurnEnds`. tail: the text after an answer that ends a conversation."""
         ends = [match for match in self._mark.finditer(tail) if not tail[match.end() :].strip()]
         if not ends:
             return "", "", ""
@@ -99,7 +99,7 @@ class _TurnEndFinder:
         return last, "", self._begin(followed, int(replaced))
 
     def _before_an_opening(self, tail: str, openers: set[str]) -> tuple[str, str, str]:
-        """Return the same for a tail that also has the beginning of the next answer."""
+        """Return (last, between, inner) of `TurnEnds` for a tail that also has the beginning of the next answer."""
         followed = self._tail_before_question()
         marks, text = self._run(tail)
         common = _common_beginning(marks, self._run(followed)[0])
@@ -147,7 +147,7 @@ class _TurnEndFinder:
         return ends[-1].group() if ends else ""
 
     def _run(self, text: str) -> tuple[list[str], str]:
-        """Return (the tokens at the beginning of a text with only white space between them, the text after them)."""
+        """Split a text after the tokens at its beginning, which only white space may separate. Return (tokens, rest)."""
         marks, end = [], 0
         for match in self._mark.finditer(text):
             if text[end : match.start()].strip():
@@ -157,7 +157,7 @@ class _TurnEndFinder:
         return marks, text[end:]
 
     def _begin(self, text: str, count: int) -> str:
-        """Return the beginning of a text up to its token number `count`."""
+        """Return the beginning of a text up to the end of its first `count` tokens."""
         ends = [match.end() for match in self._mark.finditer(text)]
         return text[: ends[count - 1]] if count else ""
 

@@ -1,16 +1,17 @@
 r"""Find the assistant's turns in a rendered conversation, as spans of characters.
 
-The conversation is rendered once, whole, and its tokens are those of `apply_chat_template`. A turn begins where the generation
+We render the whole conversation once, so its tokens are those of `apply_chat_template`. A turn begins where the generation
 prompt before it ends, and it ends with the token that ends the turn:
 
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
                                                           ^^^^^^^^^^^^^^^
 
-Some templates render a turn differently when more follows, such as those that drop earlier thinking. So the borders come from
-renderings in which messages have marks at the ends of their texts: what follows a mark is also in the conversation that is
-learned. What the generation prompt has beyond that conversation, such as <think>, was dropped by the template.
+Some templates render a turn differently if more messages follow: they drop earlier thinking, for example. So we find the
+borders with further renderings, in which messages have marks at the ends of their texts: the text after a mark also occurs in
+the rendered conversation. If the generation prompt has more text than the conversation, such as <think>, the template has
+dropped this text.
 
-Each turn takes two renderings of the messages up to it, because a template may look at any of them.
+Each turn takes two renderings of all messages up to it, because a template may look at any of them.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Render = Callable[..., str]
 """(messages, add_generation_prompt=) -> text."""
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Marks of a template around what the assistant writes."""
+"""The tag with which a template begins the text of the assistant."""
 MARK = "Qx7m"
-"""Begins the mark of a message, which has letters and digits alone: no template, JSON writer or trimming changes it."""
+"""The beginning of a message's mark. Marks have only letters and digits: no template, JSON writer or trimming changes them."""
 THINKING = re.compile(r"</?(?:\w+:)?think(?:ing)?(?::\w+)?>|\[/?THINK\]|<\|channel>thought|<channel\|>")
 """Marks of reasoning in published templates."""
 FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
@@ -52,8 +53,8 @@ class AssistantTurns:
     ) -> None:
         """Render the conversation.
 
-        special: texts of the special tokens. first: the message from which on turns are learned. learn_prefilled: whether
-        reasoning marks of the generation prompt belong to the turn, as in TRL's training templates.
+        special: the texts of the special tokens. first: the number of the first message whose turn is learned. learn_prefilled:
+        whether reasoning marks of the generation prompt belong to the turn, as in TRL's training templates.
         """
         self._render, self._messages, self._learn_prefilled = render, messages, learn_prefilled
         self.text = render(messages)
@@ -66,7 +67,10 @@ class AssistantTurns:
             self._mark += "7"
 
     def spans(self) -> list[Span]:
-        """Return (begin, end) in `text` of each turn of the assistant that is learned: in order, and without other messages."""
+        """Return (begin, end) in `text` of each learned turn of the assistant, in order.
+
+        Raise ValueError if a turn has no such span, or if text of another message is inside it.
+        """
         spans = [(self.begin(i), self._end(i)) for i in self._turns]
         before = 0
         for i, (begin, end) in zip(self._turns, spans, strict=True):
@@ -80,7 +84,7 @@ class AssistantTurns:
         return spans
 
     def begin(self, i: int) -> int:
-        """Return where the assistant's message i begins: after the generation prompt."""
+        """Return the position in `text` where the assistant's message i begins: after the generation prompt."""
         prompt = self._render(self._messages[:i], add_generation_prompt=True)
         if self.text.startswith(prompt) and not self._learn_prefilled:
             return len(prompt)
@@ -102,8 +106,8 @@ class AssistantTurns:
     def _has_opening(self, i: int, before: int, header: str, matched: int) -> bool:
         """Return whether the conversation has enough of a header to open the turn of message i.
 
-        header: what the generation prompt writes after message `before`. matched: how many characters of the header the
-        conversation has; the template may drop the rest later.
+        header: the text of the generation prompt after message `before`. matched: the number of the header's characters that
+        the conversation has; if more messages follow, the template may drop the rest.
         """
         closing = self._tail(self._messages[:i], before) or ""
         _, closed = _matching_lengths(self._split(closing), self._split(header))
@@ -114,7 +118,7 @@ class AssistantTurns:
         return bool(content) and self.text[at:].lstrip().startswith(content)
 
     def _end(self, i: int) -> int:
-        """Return where the assistant's message i ends: after the token that ends the turn, if the template writes one."""
+        """Return the position in `text` where message i ends: after the token that ends the turn, if there is one."""
         end = self._text_ends.get(i)
         if end is None:
             raise TemplateRefusal(
@@ -127,7 +131,10 @@ class AssistantTurns:
         return end + len(self._end_of_turn(i, alone, followed))
 
     def _end_of_turn(self, i: int, alone: str | None, followed: str | None) -> str:
-        """Return the end of a turn, from the texts behind it in a conversation that ends with it and in one that goes on."""
+        """Return the part of the text after message i that ends its turn.
+
+        alone, followed: the text after the message if it is the last one and if more messages follow; None if unknown.
+        """
         last = i == len(self._messages) - 1
         if followed is None:
             return self._until_special(alone or "", len(alone or ""))
@@ -144,12 +151,15 @@ class AssistantTurns:
         return common if last else common or self._closing(followed, self._messages[i + 1])
 
     def _always_opens(self, i: int) -> bool:
-        """Return whether the template writes a generation prompt whether asked to or not."""
+        """Return whether the template writes a generation prompt even without `add_generation_prompt`."""
         before = self._messages[:i]
         return self._render(before) == self._render(before, add_generation_prompt=True)
 
     def _closing(self, followed: str, message: Message) -> str:
-        """Return the special token that closes a turn alone where another follows; none if it opens the next message."""
+        """Return the beginning of `followed` up to its first special token, which closes a turn before `message`.
+
+        Return an empty text if there is no special token, or if it opens `message`.
+        """
         if not any(piece in self._special for piece in self._split(followed)):
             return ""
         closing = self._first_special(followed)
@@ -160,9 +170,9 @@ class AssistantTurns:
         return "" if closing.strip() in alone else closing
 
     def _until_special(self, text: str, otherwise: int) -> str:
-        """Return a text up to its last special token, where only white space follows it: a sampler stops before that.
+        """Return a text up to its last special token, if only white space follows it: a sampler stops before the white space.
 
-        otherwise: how much to return of a text without one.
+        otherwise: the number of characters to return of other texts.
         """
         pieces = self._split(text)
         end = max((n for n, piece in enumerate(pieces, 1) if piece in self._special), default=0)
@@ -181,13 +191,13 @@ class AssistantTurns:
         return None
 
     def _after(self, messages: list[Message], i: int, text: str, **options: Any) -> int | None:
-        """Return where the last text of message i ends in `text`; None if no rendering shows it."""
+        """Return the position in `text` where the last text of message i ends; None if no rendering shows it."""
         tail = self._tail(messages, i, **options)
         return len(text) - len(tail) if tail is not None and text.endswith(tail) else None
 
     @functools.cached_property
     def _text_ends(self) -> dict[int, int]:
-        """Message -> end of its last text in `text`, without messages whose texts no rendering shows."""
+        """The number of each message -> the end of its last text in `text`. Messages that no rendering shows are absent."""
         try:
             marked = self._render([self._mark_message(message, i) for i, message in enumerate(self._messages)])
         except ValueError:
@@ -201,7 +211,10 @@ class AssistantTurns:
         return {int(match[1]): match.start() - length for match, length in zip(marks, lengths, strict=False)}
 
     def _tail(self, messages: list[Message], i: int, **options: Any) -> str | None:
-        """Return what the template writes after the last text of message i; None if it writes no text of it, or refuses."""
+        """Return the text that the template writes after the last text of message i.
+
+        Return None if the template writes no text of message i, or refuses the marked messages.
+        """
         try:
             text = self._render([*messages[:i], self._mark_message(messages[i], i), *messages[i + 1 :]], **options)
         except ValueError:  # the template refuses this rendering, not the record: another one may show the border
@@ -214,7 +227,7 @@ class AssistantTurns:
         return f"{self._mark}x{i}x"
 
     def _mark_message(self, message: Message, i: int) -> Message:
-        """Return message i with its mark at the end of each of its texts, or of names if it has no other texts."""
+        """Return message i with its mark at the end of each of its texts; of tools' names only if it has no other texts."""
         mark, fields = self._mark_of(i), {key: message[key] for key in FIELDS if message.get(key)}
         trailing = message["role"] == "assistant"
         marked = {key: _add_marks(value, mark, trailing) for key, value in fields.items()}
@@ -229,8 +242,8 @@ class AssistantTurns:
 def _add_marks(value: Any, mark: str, trailing: bool, names: bool = False) -> Any:
     """Return a field of a message with a mark at the end of each of its texts.
 
-    trailing: after white space at the end, which an answer may have; else before it, as many templates trim texts. names: also
-    of a tool's name, which a template may repeat with the tool's result.
+    trailing: whether the mark is after white space at the end of a text (an answer may have some) or before it (many templates
+    trim texts). names: whether to mark names of tools too, which a template may repeat with the tool's result.
     """
     if isinstance(value, str):
         end = len(value) if trailing else len(value.rstrip())
@@ -244,13 +257,16 @@ def _add_marks(value: Any, mark: str, trailing: bool, names: bool = False) -> An
 
 
 def _common_text(first: list[str], second: list[str]) -> str:
-    """Return the text of the pieces that both begin with."""
+    """Return the text of the pieces that are equal at the beginnings of both lists."""
     pairs = zip(first, second, strict=False)
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _matching_lengths(left: list[str], right: list[str]) -> tuple[int, int]:
-    """Return how many characters of each list of pieces agree, but for white space that only one list has between pieces."""
+    """Return the lengths in characters of the beginnings of two lists of pieces that agree.
+
+    White space between pieces that only one list has does not matter.
+    """
     a = b = 0
     ends = (0, 0)
     while a < len(left) and b < len(right):

@@ -1,4 +1,4 @@
-"""The ciphers of the package `cryptography`. `key.ciphers` imports this, since the package is optional."""
+"""The ciphers of the package `cryptography`. Only `key.ciphers` imports this file, since the package is optional."""
 
 from __future__ import annotations
 

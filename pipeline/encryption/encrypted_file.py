@@ -3,7 +3,7 @@
     header (64 bytes)   magic, fingerprint of the key, size of a chunk, salt
     chunk 0, 1, ...     AES-256-GCM: the bytes, and a tag of 16 bytes
 
-The file's own key is HKDF-SHA256(key, salt, file name), so nonces need be unique only within the file: the nonce is the number
+The file's own key is HKDF-SHA256(key, salt, file name), so nonces need to be unique only within the file: a nonce is the number
 of the chunk and whether it is the last one. This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizar, 2015,
 https://eprint.iacr.org/2015/189, section 7), with a key for each file as in Tink's AES-GCM-HKDF streaming. The header is
 associated data of every chunk. A renamed file has another key, so it cannot stand for another one. A file of the same name in
@@ -37,14 +37,14 @@ class Encryptor:
     """Encrypts the bytes of one file, from its beginning to its end."""
 
     def __init__(self, key: EncryptionKey, name: str, chunk: int = CHUNK):
-        """name: of the file, without folders. chunk: bytes before encryption."""
+        """Begin a file. name: the file's, without folders. chunk: bytes of a chunk before encryption."""
         salt = os.urandom(_SALT)
         self.header = _HEADER.pack(MAGIC, bytes.fromhex(key.fingerprint), chunk, salt)
         self._cipher, self._chunk, self._number = _cipher(key, salt, name), chunk, 0
         self._held = bytearray()  # at most one chunk, which may be the last
 
     def update(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Yield the chunks that are complete with these bytes."""
+        """Add bytes of the file, and yield the encrypted chunks that are then complete."""
         rest = memoryview(data).cast("B")
         while rest:
             if len(self._held) == self._chunk:
@@ -59,7 +59,7 @@ class Encryptor:
             rest = rest[taken:]
 
     def finish(self) -> bytes:
-        """Return the last chunk."""
+        """Return the last encrypted chunk."""
         return self._sealed(self._held, last=True)
 
     def _sealed(self, data: bytearray | memoryview, last: bool) -> bytes:
@@ -72,7 +72,10 @@ class EncryptedFile:
     """An open encrypted file, of which any part can be read."""
 
     def __init__(self, path: Path, key: EncryptionKey | None):
-        """Check the key, and that the file has its end. Raises RecipeError: the key is missing or another, or it is damaged."""
+        """Open a file and check that the key fits and that the file's end is there.
+
+        Raises RecipeError if the key is missing or wrong, or if the file is damaged.
+        """
         self.path = path
         self._file = user_files.open_file(path)  # it stays open
         self._header = self._file.read(_HEADER.size)
@@ -90,7 +93,7 @@ class EncryptedFile:
         self._cached = self._chunks - 1, self._last
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return these bytes as they were before encryption. Raises RecipeError if one of their chunks is damaged."""
+        """Return `length` decrypted bytes from `offset` on. Raises RecipeError if one of their chunks is damaged."""
         found = bytearray(length)
         end = min(offset + length, self.size)
         if end - offset != length:
@@ -119,7 +122,7 @@ class EncryptedFile:
 
 
 def decrypt(content: bytes, key: EncryptionKey | None, path: Path) -> bytes:
-    """Return what an `Encryptor` was given for the file at `path`. Raises RecipeError: no key, a wrong one, or damage."""
+    """Decrypt the content that an `Encryptor` made for the file `path`. Raises RecipeError: no key, a wrong one, or damage."""
     if len(content) < _HEADER.size:
         raise _damaged(path, f"got {len(content)} bytes")
     header, body = content[: _HEADER.size], content[_HEADER.size :]

@@ -40,10 +40,10 @@ def ciphers():
 
 
 class EncryptionKey:
-    """A key. Its text shows the fingerprint alone, and it cannot be pickled."""
+    """The secret key of a run. Its text form shows only the fingerprint, and it cannot be pickled."""
 
     def __init__(self, secret: bytes):
-        """secret: 32 bytes."""
+        """Hold a secret of 32 bytes."""
         assert len(secret) == BYTES
         self._secret = secret
 
@@ -57,7 +57,7 @@ class EncryptionKey:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
     def derived(self, salt: bytes, purpose: bytes) -> bytes:
-        """Return 32 bytes that are a key of their own. Raises RecipeError if `cryptography` is not installed."""
+        """Derive a key of 32 bytes for one purpose. Raises RecipeError if `cryptography` is not installed."""
         return ciphers().derive(self._secret, salt, purpose)
 
     def __repr__(self) -> str:
@@ -68,9 +68,9 @@ class EncryptionKey:
 
 
 def obtain(key_file: str | None, key_command: str | None, timeout_s: float) -> EncryptionKey | None:
-    """Return the key in a file, or that a command prints; None without either. Raises RecipeError, never with the key in it.
+    """Return the key that a file holds or a command prints; None without either. Raises RecipeError, never with the key in it.
 
-    key_command: is split as a shell splits it, and started without a shell. timeout_s: after which it is ended.
+    key_command: split into words as by a shell, and started without a shell. timeout_s: seconds after which it is ended.
     """
     if key_file is not None:
         return _parse(f"{SECTION}.key_file", key_file, _read(Path(key_file)))

@@ -1,8 +1,8 @@
-"""Encrypt lines one by one, for a file of JSON lines that grows: each has AES-256-GCM with its own random nonce.
+"""Encrypt the lines of a growing JSON lines file one by one, each by AES-256-GCM with its own random nonce.
 
-A line is `{"encrypted": FINGERPRINT, "line": BASE64}`. The file's name and the line's position are bound in, so that a line
-cannot be changed, moved or put into a file of another name. Not noticed are lines that are missing at the end, plain ones, and
-those of a file of the same name elsewhere that begin at the same byte.
+An encrypted line is `{"encrypted": FINGERPRINT, "line": BASE64}`. The file's name and the line's position are authenticated, so
+a line that was changed, moved or put into a file of another name is noticed. Three changes are not noticed: lines missing at
+the end, plain lines, and lines from the same byte of a file of the same name in another folder.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ NONCE = 12
 
 
 def encrypt_line(line: bytes, key: EncryptionKey, name: str, at: int) -> bytes:
-    """Return a line, which ends in a newline, as a line of the file `name` that begins at byte `at`."""
+    """Encrypt a line, which ends in a newline, for byte `at` of the file `name`."""
     nonce = os.urandom(NONCE)
     sealed = base64.b64encode(nonce + _cipher(key, name).encrypt(nonce, line, str(at).encode())).decode()
     return json.dumps({"encrypted": key.fingerprint, "line": sealed}).encode() + b"\n"
 
 
 def decrypt_line(line: bytes, key: Callable[[], EncryptionKey | None], path: Path, at: int) -> bytes:
-    """Return what `encrypt_line` was given for the file at `path`.
+    """Decrypt the line at byte `at` of the file `path`, which `encrypt_line` encrypted.
 
-    key: is asked for the key of an encrypted line. Raises RecipeError if the key is missing or another one, or the line is not
-    as it was written.
+    key: a function that returns the key. Raises RecipeError if the key is missing or wrong, or if the line was changed.
     """
     try:
         record = json.loads(line)

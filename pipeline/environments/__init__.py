@@ -1,10 +1,10 @@
 """Environments judge the policy's answers and reply to them until an episode ends.
 
     environment     the Environment protocol, Outcome, and the base class of built-in environments; start here
-    build_environments  build the environments of a recipe
+    build_environments  builds the environments of a recipe
     custom          the user's own classes and reward functions
     exact_match, multiple_choice, math, dapo_math    compare the answer with the expected answer
-    math_comparison     compare two expressions by math-verify
+    math_comparison     compares two expressions with math-verify
     code, code_tests    run the answer on the tests of a programming task
     llm_judge, reward_model    score the answer with a model
     sliding_puzzle  a game of several turns

@@ -22,7 +22,9 @@ JUDGE_WORKERS = 16
 
 
 def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, Environment]:
-    """Return the environments by their key under `env`. names: of those to build; None: all. Call a user's class with `kwargs`.
+    """Build environments, and return their name under `env` -> environment. names: the environments to build; None: all.
+
+    A user's class is called with `kwargs`.
 
     Raises RecipeError for an unknown kind, a class that is not an environment, kwargs that do not fit, and a node on which no
     sandbox works.
@@ -70,10 +72,10 @@ def _load(key: str, path: str) -> object:
 
 
 def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str) -> Environment:
-    """Return an environment that judges for the environment at `key`. It shares its workers and connections with nobody.
+    """Build the environment `judge` as the judge of the environment at `key`, with its own workers and connections.
 
     The environment at `key` waits for its judge within a step, so the judge's timeout_s is at most that environment's. A judge
-    without `workers` gets those of the environment at `key`, or else JUDGE_WORKERS. A user's class chooses its own number.
+    without `workers` gets as many as the environment at `key`, or else JUDGE_WORKERS. A user's class chooses its own number.
     """
     if judge not in configs:
         message = f"got '{judge}'; expected one of: {', '.join(configs)}"

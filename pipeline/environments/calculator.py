@@ -1,9 +1,9 @@
-"""A calculator tool: compute the exact value of an arithmetic expression that a model wrote, in microseconds.
+"""A calculator tool: computes the exact value of an arithmetic expression that a model wrote, in microseconds.
 
-It walks the syntax tree of the text; Python evaluates nothing. Numbers are fractions, so 0.1+0.2 is 0.3. Bounds on the text, on
-the size of every intermediate number and on exponents keep every expression fast.
+It walks the syntax tree of the text, and Python evaluates none of the text. Numbers are fractions, so 0.1+0.2 is 0.3. Limits on
+the text's length, on the size of every intermediate number and on exponents keep every expression fast.
 
-Leaves out: variables, complex numbers, all functions but sqrt and abs.
+Leaves out: variables, complex numbers, and all functions except sqrt and abs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Calculator(Configurable, Tool, ToolSession):
     parameters: ClassVar = {"expression": str}
 
     def __init__(self, arguments: Any = None) -> None:
-        """Ignore the arguments; a calculator has none."""
+        """Ignore `arguments`: a calculator has none."""
 
     @override
     def open(self) -> ToolSession:

@@ -142,8 +142,9 @@ class CodeArguments(SandboxArguments):
 class Code(BuiltinEnvironment):
     """Runs the answer on the tests in `prompt.task["answer"]`.
 
-    Limits hold for each test, `timeout_s` for one answer: a test without time to run does not pass. Metrics: `accuracy`, 1 if
-    all tests pass; `passed`, the share that passes; `timeouts`, `memory` and `crashes`, the shares of the tests that end so.
+    The sandbox's limits hold for each test, `timeout_s` for a whole answer: tests for which no time is left do not pass.
+    Metrics: `accuracy`, 1 if all tests pass; `passed`, the share of tests that pass; `timeouts`, `memory` and `crashes`, the
+    shares of tests that end in this way.
     """
 
     Arguments = CodeArguments
@@ -173,7 +174,7 @@ class Code(BuiltinEnvironment):
         return Outcome(right if self._all else share, metrics)
 
     def _run_cases(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
-        """Return (number of tests that passed, number of tests that ran by the metric of their end)."""
+        """Return (number of tests that passed, counts: metric of a test's end -> number of tests)."""
         passed_count, ends = 0, Counter[str]()
         for case in tests.cases:
             if (remaining_s := deadline - time.monotonic()) <= 0:
@@ -222,7 +223,7 @@ def _passes(result: ProgramResult, case: IOTest) -> bool:
 
 
 def _end_metric(result: ProgramResult) -> str:
-    """Return the name of the metric that counts this program's end."""
+    """Return the name of the metric that counts the way in which the program ended."""
     if result.ended_by in ("wall time", "cpu time"):
         return "timeouts"
     if result.ended_by == "memory" or (
@@ -245,9 +246,9 @@ class CodeInterpreterArguments(PythonArguments):
 class CodeInterpreter(BuiltinEnvironment):
     """Runs the last `<code>...</code>` of a turn and replies with `<result>...</result>`; variables persist between turns.
 
-    The episode also ends with a turn without code. Reward 1 if the value of the episode's last expression equals
+    A turn without code ends the episode. The reward is 1 if the value of the episode's last expression equals
     `prompt.task["answer"]` as `same_literal` compares them, else 0 (NeMo-RL's is always 0). `timeout_s` is for one turn.
-    Metrics: `accuracy`; `errors`, 1 if the last code raised.
+    Metrics: `accuracy`; `errors`, 1 if the last code raised an exception.
     """
 
     Arguments = CodeInterpreterArguments

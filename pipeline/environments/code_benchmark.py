@@ -4,9 +4,9 @@
 `code_extraction.py`.
 
     {"program": ..., "setup": ..., "entry_point": ...}     a Python program that calls the answer's functions and raises
-        if a result is wrong. setup: code that runs before it, whose `entry_point` is replaced by the answer's.
-    {"tests": [...], "private": ..., "function": ...}      LiveCodeBench's inputs and outputs; private: more of them, encoded.
-        function: to call with the arguments; empty: the answer is a program that reads stdin.
+        if a result is wrong. setup: code that runs first; the answer's function replaces the `entry_point` that it defines.
+    {"tests": [...], "private": ..., "function": ...}      LiveCodeBench's inputs and outputs. private: further tests, encoded.
+        function: the answer's function that gets the inputs; empty: the answer is a program that reads stdin.
 
 Answer and tests run in two sandboxes (`code_process.py`), and this process passes calls and values from one to the other. So
 nothing that an answer does to its own process makes it pass: it may exit early, print that it passed, replace `assert`, or kill
@@ -82,8 +82,8 @@ class TestsResult:
 class CodeBenchmark(BuiltinEnvironment):
     """Reward 1 if an answer passes all tests, else 0. After a test that fails no other test runs.
 
-    `timeout_s` is for one answer, and `wall_s` too. Metrics: `accuracy`; `unparsed`, 1 if the text has no code; `timeouts`,
-    `memory` and `crashes`, 1 if the answer's program ended so.
+    `timeout_s` and `wall_s` are for one answer. Metrics: `accuracy`; `unparsed`, 1 if the text has no code; `timeouts`,
+    `memory` and `crashes`, 1 if the answer's program ended in this way.
     """
 
     Arguments = CodeBenchmarkArguments
@@ -179,7 +179,7 @@ class _Wrong(Exception):
 
 
 class _Program:
-    """A program of `code_process.py`, and frames to and from it. frame_limit: most bytes of a frame."""
+    """A running program of `code_process.py` that exchanges frames with this process. frame_limit: most bytes of a frame."""
 
     def __init__(self, program: InteractiveProgram, frame_limit: int) -> None:
         self._program, self._frame_limit = program, frame_limit
@@ -191,7 +191,7 @@ class _Program:
         self._program.close()
 
     def cause(self, error: _Wrong) -> str:
-        """End the program and return the metric of the cause. error: the failure of the answer."""
+        """End the program and return the metric that its failure counts in. error: the failure."""
         ended_by = self._program.close()
         if isinstance(error.__cause__, TimeoutError):
             return "timeouts"
@@ -228,7 +228,7 @@ class _Program:
 
 
 def _parse(answer: str) -> dict[str, Any]:
-    """Return the tests in an expected answer. Raises ValueError for a text in neither form."""
+    """Return the tests in a task's "answer". Raises ValueError for a text that has neither of the module's two forms."""
     tests = json.loads(answer)
     if not isinstance(tests, dict) or not ({"program", "setup", "entry_point"} <= set(tests) or "tests" in tests):
         raise ValueError("got tests in an unknown form; expected JSON with program, setup and entry_point, or with tests")
@@ -247,7 +247,7 @@ def read_cases(tests: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def decode_private(text: str) -> list[dict[str, str]]:
-    """Return private tests: JSON, or base64 of zlib of a pickle of the JSON's text, as on the Hub.
+    """Return the private tests in a text, which is JSON or, as on the Hub, base64 of zlib of a pickle of a JSON text.
 
     The pickle must hold a single text. Raises ValueError for any other pickle, and for other data.
     """

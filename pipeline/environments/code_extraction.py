@@ -1,13 +1,13 @@
 """Find the program in the answer to a programming task.
 
-The task says how the answer has its code:
+The task's style says where the answer has its code:
 
-    blocks        in fenced blocks anywhere: the last block that defines the function's name, else the last block
+    blocks        in fenced blocks: the last block that defines the function's name counts, else the last block
     continuation  the text continues the prompt's code, up to the next fence
-    open_block    the text begins inside a fenced block, up to the next fence
+    open_block    the text begins inside a fenced block, which ends at the next fence
 
-Only the text after the last </think> counts. Blocks of languages other than Python do not count. A last block without its
-closing fence counts: the answer was cut there, or by a stop string.
+Only the text after the last </think> counts. Blocks of languages other than Python do not count. A last block without a closing
+fence counts, since the token limit or a stop string may have cut the answer there.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PYTHON = ("", "python", "py", "python3")
 def find_code(text: str, style: str = "blocks", name: str = "", prompt_code: str = "") -> str | None:
     """Return the program of an answer, or None if it has none.
 
-    name: of the function or class that it must define; empty if it is a whole program. prompt_code: the code that a
-    continuation continues. A block may leave out the imports and functions before the named function, or have only its body.
+    name: the function or class that the program must define; "" if it need not define any. prompt_code: the code in the prompt.
+    A block may leave out the imports and functions before the named function, or have only its body.
     """
     text = text.rpartition(THOUGHT_ENDS)[2]
     if style != "blocks":

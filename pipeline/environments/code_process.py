@@ -35,13 +35,13 @@ RECURSION = 50_000  # recursion limit, as LiveCodeBench's judge sets it
 
 
 class NotPlain(TypeError):
-    """A value that has no encoding."""
+    """Raised for a value that has no encoding."""
 
 
 def encode(value: Any, number: Callable[[Any], int]) -> Any:
-    """Return the JSON of a value. Subclasses become their built-in type.
+    """Return a value in the form of JSON. A value of a subclass of a built-in type becomes one of the built-in type.
 
-    number: returns a number for a value of another type. It raises NotPlain if such values cannot be sent.
+    number: a function that returns a number for a value of any other type, or raises NotPlain if it cannot be sent.
     """
     if value is None or isinstance(value, str | bool | float):
         return value
@@ -64,7 +64,7 @@ def encode(value: Any, number: Callable[[Any], int]) -> Any:
 
 
 def decode(value: Any, find: Callable[[int], Any]) -> Any:
-    """Return the value of `encode`'s JSON. find: returns the value with a number."""
+    """Return the value that `encode` turned into JSON. find: a function that returns the value that has a number."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -85,7 +85,7 @@ def decode(value: Any, find: Callable[[int], Any]) -> Any:
 
 
 class Frames:
-    """Frames over the process's stdin and stdout, which it then replaces by /dev/null."""
+    """Exchanges frames over the process's original stdin and stdout, after which both names lead to /dev/null."""
 
     def __init__(self) -> None:
         self._input, self._output = os.dup(0), os.dup(1)
@@ -123,7 +123,7 @@ class Frames:
 
 
 def load(name: str, bare: bool) -> dict[str, Any]:
-    """Run answer.py as a module and return its names. bare: True: without the names that `harness.py` imports for it."""
+    """Run answer.py as the module `name` and return its names. bare: leave out the names that `harness.py` imports for it."""
     if not bare:
         return importlib.import_module("harness").load(name)
     answer = sys.modules[name] = types.ModuleType(name)
@@ -146,7 +146,7 @@ class AnswerServer:
                 importlib.import_module(module)
 
     def serve(self) -> None:
-        """Answer requests until they end, each by {"value": ...}, or by {"error": [type, text]} if it raised."""
+        """Answer each request with {"value": ...}, or with {"error": [type, text]} if it raised, until no more come."""
         while True:
             request = self._frames.receive()
             try:
@@ -210,7 +210,7 @@ class AnswerServer:
 
 
 def run_program(bare: bool) -> NoReturn:
-    """Run the answer as the process's program to its end, with its threads and atexit functions."""
+    """Run the answer as the main program of this process, and exit when its threads and atexit functions have ended."""
     import threading  # only a program needs it
 
     status = 1
@@ -235,7 +235,7 @@ def run_program(bare: bool) -> NoReturn:
 
 
 class BrokenTests(BaseException):
-    """The tests cannot run, whatever the answer is. Not an Exception, since tests may catch those."""
+    """Raised if the tests cannot run with any answer. Not a subclass of Exception, since tests may catch Exception."""
 
 
 class RemoteCalls:
@@ -260,7 +260,7 @@ class RemoteCalls:
         return self.request("call", target, self.encode_value(list(arguments)), self.encode_value(named))
 
     def encode_value(self, value: Any) -> Any:
-        """Return the JSON of a value that goes to the answer."""
+        """Return a value that is sent to the answer in the form of JSON."""
         try:
             return encode(value, _number_of)
         except NotPlain as error:
@@ -277,7 +277,7 @@ class RemoteCalls:
 
 
 class RemoteObject:
-    """An object of the answer's process. It equals only itself, and has no special methods except those below."""
+    """Stands for an object in the answer's process. It equals only itself, and has no special methods except those below."""
 
     def __init__(self, calls: RemoteCalls, number: int) -> None:
         vars(self).update(_calls=calls, _number=number)
@@ -305,7 +305,7 @@ def _number_of(value: Any) -> int:
 
 
 def _exception(kind: Any, text: Any) -> Exception:
-    """Return the answer's exception. An exception that would end a loop or the judge becomes a RuntimeError."""
+    """Return the exception that the answer raised. One that would end a loop or the judge becomes a RuntimeError."""
     exception_type = getattr(builtins, str(kind), None)
     if (
         isinstance(exception_type, type)
@@ -336,9 +336,9 @@ def free_names(program: str, outer_names: Iterable[str]) -> set[str]:
 
 
 def judge(frames: Frames) -> None:
-    """Run the tests of the first frame, {"setup", "program", "entry_point"}, and send a verdict with the key passed or broken.
+    """Run the tests in the first frame, {"setup", "program", "entry_point"}, and send a verdict with the key passed or broken.
 
-    Names that the tests use and do not define are functions of the answer, and so is the entry point.
+    The entry point, and names that the tests use and do not define, are functions of the answer.
     """
     task, calls = frames.receive(), RemoteCalls(frames)
     try:

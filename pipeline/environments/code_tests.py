@@ -103,9 +103,9 @@ def parse_tests(source: Any) -> Tests:
 
 
 def _snippet(code: str) -> str | EqualityTest:
-    """Return the equality that a snippet asserts, or else the code to run. No answer passes code that is not Python.
+    """Return the equality that a snippet asserts, or else the snippet's code, to be run. Code with syntax errors never passes.
 
-    Raises ValueError if it tests nothing.
+    Raises ValueError if the snippet tests nothing.
     """
     try:
         body = ast.parse(code).body
@@ -141,7 +141,7 @@ def _only_defines(statement: ast.stmt) -> bool:
 def _equality(test: ast.expr) -> EqualityTest | None:
     """Return the equality that a test asserts, or None if it asserts something else.
 
-    A comparison inside it is never left to the answer's own objects.
+    The answer's own objects never decide the comparison.
     """
     match test:
         case ast.BoolOp(op=ast.And(), values=tests):
@@ -164,7 +164,7 @@ def _equality(test: ast.expr) -> EqualityTest | None:
 
 
 def _all_of(equalities: list[EqualityTest | None]) -> EqualityTest | None:
-    """Join several equalities to an equality of tuples, and return a single equality as it is; None if any is None."""
+    """Join equalities into one equality of tuples. Return a single equality as it is, and None if any of them is None."""
     present = [equality for equality in equalities if equality is not None]
     if len(present) < len(equalities):
         return None
@@ -208,7 +208,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_result(printed: str, expected: str) -> bool:
-    """Return whether two JSON values agree. APPS wraps a result in a list of one."""
+    """Return whether two JSON texts have the same value. An expected list of one item, as in APPS, equals its item too."""
     try:
         result = json.loads(printed)
     except (ValueError, RecursionError):
@@ -219,7 +219,7 @@ def same_result(printed: str, expected: str) -> bool:
 
 
 def same_literal(printed_value: str, answer: str) -> bool:
-    """Return whether a value equals the answer: the same text, the same literal, or a string with that text.
+    """Return whether a value equals the answer: it has the same text, is the same literal, or is a string of that text.
 
     printed_value: the value as `pformat` writes it, with strings quoted and long values on several lines. True does not equal
     1: code that ends in a comparison has not computed a number.
@@ -239,9 +239,10 @@ def same_literal(printed_value: str, answer: str) -> bool:
 
 
 def same_value(encoded: str, expected: Any) -> bool:
-    """Return whether a value equals the expected one like Python's ==, for types that a literal can have.
+    """Return whether a value equals the expected value as by Python's ==, for the types that a literal can have.
 
-    encoded: JSON of SNIPPETS in code.py, which an answer may have forged. An object with its own `__eq__` is never equal.
+    encoded: the value as JSON from SNIPPETS in code.py, which an answer may have forged. An object with its own `__eq__` is
+    never equal.
     """
     try:
         return _same(json.loads(encoded), expected)
@@ -250,7 +251,7 @@ def same_value(encoded: str, expected: Any) -> bool:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Compare values only as deep as `expected`, and without hashing, because a forged value may be built to take long."""
+    """Return whether values are equal, at most as deep as `expected` and without hashing: a forged value could take long."""
     if expected is None or isinstance(expected, str | int | float):  # a bool is an int
         if isinstance(value, dict) and isinstance(value.get("int"), str) and isinstance(expected, int | float):
             value = int(value["int"], 16)

@@ -64,7 +64,7 @@ def _last_user_text(task: dict[str, Any]) -> str:
 
 
 def build(name: str, class_or_function: Any, kwargs: dict[str, Any]) -> Environment:
-    """Return the environment `env.<name>` of a class or a function. Raises ValueError with its problem."""
+    """Build the environment `env.<name>` from a class or a function. Raises ValueError with the result of `problem`, if any."""
     if wrong := problem(class_or_function, kwargs):
         raise ValueError(wrong)
     make: Callable[..., Environment] = class_or_function
@@ -124,9 +124,9 @@ def fields(function: Callable[..., Any]) -> list[str] | None:
 
 
 def _first_two(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters for prompt and answer, unless they are positional-only.
+    """Return the names of the parameters for prompt and answer, without positional-only ones.
 
-    A record's columns of these names would collide with them.
+    Columns of a record with these names would collide with the two arguments.
     """
     parameters = _parameters(function)
     if parameters is None:

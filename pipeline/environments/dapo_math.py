@@ -1,7 +1,7 @@
-r"""Compare mathematical answers as DAPO's authors do: text after the last "Answer:" must equal the expected answer.
+r"""Compare mathematical answers as DAPO's authors do: the text after the last "Answer:" must equal the expected answer.
 
-Both are normalized and then compared character by character. This is fast. It suits data sets with integer answers and prompts
-that ask for a last line "Answer: ...". The normal form is Minerva's (arXiv:2206.14858, appendix D.1) as DAPO uses it
+Both texts are normalized and then compared character by character. This is fast. It suits data sets with integer answers whose
+prompts ask for a last line "Answer: ...". The normal form is Minerva's (arXiv:2206.14858, appendix D.1) as DAPO uses it
 (arXiv:2503.14476; `math_dapo` in verl, `dapo_math_verify` in NeMo-RL).
 
 Leaves out: equality of two formulas, which `math.py` checks.
@@ -59,7 +59,7 @@ UNWRAPPED = (
 
 
 class DAPOMath(Environment):
-    """Reward 1 if the text's answer is `prompt.task["answer"]`, else 0. Metric `unparsed`: 1 if the text has no answer."""
+    """Rewards an answer that equals `prompt.task["answer"]` with 1, else 0. Metric `unparsed`: 1 if the text has no answer."""
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
@@ -70,7 +70,7 @@ class DAPOMath(Environment):
 
 
 def normalize(answer: str) -> str:
-    """Return an answer in its normal form, in which answers are compared."""
+    """Return the normal form of an answer, in which answers are compared."""
     answer = answer.split("=")[-1]
     for old, new in REPLACED:
         answer = answer.replace(old, new)

@@ -4,8 +4,8 @@ An episode begins with `reset` and a prompt. The policy answers, and `step` judg
 with an outcome without an observation, or when it has no more turns or tokens. Its reward is the sum over its turns.
 
 A policy learns to break its judge if that pays. So a failure that an answer can cause makes the answer wrong and the episode's
-reward 0: an exception of `step`, a step that exceeds its time, a judge that ends meanwhile. Only a failure that no
-answer can cause drops the episode: an exception of `reset`, which has not seen the answer, and `Unjudged`.
+reward 0: an exception of `step`, a step that exceeds its time, a judge that ends during the step. Only a failure that no
+answer can cause drops the episode: an exception of `reset`, which has not seen the answer, or `Unjudged`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Unjudged(RuntimeError):
-    """The answer was not judged, and no answer can be the cause: a service is down, or the task has no expected answer."""
+    """Raised if no answer could be judged: for example, a service is down, or the task has no expected answer."""
 
 
 class ProcessStuck(RuntimeError):
-    """Calls hang in a judge, so another judge must replace it. caused_by_answer: True if an answer hangs it."""
+    """Raised if calls hang in a judge, which must then be replaced. caused_by_answer: True if an answer is the cause."""
 
     def __init__(self, message: str, caused_by_answer: bool = False) -> None:
         super().__init__(message)
@@ -88,11 +88,11 @@ class Environment(Protocol):
         ...
 
     def broken(self, how: str) -> Outcome | None:
-        """Return the outcome of an answer that broke its judge; None counts it as wrong. how: "timeout" or "crash"."""
+        """Return the outcome of an answer that broke its judge, or None to count it as wrong. how: "timeout" or "crash"."""
         return None
 
     def close(self) -> None:
-        """End what the environment started. It is the last call, in each judge and then in the process that forked them."""
+        """End what the environment started. The last call: it comes in each judge, and then in the process that forked them."""
 
 
 # ---- built-in environments and tools -----------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Environment(Protocol):
 
 @dataclass
 class NoArguments:
-    """The kwargs of an environment that takes none."""
+    """The arguments of an environment without kwargs."""
 
 
 class Configurable:
@@ -115,7 +115,7 @@ class Configurable:
 
     @classmethod
     def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
-        """Yield the problems of arguments that no single field can show. key: of the kwargs, such as `env.math.kwargs`."""
+        """Yield problems that depend on several fields of the arguments. key: of the kwargs, such as `env.math.kwargs`."""
         yield from ()
 
 
@@ -139,7 +139,7 @@ class BuiltinEnvironment(Configurable, Environment):
     """True if this environment can judge the final answer of another one, such as one with tools."""
 
     def __init__(self, arguments: Any, context: EnvironmentContext) -> None:
-        """Raises ValueError for arguments that this machine cannot serve."""
+        """Build the environment. Raises ValueError for arguments that this machine cannot serve."""
 
     @classmethod
     def build(cls, arguments: Any, context: EnvironmentContext) -> Environment:
@@ -148,7 +148,7 @@ class BuiltinEnvironment(Configurable, Environment):
 
     @classmethod
     def check_answer(cls, answer: str, arguments: Any) -> None:
-        """Raise ValueError if no text can be judged by this expected answer. The record is then a bad one."""
+        """Raise ValueError if texts cannot be judged by the expected answer `answer`. Its record then counts as bad."""
 
 
 def _pattern_error(pattern: str) -> str | None:

@@ -44,6 +44,6 @@ class GSM8KAnswer(BuiltinEnvironment):
 
 
 def normalize(number: str) -> str:
-    """Return a number in its normal form, in which numbers are compared."""
+    """Return the normal form of a number, in which numbers are compared."""
     number = re.sub(r"\.$", "", number.replace(",", "").replace("$", "").rpartition("#### ")[2])
     return number.strip().lower()

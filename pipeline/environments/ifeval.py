@@ -1,8 +1,8 @@
 """Judge how many verifiable instructions of a prompt an answer follows: IFEval (https://arxiv.org/abs/2311.07911).
 
-`prompt.task["answer"]` is JSON with the columns of google/IFEval, {"instruction_id_list": [...], "kwargs": [{...}, ...]}, a
-mapping of arguments for each instruction, in which null stands for an argument that the instruction does not take. The rules
-are in `ifeval_rules.py`.
+`prompt.task["answer"]` is JSON with the columns of google/IFEval, {"instruction_id_list": [...], "kwargs": [{...}, ...]}.
+`kwargs` has a mapping of arguments for each instruction; null stands for an argument that the instruction does not take. The
+rules are in `ifeval_rules.py`.
 
 strict: the answer as it is. loose: an instruction is also followed if the answer follows it without its first or last line, or
 without stars. An empty answer follows no instruction.
@@ -49,8 +49,8 @@ class IFEvalArguments:
 class IFEval(BuiltinEnvironment):
     """Rewards an answer that follows its instructions.
 
-    Metrics: `prompt_strict` and `prompt_loose`, 1 if all are followed; `instruction_strict` and `instruction_loose`, the share;
-    `instructions`, their number; `unparsed`, 1 for an empty answer.
+    Metrics: `prompt_strict` and `prompt_loose`, 1 if all instructions are followed; `instruction_strict` and
+    `instruction_loose`, the share of followed instructions; `instructions`, their number; `unparsed`, 1 for an empty answer.
     """
 
     Arguments = IFEvalArguments
@@ -81,7 +81,7 @@ class IFEval(BuiltinEnvironment):
 
 
 def read_instructions(answer: str) -> list[Instruction]:
-    """Return the instructions in a task's answer. Raises ValueError if they are unknown, or if their arguments do not fit."""
+    """Return the instructions in a task's "answer". Raises ValueError for an unknown instruction or unfitting arguments."""
     columns = json.loads(answer)
     if not isinstance(columns, dict) or not columns.get("instruction_id_list"):
         raise ValueError("got no instruction_id_list; expected JSON with it and with kwargs")
@@ -94,13 +94,13 @@ def read_instructions(answer: str) -> list[Instruction]:
 
 
 def judge_instructions(instructions: Sequence[Instruction], texts: Sequence[str], analysis: TextAnalysis) -> list[bool]:
-    """Return for each instruction whether any text follows it. Empty texts follow none."""
+    """Return for each instruction whether at least one text follows it. An empty text follows no instruction."""
     present = [text for text in texts if text.strip()]
     return [any(RULES[name](text, analysis, **arguments) for text in present) for name, arguments in instructions]
 
 
 def variants(text: str) -> list[str]:
-    """Return the variants of a text: with and without its first line, its last line, and stars."""
+    """Return all variants of a text: with and without its first line, with and without its last line and its stars."""
     lines = text.split("\n")
     texts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [*texts, *(variant.replace("*", "") for variant in texts)]

@@ -1,4 +1,4 @@
-"""The 25 kinds of instructions of IFEval, each a function of the response and the instruction's arguments.
+"""The rules of IFEval's 25 kinds of instructions. Each is a function of the response and the instruction's arguments.
 
 Texts are compared as the benchmark's published checks do: keywords are regular expressions that ignore case; "less than" is
 strict, and every other relation means "at least"; a bullet may be "*" or "-".
@@ -23,7 +23,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(name: str) -> Callable[[Rule], Rule]:
-    """Register the rule of an instruction."""
+    """Return a decorator that registers a function as the rule of the instruction `name`."""
 
     def register(function: Rule) -> Rule:
         RULES[name] = function
@@ -93,7 +93,7 @@ def _words(text: str, _: TextAnalysis, num_words: int, relation: str) -> bool:
 
 @rule("length_constraints:number_paragraphs")
 def _paragraphs(text: str, _: TextAnalysis, num_paragraphs: int) -> bool:
-    """Count the paragraphs between "***". The first and the last do not count if they are empty."""
+    """Check the number of paragraphs, which "***" separates. An empty first or last paragraph does not count."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     if not all(parts[1:-1]):
         return False
@@ -120,7 +120,7 @@ def _placeholders(text: str, _: TextAnalysis, num_placeholders: int) -> bool:
 
 
 def _count_placeholders(line: str) -> int:
-    """Return the number of texts in square brackets. A regular expression would search the rest of the line for each [."""
+    """Return the number of texts in square brackets. A regular expression takes quadratic time for many [ without ]."""
     count, position = 0, 0
     while (begin := line.find("[", position)) >= 0 and (end := line.find("]", begin)) >= 0:
         count, position = count + 1, end + 1
@@ -148,7 +148,7 @@ def _constrained_response(text: str, _: TextAnalysis) -> bool:
 
 @rule("detectable_format:number_highlighted_sections")
 def _highlights(text: str, _: TextAnalysis, num_highlights: int) -> bool:
-    """Count the *highlighted* sections. A section between **two** stars counts twice."""
+    """Check the number of *highlighted* sections. A section between **two** stars counts twice."""
     single = [section for section in re.findall(r"\*[^\n\*]*\*", text) if section.strip("*").strip()]
     double = [section for section in re.findall(r"\*\*[^\n\*]*\*\*", text) if section[2:-2].strip()]
     return len(single) + len(double) >= num_highlights

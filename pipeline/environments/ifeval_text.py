@@ -52,13 +52,13 @@ def count_sentences(text: str) -> int:
 
 
 def _last_word(text: str, begin: int, end: int) -> str:
-    """Return the last characters of the last word of text[begin:end]; "" if it ends in a space."""
+    """Return the last characters of the last word of text[begin:end], or "" if that part of the text ends in a space."""
     before = text[max(begin, end - LONGEST_WORD) : end].removesuffix("\n")
     return "" if before[-1:].isspace() else (before.split() or [""])[-1]
 
 
 def _ends_sentence(last_word: str, mark: str, next_word: re.Match[str] | None) -> bool:
-    """Return whether a mark ends a sentence. last_word: before the mark. next_word: after it; None at the text's end."""
+    """Return whether `mark` ends a sentence. last_word: the word before it. next_word: the word after it; None: end of text."""
     if next_word is None:
         return True
     if "?" in mark or "!" in mark:

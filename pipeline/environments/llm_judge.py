@@ -4,10 +4,10 @@ The judge receives the question, the expected answer if there is one, and the po
 score alone (`verdicts.py`). Transient failures (no connection, a status of RETRIED, a reply without a score) are retried
 after a growing pause until the step's time is over; other failures end the attempts at once.
 
-An answer may address the judge. So it stands between marks that it cannot know, and a note before the prompt explains the
-marks; chat-template marks in an answer are broken up. With `second_prompt` the judge scores an answer again in another order,
-and the worse score counts. An answer may also prevent the judge from giving a score. So if a reply has no score, the judge
-scores an empty answer: if that works, the answer caused the failure, else the endpoint did.
+An answer may address the judge. So it stands between marks that the policy cannot know, and a note before the prompt explains
+the marks; chat-template marks in an answer are broken up. With `second_prompt` the judge scores an answer again with a second
+prompt, and the worse score counts. An answer may also prevent the judge from giving a score. So if no reply has a score, the
+judge scores an empty answer: if that works, the answer caused the failure, else the endpoint did.
 
 Leaves out: several judges, judging many answers in one request, streamed replies.
 """
@@ -151,7 +151,7 @@ class LLMJudgeArguments:
 
 
 class LLMJudge(BuiltinEnvironment):
-    """Reward: the score, mapped from `scale` to 0 .. 1.
+    """Rewards an answer with the judge's score, mapped from `scale` to 0 .. 1.
 
     Metrics: `score`, as the judge gave it; `tries`; with `second_prompt` `disagreement`, the difference of the two rewards.
     `timeout_s` covers all tries and pauses of one answer; `workers` is the number of concurrent requests.
@@ -271,7 +271,7 @@ class LLMJudge(BuiltinEnvironment):
         return score
 
     def _post(self, body: bytes, deadline: float) -> bytes:
-        """Return the reply. The deadline limits the whole exchange; httpx limits only each wait."""
+        """Return the body of the reply. The deadline limits the whole exchange, while httpx limits only each wait."""
         remaining_s = max(1e-3, deadline - time.monotonic())
         headers = {"Content-Type": "application/json"}
         try:
@@ -295,7 +295,7 @@ class LLMJudge(BuiltinEnvironment):
 
 
 class NoReply(Exception):
-    """The endpoint gave no reply, or a reply without a score. busy: True if no answer can be the cause."""
+    """Raised if the endpoint gave no reply, or a reply without a score. busy: True if no answer can be the cause."""
 
     def __init__(self, text: str, busy: bool = False) -> None:
         super().__init__(text)
@@ -303,7 +303,7 @@ class NoReply(Exception):
 
 
 class _TransientError(NoReply):
-    """A failure that another try may avoid. pause_s: the wait that the endpoint requests; None: it requests none."""
+    """Raised for a failure that another try may avoid. pause_s: the wait that the endpoint requests; None: it requests none."""
 
     def __init__(self, text: str, busy: bool = False, pause_s: float | None = None) -> None:
         super().__init__(text, busy)
@@ -318,9 +318,9 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 
 def _key(variable: str) -> str:
-    """Return an API key that a header can hold.
+    """Return the API key in an environment variable. Raises ValueError for a key that an HTTP header cannot hold.
 
-    httpx would repeat any other key in its error message, which is logged.
+    httpx would repeat such a key in its error message, which is logged.
     """
     key = os.environ[variable].strip()
     if not all("!" <= character <= "~" for character in key):

@@ -1,7 +1,7 @@
-"""Judge mathematical answers with math-verify (`math_comparison.py`), in judges with limits of their own.
+"""Judge mathematical answers with math-verify (`math_comparison.py`), in judge processes with their own limits.
 
 Comparing two expressions can take forever or use all memory. If a judge of this environment dies or exceeds its time, the
-answer caused it. A judge keeps the environment variables in KEPT_VARIABLES, which hold no secrets.
+answer caused it. A judge keeps only the environment variables in KEPT_VARIABLES, which hold no secrets.
 
 Leaves out: rewards for format.
 """
@@ -63,10 +63,11 @@ class MathArguments:
 
 
 class Math(BuiltinEnvironment):
-    """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
+    """Rewards an answer that math-verify finds equal to `prompt.task["answer"]` with 1, else 0.
 
-    A step has OWN_SHARE of `timeout_s`. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1 if it raised or ended
-    its judge; `unparsed`, 1 if the text has neither a number nor a formula. The reward is 0 after any of these three.
+    A step has OWN_SHARE of `timeout_s`. Metrics: `accuracy`; `timeout`, 1 if the step took longer; `crash`, 1 if it raised an
+    exception or ended its judge; `unparsed`, 1 if the text has neither a number nor a formula. If one of the last three is 1,
+    the reward is 0.
     """
 
     Arguments = MathArguments
@@ -94,7 +95,7 @@ class Math(BuiltinEnvironment):
         math_comparison.load()
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Judge an answer. Raises Unjudged if math-verify cannot parse the expected answer, and what sympy raises."""
+        """Judge an answer. Raises Unjudged if math-verify cannot parse the expected answer, and any error of sympy."""
         verdict = math_comparison.compare(prompt.task["answer"], text)
         if verdict is None:
             raise Unjudged(f"prompt {prompt.index}: math-verify cannot parse the expected answer {prompt.task['answer']!r}")
@@ -114,7 +115,7 @@ def _metrics(accuracy: bool = False, timeout: bool = False, crash: bool = False,
 
 
 class _Reader:
-    """A process that reads expected answers. It writes error messages to this process's stderr."""
+    """A child process that reads expected answers with math-verify. Its error messages go to this process's stderr."""
 
     def __init__(self) -> None:
         variables = python_path.with_package(os.environ)

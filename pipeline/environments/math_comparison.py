@@ -1,8 +1,8 @@
 r"""Compare an answer to a math problem with the expected answer, by math-verify.
 
-An expected answer is read as LaTeX only, as NeMo-RL reads it. math-verify's other reading takes the last number of a text
-that is not LaTeX, so that 1 would be right for `x**2 + 1`. If LaTeX gives no expression, only an answer that repeats the text
-is right.
+An expected answer is read as LaTeX only, as in NeMo-RL. math-verify could also take the last number of a text that is not
+LaTeX, but then 1 would be right for `x**2 + 1`. If an expected answer has no LaTeX expression, only an answer that repeats its
+text is right.
 
 Comparing two expressions can take forever or use all memory, since sympy evaluates what a model wrote. So answers are compared
 in a process with limits. `python -m pipeline.environments.math_comparison` only reads expected answers, as lines of JSON, and
@@ -43,7 +43,7 @@ def load() -> None:
 
 
 def compare(expected: str, text: str) -> MathVerdict | None:
-    """Return the verdict on an answer; None if the expected answer cannot be parsed. May take forever, and raise anything."""
+    """Return the verdict on an answer, or None if the expected answer cannot be parsed. May take forever or raise any error."""
     from math_verify import verify
 
     gold = _parse_expected(expected)
@@ -64,7 +64,7 @@ def _parse(text: str, only_latex: bool = False) -> list:
 
 
 def _slant(match: re.Match[str]) -> str:
-    r"""Return the letter, with a space if a command precedes it: \pi\mathrm{i} becomes \pi i."""
+    r"""Return the matched letter, after a space if a command precedes it: \pi\mathrm{i} becomes \pi i."""
     return " " * match.string[max(match.start() - 1, 0) : match.start()].isalpha() + match[1]
 
 
@@ -76,9 +76,10 @@ def _extracted_text(parsed: list) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list:
-    r"""Parse an expected answer: a formula, a sentence with a formula, or bare LaTeX (\frac{1}{2}), which is read inside a box.
+    r"""Return the expressions of an expected answer, as `_parse` does.
 
-    Several formulas are read as one formula, as NeMo-RL does: none of them alone is the answer.
+    The answer is a formula, a sentence with a formula, or bare LaTeX (\frac{1}{2}), which is read as if in a box. As in
+    NeMo-RL, several formulas are read as one formula: none of them alone is the answer.
     """
     if not text.strip():
         return []
@@ -90,7 +91,7 @@ def _parse_expected(text: str) -> list:
 
 
 def _names_its_formula(text: str) -> bool:
-    """Return whether a text has a box, or a single formula and no other number. A price has a dollar sign and no formula."""
+    """Return whether a text has a box, or a single formula and no other number. The dollar sign of a price is no formula."""
     if "\\boxed" in text:
         return True
     return len(FORMULA.findall(text)) == 1 and not re.search(r"\d", FORMULA.sub("", text))
@@ -103,14 +104,14 @@ def _is_expression(parsed: list) -> bool:
 def _repeats(text: str, expected: str) -> bool:
     """Return whether a text's last box, or the whole text if it has no box, repeats the expected answer except for spaces.
 
-    math-verify may compare the beginnings of texts that it cannot read.
+    This check is needed because math-verify may compare only the beginnings of texts that it cannot read.
     """
     expected_text, answer_text = (re.sub(r"[\s$]", "", source) for source in (expected, text[max(text.rfind("\\boxed"), 0) :]))
     return expected_text.removeprefix("\\boxed{").removesuffix("}") in answer_text
 
 
 def main() -> None:
-    """Read expected answers from stdin until it ends."""
+    """Read expected answers from stdin until its end, and print for each whether math-verify reads an expression in it."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the replies
     load()

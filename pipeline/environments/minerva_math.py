@@ -1,4 +1,4 @@
-r"""Judge answers to Minerva's prompt: math-verify's verdict, and Minerva's comparison of normalized texts beside it.
+r"""Judge answers to Minerva's prompt by math-verify, and report Minerva's own comparison of normalized texts as a metric.
 
 Minerva (arXiv:2206.14858, appendix D.1) takes the answer from "Final Answer: The final answer is X. I hope it is correct.", as
 its worked examples end, and normalizes it. Unit words are removed only as whole words, so \left keeps its "ft".
@@ -78,7 +78,7 @@ def final_answer(text: str) -> str | None:
 
 
 def normalize(answer: str) -> str:
-    """Return an answer in its normal form, in which answers are compared."""
+    """Return the normal form of an answer, in which answers are compared."""
     answer = answer.split("=")[-1]
     for unit in UNITS:
         answer = re.sub(rf"(?<!\\)\b{re.escape(unit)}\b", "", answer)

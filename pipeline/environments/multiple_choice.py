@@ -1,6 +1,6 @@
 r"""Judge answers to multiple-choice questions: compare the text's letter with the expected letter.
 
-If the text has </think>, only the text after the last one counts. The last letter in one of these forms is the answer:
+If the text has </think>, only the text after the last </think> counts. The last letter in one of these forms is the answer:
     after "Answer:" (Answer: B, **Answer:** (b)), or as a capital after "answer is" (the answer is $\boxed{B}$, the correct
     answer is option B), in the chosen languages; or in a box, \boxed{B}
 Without any of these, the text is an answer only if it is a letter alone: B, (B), B.
@@ -73,7 +73,7 @@ class MultipleChoiceArguments:
 
 
 class MultipleChoice(BuiltinEnvironment):
-    """Reward 1 if the text's letter is that of `prompt.task["answer"]`, else 0.
+    """Rewards a text whose letter is that of `prompt.task["answer"]` with 1, else 0.
 
     Metrics: `accuracy`; `unparsed`, 1 if the text has no letter.
     """
@@ -111,7 +111,7 @@ class MultipleChoice(BuiltinEnvironment):
         return Outcome(right, {"accuracy": right, "unparsed": float(letter is None)}, extracted=letter or "")
 
     def expected_letter(self, answer: str) -> str:
-        """Return an expected answer as a Latin capital. Raises ValueError if it is not a letter of `choices`."""
+        """Return the letter of an expected answer as a Latin capital. Raises ValueError if it is not a letter of `choices`."""
         if (letter := self._letter_of(answer)) is None:
             raise ValueError(f"got expected answer {answer!r}; expected a letter of {self._letters}")
         return letter
@@ -127,7 +127,7 @@ class MultipleChoice(BuiltinEnvironment):
         return self._letter_of(text)
 
     def _unbox(self, box: re.Match[str]) -> str:
-        """Rewrite a boxed letter as "Answer: B", so that one search finds both forms in the order of the text."""
+        """Return a boxed letter as "Answer: B", so that one search finds both forms in the order of the text."""
         letter = self._letter_of(box[1])
         return f"\nAnswer: {letter}\n" if letter else box[0]
 

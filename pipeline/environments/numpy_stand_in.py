@@ -1,7 +1,7 @@
-"""A replacement for the part of numpy by which tests of HumanEval+ and MBPP+ compare floats; a sandbox may lack numpy.
+"""A replacement for the functions of numpy that tests of HumanEval+ and MBPP+ use to compare floats. A sandbox may lack numpy.
 
-`code_benchmark.py` copies it into the tests' sandbox as numpy.py if a program needs nothing else of numpy. It is also faster to
-import. Unlike numpy it compares only values of the same lengths, and never one number with all items of a list.
+`code_benchmark.py` copies this file into the tests' sandbox as numpy.py if a program needs nothing else of numpy. It is also
+faster to import. Unlike numpy, it compares only lists of the same length, and never one number with all items of a list.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ inf, nan = math.inf, math.nan
 
 
 def can_stand_in(program: str) -> bool:
-    """Return whether a program uses only NAMES of numpy."""
+    """Return whether all that a program uses of numpy is in NAMES."""
     return set(USE.findall(program)) <= NAMES and not OTHER_IMPORT.search(program)
 
 
 class ndarray:
-    """The type numpy.ndarray, which no value has here."""
+    """The type numpy.ndarray. No value has this type here."""
 
 
 float64, float32, bool_ = float, float, bool

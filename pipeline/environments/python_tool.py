@@ -29,7 +29,7 @@ START_S = 30.0  # to start the interpreter, on top of the time of its first call
 
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
-    """The result of a piece of code that ended by itself. Its texts have at most `output_bytes` together, in UTF-8."""
+    """The result of a piece of code that ended by itself. Its texts together have at most `output_bytes` bytes in UTF-8."""
 
     printed: str
     value: str | None  # text of the last expression's value; None: the code does not end in an expression
@@ -45,7 +45,7 @@ Folder = Annotated[Text, Check(_not_absolute)]
 
 @dataclass
 class SandboxArguments:
-    """The kwargs that every environment or tool that runs programs has.
+    """The kwargs of the sandbox, which all environments and tools that run programs share.
 
     Limits hold for all processes of one program together, unless a field says otherwise.
     """
@@ -86,7 +86,7 @@ class PythonTool(Configurable, Tool):
     parameters: ClassVar = {"code": str}
 
     def __init__(self, arguments: PythonArguments) -> None:
-        """Raises SandboxError as `make_sandbox` does."""
+        """Make the sandbox. Raises SandboxError as `make_sandbox` does."""
         self._sandbox, self._session_s = arguments.make_sandbox(), arguments.session_s
 
     def open(self) -> PythonSession:
@@ -115,7 +115,7 @@ class PythonSession(ToolSession):
     def execute(self, code: str, timeout_s: float) -> ExecutionResult:
         """Run a piece of code and return its result.
 
-        Raises ToolError if the interpreter ends, TimeoutError, and SandboxError. All of them lose the variables.
+        Raises ToolError if the interpreter ends, TimeoutError, or SandboxError. Each of these errors loses the variables.
         """
         limits = self._sandbox.limits
         seconds, start = min(limits.wall_s, timeout_s), time.monotonic()

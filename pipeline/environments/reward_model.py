@@ -1,4 +1,4 @@
-"""A reward model as judge. Rank 0 receives its scores when all answers of a step exist, after this environment has answered."""
+"""A reward model as judge. Rank 0 gets its scores when all answers of a step exist, after this environment's own outcomes."""
 
 from __future__ import annotations
 

@@ -52,9 +52,10 @@ class SlidingPuzzleArguments:
 
 
 class SlidingPuzzle(BuiltinEnvironment):
-    """Reward 1 for the move that solves the puzzle. `prompt.task["answer"]` is the first board.
+    """Rewards the move that solves the puzzle with 1. `prompt.task["answer"]` is the first board.
 
-    Metrics: `accuracy`, 1 if solved; `moves` tried, impossible ones included; `invalid`, 1 if the last turn had no action.
+    Metrics: `accuracy`, 1 if the puzzle is solved; `moves`, the number of moves tried, with impossible ones; `invalid`, 1 if
+    the last turn had no action.
     """
 
     Arguments = SlidingPuzzleArguments
@@ -94,7 +95,7 @@ class SlidingPuzzle(BuiltinEnvironment):
 
 
 def _act(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:
-    """Return (the board after an action, or None if nothing moved; a description)."""
+    """Return (board after an action, description of what happened). The board is None if nothing moved."""
     if action in puzzle.FROM:
         new_board = puzzle.slid(board, action)
         return new_board, f"Slid tile {_moved_tile(board, new_board)} {action}." if new_board else f"Cannot slide {action}."

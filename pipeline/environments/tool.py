@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class ToolError(ValueError):
-    """The policy called the tool wrongly. The policy receives the text, and the episode continues."""
+    """Raised if the policy called the tool wrongly. The policy receives the error's text, and the episode continues."""
 
 
 class ToolSession(Protocol):

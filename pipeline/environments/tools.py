@@ -83,9 +83,9 @@ class ToolsArguments:
 class Tools(BuiltinEnvironment):
     """Runs tools for the policy and hands its final answer to the judge.
 
-    Metrics: those of the judge; `calls`; `call_errors`, calls answered with an error. An episode that ends before the final
-    answer has reward 0 and `accuracy` 0. `timeout_s` covers all calls of one turn. It never has more workers than the judge, so
-    that no final answer spends its step's time waiting for the judge.
+    Metrics: those of the judge; `calls`; `call_errors`, the number of calls answered with an error. An episode that ends before
+    the final answer has reward 0 and `accuracy` 0. `timeout_s` covers all calls of one turn. This environment never has more
+    workers than its judge, so that no final answer spends its step's time waiting for the judge.
     """
 
     Arguments = ToolsArguments
@@ -221,7 +221,7 @@ class CalculatorEnvironment(Tools):
 
 
 def read_tools(key: str, entries: Any) -> tuple[dict[str, ToolConfig], list[Problem]]:
-    """Return (tools by the name that the policy calls, problems) of the kwarg `tools` at `key`."""
+    """Return (name that the policy calls -> tool, problems) of the kwarg `tools` at `key`."""
     if isinstance(entries, list) and all(isinstance(name, str) for name in entries):
         entries = {name: {} for name in entries}
     if not isinstance(entries, dict) or not entries:
@@ -240,7 +240,7 @@ def read_tools(key: str, entries: Any) -> tuple[dict[str, ToolConfig], list[Prob
 
 
 def build_tool(tool: ToolConfig) -> Tool:
-    """Return a tool. Raises ValueError if it cannot be built, and SandboxError if no sandbox works on this node."""
+    """Build a tool. Raises ValueError if it cannot be built, and SandboxError if no sandbox works on this node."""
     if tool.kind in TOOLS:
         arguments, problems = read_tool_kwargs("kwargs", tool)
         if problems:
@@ -257,7 +257,7 @@ def build_tool(tool: ToolConfig) -> Tool:
 
 
 def read_tool_kwargs(key: str, tool: ToolConfig) -> tuple[Any, list[Problem]]:
-    """Return (arguments, problems) of the kwargs at `key` of a tool in TOOLS."""
+    """Return (arguments, problems) of the kwargs of a tool in TOOLS. key: the recipe's key of the kwargs."""
     kind = TOOLS[str(tool.kind)]
     arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, tool.kwargs)
     return arguments, problems or list(kind.check(key, arguments))

@@ -27,7 +27,7 @@ Read = Callable[[str], Value | None]
 
 
 def read_verdict(reply: str, word: str, value_of: Read[Value]) -> Value | None:
-    """Return the verdict of a complete reply, or None. word: the first word of its line, `Verdict` or `Rating`."""
+    """Return the verdict of a complete reply, or None if it has none. word: the verdict line's first word, such as `Rating`."""
     form = re.compile(rf"[*_#>\s]*{word}[\s*_]*:(.*)", re.IGNORECASE)
 
     def read(line: str) -> Value | None:
@@ -38,7 +38,10 @@ def read_verdict(reply: str, word: str, value_of: Read[Value]) -> Value | None:
 
 
 def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
-    """Return the score of a complete reply, or None. pattern: of the last line; its group, or the whole line, is the score."""
+    """Return the score of a complete reply, or None if it has none.
+
+    pattern: matches the last line. The score is the pattern's group, or the whole line if it has no group.
+    """
 
     def read(line: str) -> float | None:
         forms = (line, line.strip(DECORATION), MARKDOWN.sub("", line).strip(" ."))
@@ -52,7 +55,10 @@ def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
 
 
 def _read_last_line(reply: str, read: Read[Value]) -> Value | None:
-    """Return the value of a reply's last line, if no line has a different value. read: returns the value of a stripped line."""
+    """Return the value of a reply's last line; None if it has none or another line has a different value.
+
+    read: a function that returns the value of a stripped line, or None.
+    """
     text = reply.rpartition(THINKING[1])[2]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or THINKING[0] in text:
@@ -68,7 +74,7 @@ def read_preference(reply: str) -> str | None:
 
 
 def read_refusal(reply: str) -> str | None:
-    """Return whether a reply judges an answer "refused", "partly" or "answered"; None if it does not say."""
+    """Return the verdict on a refusal in a reply: "refused", "partly" or "answered"; None if it has none."""
     return read_verdict(reply, "Verdict", lambda text: text.lower() if text.lower() in REFUSALS else None)
 
 

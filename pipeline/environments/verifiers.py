@@ -3,7 +3,7 @@
 A taskset provides both the prompts and the judge, so a recipe names it twice:
 
     data.train: {dataset_name: pipeline.environments.verifiers.tasks, messages_key: messages, output_key: answer, env_name: hub,
-                 kwargs: {taskset: gsm8k-v1, size: 1000}}  # for validation: the same with another first, such as 1000
+                 kwargs: {taskset: gsm8k-v1, size: 1000}}  # validation: the same with another `first`, such as 1000
     env.hub:    {kind: verifiers, kwargs: {taskset: gsm8k-v1}}
 
 A turn of the policy is one completion of the task's program. Its tool calls are parsed in Hermes' format (`tool_calls.py`), and
@@ -39,8 +39,8 @@ def tasks(
 ) -> list[dict[str, Any]]:
     """Return `size` tasks from number `first` on, as `{"messages": [{"role", "content"}, ...], "answer": number of the task}`.
 
-    config: of the taskset. `split` and `seed` have no effect, since tasksets have no splits and are not shuffled; a validation
-    set takes other numbers or another config. Raises ValueError if the package is not installed.
+    config: the taskset's configuration. `split` and `seed` have no effect, since tasksets have no splits and are not shuffled.
+    So a validation set needs other task numbers or another config. Raises ValueError if the package is not installed.
     """
     _check_installed()
     bridge = _load_bridge()
@@ -57,7 +57,7 @@ class VerifiersArguments:
 
 
 class Verifiers(BuiltinEnvironment):
-    """Plays tasks of a taskset. Reward: the task's. Metrics: the task's rewards and metrics by name.
+    """Plays tasks of a taskset. The reward is the task's; the metrics are the task's rewards and metrics, under their names.
 
     An episode that ends before its task has reward 0. `timeout_s` covers the task's work between two turns.
     """
@@ -77,9 +77,10 @@ class Verifiers(BuiltinEnvironment):
 
     @override
     def reset(self, prompt: Prompt) -> TaskEpisode:
-        """Begin a task up to its first completion request.
+        """Begin a task and run it up to its first completion request.
 
-        Raises ValueError if its first messages differ from the prompt, and RuntimeError if it ends before its first request.
+        Raises ValueError if the task's first messages differ from the prompt, and RuntimeError if the task ends before its
+        first request.
         """
         episode = self._bridge.begin(int(prompt.task["answer"]), self._timeout_s)
         if episode.request is None:
@@ -112,7 +113,7 @@ class Verifiers(BuiltinEnvironment):
         self._bridge.close()
 
     def _message(self, text: str) -> dict[str, Any]:
-        """Return a text as an assistant message. A malformed call stays in the text, so the task gets it as an answer."""
+        """Return a text as an assistant message. A malformed call stays in the message's text, so the task sees an answer."""
         calls = [call for call in self._calls.calls(text) if not call.error]
         if not calls:
             return {"role": "assistant", "content": text}

@@ -1,8 +1,8 @@
 """Step through tasks of the `verifiers` package (0.4) with an outside policy.
 
-The package runs a task as a whole: an agent's program requests completions over HTTP and decides alone when it ends. Here
-the program is a chat loop in this process (`PolicyHarness`, which the package allows in place of another program), and its
-endpoint (`Bridge`) holds each request until the policy has answered. Everything runs in one event loop, in a thread.
+The package runs a task as a whole: an agent's program requests completions over HTTP and decides alone when it ends. Here the
+program is a chat loop in this process (`PolicyHarness`; the package allows other programs). The endpoint of its requests
+(`Bridge`) holds each request until the policy has answered. Everything runs in one event loop, in a thread.
 
 Imported only where the package is installed. Leaves out: several agents, tasks that need a container, images.
 """
@@ -56,9 +56,9 @@ class TaskEpisode:
 
 
 class PolicyHarness(NullHarness):
-    """The package's plain chat loop with tools over MCP, in this process.
+    """Runs the package's plain chat loop with tools over MCP in this process.
 
-    The package would install its own harness with uv at every start.
+    The package's own harness would be installed with uv at every start.
     """
 
     SUPPORTS_TOOL_INTERCEPTION = False
@@ -119,14 +119,14 @@ def initial_messages(data: vf.TaskData) -> list[Message]:
 
 
 class Tasks:
-    """The tasks of a taskset by number. A task is loaded once."""
+    """The tasks of a taskset, indexed by number. Each task is loaded only once."""
 
     def __init__(self, taskset: str, config: dict[str, Any]) -> None:
         self.taskset = load_taskset(taskset_config_type(taskset).model_validate({**config, "id": taskset}))
         self._iterator, self._loaded, self._lock = iter(self.taskset), [], threading.Lock()
 
     def __getitem__(self, number: int) -> vf.Task:
-        """Return a task. Raises IndexError."""
+        """Return the task with a number. Raises IndexError if the taskset has no such task."""
         with self._lock:
             self._loaded += itertools.islice(self._iterator, max(0, number + 1 - len(self._loaded)))
             return self._loaded[number]
@@ -147,7 +147,7 @@ class Bridge:
         self._wait(self._serve(), START_S)
 
     def begin(self, number: int, timeout_s: float) -> TaskEpisode:
-        """Begin a task's run, up to its first completion request or its end."""
+        """Begin a task's run, and wait for its first completion request or its end."""
         episode = TaskEpisode(f"policy-{next(self._numbers)}")
         self._wait(self._start(episode.name, weakref.ref(episode), self._tasks[number]), timeout_s)
         weakref.finalize(episode, self._cancel, episode.name)

@@ -1,8 +1,8 @@
 """The answers of an evaluation, in `answers/TASK.jsonl`, from which a killed evaluation continues.
 
-A line is written as soon as an answer arrives, and forced to disk with the first one that arrives `SYNC_S` after the last time.
-A line that a kill or a power cut left incomplete is dropped at the next start, and its answer is asked again. Of several lines
-for one sample the last one counts. With a key (checkpointing.encryption) each line is encrypted.
+A line is written as soon as an answer arrives. If the file was last forced to disk more than `SYNC_S` ago, writing the line
+forces it to disk again. A line that a kill or a power cut left incomplete is dropped at the next start, and its question is
+asked again. Of several lines for one sample the last one counts. With a key (checkpointing.encryption) each line is encrypted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ FOLDER = "answers"
 
 
 class AnswerLog:
-    """The answers of one task."""
+    """Holds the answers of one task and appends new ones to their file."""
 
     def __init__(
         self, run_dir: Path, task: str, retry: RetryPolicy = NO_RETRIES, key: FileKey | None = None, encrypts: bool = True
     ) -> None:
-        """Read the kept answers. retry.check: raises if another attempt has taken over the run folder.
+        """Read the answers in the file. retry.check: a function that raises if another attempt has taken over the run folder.
 
-        key: of kept answers and, if `encrypts`, of new ones. Raises RecipeError if it is not the key of the kept ones.
+        key: decrypts the answers in the file and, if `encrypts`, encrypts new ones. Raises RecipeError if the file has another
+        key.
         """
         self._key = key if encrypts else None
         self.path = run_dir / FOLDER / f"{task}.jsonl"
@@ -61,7 +62,7 @@ class AnswerLog:
         return [answer for _, answer in sorted(self._answers.items())]
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer, as a restart will read it. Raises StorageError if it cannot be written until the retries end."""
+        """Write an answer and hold it as a restart will read it. Raises StorageError if writing fails until the retries end."""
         line = _encode(answer)
         durable = time.monotonic() - self._synced_at > SYNC_S
         at = self._size
@@ -80,16 +81,16 @@ class AnswerLog:
 
 
 def read_answers(path: Path, key: Callable[[], FileKey | None] = lambda: None) -> list[Answer]:
-    """Return the answers in a file, ordered by question and sample; if a sample has several, the last of them.
+    """Return the answers in a file, ordered by question and sample. If a sample has several answers, only the last is returned.
 
-    key: returns the key of encrypted lines. Raises RecipeError if the lines have another key.
+    key: a function that returns the key of encrypted lines. Raises RecipeError if the lines have another key.
     """
     answers = {(answer.question, answer.sample): answer for answer, _ in _read(path, key) if answer}
     return [answer for _, answer in sorted(answers.items())]
 
 
 def encode_answers(answers: Sequence[Answer], name: str, key: FileKey | None) -> bytes:
-    """Return the content of a file of this name with these answers, encrypted with a key."""
+    """Return the bytes of the answer file `name`. key: encrypts each line; None: the lines are plain."""
     content = b""
     for answer in answers:
         line = (json.dumps(dataclasses.asdict(answer)) + "\n").encode()
@@ -98,7 +99,7 @@ def encode_answers(answers: Sequence[Answer], name: str, key: FileKey | None) ->
 
 
 def _encode(answer: Answer) -> bytes:
-    """Return the answer's line, in UTF-8. With half a surrogate pair, which UTF-8 cannot encode, it is in ASCII."""
+    """Return the answer's line in UTF-8. A text with half a surrogate pair, which UTF-8 cannot encode, is escaped to ASCII."""
     record = dataclasses.asdict(answer)
     try:
         return (json.dumps(record, ensure_ascii=False) + "\n").encode()
@@ -111,7 +112,7 @@ def _decode(line: bytes) -> Answer:
 
 
 def _read(path: Path, key: Callable[[], FileKey | None]) -> Iterator[tuple[Answer | None, int]]:
-    """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
+    """Yield (answer, position of the line's end) for each complete line. The answer is None for a line that is not JSON."""
     try:
         stream = user_files.open_file(path)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Tasks whose answers a judge compares with a baseline's, such as AlpacaEval and Arena-Hard.
 
-Each answer is compared twice, once as answer A and once as answer B, since judges favour a place. A win is 1, a tie 0.5 and a
-loss 0, and the score is the mean of both orders: a judge that always prefers A gives exactly 0.5. An answer that keeps the
-judge from giving a verdict loses that comparison.
+Each answer is compared twice, once as answer A and once as answer B, since judges prefer one of the two places. A win is 1, a
+tie 0.5 and a loss 0, and the score is the mean of both orders. So a judge that always prefers A gives exactly 0.5. An answer
+that keeps the judge from giving a verdict loses that comparison.
 
 Not supported: verdicts weighted by their log-probs, Arena-Hard's five grades, its Bradley-Terry model of many opponents.
 """
@@ -21,14 +21,14 @@ from pipeline.evaluation.statistics import SHARE, Scale
 from pipeline.evaluation.win_rate import length_controlled
 
 ORDERS = {"model_first": "A", "baseline_first": "B"}
-"""The order of the answers, and the verdict with which the model wins."""
+"""Order of the two answers -> the verdict with which the model wins."""
 
 
 class ComparisonTask(JudgedTask):
     """A task of kind `comparison`. `Question.task` has the text `baseline`, and `difficulty` where the data have one.
 
-    Metrics: `win_rate`; `length_controlled_win_rate`, see `win_rate.py`; `wins` and `losses`, the shares of answers that won or
-    lost in both orders; `consistent`, the share with the same winner in both.
+    Metrics: `win_rate`; `length_controlled_win_rate`, see `win_rate.py`; `wins` and `losses`, the shares of answers that win or
+    lose in both orders; `consistent`, the share of answers with the same result in both orders; `length`, in characters.
     """
 
     prompt_file: ClassVar[str] = "judge_comparison.txt"
@@ -86,7 +86,7 @@ def _control_length(judged: Sequence[Answer]) -> list[float]:
 
 
 def asked_text(question: Question) -> str:
-    """Return what a question asks, as one text."""
+    """Return a question's prompt as one text. In a conversation of several messages, each message begins with its role."""
     if isinstance(question.prompt, str):
         return question.prompt
     if len(question.prompt) == 1:

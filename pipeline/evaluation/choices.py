@@ -1,11 +1,11 @@
-"""Tasks that a model answers by likelihood: it chooses the most likely continuation.
+"""Tasks that a model answers by likelihood: its answer is the choice that is its most likely continuation of the prompt.
 
-    acc         the continuation of the highest log-likelihood is right; of equal ones the first counts
-    acc_norm    as acc, of the log-likelihood per character
-    acc_bytes   as acc, of the log-likelihood per byte
+    acc         1 if the choice with the highest log-likelihood is right; of equal choices the first counts
+    acc_norm    the same with the log-likelihood per character
+    acc_bytes   the same with the log-likelihood per byte
 
-These are lm-evaluation-harness's definitions. Lengths are of the choices as they are written, without the space before them.
-Questions are asked in units, which depend on the data alone, so the numbers do not depend on engines and restarts.
+These are lm-evaluation-harness's definitions. The length of a choice leaves out the space before it. Questions are asked in
+units. The units depend on the data alone, so the numbers do not depend on the engines or on restarts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNIT_TOKENS = 1 << 16
-"""Tokens of a unit, contexts that choices share counted once. Enough for several batches of an engine."""
+"""Most tokens of a unit of several questions; a context that choices share counts once. They fill several engine batches."""
 ENCODED_TOGETHER = 1024  # questions
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuestion:
-    """A question with its texts, ready to score."""
+    """A question and the tokens of the texts that are scored for it."""
 
     question: Question
     prompt: str  # the first text's context, to read
@@ -48,13 +48,13 @@ class ScoredQuestion:
 
     @property
     def size(self) -> int:
-        """Tokens, successive equal contexts counted once."""
+        """Number of tokens. A context that several choices share counts once."""
         contexts = {id(text.context): len(text.context) for text in self.texts}
         return sum(contexts.values()) + sum(len(text.continuation) for text in self.texts)
 
 
 class LikelihoodTask:
-    """Base of tasks by likelihood: units, and answers per question."""
+    """Base class of tasks by likelihood. It scores whole units of questions and keeps one answer per question."""
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
@@ -72,7 +72,7 @@ class LikelihoodTask:
         return f"{message}. Try policy.max_total_sequence_length={most}"
 
     def _scored_questions(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
-        """Yield the questions with their texts. Raises RecipeError for a question that cannot be scored."""
+        """Yield the questions with the texts to score. Raises RecipeError for a question that cannot be scored."""
         raise NotImplementedError
 
     def _answer(self, scored: ScoredQuestion, likelihoods: Sequence[Likelihood]) -> Answer:
@@ -84,7 +84,7 @@ class LikelihoodTask:
         return RecipeError(Problem(f"evaluate.tasks.{self.name}.data", "bad-record", message))
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Score the units of which an answer is missing; a unit is always scored whole."""
+        """Score each unit that lacks an answer. A unit is always scored whole."""
         missing = [unit for unit in self._units if not all(answers.has(scored.question.id) for scored in unit)]
         for i, unit_likelihoods in engines.likelihoods(_Requests(missing, self._longest)):
             likelihoods = iter(unit_likelihoods)
@@ -121,7 +121,7 @@ class ChoicesTask(LikelihoodTask):
                     yield ScoredQuestion(question, of_question[0][0], token_pairs)
 
     def _delimiter(self) -> str:
-        """Return what is between a prompt and its continuation: no space after a chat template's beginning of a turn."""
+        """Return the text between a prompt and its choice: "" after a chat template's beginning of a turn, else a space."""
         prefix = self.config.answer_prefix
         spaced = bool(prefix) and not prefix[-1].isspace() if self.config.apply_chat_template else True
         return " " if spaced else ""
@@ -156,7 +156,7 @@ class ChoicesTask(LikelihoodTask):
         )
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return acc, acc_norm and acc_bytes by question."""
+        """Return acc, acc_norm and acc_bytes -> question id -> [its value]. Leave out metrics that no answer has."""
         return {
             name: {answer.question: [answer.metrics[name]] for answer in answers if name in answer.metrics}
             for name in ("acc", "acc_norm", "acc_bytes")
@@ -165,19 +165,19 @@ class ChoicesTask(LikelihoodTask):
 
 
 def log_likelihoods(likelihoods: Sequence[Likelihood]) -> list[float]:
-    """Return each text's sum of log-probs."""
+    """Return the sum of log-probs of each text."""
     return [float(likelihood.logprobs.sum(dtype=np.float64)) for likelihood in likelihoods]
 
 
 def accuracies(sums: Sequence[float], question: Question) -> dict[str, float]:
-    """Return acc, acc_norm and acc_bytes of one question: 1 or 0. sums: the log-likelihood of each choice."""
+    """Return acc, acc_norm and acc_bytes -> 1 or 0, for one question. sums: the log-likelihood of each choice."""
     return {name: float(choice in question.correct) for name, choice in choices_by(sums, question).items()}
 
 
 def choices_by(sums: Sequence[float], question: Question) -> dict[str, int]:
-    """Return the index of the choice by acc, acc_norm and acc_bytes. sums: the log-likelihood of each choice.
+    """Return acc, acc_norm and acc_bytes -> the index of the best choice. sums: the log-likelihood of each choice.
 
-    Choices that differ in their prompts, not in the text that is scored, have only acc.
+    If the choices have prompts of their own (`Question.prompts`), there is only acc.
     """
     lengths = {"acc": [1] * len(sums)}
     if not question.prompts:
@@ -189,17 +189,17 @@ def choices_by(sums: Sequence[float], question: Question) -> dict[str, int]:
 
 
 def _per(value: float, length: int) -> float:
-    """Return value / length. A choice without a character is never the highest."""
+    """Return value / length, or -inf for length 0, so that an empty choice is not the best."""
     return value / length if length else -math.inf
 
 
 def _highest(values: Sequence[float]) -> int:
-    """Return the index of the first highest value. NaN is higher than any number, as for numpy."""
+    """Return the index of the highest value, the first of equal values. As in numpy, NaN is higher than any number."""
     return int(np.argmax(values))
 
 
 def _contexts(prompts: PromptEncoder, question: Question, examples: Sequence[Question]) -> list[tuple[str, str]]:
-    """Return (what the model reads, the continuation) of each choice."""
+    """Return (the text that the model reads, the choice) for each choice."""
     if not question.prompts:
         text = prompts.text(question, examples)
         return [(text, choice) for choice in question.choices]
@@ -221,7 +221,7 @@ def _units(questions: Iterator[ScoredQuestion]) -> Iterator[list[ScoredQuestion]
 
 
 class _Requests(Sequence[Sequence[LikelihoodRequest]]):
-    """The requests of units, made when they are sent: choices repeat their context, which takes memory."""
+    """The requests of units, built on access. All requests at once would take much memory: each repeats its context."""
 
     def __init__(self, units: Sequence[Sequence[ScoredQuestion]], longest: int) -> None:
         self._units, self._longest = units, longest

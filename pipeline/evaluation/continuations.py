@@ -1,7 +1,7 @@
 """Tokenize contexts with their continuations for scoring, token for token as lm-evaluation-harness does for causal models.
 
-The continuation is the tokens of the whole text after as many as the context has. White space at the end of the
-context counts as the continuation's, because most tokenizers join a space with the word after it.
+If the context alone has n tokens, the continuation's tokens are those of the whole text after the first n. White space at the
+end of the context moves to the continuation, because most tokenizers join a space with the word after it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class ContinuationEncoder:
                 Problem("policy.tokenizer.name", "unsupported", f"{message} expected one, as the context of a whole text")
             )
         self.prefix: int = ids[0] if ids[0] is not None else ids[1]
-        """The context of a text that has none."""
+        """The token that is the context of a text without a context."""
         self._prefix_text = str(tokenizer.decode([self.prefix]))
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        """Return the tokens of each (context, continuation). A continuation that adds no token to its context is empty."""
+        """Return the tokens of each (context, continuation). A continuation that adds no token has an empty array."""
         moved = [_move_spaces(context, continuation) for context, continuation in texts]
         wholes = self.encode([context + continuation for context, continuation in moved if context])
         contexts = list(dict.fromkeys(context for context, _ in moved if context))
@@ -69,7 +69,7 @@ class ContinuationEncoder:
         return pairs
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return each text's tokens [T] int32, after the tokenizer's special tokens unless the text begins with one."""
+        """Return each text's tokens [T] int32. The tokenizer's special tokens come first, unless the text begins with them."""
         if not texts:
             return []
         token_ids = self._tokenizer(list(texts), add_special_tokens=False).input_ids
@@ -84,9 +84,10 @@ class ContinuationEncoder:
 
 
 def rolling_windows(tokens: np.ndarray, prefix: int, longest: int) -> list[TokenPair]:
-    """Return windows of at most `longest` tokens that score each token of a text once.
+    """Return windows of at most `longest` tokens that together score each token of a text once.
 
-    The first begins with `prefix`. A window's context is the one token before it; the last has as much context as fits.
+    The first window begins with `prefix`. The context of a window is the single token before its scored tokens; in the last
+    window it is as many tokens as fit.
     """
     predicted = longest - 1
     text = np.concatenate([np.array([prefix], np.int32), tokens])

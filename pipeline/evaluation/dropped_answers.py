@@ -1,4 +1,4 @@
-"""Questions that a task leaves out because they cannot be asked, with `data.bad_records=drop` of the task."""
+"""Count the questions that a task leaves out because they cannot be asked, if its `data.bad_records` is `drop`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DroppedQuestions:
 
     @contextlib.contextmanager
     def dropping(self) -> Iterator[None]:
-        """Drop the question that is read or rendered in this block if that raises a RecipeError of a bad record."""
+        """Drop the question that the block reads or renders, if the block raises a RecipeError of only bad-record problems."""
         try:
             yield
         except RecipeError as error:
@@ -36,7 +36,7 @@ class DroppedQuestions:
                 logger.warning("bad_records=drop: dropped question %d: %s", self.count, error)
 
     def check(self, remaining: int) -> None:
-        """Raise RecipeError if no question remains. remaining: the number of questions that do."""
+        """Raise RecipeError if questions were dropped and none remains. remaining: the number of questions left."""
         if self.first is not None and not remaining:
             (problem, *_) = self.first.problems
             message = f"none of {self.count} records can be asked. The first: {problem.message}"
@@ -44,7 +44,7 @@ class DroppedQuestions:
 
     @property
     def warnings(self) -> list[str]:
-        """A warning for scores.json; none if nothing is dropped."""
+        """The warning for scores.json, as a list of one text; empty if no question was dropped."""
         if self.first is None:
             return []
         records = "record" if self.count == 1 else "records"

@@ -1,7 +1,7 @@
 """Ask the engines of an evaluation, on rank 0.
 
-Each engine gets as many questions as it can decode at the same time, and as many again that wait. So engines that answer faster
-get more questions.
+Each engine holds as many episodes as it can decode at the same time, and as many again that wait. An engine that finishes
+episodes gets new ones, so faster engines answer more questions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Likelihood, LikelihoodRequest, Prompt, Rollout, RolloutGroup
 
 KeptSamples = Mapping[int, Collection[int]]
-"""Samples whose answers are kept, by prompt index."""
+"""Prompt index -> numbers of the samples whose answers are kept."""
 
 AHEAD = 2
 """Episodes that an engine holds, as a multiple of `max_num_seqs`."""
 UNITS_AHEAD = 2
-"""Units of likelihood requests that an engine of another rank holds."""
+"""Number of units of likelihood requests that an engine holds if rank 0 is not part of it."""
 
 
 class Engines:
@@ -32,8 +32,8 @@ class Engines:
     ) -> None:
         """Bind to the engines.
 
-        groups: one per engine; rank 0 may be in one of them. max_num_seqs: sequences that an engine decodes at once. check:
-        called between two waits; what it raises ends the work.
+        groups: one per engine; rank 0 may be in one of them. max_num_seqs: sequences that an engine decodes at once. check: a
+        function that is called between two waits; an exception that it raises ends the work.
         """
         self._groups = groups
         self.check = check
@@ -46,8 +46,8 @@ class Engines:
     ) -> Iterator[RolloutGroup]:
         """Sample the prompts, and yield each group when all its episodes have ended.
 
-        An answer depends on the seed, `spec.purpose`, `Prompt.index` and its sample alone, not on the engine. skip: samples
-        that are not drawn again; their rollouts in the groups are empty.
+        An answer depends only on the seed, `spec.purpose`, `Prompt.index` and the sample's number, not on the engine. skip:
+        samples that are not drawn again; their rollouts in the groups are empty.
         """
         dispatch = Dispatcher(self._groups, seed, max_turns, None)
         finished = {index: dict.fromkeys(samples, Rollout((), 0.0)) for index, samples in (skip or {}).items()}
@@ -63,9 +63,10 @@ class Engines:
             yield from dispatch.take(spec.purpose)
 
     def likelihoods(self, units: Sequence[Sequence[LikelihoodRequest]]) -> Iterator[tuple[int, list[Likelihood]]]:
-        """Yield (index of a unit, its likelihoods in the order of the requests) as units are computed.
+        """Yield (index of a unit, its likelihoods in the order of its requests) as the units end.
 
-        An engine computes a unit alone, so the values do not depend on other units, the engine or the number of engines.
+        An engine computes each unit alone, so the values do not depend on other units, on the engine or on the number of
+        engines.
         """
         waiting = list(reversed(range(len(units))))
         computing: list[dict[int, Future[list[Likelihood]]]] = [{} for _ in self._groups]  # by engine, then unit

@@ -20,7 +20,7 @@ def engines(
 ) -> Engines:
     """Return the engines of the evaluated model, with the judge and the reward model beside them.
 
-    groups: all engines. max_num_seqs: sequences that each decodes at once.
+    groups: one per engine, of all models. max_num_seqs: for each engine, the number of sequences that it decodes at once.
     """
     served = list(zip(engine_models(recipe, len(groups)), groups, strict=True))
     of = {model: [group for name, group in served if name == model] for model, _ in served}

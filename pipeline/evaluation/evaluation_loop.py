@@ -47,9 +47,9 @@ class Leaving(Exception):
 def evaluate(
     recipe: Recipe, attempt: Attempt, retry: RetryPolicy, world: World, client: RpcClient, role: GenerateRole, startup: Startup
 ) -> bool:
-    """Evaluate, and return whether all tasks are complete. False: time is up or a signal came, and a requeue is requested.
+    """Run the evaluation and return whether all tasks are complete.
 
-    retry: for what is written into the run folder.
+    False: the time is up or a signal came, and a requeue is requested. retry: how writes into the run folder are retried.
     """
     startup.enter(SETTING_UP)
     timeouts, workers, run_dir = recipe.cluster.timeouts, world.workers, world.info.run_dir
@@ -118,7 +118,7 @@ def _write_scores(
     retry: RetryPolicy,
     key: FileKey | None,
 ) -> None:
-    """Write the scores of all answers into the run folder and show them. key: encrypts what lm_eval writes; None: plain."""
+    """Write the scores into the run folder and into TensorBoard. key: encrypts lm_eval's answers; None: they stay plain."""
     summary, values = scores.summarize(recipe, task_answers), scores.values(task_answers)
     summary["skipped"] = skipped
     if harness:
@@ -129,7 +129,7 @@ def _write_scores(
 
 
 def build(name: str, config: TaskConfig, recipe: Recipe, tokenizer: object) -> Task:
-    """Return a task of the suite. Raises RecipeError for data that cannot be read."""
+    """Build the task `name` of the suite. Raises RecipeError for data that cannot be read."""
     return user_code.load(KINDS.get(config.kind, config.kind))(name, config, recipe, tokenizer)
 
 
@@ -142,7 +142,7 @@ def _harness(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> HarnessRun |
 
 
 class Supervisor:
-    """Called while engines work: it records progress, and raises Leaving where time is up or a signal has come."""
+    """Watches the evaluation while engines work: records progress, and raises Leaving if the time is up or a signal came."""
 
     def __init__(self, attempt: Attempt, deadline: Deadline, logs: Sequence[AnswerLog], startup: Startup) -> None:
         self._attempt, self._deadline, self._logs, self._startup = attempt, deadline, logs, startup
@@ -150,7 +150,7 @@ class Supervisor:
         self._looked = self._recorded_at = 0.0
 
     def __call__(self) -> None:
-        """Look, at most every CHECK_S."""
+        """Record progress and raise Leaving if it is time for it. Does so at most every CHECK_S seconds."""
         now = time.monotonic()
         if now - self._looked < CHECK_S:
             return
@@ -162,7 +162,7 @@ class Supervisor:
             raise Leaving(reason)
 
     def record(self) -> None:
-        """Record the answers that are kept, if there are new ones: a crash after progress is requeued."""
+        """Record the number of kept answers if there are newly scored ones. A job that crashes after progress is requeued."""
         if (scored := sum(log.scored for log in self._logs)) == self._recorded:
             return
         self._startup.end()

@@ -1,4 +1,4 @@
-"""Tasks of several instructions in each question: also the share of all instructions that are followed."""
+"""Tasks whose questions have several instructions each. A metric is the share of all instructions that are followed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COUNT = "instructions"
 class InstructionTask(GenerationTask):
     """A task of kind `instructions`, with an environment of kind `ifeval`.
 
-    A question counts as often as it has instructions in the shares of instructions, whose values can be above 1 therefore: a
-    question with 3 of 4 followed, where there are 2 on average, has 1.5.
+    In the shares of instructions, a question weighs as much as it has instructions, so a question's value can be above 1. For
+    example, it is 1.5 if 3 of 4 instructions are followed and a question has 2 on average.
     """
 
     @override
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return the metrics of kind `generate`, with shares over all instructions."""
+        """Return the metrics of kind `generate`. Shares of instructions are over all instructions of all questions."""
         metrics = super().metrics(answers)
         counts = {id: max(values) for id, values in metrics.get(COUNT, {}).items()}
         mean = sum(counts.values()) / max(1, len(counts))

@@ -1,12 +1,12 @@
-"""Ask a judge, on rank 0: the one interface of all judged tasks, and the rule for replies without a verdict.
+"""Ask a judge, on rank 0: the interface of judges for all judged tasks, and the rule for replies without a verdict.
 
-A `Judge` takes requests and returns replies in any order: an endpoint (`judge_endpoint.py`) or engines of the job
-(`judge_engines.py`). `Judging` asks it for the verdicts of cases, while other engines go on.
+A `Judge` is an endpoint (`judge_endpoint.py`) or engines of the job (`judge_engines.py`). It takes requests and returns the
+replies in any order. `Judging` asks a judge for the verdicts of a task's cases, while the policy's engines work on.
 
-A reply without a readable verdict is counted and asked again with another seed, `tries` times in all. An answer may keep the
-judge from giving a verdict. So if there is none, the same prompt is asked with empty answers. If that gets a verdict, the
-answer is judged once more, and is to blame if there is still none. Otherwise the judge is to blame, and the answer stays
-unjudged.
+If a reply has no readable verdict, the reply is counted and the prompt is asked again with another seed, `tries` times in all.
+The answer itself may keep the judge from giving a verdict. So if all tries fail, the same prompt is asked with an empty answer.
+If that gets a verdict, the answer is judged once more, and is to blame if that try fails too. Otherwise the judge is to blame,
+and the answer stays unjudged.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class JudgeReply:
 
 
 class Judge(Protocol):
-    """A judge. Its requests run concurrently, and beside the policy's engines."""
+    """A judge that works on several requests at once, while the policy's engines work too."""
 
     def submit(self, requests: Sequence[JudgeRequest]) -> None:
-        """Begin these requests."""
+        """Send requests to the judge without waiting for the replies."""
 
     def take(self, wait: bool) -> list[JudgeReply]:
-        """Return the replies that have arrived; with `wait` at least one, if a request is open."""
+        """Return the replies that have arrived. With `wait`, wait for at least one reply if a request is open."""
         ...
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A verdict to ask for."""
+    """A prompt for which a verdict is wanted."""
 
     id: str  # unique in its task
     index: int  # place in the task, part of the seed
@@ -68,7 +68,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The end of a case."""
+    """The result of a case: its verdict, or why it has none."""
 
     case: Case
     verdict: Any = None  # None: there is none
@@ -78,7 +78,7 @@ class Judgement:
     replies: tuple[str, ...] = ()  # of the judge, the last one with the verdict
 
     def record(self) -> dict[str, Any]:
-        """Return the prompt, the replies and the verdict, for the answer's details."""
+        """Return the prompt, the replies, the verdict and any failure, to be kept in the answer's details."""
         about = {"failure": self.failure} if self.failure else {}
         return {"prompt": self.case.prompt, "replies": list(self.replies), "verdict": self.verdict, **about}
 
@@ -97,17 +97,17 @@ class Judging:
     """Gets the verdicts of a task's cases from a judge."""
 
     def __init__(self, judge: Judge, task: str, tries: int) -> None:
-        """Bind to a judge. tries: requests of each case before blame is decided."""
+        """Bind to a judge. tries: how often a case's prompt is asked before an empty answer is tried."""
         self._judge, self._task, self._tries = judge, task, tries
         self._open: dict[str, _OpenCase] = {}
 
     @property
     def pending(self) -> int:
-        """Number of cases without an end."""
+        """Number of cases that wait for their result."""
         return len(self._open)
 
     def submit(self, cases: Sequence[Case]) -> None:
-        """Begin cases."""
+        """Ask the judge about cases. Raises ValueError for a case that is open already."""
         for case in cases:
             if case.id in self._open:
                 raise ValueError(f"case {case.id} is open already")
@@ -115,7 +115,7 @@ class Judging:
         self._judge.submit([self._request(self._open[case.id]) for case in cases])
 
     def take(self, wait: bool) -> list[Judgement]:
-        """Return the cases that have ended; with `wait` at least one, if a case is open."""
+        """Return the results of the cases that have ended. With `wait`, wait for at least one if a case is open."""
         judgements: list[Judgement] = []
         while self._open:
             retries: list[JudgeRequest] = []
@@ -140,7 +140,7 @@ class Judging:
         return JudgeRequest(name, self._task, case.index, attempt, case.blank if blank else case.prompt)
 
     def _handle_reply(self, open_case: _OpenCase, reply: JudgeReply) -> Judgement | None:
-        """Handle a reply. Return the end of its case, or None if the judge is to be asked again."""
+        """Handle a reply. Return the result of its case, or None if the judge must be asked again."""
         case = open_case.case
         verdict = None if reply.failure or reply.finish == CUT else case.read(reply.text)
         if open_case.stage == "blank":
@@ -175,7 +175,7 @@ SHOWN = 300
 
 
 def require_judge(judge: Judge | None, task: str) -> Judge:
-    """Return the judge. Raises RecipeError if the recipe has none."""
+    """Return `judge`. Raises RecipeError if it is None because the recipe names no judge."""
     if judge is None:
         message = f"got neither env_name nor model_name, and evaluate.tasks.{task} is judged"
         raise RecipeError(Problem("evaluate.judge", "missing-value", message))

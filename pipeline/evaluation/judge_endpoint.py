@@ -1,7 +1,8 @@
 """A judge behind an OpenAI-compatible endpoint: an environment of kind llm_judge, asked with the prompts of the tasks.
 
-Of the environment's kwargs `url`, `model`, `api_key_env`, `request` and `tries` (of a request that fails) apply, and its
-`timeout_s` and `workers`. A prompt that is asked again has another `seed`, and a temperature above 0.
+These settings of the environment apply: its `timeout_s` and `workers`, and of its kwargs `url`, `model`, `api_key_env`,
+`request` and `tries` (of a request that fails). A prompt that is asked again has another `seed` and a temperature of at least
+AGAIN_TEMPERATURE.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pipeline.evaluation.judge import JudgeReply, JudgeRequest
 from pipeline.recipe.problems import RecipeError
 
 AGAIN_TEMPERATURE = 0.7
-"""Temperature at least, where a reply without a verdict is asked again: a greedy judge would repeat itself."""
+"""Lowest temperature when a prompt is asked again. A greedy judge would repeat its reply."""
 
 
 class EndpointJudge:
-    """Sends requests in threads."""
+    """A judge behind an endpoint. It sends its requests in threads."""
 
     def __init__(self, key: str, environment: EnvironmentConfig) -> None:
         """Bind to the environment at `key`, of kind llm_judge. Raises RecipeError for kwargs that do not fit."""
@@ -37,13 +38,13 @@ class EndpointJudge:
         self._open = 0
 
     def submit(self, requests: Sequence[JudgeRequest]) -> None:
-        """Begin these requests."""
+        """Send requests to the judge without waiting for the replies."""
         self._open += len(requests)
         for request in requests:
             self._threads.submit(lambda request=request: self._replies.put(self._ask(request)))
 
     def take(self, wait: bool) -> list[JudgeReply]:
-        """Return the replies that have arrived; with `wait` at least one, if a request is open."""
+        """Return the replies that have arrived. With `wait`, wait for at least one reply if a request is open."""
         replies: list[JudgeReply] = []
         while self._open:
             try:

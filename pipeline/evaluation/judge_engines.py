@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EngineJudge:
-    """Sends requests to the judge's engines. A reply depends on the seed, the task, and the request's index and attempt."""
+    """A judge on engines of the job. A reply depends on the seed, the task, and the request's index and attempt."""
 
     def __init__(
         self,
@@ -34,9 +34,10 @@ class EngineJudge:
         seed: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Bind to engines, one group of ranks each. policy, tokenizer: the judge's. check: called before each wait.
+        """Bind to the judge's engines, one group of ranks each. policy, tokenizer: of the judge.
 
-        Raises RecipeError if the judge has no chat template that renders what the user says.
+        check: a function that is called before each wait. Raises RecipeError if the judge has no chat template, or one that
+        leaves out the user's message.
         """
         if not tokenizer.chat_template:
             message = f"got null; expected a chat template, since the judge's tokenizer {tokenizer.name_or_path} has none"
@@ -51,7 +52,7 @@ class EngineJudge:
         self._refused: list[JudgeReply] = []
 
     def submit(self, requests: Sequence[JudgeRequest]) -> None:
-        """Begin these requests."""
+        """Send requests to the judge without waiting for the replies."""
         prompts: dict[tuple[str, int], list[Prompt]] = {}
         for request in requests:
             tokens = self._encode(request.prompt)
@@ -68,7 +69,7 @@ class EngineJudge:
             self._dispatch.send(group, RolloutSpec(purpose, 1, self._sampling(attempt)))
 
     def take(self, wait: bool) -> list[JudgeReply]:
-        """Return the replies that have arrived; with `wait` at least one, if a request is open."""
+        """Return the replies that have arrived. With `wait`, wait for at least one reply if a request is open."""
         replies, self._refused = self._refused, []
         self._check()
         if self._open:
@@ -81,7 +82,7 @@ class EngineJudge:
         return replies
 
     def close(self) -> None:
-        """Nothing: the engines end with the job."""
+        """Do nothing: the engines end with the job."""
 
     def _take_replies(self) -> list[JudgeReply]:
         purposes = {purpose for purpose, _ in self._open}
@@ -94,7 +95,7 @@ class EngineJudge:
         return JudgeReply(name, text, rollout.finish, failure, busy=bool(failure))
 
     def _encode(self, prompt: str) -> np.ndarray:
-        """Return the prompt as a user's message, [P] int32. Special tokens in it stay text."""
+        """Return the tokens of the prompt as a user's message, [P] int32. Special tokens in the prompt stay text."""
         message = {"role": "user", "content": self._escaper.escape(prompt)}
         rendered = self._tokenizer.apply_chat_template(
             [message], **{**self._options, "tokenize": False, "add_generation_prompt": True}

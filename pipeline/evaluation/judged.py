@@ -1,6 +1,6 @@
-"""The common part of tasks whose answers a judge judges: sample the answers, have them judged meanwhile, keep both.
+"""The common part of tasks whose answers a judge scores. It samples answers while the judge scores earlier ones.
 
-An answer is kept twice: without a score as soon as it is sampled, so that a restart has only to judge it, and again with its
+An answer is kept twice: without a score as soon as it is sampled, so that a restart only has to judge it, and again with its
 score. The judge's prompts and replies are in the answer's details.
 """
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXTS = "texts"
-"""Key of the details with the model's texts that are judged, one for each turn."""
+"""Key of `Answer.details` for the texts to judge, one for each turn of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedVerdict:
-    """A request to a judge about an answer."""
+    """A verdict that a judge is asked for about an answer."""
 
     name: str  # unique for the answer
     prompt: str
@@ -53,9 +53,9 @@ class JudgedTask:
     """A task whose answers `evaluate.judge` judges."""
 
     prompt_file: ClassVar[str]
-    """The kind's own prompt, in recipes/prompts/."""
+    """Name of the default prompt of this kind of task, in recipes/prompts/."""
     placeholders: ClassVar[tuple[str, ...]]
-    """Places that a judge's prompt must have."""
+    """Placeholders that a judge's prompt must have."""
     verdicts_per_answer: ClassVar[int] = 1
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -72,12 +72,12 @@ class JudgedTask:
 
     @abstractmethod
     def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
-        """Return what to ask about the texts of an answer: `verdicts_per_answer` at most."""
+        """Return the verdicts to ask for about the texts of an answer, at most `verdicts_per_answer`."""
         raise NotImplementedError
 
     @abstractmethod
     def grade(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Return (score, metrics) of an answer. A verdict is None if the answer kept the judge from giving one."""
+        """Return (score, metrics) of an answer. verdicts: name -> verdict; None if the answer kept the judge from giving it."""
         raise NotImplementedError
 
     @abstractmethod
@@ -86,7 +86,7 @@ class JudgedTask:
         raise NotImplementedError
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Sample the missing answers, and have all answers judged that are not."""
+        """Sample the missing answers, and have all unjudged answers judged."""
         judging = Judging(require_judge(engines.judge, self.name), self.name, self._tries)
         open_answers: dict[str, _OpenAnswer] = {}
 
@@ -120,7 +120,10 @@ class JudgedTask:
             keep(wait=True)
 
     def sample(self, engines: Engines, kept: Mapping[tuple[str, int], Answer]) -> Iterator[tuple[Question, Answer]]:
-        """Yield answers without a score, as they arrive. kept: answers by question and sample, which are not sampled again."""
+        """Sample the missing answers, and yield (question, answer without a score) as they arrive.
+
+        kept: (question id, sample) -> answer that is not sampled again.
+        """
         samples = range(self.config.num_samples)
         samples_kept = {
             index: {sample for sample in samples if (question.id, sample) in kept}
@@ -151,7 +154,7 @@ class JudgedTask:
         )
 
     def without_thinking(self, text: str) -> str:
-        """Return the text after the model's thinking, which is not judged; "" if the thinking does not end."""
+        """Return the text without the model's thinking, which is not judged. Return "" if the thinking does not end."""
         end = self.config.thinking_end
         begin = end.replace("</", "<")
         _, separator, answer = text.rpartition(end)
@@ -180,7 +183,7 @@ class JudgedTask:
 
 
 def per_question(answers: Sequence[Answer], value: Callable[[Answer], float | None]) -> dict[str, list[float]]:
-    """Return a metric's values by question, of the judged answers that have a value."""
+    """Return question id -> the metric's values of its judged answers. value: a function of an answer; None is left out."""
     values: dict[str, list[float]] = {}
     for answer in answers:
         if answer.score is not None and (number := value(answer)) is not None:

@@ -1,10 +1,10 @@
-"""The model of lm-evaluation-harness (lm_eval 0.4.13, an optional package), answered by this evaluation's engines.
+"""A model for lm-evaluation-harness (lm_eval 0.4.13, an optional package) whose requests this evaluation's engines answer.
 
-Texts are tokenized as by the harness's own Hugging Face model: contexts with the tokenizer's special tokens unless they begin
-with one, contexts that are too long lose their first tokens, and an answer's text is cut by the harness's own function. Each
-answered request is kept under a hash of its tokens and parameters, so a restart asks only what is missing.
+Texts are tokenized as in the harness's own Hugging Face model: a context begins with the tokenizer's special tokens, a context
+that is too long loses its first tokens, and the harness's own function cuts an answer's text. Each answered request is kept
+under a hash of its tokens and parameters, so a restart asks only the missing requests.
 
-Likelihood requests are computed in units that depend on the tasks alone. A sampled answer's seed is of its hash.
+Likelihood requests are computed in units that depend on the tasks alone. The seed of a sampled answer follows from its hash.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Scored = tuple[float, bool]
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """One answer to sample."""
+    """A request for one sampled answer."""
 
     key: str
     context: str
@@ -56,7 +56,7 @@ class _Drawing:
 
 
 class EnginesLM(TemplateLM):
-    """Answers the harness's requests."""
+    """Answers the harness's requests with the engines."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, engines: Engines, answers: AnswerLog) -> None:
         """Bind to the engines. answers: the kept answers, to which new answers are added."""
@@ -64,29 +64,29 @@ class EnginesLM(TemplateLM):
         self.tokenizer: Any = tokenizer
         self._longest = recipe.policy.generation.vllm_cfg.max_model_len  # tokens of a text
         self.max_length: int = self._longest - 1
-        """Tokens of an input: a text's last token is scored, and is none."""
+        """Most input tokens of a text. The last token of a text is only scored, never an input."""
         self._config, self._seed = recipe.evaluate.lm_eval, recipe.evaluate.seed
         self._template_kwargs = recipe.policy.tokenizer.chat_template_kwargs or {}
         self._encoder = ContinuationEncoder(tokenizer)
         self._engines, self._answers = engines, answers
         self._kept = {answer.question: answer for answer in answers.all()}
         self.drawn: dict[str, Answer] = {}
-        """Sampled answers of this call of the harness, by `request_key` of the request's arguments."""
+        """`request_key` of a request's arguments -> its sampled answer, for the requests of this call of the harness."""
 
     # ---- what the harness asks of a tokenizer -------------------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a text."""
+        """Id of the token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text without one."""
+        """Id of the token that is the context of a text without a context."""
         return self._encoder.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text. add_special_tokens: None: add them unless the text begins with one."""
+        """Return the tokens of a text. add_special_tokens: None adds the special tokens unless the text begins with them."""
         if add_special_tokens is not None:
             ids = self.tokenizer(string, add_special_tokens=False).input_ids
             return [*(self._encoder.plain.begin if add_special_tokens else ()), *ids]
@@ -94,15 +94,15 @@ class EnginesLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer, as the harness names it in its cache."""
+        """Name of the tokenizer in the harness's cache."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the chat template, for the harness's records."""
+        """Return the chat template for the harness's records, or "" if the argument is False."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation. False: the answer's beginning is its last message."""
+        """Return the text of a conversation. add_generation_prompt: False if the last message begins the answer."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         options |= {"continue_final_message": not add_generation_prompt, **self._template_kwargs}
         try:
@@ -140,7 +140,7 @@ class EnginesLM(TemplateLM):
         return _with_key(LikelihoodRequest("", tokens, len(tokens) - len(continuation)))
 
     def _scores(self, requests: Sequence[LikelihoodRequest]) -> list[Scored]:
-        """Return the score of each request. Equal requests are asked once; a unit is always asked whole."""
+        """Return the score of each request. Equal requests are asked once. A unit is always asked whole."""
         units = list(_units({request.id: request for request in requests}.values()))
         missing = [unit for unit in units if not all(request.id in self._kept for request in unit)]
         for i, likelihoods in self._engines.likelihoods(missing):
@@ -158,7 +158,7 @@ class EnginesLM(TemplateLM):
     # ---- generation ---------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text of each answer, up to the text that ends it."""
+        """Return the text of each request's answer, up to the stop text that ends it."""
         drawings, untils, repetitions = [], [], {}
         for request in requests:
             context, arguments = request.args
@@ -193,7 +193,7 @@ class EnginesLM(TemplateLM):
         return Answer(drawing.key, 0, 0.0, prompt=prompt, text=text, tokens=count, finish=rollout.finish)
 
     def _prompt(self, context: str, max_new_tokens: int) -> np.ndarray:
-        """Return the last tokens of a context that leave room for the answer, [P] int32."""
+        """Return as many last tokens of a context as leave room for the answer, [P] int32. Raises RecipeError for no room."""
         room = self.max_length - max_new_tokens
         if room < 1:
             message = f"got a task with {max_new_tokens} tokens for an answer; expected fewer than {self.max_length}"
@@ -202,7 +202,7 @@ class EnginesLM(TemplateLM):
         return np.asarray(self.tok_encode(context) or [self.prefix_token_id], np.int32)[-room:]
 
     def _sampling(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
-        """Return the sampling parameters of a request, and the texts that end its answer. Raises RecipeError for other keys."""
+        """Return (sampling parameters, stop texts) of a request. Raises RecipeError for keys that the engines lack."""
         options = dict(normalize_gen_kwargs(arguments, self._config.max_gen_toks))
         eos = str(self.tokenizer.decode([self.eot_token_id]))
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
@@ -218,7 +218,7 @@ class EnginesLM(TemplateLM):
 
 
 def request_key(arguments: Sequence[Any]) -> str:
-    """Return the hash of a request's arguments: a context, and the parameters of its answer."""
+    """Return the hash of a request's arguments, which are its context and its generation parameters."""
     return _hash(list(arguments))
 
 
@@ -235,7 +235,7 @@ def _hash(content: list[Any]) -> str:
 
 
 def _units(requests: Iterable[LikelihoodRequest]) -> Iterator[list[LikelihoodRequest]]:
-    """Yield successive requests of about UNIT_TOKENS together."""
+    """Yield the requests as units of successive requests with at least UNIT_TOKENS tokens, except for the last unit."""
     unit, size = [], 0
     for request in requests:
         unit.append(request)

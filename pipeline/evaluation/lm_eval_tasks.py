@@ -1,9 +1,10 @@
 """Run tasks of lm-evaluation-harness on the engines, and turn its results into answers and scores.
 
 `answers/lm_eval.jsonl` keeps the answered requests, from which a restart goes on. The harness's own results, with all samples,
-are in lm_eval_results.json; each of its tasks has `answers/TASK.jsonl` and an entry in scores.json like any other task. A
-metric there is named as the harness names it, without `,none`. Metrics that are no means over documents (perplexity, F1, BLEU),
-and those of groups such as mmlu, have the harness's value; their interval is known only where the value is such a mean.
+are in lm_eval_results.json. Each of its tasks has `answers/TASK.jsonl` and an entry in scores.json like any other task. A
+metric in scores.json has the harness's name without `,none`. Metrics that are not means over documents (perplexity, F1, BLEU)
+have the harness's value and no interval. Metrics of groups such as mmlu have the harness's value too, and an interval only if
+the value is the mean over all documents of the group.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "lm_eval"
-"""The name of the kept requests."""
+"""Name of the file in answers/ that keeps the answered requests."""
 FILE = "lm_eval_results.json"
 SAME = 1e-9  # difference of two computations of one mean
 
 
 class HarnessTask:
-    """A task of the harness whose documents have been answered; for `scores.summarize`."""
+    """A task of the harness whose documents are answered, in the form that `scores.summarize` expects."""
 
     warnings: Sequence[str] = ()
 
@@ -54,10 +55,10 @@ class HarnessTask:
         self.config = TaskConfig(kind=NAME, metric=metric or None, max_new_tokens=max_new_tokens)
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Ask nothing: the harness has asked."""
+        """Do nothing: `HarnessRun.ask` has asked all requests."""
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return the values of each metric that is a mean over documents."""
+        """Return metric -> document id -> [its value], for the metrics that are means over documents."""
         names = dict.fromkeys(name for answer in answers for name in answer.metrics)
         return {name: {entry.question: [entry.metrics[name]] for entry in answers if name in entry.metrics} for name in names}
 
@@ -77,10 +78,10 @@ class HarnessRun:
         self._names = sorted(names)
         self.results: dict[str, Any] = {}
         self.answers: dict[str, list[Answer]] = {}
-        """The answers of each task, by name."""
+        """Task's name -> its answers."""
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Ask what `answers` lacks, and compute the results of all tasks."""
+        """Ask the requests that `answers` lacks, and compute the results of all tasks."""
         config = self._config
         if config.apply_chat_template:
             check_template(self._tokenizer, self._recipe.policy.tokenizer.chat_template_kwargs)
@@ -107,7 +108,7 @@ class HarnessRun:
     def write(self, folder: Path, key: FileKey | None = None) -> None:
         """Write the harness's results, and the answers of each task, into the evaluation's folder. Raises OSError.
 
-        key: encrypts the answers. The results then lack the samples, which the answers hold too.
+        key: encrypts the answers; None: they are plain. With a key the results leave out the samples, which are in the answers.
         """
         results = {name: value for name, value in self.results.items() if name != "samples" or key is None}
         write_durably(folder / FILE, json.dumps(results, indent=1, default=handle_non_serializable) + "\n")
@@ -116,7 +117,7 @@ class HarnessRun:
             write_durably(path, encode_answers(answers, path.name, key).decode())
 
     def tasks(self) -> dict[str, tuple[Any, Sequence[Answer]]]:
-        """Return each task that was asked, a HarnessTask, with its answers."""
+        """Return name -> (HarnessTask, answers) of each task that was asked."""
         tasks = {}
         for name, answers in self.answers.items():
             metric = next(iter(self._values(name)), "")
@@ -126,7 +127,7 @@ class HarnessRun:
         return tasks
 
     def complete(self, summary: dict[str, Any]) -> None:
-        """Add the metrics that are not means over one task's documents to the contents of scores.json."""
+        """Add the metrics that are not means over one task's documents to `summary`, the contents of scores.json."""
         tasks = summary["tasks"]
         for name in self.answers:
             for metric, value in self._values(name).items():
@@ -154,7 +155,10 @@ class HarnessRun:
         }
 
     def _over(self, leaves: Sequence[str], metric: str, value: float) -> Interval:
-        """Return the interval of a group's metric, if it is the mean over all documents of its tasks."""
+        """Return a group's metric with its interval. The ends are NaN unless `value` is the mean over all documents.
+
+        leaves: the group's tasks. value: the harness's.
+        """
         values = [answer.metrics.get(metric) for leaf in leaves for answer in self.answers[leaf]]
         documents = [(number,) for number in values if number is not None]
         if len(documents) == len(values) and abs((over := interval(documents)).value - value) < SAME:
@@ -166,13 +170,13 @@ class HarnessRun:
         return {leaf for name in names for leaf in (self._leaves(name) or {name})} & self.answers.keys()
 
     def _values(self, name: str) -> dict[str, float]:
-        """Return the harness's values of a task or group, by our names of the metrics."""
+        """Return metric -> the harness's value, for a task or a group. The metrics have the names of scores.json."""
         results = {**self.results["results"], **self.results.get("groups", {})}[name]
         values = {key: value for key, value in results.items() if "," in key and "_stderr," not in key}
         return {_name(*key.rsplit(",", 1)): float(value) for key, value in values.items() if isinstance(value, int | float)}
 
     def _answers(self, name: str, model: EnginesLM) -> list[Answer]:
-        """Return an answer for each document. Its metrics are the ones whose mean is the harness's value."""
+        """Return an answer for each document of a task, with the metrics whose mean over documents is the harness's value."""
         documents: dict[str, Answer] = {}
         for sample in self.results["samples"][name]:
             id = f"{sample['doc_id']:07d}"

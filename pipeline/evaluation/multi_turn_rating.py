@@ -1,8 +1,8 @@
-"""Tasks of several turns, each of whose answers a judge rates from 1 to 10, as MT-Bench does.
+"""Tasks of several turns in which a judge rates the model's answer to each turn from 1 to 10, as in MT-Bench.
 
-The second turn is asked once the first is answered, with the model's own answer before it as a chat shows it: the chat template
-renders the conversation anew, without the model's thinking. The judge rates each turn alone, with the conversation up to it and
-the reference where there is one. An answer that keeps the judge from giving a rating has the lowest.
+The second turn is asked once the first is answered. Its prompt is the conversation so far, which the chat template renders anew
+without the model's thinking. The judge rates each turn alone: it sees the conversation up to that turn, and the turn's
+reference if there is one. An answer that keeps the judge from giving a rating gets the lowest rating.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ MOST_TURNS = 8
 
 
 class RatingTask(JudgedTask):
-    """A task of kind `multi_turn_rating`. `Question.task` has `turns`, the user's, and `references`, one a turn or none.
+    """A task of kind `multi_turn_rating`.
 
-    Metrics: `rating`, the mean over a question's turns; `turn_1`, `turn_2`, ....
+    `Question.task` has `turns`, the user's texts, and `references`, a text for each turn, "" for a turn without a reference.
+    `references` may be shorter. Metrics: `rating`, the mean over a question's turns; `turn_1`, `turn_2`, ..., of one turn each.
     """
 
     prompt_file: ClassVar[str] = "judge_rating.txt"
@@ -87,7 +88,7 @@ class RatingTask(JudgedTask):
             waiting, turn = following, turn + 1
 
     def _next(self, index: int, question: Question, answer: Answer) -> Prompt:
-        """Return the prompt of the first unanswered turn."""
+        """Return the prompt of the first turn that `answer` has not answered. index: the prompt's index."""
         texts: list[str] = answer.details[TEXTS]
         messages = _conversation(question, texts)
         messages.append({"role": "user", "content": question.task["turns"][len(texts)]})
@@ -123,7 +124,7 @@ class RatingTask(JudgedTask):
 
 
 def _conversation(question: Question, texts: Sequence[str]) -> list[dict[str, str]]:
-    """Return the answered turns with their answers, as messages."""
+    """Return the answered turns as messages of the user and the assistant. texts: the model's answers."""
     messages: list[dict[str, str]] = []
     for user, reply in zip(question.task["turns"], texts, strict=False):
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": reply}]
@@ -131,7 +132,7 @@ def _conversation(question: Question, texts: Sequence[str]) -> list[dict[str, st
 
 
 def _join_turns(before: Answer, after: Answer) -> Answer:
-    """Return an answer with its next turn."""
+    """Return the answer `before` joined with `after`, the answer to the next turn."""
     texts = [*before.details[TEXTS], *after.details[TEXTS]]
     return replace(
         after,

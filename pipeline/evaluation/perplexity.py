@@ -1,14 +1,15 @@
-"""Tasks that measure how likely a model finds texts: whole documents (kind perplexity), or the end of each (kind continuation).
+"""Tasks that measure the likelihood of texts: of whole documents (kind perplexity), or of a text's end (kind continuation).
 
     bits_per_byte      -log2 p of all texts / their bytes
     byte_perplexity    2 ** bits_per_byte
     word_perplexity    exp(-log p of all texts / their words)
-    acc                kind continuation: the model would write the end greedily
+    acc                kind continuation: 1 if greedy sampling would write the end
     perplexity         kind continuation: exp(-mean over texts of log p(end))
 
-These are lm-evaluation-harness's definitions. A quotient of sums is no mean over questions, so a question's value is its
-linearization, which has the quotient as its mean and the quotient's error as its own. The interval of a perplexity is that of
-the nats, with its ends mapped: it begins at 1 or above, and its upper end is farther away than its lower one.
+These are lm-evaluation-harness's definitions. A quotient of sums is not a mean over questions. So the values of the questions
+are a linearization of the quotient: their mean is the quotient, and the standard error of their mean is the quotient's. The
+interval of a perplexity is the interval of the nats with exp applied to its ends. So it begins at 1 or above, and its upper end
+is farther from the value than its lower end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _SPACES = re.compile(r"\s+")
 
 
 class PerplexityTask(LikelihoodTask):
-    """A task of kind `perplexity`. A question's prompt is the text; `Question.task` may set "words" and "bytes" to count."""
+    """A task of kind `perplexity`. A question's prompt is the text.
+
+    `Question.task` may have "words" and "bytes", the numbers to use in place of the text's own.
+    """
 
     scales: ClassVar[Mapping[str, Scale]] = {
         "bits_per_byte": Scale(0.0),
@@ -71,7 +75,7 @@ class PerplexityTask(LikelihoodTask):
         )
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return bits_per_byte, byte_perplexity and word_perplexity by question."""
+        """Return bits_per_byte, byte_perplexity and word_perplexity -> question id -> [its value]."""
         return {
             "bits_per_byte": _linearize(answers, "bytes", lambda nats: (nats / LOG_2, 1 / LOG_2)),
             "byte_perplexity": _linearize(answers, "bytes", lambda nats: (math.exp(nats), math.exp(nats))),
@@ -80,7 +84,7 @@ class PerplexityTask(LikelihoodTask):
 
 
 class ContinuationTask(ChoicesTask):
-    """A task of kind `continuation`. A question has one choice, the end of its text."""
+    """A task of kind `continuation`. A question has a single choice: the end of its text."""
 
     scales: ClassVar[Mapping[str, Scale]] = {"perplexity": PERPLEXITY}
 
@@ -118,12 +122,15 @@ class ContinuationTask(ChoicesTask):
 
 
 def words(text: str) -> list[str]:
-    """Return the words that white space separates; an empty word before or after it counts too."""
+    """Split a text at white space. White space at an end of the text gives an empty word there, which counts too."""
     return _SPACES.split(text)
 
 
 def _linearize(answers: Sequence[Answer], unit: str, of: Callable[[float], tuple[float, float]]) -> PerQuestion:
-    """Return values whose mean is f(nats per unit over all answers); none if f overflows. of: nats per unit -> f, slope."""
+    """Return question id -> [value], where the mean of the values is f(nats per unit of all answers); {} if f overflows.
+
+    unit: key of `Answer.details` with an answer's number of units. of: a function nats per unit -> (f, derivative of f).
+    """
     if not answers:
         return {}
     nats = np.array([-answer.details["logprob"] for answer in answers])

@@ -1,14 +1,15 @@
-"""Tasks that score a reward model: does it score chosen answers above rejected ones, as RewardBench asks?
+"""Tasks that test whether a reward model scores chosen answers above rejected ones, as in RewardBench.
 
     a pair              right if the chosen answer's score is higher; equal scores are wrong
-    best of n           one chosen answer and several rejected ones: right if its score is the highest; where k answers share
-                        the highest score and the chosen one is among them, 1/k
-    several chosen      right if each chosen answer's score is higher than each rejected one's
+    best of n           one chosen answer and several rejected answers: right if the chosen answer's score is the highest; 1/k
+                        if k answers share the highest score and the chosen one is among them
+    several chosen      right if each chosen answer's score is higher than each rejected answer's
 
-RewardBench's score is the mean of its sections. In a section subsets weigh by their questions; in `reasoning` math weighs as
-much as all code. Subsets of other data, such as RewardBench 2, weigh equally.
+RewardBench's score is the mean of its sections. In a section, the weight of a subset is its number of questions, except in
+`reasoning`, where the math subset weighs as much as all code subsets together. Subsets of other data, such as RewardBench 2,
+have equal weights.
 
-A text is scored at the end of its answer's turn, as in training. One that is too long loses its first tokens.
+A text is scored at the end of its answer's turn, as in training. A text that is too long loses its first tokens.
 Not supported: the margins of RewardBench 2's subset Ties.
 """
 
@@ -52,15 +53,15 @@ SECTIONS = {
 }
 """RewardBench's sections and their subsets."""
 MATH = "math-prm"
-"""The subset that weighs as much as all others of its section."""
+"""The subset that weighs as much as all other subsets of its section together."""
 SECTION_OF = {subset: section for section, subsets in SECTIONS.items() for subset in subsets}
 
 
 class PreferenceTask:
     """A task of kind `preference`. `Question.task` has `chosen` and `rejected`, lists of texts; `group` is the subset.
 
-    Metrics: `score`, for RewardBench's subsets the mean of its sections, else the mean of the subsets; `accuracy`, the mean of
-    the questions; the sections.
+    Metrics: `score`, the mean of the sections if all subsets are RewardBench's, else the mean of the subsets; `accuracy`, the
+    mean of the questions; for RewardBench also each section by its name.
     """
 
     scales: ClassVar[Mapping[str, Scale]] = dict.fromkeys(("score", *SECTIONS), SHARE)
@@ -77,7 +78,10 @@ class PreferenceTask:
         self.dropped, self.warnings = read.dropped.count, read.dropped.warnings
 
     def _encodable(self, read: TaskData) -> Sequence[Question]:
-        """Return the questions that can be scored if bad ones are dropped; else all, and scoring refuses a bad question."""
+        """Return the questions that can be scored if the task drops bad ones.
+
+        Otherwise return all questions; scoring a bad question then raises RecipeError.
+        """
         if not read.dropped.drops:
             return read.questions
         usable = []
@@ -106,7 +110,10 @@ class PreferenceTask:
         return [self._encoder.encode(question, text) for text in (*question.task["chosen"], *question.task["rejected"])]
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return `score`, `accuracy` and the sections. Weights are such that the mean over questions is the score."""
+        """Return `score`, `accuracy` and the sections -> question id -> values.
+
+        The values are weighted so that a metric is their mean over questions.
+        """
         accuracy = per_question(answers, lambda answer: answer.score)
         subsets = {answer.question: answer.group for answer in answers if answer.question in accuracy}
         if not subsets or not set(subsets.values()) <= set(SECTION_OF):
@@ -126,13 +133,19 @@ class PreferenceTask:
 
 
 def _weight(subset: str, sizes: Mapping[str, int]) -> float:
-    """Return the weight of a subset in its section: its number of questions; for math the number of all others."""
+    """Return the weight of a subset in its section: its number of questions; for math, that of all other subsets together.
+
+    sizes: subset -> its number of questions.
+    """
     total = sum(size for name, size in sizes.items() if name != MATH)
     return total if subset == MATH and total else sizes[subset]
 
 
 def _weight_values(values: PerQuestion, subsets: Mapping[str, str], weight: Any) -> dict[str, list[float]]:
-    """Return values whose mean over questions is the mean of the subsets by weight."""
+    """Return question id -> values whose mean over questions is the weighted mean of the subsets.
+
+    subsets: question id -> its subset. weight: a function (subset, sizes) -> the weight of the subset.
+    """
     sizes: dict[str, int] = {}
     for question in values:
         sizes[subsets[question]] = sizes.get(subsets[question], 0) + 1
@@ -145,7 +158,7 @@ def _weight_values(values: PerQuestion, subsets: Mapping[str, str], weight: Any)
 
 
 def credit(chosen: Sequence[float], rejected: Sequence[float]) -> float:
-    """Return how right the scores of chosen and rejected answers are, from 0 to 1."""
+    """Return 1 if the scores rank the chosen answers above the rejected ones, else 0; 1/k for ties in best of n (see above)."""
     if not all(map(math.isfinite, (*chosen, *rejected))):
         return 0.0
     if len(chosen) > 1 or len(rejected) == 1:
@@ -191,7 +204,7 @@ class _ConversationEncoder:
         self._system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
 
     def encode(self, question: Question, answer: str) -> np.ndarray:
-        """Return [L] int32. Special tokens in the texts stay text."""
+        """Return the tokens of a question with an answer, [L] int32. Special tokens in the texts stay text."""
         escape, prompt = self._escaper.escape, question.prompt
         if not self._chat:
             plain = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] or "" for message in prompt)

@@ -1,8 +1,9 @@
-r"""Prompts of a task: the system's message, worked examples, the question, and the beginning of the answer, as tokens.
+r"""Render the prompts of a task as tokens: system message, worked examples, the question, and the beginning of the answer.
 
-Without a chat template they are one text, as lm-evaluation-harness writes it. Worked example, one example of target " 4":
+Without a chat template a prompt is one text, in lm-evaluation-harness's form. With one worked example, whose target is " 4":
     Question: 2+2?\nAnswer: 4\n\nQuestion: 3+5?\nAnswer:
-With one, each worked example is two turns, or all are in the user's message; answer_prefix continues the assistant's turn.
+With a chat template, each worked example is two turns, or all examples are in the user's message (few_shot_as_turns).
+answer_prefix begins the assistant's turn.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ SHOWN_IDS = 3  # questions named in a message
 def encode(
     name: str, task: TaskConfig, data: TaskData, policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], list[str]]:
-    """Return (the prompts in the order of the questions, warnings). With data.bad_records=drop, without questions that fail.
+    """Return (prompts in the order of the questions, warnings).
 
-    Warnings: dropped questions; prompts that leave less room than max_new_tokens, so that answers may be cut earlier; text that
-    the tokenizer does not know. Raises RecipeError, naming the questions, if prompts leave no room for an answer, or if the
-    chat template refuses them.
+    With data.bad_records=drop, questions that cannot be rendered are left out. Warnings are of dropped questions, of prompts
+    that leave less room than max_new_tokens, so that answers may be cut earlier, and of text that the tokenizer does not know.
+    Raises RecipeError, which names the questions, if prompts leave no room for an answer or the chat template refuses them.
     """
     encoder = PromptEncoder(name, task, policy.tokenizer, tokenizer)
     prompts: list[Prompt] = []
@@ -77,7 +78,7 @@ class PromptEncoder:
             check_template(tokenizer, config.chat_template_kwargs)
 
     def prompt(self, question: Question, examples: Sequence[Question] = ()) -> Prompt:
-        """Return a question as a prompt. The environment gets `Question.task`, and the prompt's "messages" or "text"."""
+        """Return the prompt of a question. The environment gets `Question.task`, and the prompt as "messages" or "text"."""
         context: dict[str, Any] = {}
         if self._task.apply_chat_template:
             context["messages"] = self.messages(question, examples)
@@ -89,7 +90,7 @@ class PromptEncoder:
         return Prompt(question.index, tokens, self._task.env_name or "", {**context, **question.task})
 
     def text(self, question: Question, examples: Sequence[Question] = ()) -> str:
-        """Return what the model reads. Raises RecipeError, naming the question, if the chat template refuses it."""
+        """Return the text that the model reads. Raises RecipeError, naming the question, if the chat template refuses it."""
         if not self._task.apply_chat_template:
             system = "".join(part for part in (self._task.system_prompt, question.description) if part)
             return system + self._in_one_text(question, examples, self._task.answer_prefix)
@@ -121,13 +122,13 @@ class PromptEncoder:
         return [*begin, *turns]
 
     def tokenize(self, text: str) -> np.ndarray:
-        """Return a text as `[P]` int32. A chat template has its own special tokens, a plain text the tokenizer's."""
+        """Return the tokens of a text, [P] int32. The tokenizer adds its special tokens only without a chat template."""
         if self._task.apply_chat_template:
             return np.asarray(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
         return np.asarray(self._plain.tokens(text), dtype=np.int32)
 
     def _in_one_text(self, question: Question, examples: Sequence[Question], prefix: str | None) -> str:
-        """Return worked examples and the question as one text. prefix: begins the answer to the question."""
+        """Return the worked examples and the question as one text. prefix: the answer's beginning, or None."""
         begin = self._task.answer_prefix
         before = [
             _join(_join(self._bare(example), begin), example.target.lstrip()) if begin else self._bare(example) + example.target
@@ -149,7 +150,7 @@ def _turns(question: Question) -> list[Message]:
 
 
 def _join(before: str, after: str) -> str:
-    """Join two texts by a space, unless white space separates them or a text is empty."""
+    """Join two texts by a space. Add no space if one text is empty or white space is already between them."""
     if not before or not after or before[-1].isspace() or after[0].isspace():
         return before + after
     return f"{before} {after}"

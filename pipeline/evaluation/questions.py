@@ -35,22 +35,22 @@ class Question:
 
 @dataclass(frozen=True)
 class NoFormatArguments:
-    """No format_kwargs."""
+    """The arguments of a format without format_kwargs."""
 
 
 class Format:
     """Turns the records of one family of data sets into questions."""
 
     Arguments: ClassVar[type] = NoFormatArguments
-    """A dataclass with type, default and description of each of `format_kwargs` at its field."""
+    """A dataclass with a field for each key of `format_kwargs`: its type, default and description."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns that every record must have."""
     examples: ClassVar[tuple[Record, ...]] = ()
-    """Records of the worked examples that the benchmark prescribes; a task's few_shot_split takes their place."""
+    """Records of the worked examples that the benchmark prescribes. If a task sets few_shot_split, they are not used."""
     draws_one_more: ClassVar[bool] = False
     """True if lm-evaluation-harness draws one worked example more than it uses, as it does where a task has no test split."""
     examples_by_group: ClassVar[bool] = False
-    """True if the worked examples are of the question's own group."""
+    """True if a question's worked examples have its group."""
 
     def __init__(self, arguments: Any) -> None:
         """Bind the format to its arguments."""
@@ -62,7 +62,7 @@ class Format:
         return self.columns
 
     def indices(self, records: Sequence[Record]) -> Sequence[int]:
-        """Return the indices of the records to ask: all, unless a format leaves some out."""
+        """Return the indices of the records to ask. The default is all; a format may leave out some."""
         return range(len(records))
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of a question, as `answers/TASK.jsonl` has it. The class of a task may add what it needs in `details`."""
+    """One answer to a question, in the form of a line of `answers/TASK.jsonl`. A task keeps further values in `details`."""
 
     question: str  # Question.id
     sample: int
@@ -92,4 +92,4 @@ class Answer:
 
 
 PerQuestion = Mapping[str, Sequence[float]]
-"""Values of a metric by question id: one for each sample, in the order of the samples."""
+"""Question id -> values of a metric, one for each sample in the order of the samples."""

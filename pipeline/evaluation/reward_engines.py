@@ -14,13 +14,13 @@ from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import Future, RpcGroup
 
 Plan = list[list[list[int]]]
-"""plan[rank of the engine][microbatch]: sequence numbers."""
+"""plan[rank of the engine][microbatch]: indices of sequences in the unit."""
 AHEAD = 2
-"""Units that an engine of another rank holds."""
+"""Number of units that an engine holds if rank 0 is not part of it."""
 
 
 class RewardEngines:
-    """Engines of `ranks` data-parallel ranks each."""
+    """The engines that serve a reward model, each of `ranks` data-parallel ranks."""
 
     def __init__(
         self,
@@ -29,13 +29,16 @@ class RewardEngines:
         model: PolicyConfig,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Bind to the engines. check: called between two waits; what it raises ends the work."""
+        """Bind to the engines. check: a function that is called between two waits; its exceptions end the work."""
         self._groups, self._ranks, self._check = groups, ranks, check
         packing = model.sequence_packing
         self._bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, model.logprob_batch_size)
 
     def score(self, units: Sequence[Sequence[np.ndarray]]) -> Iterator[tuple[int, list[float]]]:
-        """Yield (index of a unit, the scores of its sequences [L] int32) as units are computed, each by one engine."""
+        """Yield (index of a unit, the scores of its sequences) as units are computed. One engine computes a whole unit.
+
+        units: of sequences of tokens, [L] int32 each.
+        """
         waiting = list(reversed(range(len(units))))
         computing: list[dict[int, tuple[Plan, Future[list[float]]]]] = [{} for _ in self._groups]
         while waiting or any(computing):

@@ -1,4 +1,4 @@
-"""Tasks whose answers are sampled, and scored by an environment, as in training."""
+"""Tasks whose answers are sampled and then scored by an environment, as in training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GenerationTask:
         self.dropped = read.dropped.count
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Draw the samples that are not kept. The samples of a question are drawn by one engine."""
+        """Draw the samples that `answers` lacks or that have no score. One engine draws all samples of a question."""
         config, samples = self.config, range(self.config.num_samples)
         samples_kept = {
             index: {sample for sample in samples if answers.has(question.id, sample)}
@@ -64,9 +64,10 @@ class GenerationTask:
         )
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return `score`, each metric of the environment, pass@k and maj@k; the last two have one value a question.
+        """Return `score`, the environment's metrics, pass@k and maj@k -> question id -> values.
 
-        An answer that broke its environment has 0 in each metric.
+        pass@k and maj@k have one value per question, the other metrics one per sample. An answer that broke its environment has
+        0 in each of the environment's metrics.
         """
         judged = [answer for answer in answers if answer.score is not None]
         names = sorted({name for answer in judged for name in answer.metrics})
@@ -85,10 +86,10 @@ class GenerationTask:
 
 
 def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:
-    """Return 1 if the most frequent answer scores 1, else 0; n equally frequent answers count 1/n each.
+    """Return 1 if the most frequent answer scores 1, else 0; 1/n if it is one of n equally frequent answers.
 
-    extracted: the answer of each sample; "" for a sample without an answer, which has no vote. Correct answers are pooled,
-    however they are written (0.5, 1/2).
+    scores: of each sample. extracted: the answer of each sample; "" for a sample without an answer, which has no vote. All
+    correct answers count as one answer, however they are written (0.5, 1/2).
     """
     right = [score >= 1 for score in scores]
     votes = Counter(
@@ -99,7 +100,7 @@ def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:
 
 
 def sampling(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """Return a task's sampling parameters."""
+    """Return the sampling parameters of a task's section."""
     thinking = None
     if config.thinking_tokens is not None:
         end = tokenizer(config.thinking_end, add_special_tokens=False).input_ids

@@ -3,16 +3,16 @@
     {"suite", "model", "run", "step",               run, step: of the training run whose checkpoint was evaluated, or null
      "tasks": {TASK: {"kind", "metric",             the metric that stands for the task
                       "questions", "samples",       samples: judged answers
-                      "truncated", "unparsed",      shares of the answers that the limit cut, or in which no answer was found
-                      "unjudged",                   answers without a score, which no metric counts
-                      "dropped",                    records that data.bad_records=drop has left out
+                      "truncated", "unparsed",      shares of answers cut by the token limit, and without a parsed answer
+                      "unjudged",                   number of answers without a score, which no metric counts
+                      "dropped",                    number of records left out by data.bad_records=drop
                       "metrics": {METRIC: {"value", "low", "high"}},
                       "groups": {GROUP: {"questions", "metrics": {METRIC: ...}}},
-                      "macro": {METRIC: ...}}},     means over groups; without groups left out
+                      "macro": {METRIC: ...}}},     means over groups; absent if there are no groups
      "warnings": [...]}
 
-low and high are the ends of a 95% interval; null where it cannot be known. values.json has what these are computed from, for
-comparisons: {TASK: {METRIC: {QUESTION: [values]}}}. The order of the answers does not matter.
+low and high are the ends of a 95% interval, null if it cannot be known. values.json has the values from which the scores are
+computed, for comparisons: {TASK: {METRIC: {QUESTION: [values]}}}. The order of the answers does not matter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 FILE = "scores.json"
 VALUES = "values.json"
 WARN_SHARE = 0.01
-"""A larger share of answers without an end, or without an answer that the parser finds, is a warning."""
+"""A warning is given if a larger share of the answers is truncated, or if the parser finds no answer in a larger share."""
 
 
 def summarize(recipe: Recipe, tasks: Mapping[str, tuple[Task, Sequence[Answer]]]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def values(tasks: Mapping[str, tuple[Task, Sequence[Answer]]]) -> dict[str, dict
 
 
 def write(run_dir: Path, scores: Mapping[str, Any], values: Mapping[str, Mapping[str, PerQuestion]]) -> Path:
-    """Write values.json and then scores.json into the evaluation's folder, and return the latter's path. Raises OSError."""
+    """Write values.json and then scores.json into the evaluation's folder. Return the path of scores.json. Raises OSError."""
     write_durably(run_dir / VALUES, json.dumps(values))
     path = run_dir / FILE
     write_durably(path, json.dumps(scores, indent=1, allow_nan=False) + "\n")
@@ -72,9 +72,9 @@ def write(run_dir: Path, scores: Mapping[str, Any], values: Mapping[str, Mapping
 
 
 def show(scores: Mapping[str, Any]) -> None:
-    """Write the scores into the training run's tensorboard/evaluations/SUITE, as values of its step.
+    """Write the scores as TensorBoard events of the evaluated step, to tensorboard/evaluations/SUITE in the training run.
 
-    An evaluation without a run or a step has none. A failure to write is logged, since scores.json has the scores.
+    Do nothing for an evaluation without a run or a step. A failure to write is only logged, since scores.json has the scores.
     """
     if scores["run"] is None or scores["step"] is None or not Path(scores["run"]).is_dir():
         return
@@ -93,7 +93,7 @@ def show(scores: Mapping[str, Any]) -> None:
 
 
 def latest(answers: Sequence[Answer]) -> list[Answer]:
-    """Return one answer for each question and sample, in their order: a judged answer if there is one."""
+    """Return one answer for each question and sample, in their order. A judged answer precedes an unjudged one."""
     by_sample: dict[tuple[str, int], Answer] = {}
     for answer in answers:
         sample = answer.question, answer.sample
@@ -106,7 +106,7 @@ def _rank(answer: Answer) -> tuple[bool, str]:
 
 
 def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the summary of a task. answers: the result of `latest`."""
+    """Return the entry of a task in scores.json. answers: the result of `latest`."""
     metrics, scales = task.metrics(answers), scales_of(task)
     groups = {answer.question: answer.group for answer in answers if answer.group}
     summary = {
@@ -149,7 +149,7 @@ def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def scales_of(task: object) -> Mapping[str, Scale]:
-    """Return the scale of each metric whose interval needs one; a task may lack `scales`."""
+    """Return metric -> scale, for the metrics whose interval needs one. {} for a task without `scales`."""
     return getattr(task, "scales", {})
 
 
@@ -178,5 +178,5 @@ def _share(values: Sequence[bool]) -> float:
 
 
 def as_json(estimate: Interval) -> dict[str, float | None]:
-    """Return the value and both ends; None for NaN, which stands for unknown."""
+    """Return {"value", "low", "high"} of an interval, with None in place of NaN."""
     return {key: None if math.isnan(value) else value for key, value in asdict(estimate).items()}

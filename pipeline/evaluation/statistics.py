@@ -1,14 +1,15 @@
-"""95% intervals of scores, and paired comparisons of two evaluations of the same questions.
+"""Compute 95% intervals of scores, and paired comparisons of two evaluations of the same questions.
 
-Questions are the unit: they are a sample of all questions that the task could ask, and several answers of one question are one
-cluster. Each question weighs the same in a score, whatever its number of samples.
+The questions are taken as a random sample of all questions that the task could ask. Several answers to one question are one
+cluster, so each question weighs the same in a score, whatever its number of samples.
 
     scores in [0, 1]   Wilson's interval with the effective sample size p (1 - p) / variance of the mean
     other scores       bootstrap over questions, widened for small samples
-    with a Scale       the same after a map to [0, 1], or to logarithms: no end is a value that the score cannot have
-    pairs              Wilson's interval of (1 + difference) / 2 for scores in [0, 1], otherwise bootstrap over the questions'
-                       differences; McNemar's mid-p where each question has one answer, right or wrong, otherwise a
-                       randomization test that swaps the two evaluations question by question
+    with a Scale       the same after a map to [0, 1] or to logarithms, so that both ends are values that the score can have
+    pairs, interval    Wilson's interval of (1 + difference) / 2 for scores in [0, 1], otherwise bootstrap over the differences
+                       of the questions
+    pairs, test        McNemar's mid-p if each question has one answer, right or wrong, otherwise a randomization test that
+                       swaps the two evaluations question by question
 
 `python -m tests.evaluation.coverage` measures the coverage of the intervals and the false alarms of the comparisons.
 """
@@ -29,7 +30,7 @@ ALPHA = 1 - LEVEL
 UPPER = 1 - ALPHA / 2
 Z = NormalDist().inv_cdf(UPPER)
 RESAMPLES = 2000
-"""Resamples of a bootstrap, and swaps of a randomization test."""
+"""Number of resamples of a bootstrap, and of random swaps in a randomization test."""
 SEED = 20_000
 CHUNK = 1 << 21
 """Random numbers drawn at once."""
@@ -39,7 +40,7 @@ Verdict = Literal["better", "worse", "cannot tell"]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A score with its 95% interval. NaN stands for an end that cannot be known, as of a single real-valued question."""
+    """A score with its 95% interval. An end is NaN if it cannot be known, as for a single real-valued question."""
 
     value: float
     low: float
@@ -51,7 +52,7 @@ UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The values that a score can have. Its questions may have other values: weighted values, or a quotient's linearization."""
+    """The range of a score. Values of single questions may be outside of it: weighted values, or a quotient's linearization."""
 
     low: float
     high: float = math.inf
@@ -65,7 +66,10 @@ SHARE = Scale(0.0, 1.0)
 
 
 def interval(questions: Collection[Sequence[float]], scale: Scale | None = None) -> Interval:
-    """Return the mean over questions of the mean over their samples. Questions without a sample are left out."""
+    """Return the mean over questions of the mean over a question's samples, with its interval.
+
+    questions: for each question, the values of its samples. Questions without a sample are left out.
+    """
     samples = [values for values in questions if len(values)]
     if scale is not None and samples:
         return _scale_interval(samples, scale)
@@ -104,18 +108,18 @@ def _scale_interval(samples: Sequence[Sequence[float]], scale: Scale) -> Interva
 
 
 def _within(scale: Scale, estimate: Interval) -> Interval:
-    """Return an interval whose ends are values of the scale. A NaN stays."""
+    """Return the interval with its ends cut to the scale. An end that is NaN stays NaN."""
     low, high = estimate.low, estimate.high
     return Interval(estimate.value, scale.low if low < scale.low else low, scale.high if high > scale.high else high)
 
 
 def _exp(nats: float) -> float:
-    """Return e**nats; NaN above the largest float."""
+    """Return e**nats, or NaN if that is above the largest float."""
     return math.exp(nats) if nats < 709 else math.nan
 
 
 def macro_interval(groups: Collection[Collection[Sequence[float]]], scale: Scale | None = None) -> Interval:
-    """Return the mean over groups of each group's mean over questions."""
+    """Return the mean over groups of each group's mean over its questions, with its interval."""
     estimate = _macro_interval(groups)
     if scale is None:
         return estimate
@@ -147,9 +151,9 @@ def _macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval
 
 
 def pass_at(scores: Mapping[str, Sequence[float]], k: int) -> dict[str, list[float]]:
-    """Return pass@k by question: the chance that of k of its samples, drawn without replacement, at least one scores 1.
+    """Return question id -> [pass@k]: the chance that at least one of k of its samples, drawn without replacement, scores 1.
 
-    Unbiased (Chen et al., 2021, arXiv:2107.03374). Questions with fewer than k judged samples are left out.
+    The estimate is unbiased (Chen et al., 2021, arXiv:2107.03374). Questions with fewer than k judged samples are left out.
     """
     chances = {}
     for question, values in scores.items():
@@ -164,9 +168,9 @@ def pass_at(scores: Mapping[str, Sequence[float]], k: int) -> dict[str, list[flo
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The score of the second of two evaluations minus that of the first, over the questions that both have.
+    """The score of a second evaluation minus the score of a first one, over the questions that both have.
 
-    The ends are NaN without an interval, as of a single question.
+    The ends are NaN if there is no interval, as for a single question.
     """
 
     value: float
@@ -180,13 +184,13 @@ class Difference:
 
     @property
     def shown(self) -> str:
-        """The difference with its interval, "-" without one, for people."""
+        """The difference with its interval as a text for people; "-" stands for an unknown interval."""
         ends = "-" if math.isnan(self.low) or math.isnan(self.high) else f"{self.low:+.4f}, {self.high:+.4f}"
         return f"{self.value:+.4f} [{ends}]"
 
     @property
     def verdict(self) -> Verdict:
-        """The second evaluation is better or worse if both the interval and the test say so, else one cannot tell."""
+        """The second evaluation is "better" or "worse" if both the interval and the test say so, else "cannot tell"."""
         if self.p_value < ALPHA and (self.low > 0 or self.high < 0):
             return "better" if (self.value > 0) != self.lower_is_better else "worse"
         return "cannot tell"
@@ -198,10 +202,10 @@ def difference(
     lower_is_better: bool = False,
     exponential: bool = False,
 ) -> Difference:
-    """Compare the values of two evaluations by question id. Questions that only one has are left out.
+    """Compare two evaluations by their question id -> values. Questions that only one of them has are left out.
 
-    exponential: as `Scale.exponential`. The logarithms are compared; the ends are those of their difference, from the first
-    score on.
+    exponential: as `Scale.exponential`. The logarithms of the scores are then compared, and each end d of the interval of their
+    difference becomes first score * (exp(d) - 1).
     """
     if exponential:
         return _exponential_difference(first, second, lower_is_better)
@@ -237,7 +241,10 @@ def _exponential_difference(
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return McNemar's mid-p: the two-sided binomial probability of the changed answers, with half of the outcome's own."""
+    """Return McNemar's mid-p: the two-sided binomial p-value of the changed answers, with the outcome's own probability halved.
+
+    gained, lost: numbers of questions that became right and wrong.
+    """
     count, fewer = gained + lost, min(gained, lost)
     logs = [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1) for i in range(fewer + 1)]
     chances = [math.exp(log - count * math.log(2)) for log in logs]
@@ -245,7 +252,7 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def _swap_test(means: np.ndarray) -> float:
-    """Return the chance of as large a sum of differences [n] if each question's two scores were swapped at random."""
+    """Return the p-value of the sum of differences [n]: how often random swaps of questions' scores give as large a sum."""
     changed = means[means != 0]
     least, rng, extreme = abs(math.fsum(changed)) - 1e-9, np.random.default_rng(SEED), 0
     rows = max(1, CHUNK // max(1, len(changed)))
@@ -260,7 +267,7 @@ def _swap_test(means: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def t_quantile(freedom: float) -> float:
-    """Return the 97.5% quantile of Student's t, to 1e-10 of itself, for any number of degrees of freedom from 0.1 on.
+    """Return the 97.5% quantile of Student's t with a relative error of 1e-10. freedom: degrees of freedom, 0.1 or more.
 
     With x = freedom / (freedom + t^2), P(|T| > t) is the regularized incomplete beta function I_x(freedom / 2, 1 / 2). The
     quantile follows by bisection of log t.
@@ -297,9 +304,9 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 def _wilson(p: float, questions: int, effective: float, freedom: float | None) -> Interval:
     """Return Wilson's interval of a mean p in [0, 1].
 
-    effective: the number of independent answers, right or wrong, whose mean would vary as much as this one. With `freedom`, the
-    degrees of freedom of the estimate of it, it is reduced by (z / t)^2. Where p is 0 or 1 there is no estimate, and each
-    question counts once.
+    effective: the number of independent answers, right or wrong, whose mean would vary as much as p does. freedom: the degrees
+    of freedom of that estimate; `effective` is then multiplied by (z / t)^2. If p is 0 or 1 there is no estimate, and
+    `questions` replaces `effective`.
     """
     n = float(questions)
     if 0 < p < 1:
@@ -311,9 +318,10 @@ def _wilson(p: float, questions: int, effective: float, freedom: float | None) -
 
 
 def _smoothed_ratio(means: np.ndarray) -> float:
-    """Return p (1 - p) / variance of questions' means in [0, 1], to which 1/20 of a 0 and of a 1 are added.
+    """Return p (1 - p) / variance of the questions' means, which are in [0, 1].
 
-    Without these, scores of which nearly all are 1 would have hardly any variance by chance.
+    A question of mean 0 and one of mean 1 are added, each with weight 1/20. Without them, scores that are nearly all 1 would by
+    chance have hardly any variance.
     """
     n, added = len(means), 0.05
     p = (math.fsum(means) + added) / (n + 2 * added)
@@ -322,7 +330,7 @@ def _smoothed_ratio(means: np.ndarray) -> float:
 
 
 def _bounded_difference(means: np.ndarray) -> Interval:
-    """Return an interval in [-1, 1] of the mean of differences [n] between scores in [0, 1]."""
+    """Return the mean of differences [n] between scores in [0, 1], with an interval in [-1, 1]."""
     n, value = len(means), _mean(means)
     if n == 1:
         return Interval(value, math.nan, math.nan)
@@ -334,10 +342,10 @@ def _bounded_difference(means: np.ndarray) -> Interval:
 
 
 def _bootstrap(means: np.ndarray) -> Interval:
-    """Return an interval of the mean of means [n] by resampling the questions.
+    """Return the mean of the questions' means [n], with an interval from resampling the questions.
 
-    It spans two intervals: the percentile bootstrap's, widened by sqrt(n / (n - 1)) t / z for small n, and the studentized
-    bootstrap's, which follows a skew better but breaks down where few values differ.
+    The interval covers two others: that of the percentile bootstrap, widened by sqrt(n / (n - 1)) t / z for small n, and that
+    of the studentized bootstrap, which follows a skew better but fails if few values differ.
     """
     n, value = len(means), _mean(means)
     if n == 1:
@@ -363,7 +371,7 @@ def _bootstrap(means: np.ndarray) -> Interval:
 
 
 def _resamples(n: int) -> Iterator[np.ndarray]:
-    """Yield indices [rows, n] of questions, RESAMPLES rows in all, the same in every call."""
+    """Yield arrays [rows, n] of random question indices, RESAMPLES rows in all. Every call yields the same indices."""
     rng = np.random.default_rng(SEED)
     rows = max(1, CHUNK // n)
     for begin in range(0, RESAMPLES, rows):
@@ -371,7 +379,7 @@ def _resamples(n: int) -> Iterator[np.ndarray]:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-    """Return the mean, rounded once, so that the order of the values does not matter."""
+    """Return the mean. Only the exact sum is rounded, so the order of the values does not matter."""
     return math.fsum(values) / len(values)
 
 

@@ -1,4 +1,4 @@
-"""The interface of tasks. A kind of task is one file in this package and one line in pipeline/algorithms/evaluate.py."""
+"""The interface of tasks. To add a kind of task, add a file to this package and a line to pipeline/algorithms/evaluate.py."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Task(Protocol):
         """Read the data. Raises RecipeError if it is missing, or if a record does not have the format."""
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Ask what `answers` lacks, and add each answer as it arrives."""
+        """Ask the questions whose answers are missing in `answers`, and add each new answer as it arrives."""
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return each metric's values by question; the task's main metric is first. Computed from the kept answers alone."""
+        """Return metric -> question id -> values, computed from `answers` alone. The task's main metric comes first."""
         ...

@@ -1,6 +1,7 @@
-"""Read a task's data: its questions, and the worked examples of each.
+"""Read a task's data: its questions, and the worked examples of each question.
 
-Nothing here imports torch, or `datasets` before a data set of it is read, so that the checks before submission can use it.
+Nothing here imports torch, and `datasets` is imported only to read a data set with it. So the checks before submission can use
+this file.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ ID_DIGITS = 8  # of the hash of a record's content
 
 @dataclass(frozen=True)
 class TaskData:
-    """The questions of a task in the order of its data, after max_samples."""
+    """The questions of a task that max_samples selects, in the order of its data, with their worked examples."""
 
     questions: tuple[Question, ...]
     examples: Mapping[str, tuple[Question, ...]]
-    """Worked examples by the id of the question that they precede; empty without num_few_shot."""
+    """Question id -> the worked examples that precede the question; empty without num_few_shot."""
     dropped: DroppedQuestions = field(default_factory=DroppedQuestions)
     """Counts the records that are left out, here and where questions are rendered."""
 
 
 def read(name: str, task: TaskConfig) -> TaskData:
-    """Return the questions of the task `name`.
+    """Return the questions of the task `name`, with their worked examples.
 
-    Draws depend only on the task's seed and on the number of records. Raises RecipeError if data are missing, or if a record
-    does not have the format. With data.bad_records=drop such records are left out before anything is drawn.
+    Random draws depend only on the task's seed and the records. Raises RecipeError if data are missing or a record does not
+    have the format. With data.bad_records=drop such records are left out before anything is drawn.
     """
     key = f"evaluate.tasks.{name}"
     form = load_format(key, task)
@@ -75,7 +76,7 @@ def load_format(key: str, task: TaskConfig) -> Format:
 
 
 def subsets(data: TaskDataConfig) -> tuple[str | None, ...]:
-    """Return the configurations whose records are joined; (None,) for the default one."""
+    """Return the names of the data set's configurations whose records are joined; (None,) for the default configuration."""
     return tuple(part.strip() for part in data.subset.split(",")) if data.subset else (None,)
 
 
@@ -98,7 +99,7 @@ def data_files(key: str, data: TaskDataConfig, split: str) -> list[Path]:
 
 
 def to_question(form: Format, record: Record, index: int) -> Question:
-    """Return the question of a record. Raises ValueError if the record does not have the format."""
+    """Return the question of a record. index: the record's index. Raises ValueError if the record does not have the format."""
     for column in form.required:
         value_of(record, column)
     try:
@@ -127,7 +128,10 @@ def _records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
 
 
 def _usable(key: str, form: Format, records: Sequence[Record], dropped: DroppedQuestions) -> Sequence[Record]:
-    """Return the records that have the format if bad ones are dropped; else all: a bad record is refused where it is used."""
+    """Return the records that have the format, if the task drops bad ones.
+
+    Otherwise return all records; the use of a bad record then raises RecipeError.
+    """
     if not dropped.drops:
         return records
     usable = []
@@ -141,7 +145,7 @@ def _usable(key: str, form: Format, records: Sequence[Record], dropped: DroppedQ
 
 @contextlib.contextmanager
 def _with_key(key: str) -> Iterator[None]:
-    """Raise problems of the data in this block with the task's key."""
+    """Turn errors of the block, which reads data, into RecipeErrors at the recipe's `key`."""
     try:
         yield
     except RecipeError as error:
@@ -153,7 +157,7 @@ def _with_key(key: str) -> Iterator[None]:
 
 
 def _select(count: int, task: TaskConfig) -> list[int]:
-    """Return the indices of max_samples records, in order. A larger max_samples includes the records of a smaller one."""
+    """Return the indices of max_samples random records, in order. A larger max_samples keeps the records of a smaller one."""
     most = task.data.max_samples
     if most is None or most >= count:
         return list(range(count))
@@ -168,7 +172,7 @@ def _question(key: str, form: Format, records: Sequence[Record], index: int) -> 
 
 
 def _with_ids(questions: list[Question], records: Sequence[Record]) -> tuple[Question, ...]:
-    """Give an id to questions that lack one or share one with others."""
+    """Return the questions, with a new id for each question that has none or shares its id with others."""
     counts = Counter(question.id for question in questions)
     return tuple(
         question if question.id and counts[question.id] == 1 else replace(question, id=_made_id(question, records))
@@ -199,14 +203,17 @@ def _examples(
 
 
 def _pool(key: str, task: TaskConfig, form: Format, split: str | None) -> Sequence[Record]:
-    """Return the records of another split, without bad ones if these are dropped; being no questions, they are not counted."""
+    """Return the records of `split`, another one than the questions'.
+
+    If the task drops bad records, they are left out here without being counted, since they are not questions.
+    """
     assert split is not None
     records = _records(f"{key}.data", task, split)
     return _usable(key, form, records, DroppedQuestions(task.data.bad_records == "drop"))
 
 
 class _Examples:
-    """Chooses worked examples from a pool of records. data: the questions' records if they are the pool, else None."""
+    """Chooses worked examples from a pool of records. data: the pool if it has the questions' own records, else None."""
 
     def __init__(self, key: str, task: TaskConfig, form: Format, pool: Sequence[Record], data: Sequence[Record] | None) -> None:
         self._key, self._form, self._pool, self._question_records = key, form, pool, data
@@ -215,7 +222,7 @@ class _Examples:
         self._made: dict[int, Question] = {}
 
     def of(self, questions: Sequence[Question], records: int) -> dict[str, tuple[Question, ...]]:
-        """Return the examples by the id of the question. records: of the task's whole data."""
+        """Return question id -> its worked examples. records: the number of records in the task's whole data."""
         if self._form.examples_by_group:
             return {question.id: self._of_group(question) for question in questions}
         everything = range(len(self._pool))
@@ -246,7 +253,7 @@ class _Examples:
         return self._question_records[index] if self._question_records is not None else None
 
     def _draw(self, generator: random.Random, indices: Sequence[int], record: Record | None) -> list[int]:
-        """Draw indices of records that differ from `record`."""
+        """Draw the indices of worked examples from `indices`. Records equal to `record` are left out."""
         if record is None:
             count = self._count + self._form.draws_one_more
             return self._enough(generator.sample(indices, min(count, len(indices))))

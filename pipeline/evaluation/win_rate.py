@@ -7,9 +7,9 @@ the verdicts y_i in [0, 1] and then removes the term of length:
     win rate = mean over i of sigmoid(theta + psi g_i)
 
 d_i is the length of the model's answer minus that of the baseline's, in characters; g_i is the difficulty of the question.
-AlpacaEval estimates g from the answers of many models and publishes it; data without it leave the term out, as we do here where
-a record has no difficulty. The fit maximizes the log-likelihood by Newton's method (iteratively reweighted least squares). A
-weak ridge keeps coefficients finite where length alone decides the verdicts, or where one model always wins.
+AlpacaEval estimates g from the answers of many models and publishes it. If any record has no difficulty, the term psi g is left
+out. The fit maximizes the log-likelihood by Newton's method (iteratively reweighted least squares). A weak ridge keeps the
+coefficients finite if length alone decides the verdicts, or if one model always wins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 RIDGE_LENGTH, RIDGE_OTHERS = 1e-3, 1e-6
-"""Weights of the squared coefficients, halved, in the mean loss: of phi, and of theta and psi."""
+"""Ridge weights r of phi, and of theta and psi: the mean loss contains r / 2 * coefficient ** 2."""
 STEPS = 100
 SMALLEST_STEP = 1e-10
 
@@ -30,10 +30,10 @@ def length_controlled(
     difficulties: Sequence[float] | None = None,
     ridge_length: float = RIDGE_LENGTH,
 ) -> np.ndarray:
-    """Return one value for each verdict, [n] float64, whose mean is the length-controlled win rate.
+    """Return one value for each verdict, [n] float64. The mean of the values is the length-controlled win rate.
 
-    Their spread is that of the estimate: value i is the rate plus the influence of verdict i on it. So an interval of the mean
-    of these values is an interval of the rate. wins: y. lengths: d. difficulties: g.
+    Value i is the rate plus the influence of verdict i on the rate, so the values spread as the estimate does: an interval of
+    their mean is an interval of the rate. wins: y. lengths: d. difficulties: g.
     """
     y, d = np.asarray(wins, np.float64), np.asarray(lengths, np.float64)
     g = np.zeros(len(y)) if difficulties is None else np.asarray(difficulties, np.float64)
@@ -50,7 +50,7 @@ def length_controlled(
 
 
 def _fit(x: np.ndarray, y: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the coefficients [k] and the Hessian [k, k] of the mean loss there."""
+    """Return (coefficients [k] that minimize the mean loss, Hessian [k, k] of the mean loss at these coefficients)."""
     beta = np.zeros(x.shape[1])
     for _ in range(STEPS):
         p = _sigmoid(x @ beta)

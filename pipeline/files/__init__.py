@@ -1,1 +1,1 @@
-"""Files on shared disks: storage that fails, digests, messages as bytes, logs and small JSON files."""
+"""Read and write files on shared disks: retries when storage fails, digests, encoded messages, logs and small JSON files."""

@@ -1,7 +1,7 @@
 """List the SHA-256 of a folder's files, and compare the files with the list.
 
 `digests.sha256` lists the digests of a folder's files in the format of `sha256sum`, so that `sha256sum -c digests.sha256` in
-the folder checks them too. Digests are of what is on disk: of an encrypted file, without its key.
+the folder checks them too. A digest is of the bytes on disk, so the digest of an encrypted file can be checked without its key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST = 64 << 20
 READERS = 4
 """Files that one process hashes at a time."""
 NOT_OURS = (".nfs",)
-"""Beginnings of names that file systems give: NFS keeps a removed file that is still open under such a name."""
+"""Prefixes of names that file systems make: NFS gives such a name to a removed file that is still open."""
 
 
 def of_file(path: Path) -> str:
@@ -33,7 +33,7 @@ def of_file(path: Path) -> str:
 
 
 def of_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of files by their paths within the folder, several at a time. Raises OSError."""
+    """Return path within the folder -> SHA-256 of the file. Reads several files at a time. Raises OSError."""
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(names, pool.map(lambda name: of_file(folder / name), names), strict=True))
 
@@ -42,7 +42,7 @@ def of_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the paths of all files and links within a folder, in order, without those that are not ours."""
+    """Return the sorted paths of all files and links within a folder, without names that begin as in NOT_OURS."""
     names = []
     for root, folders, files in os.walk(folder):  # lists folders without a look at each file
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
@@ -58,7 +58,7 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> str:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, str], str]:
-    """Return (digest by path within the folder, digest of the list itself). Raises OSError, and ValueError for another form."""
+    """Return (path within the folder -> digest, digest of the list itself). Raises OSError, and ValueError for another form."""
     with user_files.open_file(folder / MANIFEST) as file:
         content = file.read(LONGEST + 1)
     if len(content) > LONGEST:
@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def name_problems(found: Sequence[str], digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield `NAME: got ...; expected ...` for each missing and each extra file. found: names of files."""
+    """Yield `NAME: got ...; expected ...` for each missing and each extra file. found: names of the files in the folder."""
     there = set(found)
     for name in sorted(digests.keys() - there):
         yield f"{name}: got no such file; expected it, for {MANIFEST} lists it"
@@ -84,9 +84,10 @@ def name_problems(found: Sequence[str], digests: Mapping[str, str]) -> Iterator[
 def content_problems(
     folder: Path, digests: Mapping[str, str], sizes: Mapping[str, int], share: tuple[int, int] = (0, 1)
 ) -> Iterator[str]:
-    """Yield `NAME: got ...; expected ...` for each file with another digest.
+    """Yield `NAME: got ...; expected ...` for each file whose content has another digest than the list.
 
-    share: (i, n) compares every nth file by size, from the ith, so that n processes divide the work. Raises OSError.
+    share: (i, n) compares every nth file in the order of sizes, from the ith on, so that n processes divide the work. Raises
+    OSError.
     """
     own_names = sorted(digests, key=lambda name: (-sizes.get(name, 0), name))[share[0] :: share[1]]
     for name, digest in of_files(folder, own_names).items():
@@ -95,9 +96,10 @@ def content_problems(
 
 
 def add_manifest(folder: Path, known: Mapping[str, str], left_out: Sequence[str] = ()) -> dict[str, str]:
-    """Write the list of a folder whose files are complete, and return it with the list's own digest.
+    """Write `digests.sha256` for a folder whose files are complete. Return name -> digest, with the list's own digest too.
 
-    known: digests from when files were written; the others are read. left_out: names of files that may change.
+    known: name -> digest, computed when the file was written; all other files are read. left_out: names of files without a
+    digest, since they may change.
     """
     names = [name for name in names_in(folder) if name not in (MANIFEST, *left_out)]
     digests = of_files(folder, [name for name in names if name not in known])

@@ -1,4 +1,4 @@
-"""Encode messages between processes as msgpack, typed by annotations, with numpy arrays as raw bytes. Never as a pickle."""
+"""Encode messages between processes as msgpack, typed by annotations, with numpy arrays as raw bytes. Pickle is never used."""
 
 from __future__ import annotations
 

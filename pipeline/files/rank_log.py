@@ -5,8 +5,8 @@ A rank's stdout and stderr go to attempts/NAME/rankNNNNN.log on the shared folde
 
     2026-11-23 19:01:02 INFO train[3] resumed from /runs/a/checkpoints/step_000010
 
-with the time of the node, the level, the component and the rank. Further lines of a message follow as they are. Tracebacks of
-uncaught errors and the output of libraries keep their own form.
+with the node's time, the level, the component and the rank. Further lines of a message follow unchanged. Tracebacks of uncaught
+errors and the output of libraries keep their own form.
 
 Python raises from `print` when the disk is full or the file system is away. A rank's work is worth more than its log, so
 `GuardedStream` drops what it cannot write, counts it, and reports the count as soon as a write succeeds again. It covers
@@ -31,15 +31,15 @@ PACKAGE = "pipeline"
 
 
 def set_up() -> None:
-    """Guard stdout and stderr and format the records of `pipeline`. Call it before a library keeps a reference to a stream."""
+    """Guard stdout and stderr, and format the log records of `pipeline`. Call it before a library keeps a stream reference."""
     sys.stdout, sys.stderr = GuardedStream(sys.stdout), GuardedStream(sys.stderr)
     log_to_stderr()
 
 
 def log_to_stderr() -> None:
-    """Send records of `pipeline` from INFO on to stderr, each with time, level, component and rank.
+    """Send log records of `pipeline` of level INFO or higher to stderr, each with time, level, component and rank.
 
-    Component and rank come from the environment that the launcher sets. A process without it shows its process id instead.
+    Component and rank come from environment variables that the launcher sets. A process without them shows its process id.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_formatter())
@@ -114,7 +114,7 @@ class GuardedStream(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """The wrapped stream's binary buffer, which takes what is written to it unredacted."""
+        """The wrapped stream's binary buffer. Bytes written to it are not redacted."""
         return self._stream.buffer
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,8 @@
 """Read and write the small files of runs, sweeps, evaluations and registries: texts, JSON, and JSON lines.
 
-A reader returns a value of the type that it was asked for. A file that a crash, a full disk or an editor has damaged raises
-RecipeError, which names the file; a file that cannot be opened raises OSError, which has its name too. Nothing here waits for a
-pipe, and a file that is longer than it may be is not read. A writer replaces the whole file, or adds a whole line.
+A reader returns a value of the requested type. It raises RecipeError if a crash, a full disk or an editor has damaged the file,
+and OSError if the file cannot be opened. Both errors name the file. Readers never wait for a pipe, and refuse a file above the
+maximum length. A writer replaces the whole file, or adds a whole line.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 def read_text(path: Path, key: str = "run", longest: int = LONGEST, remedy: str = REMEDY) -> str | None:
     """Return a file's text; None if there is no file.
 
-    key: of the problem, the command's argument that names the folder. remedy: what its message suggests. Raises RecipeError for
-    a file that is too long or not UTF-8, and OSError for one that is no regular file or may not be read.
+    key: the problem's key, which is the command's argument that names the folder. remedy: advice in the problem's message.
+    Raises RecipeError for a file that is too long or not UTF-8, and OSError for one that is no regular file or may not be read.
     """
     try:
         with user_files.open_file(path) as file:
@@ -60,17 +60,17 @@ def read_text(path: Path, key: str = "run", longest: int = LONGEST, remedy: str 
 
 
 def read(path: Path, kind: type[Value], key: str = "run", remedy: str = REMEDY) -> Value | None:
-    """Return the value of a file of JSON; None if there is no file.
+    """Return the value in a JSON file, as an object of type `kind`; None if there is no file.
 
-    kind: a dataclass or a Struct, whose unknown keys are left out; or another type that msgspec knows, such as a TypedDict,
-    whose unknown keys stay. Raises RecipeError for a file that holds no such value, and OSError as `read_text`.
+    kind: a dataclass or a Struct, which drops unknown keys; or another type that msgspec knows, such as a TypedDict, which
+    keeps unknown keys. Raises RecipeError for a file without such a value, and OSError as `read_text` does.
     """
     text = read_text(path, key, remedy=remedy)
     return None if text is None else parsed(text, kind, path, key, remedy)
 
 
 def parsed(text: str | bytes, kind: type[Value], where: object, key: str = "run", remedy: str = REMEDY) -> Value:
-    """Return the value of a JSON text, as `read` does. where: the file, or FILE:LINE. Raises RecipeError."""
+    """Return the value of a JSON text as type `kind`, as `read` does. where: the file, or FILE:LINE. Raises RecipeError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def parsed(text: str | bytes, kind: type[Value], where: object, key: str = "run"
 
 
 def checked(value: Any, kind: type[Value], where: object, key: str = "run", remedy: str = REMEDY) -> Value:
-    """Return a value as one of a type, as `read` does. Raises RecipeError."""
+    """Convert a decoded value to type `kind`, as `read` does. where: the file, or FILE:LINE. Raises RecipeError."""
     try:
         converted = msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -91,7 +91,7 @@ def checked(value: Any, kind: type[Value], where: object, key: str = "run", reme
 
 
 def read_yaml(path: Path, key: str = "run") -> Any:
-    """Return the plain values of a file of YAML, such as a run's recipe.yaml; None if there is no file. Raises as `read`."""
+    """Return the plain values of a YAML file, such as a run's recipe.yaml; None if there is no file. Raises as `read` does."""
     text = read_text(path, key, LONGEST_YAML)
     try:
         return None if text is None else yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -101,9 +101,9 @@ def read_yaml(path: Path, key: str = "run") -> Any:
 
 
 def lines(path: Path, kind: type[Value], key: str = "run") -> Iterator[Value]:
-    """Yield the value of each line of a file of JSON lines; nothing if there is no file.
+    """Yield the value of each line of a JSON lines file; nothing if there is no file.
 
-    A last line without its end was interrupted, and counts as not written. Raises as `read`.
+    A last line without a newline was interrupted while it was written, and is left out. Raises as `read` does.
     """
     try:
         file = user_files.open_file(path)
@@ -115,7 +115,7 @@ def lines(path: Path, kind: type[Value], key: str = "run") -> Iterator[Value]:
 
 
 def whole_lines(file: BinaryIO, path: Path, key: str = "run") -> Iterator[bytes]:
-    """Yield each line that has its end, from where a file stands. Raises RecipeError for one that is longer than LONGEST."""
+    """Yield each line that ends in a newline, from the file's position on. Raises RecipeError for one longer than LONGEST."""
     while line := file.readline(LONGEST):
         if not line.endswith(b"\n"):
             if len(line) == LONGEST:
@@ -125,7 +125,7 @@ def whole_lines(file: BinaryIO, path: Path, key: str = "run") -> Iterator[bytes]
 
 
 def damaged(where: object, got: str, expected: str, key: str = "run", remedy: str = REMEDY) -> RecipeError:
-    """Return the error of a file that holds something else than it should."""
+    """Return the RecipeError of a damaged file, which says what the file has (`got`) and should have (`expected`)."""
     return RecipeError(Problem(key, "unreadable", f"{where}: got {got}; expected {expected}. {remedy}"))
 
 
@@ -138,7 +138,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def append(path: Path, value: Any) -> None:
-    """Add a line of JSON, which is on disk when this returns, in place of a last line that was interrupted. Raises OSError."""
+    """Append a line of JSON; it is on disk when this returns. It replaces a last line without its newline. Raises OSError."""
     try:
         with user_files.open_file(path) as file:
             end = _end_of_lines(file)

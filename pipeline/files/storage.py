@@ -1,7 +1,8 @@
 """Write and read files on a shared folder that may fill up, turn read-only, lose its server, be slow or show new files late.
 
-`retrying` waits while an administrator can fix the cause and the job keeps its nodes, logs that, and finally raises an error
-that says what to do. The work it retries must be safe to repeat after it stopped half-way: `write_durably` and `append` are.
+`retrying` repeats work that fails, so that an administrator can fix the cause while the job keeps its nodes. It logs the
+failures and finally raises an error that says what to do. The work must be safe to repeat after it stopped half-way, as
+`write_durably` and `append` are.
 Call `wait_for` before reading what another node has just written.
 """
 
@@ -46,12 +47,12 @@ SEEN_S = 120.0
 
 
 class StorageError(RuntimeError):
-    """A file could not be written or read within the retry time."""
+    """Raised if a file could not be written or read within the retry time."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The limit for retries of an operation on a file, a check before each try, and an addition to the final error."""
+    """How an operation on a file is retried: for how long, the check before each try, and additions to the final error."""
 
     seconds: float = 0.0
     check: Callable[[], None] = lambda: None  # raises if another attempt may write there
@@ -63,10 +64,10 @@ NO_RETRIES = RetryPolicy()
 
 
 def retrying(work: Callable[[], Result], doing: str, path: Path, retry: RetryPolicy, nbytes: int = 0) -> Result:
-    """Return what `work` returns; repeat it within the retry time while it raises an OSError in `REMEDY`.
+    """Call `work` and return its result. Within the retry time, repeat the call if it raises an OSError listed in `REMEDY`.
 
-    doing: "writing ..." or "reading ...", for the log, like `nbytes`. Raises StorageError after the retry time, and at once any
-    other error of `work` and `retry.check`.
+    doing: "writing ..." or "reading ...", for the log. nbytes: bytes written or read, for the log. Raises StorageError after
+    the retry time. All other errors of `work` and `retry.check` propagate at once.
     """
     begun, told, pause = time.monotonic(), None, FIRST_PAUSE_S
     while True:
@@ -112,7 +113,7 @@ def _said(doing: str, path: Path, error: OSError) -> str:
 
 
 def _space(path: Path) -> str:
-    """Return the free space where a file is or would be, as the file system reports it; a quota may leave less."""
+    """Return a text about the free space on the file system of `path`. A quota may leave less than that."""
     with contextlib.suppress(OSError, StopIteration):
         status = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
         free, size = (blocks * status.f_frsize / 1e6 for blocks in (status.f_bavail, status.f_blocks))
@@ -145,7 +146,7 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def append(path: Path, at: int, data: bytes, durable: bool = True) -> int:
-    """Write at byte `at`, where the file ends or an earlier try left something. Return the file's new size.
+    """Cut the file at byte `at`, since an earlier try may have written more, and write there. Return the file's new size.
 
     Opens the file each time: an open handle may have gone stale. durable: the data is on disk when this returns.
     """
@@ -176,7 +177,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of_rust() -> Iterator[None]:
-    """Raise OSError for the errors of a library written in Rust: `... No space left on device (os error 28)`."""
+    """Turn errors of a Rust library in the block into OSErrors: `... No space left on device (os error 28)`."""
     try:
         yield
     except OSError:
@@ -191,7 +192,10 @@ def errors_of_rust() -> Iterator[None]:
 
 
 class NotOwn(PermissionError):
-    """A link, no regular file, or a file of another user, who could then choose what this process reads or overwrites."""
+    """Raised for a link, for what is no regular file, and for another user's file.
+
+    Otherwise another user could choose what this process reads or overwrites.
+    """
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -215,7 +219,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def user_name(uid: int) -> str:
-    """Return the login name, or `user 1234` if there is none."""
+    """Return the login name of a user id, or `user 1234` if it has none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -226,7 +230,7 @@ def user_name(uid: int) -> str:
 
 
 def listed(path: Path) -> bool:
-    """Return whether `path` is in the listing of its folder. An NFS client caches that a single name does not exist."""
+    """Return whether `path` is in its folder's listing. An NFS client may wrongly remember that a name does not exist."""
     try:
         return path.name in os.listdir(path.parent)
     except FileNotFoundError:
@@ -239,7 +243,10 @@ def wait_for(path: Path, patience_s: float = SEEN_S) -> None:
 
 
 def seen_within(patience_s: float, seen: Callable[[], Result], path: Path) -> Result:
-    """Return the first true value of `seen`, called until then, also after an OSError. Raises StorageError."""
+    """Call `seen` until it returns a true value, and return that. Repeat it after an OSError too.
+
+    Raises StorageError, which names `path`, after `patience_s` seconds.
+    """
     begun, told = time.monotonic(), False
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Write the files of a run with their SHA-256, and read them: encrypted if there is a key, by the extra `encryption`.
+"""Write the files of a run and compute their SHA-256, and read them. With a key, the extra `encryption` encrypts them.
 
-A file is encrypted as a whole or line by line. How it begins tells, so files that are not encrypted are read without the extra.
-Only bytes come in here: `pipeline/config/checkpointing.py` has the keys of the recipe.
+A file is encrypted as a whole or line by line. Its first bytes tell whether it is, so plain files are read without the extra.
+This file handles only bytes; `pipeline/config/checkpointing.py` has the recipe's keys for encryption.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FileEncryptor(Protocol):
     header: bytes
 
     def update(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Yield the encrypted bytes that are complete with these."""
+        """Add bytes of the file, and yield the encrypted bytes that are then complete."""
         ...
 
     def finish(self) -> bytes:
@@ -60,7 +60,7 @@ class OpenFile(Protocol):
     """An open encrypted file, of which any part can be read."""
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return these bytes as they were before encryption. Raises RecipeError if they are damaged."""
+        """Return `length` decrypted bytes from `offset` on. Raises RecipeError if they are damaged."""
         ...
 
     def close(self) -> None:
@@ -72,11 +72,11 @@ class Codec(Protocol):
     """The functions of the extra `encryption` that the core calls."""
 
     def obtain(self, key_file: str | None, key_command: str | None, timeout_s: float) -> FileKey | None:
-        """Return the key in a file, or that a command prints; None without either. Raises RecipeError."""
+        """Return the key that a file holds or a command prints; None without either. Raises RecipeError."""
         ...
 
     def encryptor(self, key: FileKey, name: str) -> FileEncryptor:
-        """Return what encrypts a file of this name."""
+        """Return the encryptor of a file with this name."""
         ...
 
     def open_encrypted(self, path: Path, key: FileKey | None) -> OpenFile:
@@ -84,7 +84,7 @@ class Codec(Protocol):
         ...
 
     def decrypt(self, content: bytes, key: FileKey | None, path: Path) -> bytes:
-        """Return the content of an encrypted file before encryption. Raises RecipeError."""
+        """Decrypt the content of an encrypted file. Raises RecipeError."""
         ...
 
     def encrypt_line(self, line: bytes, key: FileKey, name: str, at: int) -> bytes:
@@ -92,12 +92,12 @@ class Codec(Protocol):
         ...
 
     def decrypt_line(self, line: bytes, key: Callable[[], FileKey | None], path: Path, at: int) -> bytes:
-        """Return an encrypted line before encryption. Raises RecipeError."""
+        """Decrypt a line. Raises RecipeError."""
         ...
 
 
 def _codec(key: str, got: object) -> Codec:
-    """Return the extra. Raises RecipeError, which names the key and what asks for the extra, if it is not here."""
+    """Return the extra `encryption`. Raises RecipeError, with the recipe's `key` and its value `got`, if it is missing."""
     return extras.load("encryption", key, got)
 
 
@@ -105,16 +105,16 @@ def _codec(key: str, got: object) -> Codec:
 
 
 def obtain_key(key_file: str | None, key_command: str | None, timeout_s: float) -> FileKey | None:
-    """Return the key in a file, or that a command prints; None without either. Raises RecipeError, never with the key in it.
+    """Return the key that a file holds or a command prints; None without either. Raises RecipeError, never with the key in it.
 
-    timeout_s: after which the command is ended.
+    timeout_s: seconds after which the command is ended.
     """
     name, given = ("key_file", key_file) if key_file is not None else ("key_command", key_command)
     return None if given is None else _codec(f"{SECTION}.{name}", given).obtain(key_file, key_command, timeout_s)
 
 
 def fitting(key: Key | None, fingerprint: str, what: object) -> Key:
-    """Return the key if it has this fingerprint. Raises RecipeError, which names both fingerprints. what: is encrypted."""
+    """Return `key` if it has `fingerprint`. Otherwise raise RecipeError with both fingerprints. what: the encrypted thing."""
     if key is None:
         message = (
             f"{what} is encrypted: got no key; expected the one with fingerprint {fingerprint}. Try {SECTION}.key_file or"
@@ -131,27 +131,27 @@ def fitting(key: Key | None, fingerprint: str, what: object) -> Key:
 
 
 def is_encrypted(content: bytes) -> bool:
-    """Return whether a file that begins so is encrypted."""
+    """Return whether a file is encrypted. content: the file's content, or its first bytes."""
     return content.startswith(MAGIC)
 
 
 def read_bytes(path: Path, key: FileKey | None = None) -> bytes:
-    """Return the content of a file, decrypted if it is encrypted. Raises OSError, and RecipeError: a wrong key or damage."""
+    """Return a file's content, decrypted if it is encrypted. Raises OSError, and RecipeError for a wrong key or damage."""
     with user_files.open_file(path) as file:
         content = file.read()
     return _codec(SECTION, f"{path}, which is encrypted").decrypt(content, key, path) if is_encrypted(content) else content
 
 
 def open_encrypted(path: Path, key: FileKey | None) -> OpenFile:
-    """Open an encrypted file. Raises OSError, and RecipeError: the key is missing or another one, or the file is damaged."""
+    """Open an encrypted file. Raises OSError, and RecipeError for a missing or wrong key, or a damaged file."""
     return _codec(SECTION, f"{path}, which is encrypted").open_encrypted(path, key)
 
 
 def decrypt_line(line: bytes, key: Callable[[], FileKey | None], path: Path, at: int) -> bytes:
-    """Return what `encrypt_line` was given for the file at `path`, or a plain line as it is.
+    """Return the decrypted line at byte `at` of the file `path`. Return a plain line unchanged.
 
-    key: is asked for the key of an encrypted line. Raises RecipeError if the key is missing or another one, or the line is not
-    as it was written.
+    key: a function that returns the key, called for an encrypted line. Raises RecipeError if the key is missing or wrong, or if
+    the line was changed.
     """
     if not line.startswith(LINE_PREFIX):
         return line
@@ -162,7 +162,7 @@ def decrypt_line(line: bytes, key: Callable[[], FileKey | None], path: Path, at:
 
 
 def encrypt(data: bytes, key: FileKey, name: str) -> bytes:
-    """Return the content of an encrypted file of this name."""
+    """Return `data` as the content of an encrypted file with this name."""
     encryptor = _codec(SECTION, key).encryptor(key, name)
     return b"".join([encryptor.header, *encryptor.update(data), encryptor.finish()])
 
@@ -176,7 +176,7 @@ class DigestWriter:
     """Writes a file, encrypted with a key, and computes the SHA-256 of what is written. Use it as a context manager."""
 
     def __init__(self, path: Path, key: FileKey | None = None):
-        """Replace the file at `path`. key: None to write it as it is. Raises OSError."""
+        """Open the file at `path`, replacing its content. key: None to write plain bytes. Raises OSError."""
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
         self._hash = hashlib.sha256()
         self._hashing = ThreadPoolExecutor(1)
@@ -200,7 +200,7 @@ class DigestWriter:
             self._put(chunk)
 
     def finish(self) -> str:
-        """Wait until all is on disk, and return the digest in hex. Raises OSError."""
+        """Wait until all bytes are on disk, and return the file's digest in hex. Raises OSError."""
         if self._encryptor:
             self._put(self._encryptor.finish())
         os.fsync(self._file.fileno())

@@ -20,8 +20,8 @@ def build(
     """Return this rank's part of one engine, without weights: commit an `update` before the first request.
 
     Collective over the `engine_ranks` ranks of the engine. If torch.distributed is initialised, its default group must be
-    exactly those ranks. `seed` is used only for requests without a seed, and the pipeline sends none.
-    adapters: updates deliver these alone, and the engine has the base weights of policy.model_name.
+    exactly those ranks. `seed` is used only for requests without a seed, and the pipeline gives every request a seed.
+    adapters: if given, updates deliver only these adapters, and the engine keeps the base weights of policy.model_name.
     """
     if policy.generation.backend == "vllm":
         os.environ.update(policy.generation.vllm_cfg.env_vars)  # before the import: vLLM reads some of them there

@@ -26,7 +26,7 @@ class EngineState:
             raise RuntimeError("the engine has no complete weights; commit an update first")
 
     def begin_update(self) -> None:
-        """Mark the weights as incomplete until `commit`. Raises RuntimeError if their memory is released."""
+        """Mark the weights as incomplete until `commit`. Raises RuntimeError if the memory of the weights is released."""
         if "weights" in self._asleep:
             raise RuntimeError("the engine sleeps; wake its weights before an update")
         self._updating, self._has_weights = True, False
@@ -36,7 +36,7 @@ class EngineState:
         self._updating, self._has_weights = False, True
 
     def sleep(self, keep_weights: bool, pending: int) -> None:
-        """Mark all memory as released. Raises RuntimeError if it is already, or if an update or a request is pending."""
+        """Mark all memory as released. Raises RuntimeError if that is so already, or an update or a request is pending."""
         if self._asleep:
             raise RuntimeError(f"sleep: the engine's {' and '.join(self._asleep)} sleep already")
         if self._updating:
@@ -47,7 +47,7 @@ class EngineState:
         self._has_weights = self._has_weights and keep_weights
 
     def wake(self, part: MemoryPart) -> None:
-        """Mark one part as allocated. Raises RuntimeError if it is not the next one."""
+        """Mark one part of the memory as allocated. Raises RuntimeError if it is not the next part to wake."""
         if self._asleep[:1] != [part]:
             next_part = f"the next to wake is '{self._asleep[0]}'" if self._asleep else "nothing sleeps"
             raise RuntimeError(f"wake '{part}': {next_part}")

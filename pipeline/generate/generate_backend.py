@@ -49,13 +49,13 @@ class WeightUpdate(Protocol):
         ...
 
     def finish(self, unit: str) -> None:
-        """Convert a unit whose regions are all written to what the kernels read. May be collective over the engine."""
+        """Convert a unit whose regions are all written to the form that the kernels read. May be collective over the engine."""
 
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
         """Serve the finished units as `version`, and use no cached prefix of the old weights from now on.
 
-        Running requests continue. Their keys and values are recomputed, or stay as the old weights computed them. Raises
-        RuntimeError if a unit of the layout is not finished.
+        Running requests continue. With recompute_kv_cache their keys and values are recomputed; otherwise the keys and values
+        of the old weights stay in use. Raises RuntimeError if a unit of the layout is not finished.
         """
 
 
@@ -78,26 +78,26 @@ class GenerateBackend(Protocol):
     def cut(self, ids: list[str]) -> list[Completion]:
         """End these requests now, with finish "length", and return their completions in this order.
 
-        A request without a drawn token gives an empty completion. A request that has ended but was not returned yet gives its
-        real completion. Raises ValueError, and cuts nothing, if one of them is not pending.
+        The completion of a request without a drawn token is empty. For a request that has ended but was not returned yet, the
+        completion is its real one. Raises ValueError, and cuts nothing, if a request is not pending.
         """
         ...
 
     def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
         """Return the log-probs of each request's scored tokens, in this order.
 
-        They depend on these requests and on the weights alone, to the last bit (on GPUs with policy.deterministic): not on the
-        engine, nor on what it computed before. Raises ValueError, naming the request, if it has no token to score or does
-        not fit max_model_len, and RuntimeError if a request is pending.
+        They depend only on these requests and on the weights, to the last bit (on GPUs with policy.deterministic). They do not
+        depend on the engine or on its earlier requests. Raises ValueError, naming the request, if it has no token to score or
+        does not fit max_model_len, and RuntimeError if a request is pending.
         """
         ...
 
     def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
-        """Return the spans drawn so far of each pending request, by its id; () if none. Callable at any time."""
+        """Return id -> version spans drawn so far, for each pending request; () if none is drawn. Callable at any time."""
         ...
 
     def readings(self) -> dict[str, float]:
-        """Return what the engine is busy with, as `pipeline.monitor.readings` names it. Another thread may ask, at any time."""
+        """Return the engine's load by names of `pipeline.monitor.readings`. Another thread may call this at any time."""
         return {"running": float(self.pending)}
 
     @property

@@ -43,7 +43,7 @@ class RowCache:
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values [R, kv heads, new tokens, dim], and return the keys and values to attend to.
 
-        These are the new ones in a prefill, and all so far when decoding.
+        In a prefill the returned keys and values are the new ones; in decoding they are all keys and values so far.
         """
         if layer_idx not in self._keys:
             self._keys[layer_idx], self._values[layer_idx] = self._zeros(key), self._zeros(value)

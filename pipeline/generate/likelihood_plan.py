@@ -1,9 +1,9 @@
-"""Plan the prefixes that an engine computes to score a unit of texts: each distinct prefix once.
+"""Plan the prefixes that an engine computes to score a unit of texts, such that each distinct prefix is computed once.
 
-A token is scored by the hidden state before it, so a text's last token is never an input. Texts without it are the unit's
-prompts. Prompts are sorted, which brings those with a common beginning together, and each distinct prefix gets a number. So the
-choices of one question share the states of their context, choices of one token need only one prompt, and a prompt that
-continues another makes that one unnecessary.
+A token is scored by the hidden state before it, so a text's last token is never an input. The prompts of a unit are its texts
+without their last tokens. Prompts are sorted, so that prompts with a common beginning are neighbours, and each distinct prefix
+gets a number. So the choices of one question share the states of their context, and choices of one token need only one prompt.
+A prompt that is the beginning of another prompt is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScoringPlan:
 
 
 def scoring_plan(requests: Sequence[LikelihoodRequest]) -> ScoringPlan:
-    """Return the plan of a unit."""
+    """Return the plan that scores a unit of requests."""
     prompts = [np.asarray(request.tokens[:-1], np.int32) for request in requests]
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
     prefixes = [np.zeros(0, np.int64)] * len(prompts)
@@ -64,14 +64,14 @@ def scoring_plan(requests: Sequence[LikelihoodRequest]) -> ScoringPlan:
 
 
 def split(requests: Sequence[LikelihoodRequest], logprobs: np.ndarray, greedy: np.ndarray) -> list[Likelihood]:
-    """Return each request's part of the scored tokens, in order. logprobs: [E] float32, greedy: [E] bool."""
+    """Return the likelihood of each request, from the scores of all tokens. logprobs: [E] float32, greedy: [E] bool."""
     bounds = np.cumsum([0, *(len(request.tokens) - request.first for request in requests)])
     parts = zip(requests, bounds, bounds[1:], strict=False)
     return [Likelihood(request.id, logprobs[start:end], greedy[start:end]) for request, start, end in parts]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of leading tokens that are equal."""
+    """Return the number of leading tokens that `a` and `b` share."""
     shorter = min(len(a), len(b))
     different = a[:shorter] != b[:shorter]
     first = int(different.argmax()) if shorter else 0

@@ -48,7 +48,7 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: 
 def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Return logits [R, V] with -inf outside each row's top k and then outside its smallest set of probability top p.
 
-    top_k: [R] int64. top_p: [R]. Logits that equal the least one of a set all belong to it, as on the train ranks.
+    top_k: [R] int64. top_p: [R]. All logits that equal the least logit of a set belong to the set, as on the train ranks.
     """
     ordered = logits.sort(dim=-1, descending=True).values
     outside = ordered < ordered.gather(-1, top_k[:, None] - 1)

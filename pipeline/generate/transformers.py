@@ -60,7 +60,7 @@ class _Row:
         return np.concatenate([self.request.tokens, np.array(self.tokens, np.int32)])[: self.length]
 
     def all_spans(self, version: int) -> tuple[VersionSpan, ...]:
-        """Return the spans of all drawn tokens, the newest with `version`."""
+        """Return the version spans of all drawn tokens: `spans`, then one of `version` for the tokens after them."""
         newest = len(self.tokens) - sum(span.tokens for span in self.spans)
         return (*self.spans, VersionSpan(version, newest)) if newest else tuple(self.spans)
 
@@ -106,7 +106,7 @@ class _Update(WeightUpdate):
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Sampling parameters of all R rows, on the device. See `sample`."""
+    """The sampling parameters of all R rows on the device, in the form that `sample` takes."""
 
     temperature: torch.Tensor | None  # [R] float32
     seeds: torch.Tensor  # [R] int64
@@ -176,7 +176,7 @@ class TransformersBackend(GenerateBackend):
         return completions
 
     def _end(self, row: _Row) -> tuple[str, str] | None:
-        """Return how the last token ends a completion, its `finish` and `stop`; None if it goes on."""
+        """Return (finish, stop) of the completion if the row's last token ends it; None if it continues."""
         strings = row.request.sampling.stop
         if strings and (match := self._stop_strings.find(row.tokens, 1, strings)):
             return "stop", match.string
@@ -216,7 +216,7 @@ class TransformersBackend(GenerateBackend):
         return [scored[i] for i in range(len(requests))]
 
     def _score(self, requests: list[LikelihoodRequest]) -> list[Likelihood]:
-        """Return likelihoods of one batch. A last token is scored but not an input."""
+        """Return the likelihoods of one batch. The last token of a request is scored, but is not an input."""
         inputs = np.zeros(
             (len(requests), max(len(request.tokens) for request in requests) - 1), np.int64
         )  # padded on the right
@@ -376,7 +376,7 @@ class TransformersBackend(GenerateBackend):
         )
 
     def _remove(self, ended: list[int]) -> None:
-        """Remove these rows, given in ascending order; the last rows move into their places."""
+        """Remove the rows `ended`, which ascend; the last rows move into their places."""
         if not ended:
             return
         rows = self._rows

@@ -1,9 +1,9 @@
 """Generation with vLLM, stepped in this process: token ids in, token ids and log-probs out.
 
-vLLM takes torch's default process group for its own. If there are other components, `world.py` has made the engine's ranks the
-default group before, and vLLM's tensor parallelism runs over them through its `external_launcher`: every rank schedules for
-itself, identically, because every rank gets the same requests. Weights can be replaced while requests run: no batch is in
-flight then, and only requests of the same weights find a cached prefix. With speculative decoding
+vLLM uses torch's default process group as its own. So if a run has other components, `world.py` first makes the engine's ranks
+the default group. vLLM's tensor parallelism runs over this group through its `external_launcher`. Every rank schedules for
+itself, and all schedules are equal, because every rank gets the same requests. Weights can be replaced while requests run: no
+batch is in flight then, and a request finds only cached prefixes of the same weights. With speculative decoding
 (`vllm_kwargs.speculative_config`) the draft model keeps its loaded weights, and vLLM redraws drafted tokens that the policy
 rejects, so log-probs are the policy's.
 
@@ -97,7 +97,7 @@ class VLLMBackend(GenerateBackend):
         seed: int,
         adapters: ServedAdapters | None = None,
     ) -> None:
-        """Build the engine. adapters: updates deliver these alone."""
+        """Build the engine. adapters: if given, updates deliver only these."""
         config = model_config(policy)
         # Before creating the engine: if vLLM runs a transformers model, it changes that model's classes.
         self._shapes, self._tied = checkpoint_shapes(config)
@@ -226,10 +226,10 @@ class VLLMBackend(GenerateBackend):
         return self._update
 
     def _finish_in_flight(self) -> None:
-        """Finish the batches in flight, and keep the completions that they end for the next step.
+        """Finish the batches in flight, and keep the completions that end in them for the next `step`.
 
-        The current weights drew their tokens, for requests that still run. Batches are in flight with pipeline stages, and
-        where vLLM schedules ahead of the device.
+        The tokens of these batches are drawn by the current weights. Batches are in flight if the engine has pipeline stages,
+        or if vLLM schedules ahead of the device.
         """
         if not self._core.batch_queue:
             return
@@ -250,7 +250,7 @@ class VLLMBackend(GenerateBackend):
         self._state.commit()
 
     def _rekey_waiting(self, version: int) -> None:
-        """Let requests that have not begun look up prefixes of the new weights; they were added under the old ones."""
+        """Let waiting requests, which were added under the old weights, look up cached prefixes of the new weights."""
         for request in self._scheduler.waiting:
             if request.status != RequestStatus.PREEMPTED:
                 request.cache_salt = str(version)
@@ -321,7 +321,7 @@ def _spans(versions: list[WeightVersionSpan] | None) -> tuple[VersionSpan, ...]:
 def _arguments(
     policy: PolicyConfig, config: Any, engine_ranks: int, seed: int, adapters: ServedAdapters | None
 ) -> dict[str, Any]:
-    """Return the engine's arguments, by their names in vllm.LLM. `vllm_kwargs` comes last and overrides."""
+    """Return the engine's arguments by their names in vllm.LLM. `vllm_kwargs` overrides all others."""
     generation, vllm_cfg = policy.generation, policy.generation.vllm_cfg
     stages = vllm_cfg.pipeline_parallel_size
     tensor_ranks = engine_ranks // stages
@@ -387,16 +387,16 @@ def _fp8(vllm_cfg: VLLMConfig) -> dict[str, Any]:
 
 
 def _max_num_seqs(policy: PolicyConfig, config: Any) -> int | None:
-    """Return vLLM's argument of this name; None is its own default."""
+    """Return the argument `max_num_seqs` of vLLM; None for vLLM's own default."""
     if policy.generation.max_num_seqs is None and has_states(config.get_text_config().to_dict()):
         return MOST_SEQUENCES
     return policy.generation.max_num_seqs
 
 
 def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int, sequences: int) -> int:
-    """Return the bytes of the KV cache on a CPU: so many sequences of `max_model_len`, up to a bound.
+    """Return the bytes of the KV cache on a CPU: room for `sequences` sequences of `max_model_len`, up to a bound.
 
-    Counted in blocks of vLLM's size on CPU.
+    The sizes are rounded up to vLLM's blocks on a CPU.
     """
     text = config.get_text_config()
     heads = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor_ranks)

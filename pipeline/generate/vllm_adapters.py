@@ -29,10 +29,10 @@ _ID = 1  # vLLM's number of the adapters
 
 
 def engine_arguments(adapters: ServedAdapters) -> dict[str, Any]:
-    """Return the engine's arguments: LoRA of a rank that vLLM has, and base weights from policy.model_name's files.
+    """Return the engine's arguments: a LoRA rank that vLLM supports, and base weights from the files of policy.model_name.
 
-    Only adapted kinds of layers, by the last parts of their names, get LoRA: experts would take memory and time for it, and
-    vLLM's CPU backend has none of them.
+    Only the adapted kinds of layers, by the last parts of their names, get LoRA. LoRA on experts would take memory and time,
+    and vLLM's CPU backend does not have it.
     """
     ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapters.dim]
     if not ranks:
@@ -44,7 +44,7 @@ def engine_arguments(adapters: ServedAdapters) -> dict[str, Any]:
 
 
 class VLLMAdapters:
-    """The adapters of one rank of an engine."""
+    """Receives the adapters on one rank of an engine, and makes vLLM serve them."""
 
     request = LoRARequest("policy", _ID, "refit")  # of every request; nothing is read from the path
 
@@ -59,7 +59,7 @@ class VLLMAdapters:
         self._check_layers(self._model())
 
     def unit(self) -> UpdateUnit:
-        """Return the one unit of the layout: every tensor, whole."""
+        """Return the only unit of the layout, which has every tensor in full."""
         regions = []
         for name, shape in self._adapters.shapes.items():
             box = whole(shape)
@@ -73,7 +73,7 @@ class VLLMAdapters:
         self._manager.activate_adapter(_ID)
 
     def _model(self) -> LoRAModel:
-        """Return vLLM's description of the received adapters, in memory of its own: vLLM multiplies B by the scale."""
+        """Return a copy of the received adapters as vLLM's LoRAModel. It is a copy because vLLM multiplies B by the scale."""
         tensors = {f"base_model.model.{name}": tensor.clone() for name, tensor in self.received.items()}
         helper = PEFTHelper(
             r=self._adapters.dim,
@@ -87,7 +87,7 @@ class VLLMAdapters:
         )
 
     def _check_layers(self, model: LoRAModel) -> None:
-        """Raise RecipeError if vLLM would ignore an adapter, or expects one for each part of a layer that it joins (GLM-4)."""
+        """Raise RecipeError if vLLM would ignore an adapter, or would need one for each part of a fused layer (GLM-4)."""
         applied = set(self._manager.modules) - self._manager.packed_modules.keys()
         for module, parts in self._manager.packed_modules.items():
             applied |= set(parts) if module in self._manager.modules else set()
@@ -97,7 +97,7 @@ class VLLMAdapters:
 
 
 class AdapterUpdate(WeightUpdate):
-    """An update of the adapters of one rank. serve(version, recompute_kv_cache): called by the commit."""
+    """An update of the adapters of one rank. `commit` calls serve(version, recompute_kv_cache)."""
 
     def __init__(self, adapters: VLLMAdapters, shapes: Mapping[str, tuple[int, ...]], serve: Callable[[int, bool], None]):
         self._adapters, self._shapes, self._serve = adapters, shapes, serve

@@ -1,14 +1,15 @@
 """Patches for faults of vLLM 0.32 on a CPU.
 
-Expert parallelism: its kernel for mixtures of experts indexes a token's experts by their numbers in the whole model, even where
-a rank holds only some of them, and so reads past the end of its weights.
+Expert parallelism: vLLM's kernel for mixtures of experts indexes a token's experts by their numbers in the whole model. On a
+rank that holds only some of the experts it so reads past the end of its weights. The patch maps the numbers.
 
-Adapters: with LoRA anywhere in a model, its mixtures of experts get a kernel of Triton, which CPUs do not have. No experts have
-adapters here (`vllm_adapters`), so they get the kernel that they have without LoRA.
+Adapters: if any layer of a model has LoRA, its mixtures of experts use a Triton kernel, which CPUs do not have. Here experts
+never have adapters (`vllm_adapters`), so the patch gives them the kernel that they use without LoRA.
 
-Speculative decoding: the replacement for the Triton kernel that gives every drafted token its request's temperature, top_p and
-top_k writes them into a copy, so the values in use are uninitialised memory. And once numba is loaded, which finds n-grams, no
-further engine of the process gets through the search for Triton kernels, so the search runs only once.
+Speculative decoding: on GPUs a Triton kernel copies the temperature, top_p and top_k of a request to each of its drafted
+tokens. vLLM's replacement on a CPU writes them into a copy, so the values in use are uninitialised memory. The patch writes
+them in place. Also, once numba is loaded (it finds n-grams), no further engine of the process completes the search for Triton
+kernels. The patch runs the search only once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         """Apply the experts of this rank.
 
-        expert_map: [experts of the model] int32: the local number of each; -1 for those of other ranks.
+        expert_map: [experts of the model] int32: an expert's number on this rank; -1 for experts of other ranks.
         """
         if expert_map is not None:
             local = expert_map[topk_ids.long()]
@@ -53,7 +54,7 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _without_adapters(post_init: Callable[..., None]) -> Callable[..., None]:
-    """Return `post_init` of the configuration of experts that have no adapters."""
+    """Return `post_init` of the experts' configuration, changed to treat the experts as having no adapters."""
 
     @functools.wraps(post_init)
     def post_init_without_adapters(self) -> None:
@@ -71,6 +72,6 @@ def _expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Write each request's value to all of its tokens."""
+    """Write each request's entry of `values` to all of the request's tokens in `output`."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts.long()))

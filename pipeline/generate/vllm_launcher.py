@@ -1,4 +1,4 @@
-"""The environment of a launcher such as torchrun, which vLLM's `external_launcher` expects while it starts."""
+"""Set the environment variables of a launcher such as torchrun, which vLLM's `external_launcher` expects while it starts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from pipeline.node import caches
 
 @contextmanager
 def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[None]:
-    """Set the environment that vLLM expects of a launcher while it starts.
+    """Set the environment variables that vLLM expects of a launcher, within the context.
 
-    Restore afterwards that environment, all random state, and torch.set_num_threads, which vLLM's CPU worker replaces.
-    VLLM_CACHE_ROOT stays this device's: compiled code holds the device's index, and vLLM names the folder after the rank in
-    the engine alone (vllm/compilation/backends.py). Engines that share one load code for another's GPU.
+    Afterwards restore these variables, all random state, and torch.set_num_threads, which vLLM's CPU worker replaces.
+    VLLM_CACHE_ROOT is not restored: it names a folder of this device. Compiled code holds the device's index, but vLLM names
+    its folder only after the rank in the engine (vllm/compilation/backends.py), so engines that share a folder would load code
+    for the GPU of another engine.
 
-    NCCL's variables, which vLLM sets for its own communicators with VLLM_BATCH_INVARIANT, are restored too: a refit may make
-    one with train ranks, and NCCL waits forever if its ranks have different variables (vllm/utils/nccl.py, pin_nccl_env).
+    The NCCL variables that vLLM sets for its own communicators with VLLM_BATCH_INVARIANT are restored too. A refit may create a
+    communicator with train ranks, and NCCL waits forever if its ranks have different variables (vllm/utils/nccl.py,
+    pin_nccl_env).
     """
     root = os.environ.get("VLLM_CACHE_ROOT") or envs.VLLM_CACHE_ROOT
     os.environ["VLLM_CACHE_ROOT"] = caches.of_device(root, _device())
@@ -66,7 +68,7 @@ def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[Non
 
 
 def _device() -> str:
-    """Return the index and the UUID of this process's GPU; on a CPU this rank's number on its node, as vLLM writes in place."""
+    """Return the index and UUID of this process's GPU; on a CPU this rank's number on its node, as vLLM writes in place."""
     if not current_platform.is_cuda():
         return f"cpu-{os.environ.get('HETSTEP_LOCAL_RANK', '0')}"
     index = torch.cuda.current_device()

@@ -1,11 +1,11 @@
-"""Record which box of which tensor on disk goes where in this rank's raw parameters of a vLLM model.
+"""Record to which entries of this rank's raw parameters of a vLLM model each box of a tensor on disk is copied.
 
 Raw parameters are those that a model has before vLLM processes them for its kernels. `record` puts the model's tensors on the
 meta device, runs vLLM's own `load_weights` once on meta tensors of the shapes on disk, and traces every copy
 (`pipeline/models/recorder.py`). So no code depends on a model family.
 
-A module whose loader computes anything else is opaque: it receives its tensors on disk in full and loads them with the original
-loader. A raw parameter with more written entries than it has indicates an overlap, and makes its module opaque too.
+A module whose loader does more than copy is opaque: it receives its tensors on disk in full and loads them with the original
+loader. If more entries are written to a raw parameter than it has, writes overlap, and its module is opaque too.
 
 vLLM's reload functions are private; the version is pinned.
 """
@@ -53,7 +53,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class ModuleUnit:
-    """A unit of the layout, and what else to do for it besides writing its regions."""
+    """A unit of the layout, with its modules and the entries to set besides its regions."""
 
     unit: UpdateUnit
     modules: tuple[str, ...]  # names in the model; several if opaque modules share tensors on disk
@@ -65,7 +65,7 @@ class ModuleUnit:
 
 
 def raw_name(module: str, parameter: str) -> str:
-    """Return the name of a raw parameter in regions."""
+    """Return the name by which regions refer to a raw parameter."""
     return f"{module}.{parameter}" if module else parameter
 
 
@@ -149,7 +149,7 @@ def restore_raw_parameters(layer: torch.nn.Module) -> None:
 
 
 def unwrap_loaders(layer: torch.nn.Module) -> None:
-    """Unwrap a module's loaders, which vLLM's reload has wrapped and leaves so."""
+    """Unwrap a module's loaders. vLLM's reload wraps them and does not unwrap them."""
     for tensor in get_layer_tensors(layer).values():
         while getattr(getattr(tensor, "weight_loader", None), "__name__", None) == "online_process_loader":
             tensor.weight_loader = tensor.weight_loader.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's own
@@ -203,7 +203,7 @@ def _units(
 
 
 def _opaque_groups(modules: Mapping[str, torch.nn.Module], recorder: Recorder) -> dict[str, tuple[tuple[str, ...], set[str]]]:
-    """Return, by module, (modules that must be loaded together, in the model's order; the tensors on disk they use)."""
+    """Return module -> (modules that must be loaded with it, in the model's order; the tensors on disk that they use)."""
     takes: dict[str, set[str]] = defaultdict(set)
     for (module, _), writes in recorder.writes.items():
         takes[module] |= writes.names()
@@ -228,7 +228,7 @@ def _opaque_groups(modules: Mapping[str, torch.nn.Module], recorder: Recorder) -
 
 
 def _full(module: str, names: set[str], shapes: Mapping[str, Shape]) -> UpdateUnit:
-    """Return a unit of tensors on disk, in the order of a checkpoint, each in memory of its own."""
+    """Return a unit of full tensors on disk, in the order of a checkpoint; each tensor has memory of its own."""
     regions = []
     for name in shapes:
         if name in names:

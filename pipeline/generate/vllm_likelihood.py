@@ -1,13 +1,13 @@
-"""Score texts with vLLM: hidden states of each distinct prefix once, logits only of the tokens that are scored.
+"""Score texts with vLLM: compute the hidden states of each distinct prefix once, and logits only to score tokens.
 
-vLLM's own prompt log-probs compute logits for every token of a prompt, request by request, and do without its prefix cache. So
-the prompts of a unit run as plain requests of one token, which read the cache, and we take the hidden states where vLLM would
-compute prompt log-probs. A cached block was computed by a prompt of the same unit, because the cache is reset before, so no
-state is missing. The scheduler sees the same prompts in the same order each time: results of a unit are equal to the last bit
-(on GPUs with policy.deterministic).
+vLLM's own prompt log-probs compute logits for every token of a prompt, request by request, and do not use the prefix cache. So
+here the prompts of a unit run as plain requests of one token, which read the cache. The hidden states are taken where vLLM
+would compute prompt log-probs. The cache is reset before each unit, so every cached block comes from a prompt of the unit, and
+no state is missing. The scheduler sees the same prompts in the same order each time, so the results of a unit are equal to the
+last bit (on GPUs with policy.deterministic).
 
-vLLM has two model runners, with different names for the same: V2 on GPUs, V1 elsewhere and with pipeline stages. Both methods
-are private; the version is pinned.
+vLLM has two model runners, whose methods for this have different names: V2 on GPUs, V1 elsewhere and with pipeline stages. Both
+methods are private; the version is pinned.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _LikelihoodScorer:
     """Scores tokens as the hidden states before them arrive."""
 
     def __init__(self, plan: ScoringPlan, compute_logits: Callable[[torch.Tensor], torch.Tensor], most_rows: int) -> None:
-        """most_rows: maximum rows of logits at once."""
+        """Prepare to score a plan's tokens. most_rows: maximum rows of logits to compute at once."""
         self.prefixes: dict[str, np.ndarray] = {}  # by vLLM's id of the request
         self._plan, self._compute_logits, self._most_rows = plan, compute_logits, most_rows
         self._left = np.diff(plan.starts) > 0  # [prefixes] bool: it scores tokens, and its state has not come
@@ -80,7 +80,7 @@ class _LikelihoodScorer:
         self._scores: list[torch.Tensor] = []  # for each of those, float64 [2, tokens]: log-prob, and 1 if greedy
 
     def score(self, hidden: torch.Tensor, batch: Sequence[_States]) -> None:
-        """Score what a batch's states [rows, hidden size] allow."""
+        """Score all tokens that follow the hidden states of a batch. hidden: [rows, hidden size]."""
         rows, prefixes = [], []
         for part in batch:
             part_prefixes = self.prefixes[part.request][part.position : part.position + part.count]
@@ -106,7 +106,10 @@ class _LikelihoodScorer:
         self._scores.append(torch.stack([logprobs.double(), greedy.double()]))
 
     def scores(self) -> torch.Tensor:
-        """Return log-prob, and 1 if greedy, of all scored tokens, float64 [2, E]. Raises RuntimeError if one is missing."""
+        """Return [2, E] float64: the log-probs of all scored tokens, then 1 for greedy tokens and 0 for other tokens.
+
+        Raises RuntimeError if a token is not scored.
+        """
         if missing := int(self._left.sum()):
             raise RuntimeError(f"vLLM computed no hidden state for {missing} of {len(self._left)} prefixes")
         scores = torch.zeros(2, len(self._plan.tokens), dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Read requests, KV cache, prefix cache and preemptions of a vLLM engine for the resource monitor.
 
-vLLM's own statistics (`disable_log_stats=False`) make objects for every step and request. These are counters that the scheduler
-has, one that it keeps for the prefix cache if told to, and preemptions counted where they happen.
+vLLM's own statistics (`disable_log_stats=False`) create objects for every step and request. This module reads the scheduler's
+own counters instead, turns on its counter of the prefix cache, and counts preemptions where they happen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Replace all weights of a live vLLM model in place, from full tensors by Hugging Face name.
 
 vLLM's layer-wise reload does the work: it restores each layer's raw parameters, loads them, processes them as after a first
-load, and copies the result into the storage in use, so CUDA graphs stay valid. This module adds what that reload lacks in vLLM
-0.32: it leaves two packed copies stale on CPU, and does not restore the live tensors after an error. It uses private functions
-of vLLM's reload; the version is pinned. To receive only this rank's shard see `vllm_update.py`.
+load, and copies the result into the storage in use, so CUDA graphs stay valid. In vLLM 0.32 that reload leaves two packed
+copies stale on a CPU, and does not restore the live tensors after an error. This module does both. It uses private functions of
+vLLM's reload; the version is pinned. To receive only this rank's shard see `vllm_update.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.generate.vllm_layout import VLLMModel, check_loaded, restore_live_
 
 @torch.no_grad()
 def reload(model: VLLMModel, config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load `weights` into a worker's model. Collective over the ranks of the engine; `weights` may raise.
+    """Load `weights` into a worker's model. Collective over the ranks of the engine. Iterating over `weights` may raise.
 
     After an error the model holds a mixture of old and new weights, in tensors that a later reload can fill. Raises ValueError
     if a parameter of the model was not loaded.
@@ -51,7 +51,7 @@ def reload(model: VLLMModel, config: VllmConfig, weights: Iterable[tuple[str, to
 
 
 def pack_experts(layer: torch.nn.Module) -> None:
-    """Pad and pack a layer of experts for the CPU kernel, which vLLM's processing skips on an update."""
+    """Pad and pack a layer of experts for the CPU kernel. vLLM's own processing skips this on an update."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     if kernel is not None and hasattr(kernel.fused_experts, "isa"):
         kernel.fused_experts.process_weights_after_loading(layer)

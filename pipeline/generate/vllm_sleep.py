@@ -1,11 +1,11 @@
 """Release the GPU memory of a vLLM engine between rollouts, and allocate it again at the same addresses.
 
 At vLLM's sleep level 2, weights, KV cache and scratch memory are dropped. Buffers (rotary tables, attention's scales) and the
-parameters named in SLEEP_ARGUMENTS go to the host and return with the weights. What belongs to no model (the runner's state,
-CUDA graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. The next refit recomputes the scales of quantised weights. This
-module adds what vLLM does not save although it lies in the weights' memory: tensors that modules and their attention kernels
-keep besides parameters and buffers, such as ALiBi slopes. At level 1 the whole memory of the weights goes to the host and
-returns.
+parameters named in SLEEP_ARGUMENTS are copied to the host and return with the weights. State outside the models (the runner's
+state, CUDA graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. The next refit recomputes the scales of quantised
+weights. Modules and their attention kernels also keep tensors that are neither parameters nor buffers, such as ALiBi slopes.
+They lie in the weights' memory, and vLLM does not save them, so this module does. At level 1 the whole memory of the weights is
+copied to the host and returns.
 
 Each rank of an engine sleeps for itself: under `external_launcher` vLLM calls no other rank. Only one engine per process can
 sleep. On CPU vLLM has no sleep mode: the memory stays, and nothing is done.
@@ -56,7 +56,7 @@ class SleepMode:
 def unregistered_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the tensors that modules and their attention implementations hold as plain attributes.
 
-    Left out are those that share memory with a parameter, a buffer, or the KV cache, which vLLM binds to each attention layer.
+    Tensors that share memory with a parameter, a buffer or the KV cache (which vLLM binds to attention layers) are left out.
     """
     caches = tree_leaves([module.__dict__.get("kv_cache") for module in model.modules()])
     registered = {

@@ -1,7 +1,7 @@
-"""Stop strings in vLLM, which has no tokenizer here: an object in place of each request's detokenizer finds them.
+"""Find stop strings in vLLM, which has no tokenizer here, by an object in place of each request's detokenizer.
 
-vLLM then ends the request as for its own stop strings: on every rank alike, with batches in flight, and with drafted tokens
-after the string and their log-probs dropped.
+vLLM then ends the request as it does for its own stop strings. This works on every rank alike and with batches in flight, and
+vLLM drops drafted tokens after the string with their log-probs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ class StopWatch:
         self._finder = StopStrings(tokenizer)
 
     def watch(self, engine: LLMEngine, internal_id: str, stop: Sequence[str]) -> None:
-        """End a request that was just added at its first stop string. internal_id: vLLM's own."""
+        """Let a request that was just added end at its first stop string. internal_id: vLLM's own id of the request."""
         if stop:
             engine.output_processor.request_states[internal_id].detokenizer = _StopDetokenizer(self._finder, stop)

@@ -45,7 +45,7 @@ from pipeline.models.precision import served_dtype
 class VLLMUpdate(WeightUpdate):
     """A WeightUpdate of one rank. A model has at most one open update; `give_up` ends an update that is not committed.
 
-    units: returns this rank's layout; called on first use. serve(version, recompute_kv_cache): called by the commit.
+    units: a function that returns this rank's layout, called on first use. `commit` calls serve(version, recompute_kv_cache).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class VLLMUpdate(WeightUpdate):
         self._serve(version, recompute_kv_cache)
 
     def give_up(self) -> None:
-        """Restore the live tensors of the open modules, with whatever was written into them."""
+        """Restore the live tensors of the open modules; values that were written into them stay."""
         for unit in list(self._targets):
             self._put_back(unit)
 
@@ -135,7 +135,7 @@ class VLLMUpdate(WeightUpdate):
             restore_live_tensors(self._modules[module])
 
     def _begin(self, unit: str) -> dict[str, torch.Tensor]:
-        """Return the targets of a unit, after writing every entry that its regions do not cover."""
+        """Write every entry of a unit that its regions do not cover, and return tensor name -> tensor to write regions into."""
         described = self._units()[unit]
         layer = self._modules[described.modules[0]]
         if described.opaque:
@@ -168,7 +168,7 @@ class VLLMUpdate(WeightUpdate):
     def _materialize(self, module: str, written: frozenset[str] = frozenset()) -> None:
         """Allocate a module's raw parameters.
 
-        Those that are not `written` keep their live values if shape and dtype are equal; otherwise they are zero.
+        Parameters that are not `written` keep their live values if shape and dtype are equal; otherwise they are zero.
         """
         layer = self._modules[module]
         live = get_layer_tensors(layer)
@@ -194,9 +194,9 @@ class VLLMUpdate(WeightUpdate):
 
 
 def _is_plain(layer: torch.nn.Module, described: ModuleUnit) -> bool:
-    """Return whether a module's live tensors are its raw parameters, so that writing those is all there is to do.
+    """Return whether a module's live tensors are its raw parameters, so that they can be written without further processing.
 
-    Decided by exact types: equal shapes and strides do not suffice, because some kernels permute in place or keep copies. On
+    The exact types decide. Equal shapes and strides do not suffice, because some kernels permute in place or keep copies. On a
     CPU the packed copies of embeddings and lm_head are updated once all units are finished.
     """
     (module,) = described.modules
@@ -234,7 +234,7 @@ def _process(layer: torch.nn.Module, written: frozenset[str], module: str) -> No
 
 
 def _zero_holes(name: str, tensor: torch.Tensor, described: ModuleUnit) -> None:
-    """Zero the entries that no region or fill covers. The others keep their values: a delta refit may have its base there."""
+    """Zero the entries that no region or fill covers. Other entries keep their values, which may be a delta refit's base."""
     holes = torch.ones_like(tensor, dtype=torch.bool)
     for region in described.unit.regions:
         if region.tensor == name:

@@ -1,8 +1,8 @@
 """Let vLLM load a model's files as Hetstep reads them: each tensor from the file that the index names.
 
-vLLM's own loader yields every tensor of every shard, so the copy that comes last wins, and in a folder that has both
-`model.safetensors` and an index it follows the index, unlike transformers. An engine reads files only for the base weights
-under adapters and for a draft model; all other weights come from the train ranks.
+vLLM's own loader yields every tensor of every shard, so of several copies of a tensor it uses the last. Also, in a folder that
+has both `model.safetensors` and an index, it follows the index, unlike transformers. An engine reads files only for the base
+weights under adapters and for a draft model; all other weights come from the train ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOAD_FORMAT = "hetstep"
 class CheckpointLoader(DefaultModelLoader):
     """vLLM's default loader, without the copies of tensors that `pipeline/models/weight_files.py` does not read.
 
-    Other files than safetensors, of a draft model, are read as vLLM does.
+    It reads a draft model's files of other formats than safetensors in vLLM's own way.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:

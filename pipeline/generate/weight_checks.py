@@ -1,7 +1,7 @@
 """Check that incoming weights have exactly the names and shapes of a Hugging Face checkpoint of the policy.
 
-Both backends pass new weights through `checked_weights`, so a wrong name, a wrong shape or a missing tensor is an error in
-either, even where the backend's own loader would accept it.
+Both backends pass new weights through `checked_weights`. So a wrong name, a wrong shape or a missing tensor is an error in both
+backends, even if the backend's own loader would accept it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def checked_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `weights` without tied copies.
 
-    Raises ValueError on a name or shape that is not in `shapes`, on a repeated name, and, at the end, if a name is missing.
+    shapes: tensor -> its shape. Raises ValueError for a name or shape that is not in `shapes`, for a repeated name, and, at the
+    end, if a name is missing.
     """
     missing = dict.fromkeys(shapes)
     for name, tensor in weights:

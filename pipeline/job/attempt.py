@@ -1,8 +1,8 @@
-"""An attempt is one start of all ranks. Its folder, attempts/NAME in the run folder, tells the launcher how it went.
+"""An attempt is one start of all ranks. From its folder, attempts/NAME in the run folder, the launcher reads how it ended.
 
     started         unix seconds; the launcher writes it before there are ranks
 signals         a line for each signal that the launcher received for the ranks, see pipeline/job/signals.py
-    stop            exists if somebody asked the ranks to save and stop (run_control.py); they are then not started again
+    stop            exists if a user asked the ranks to save and stop (run_control.py); they are then not started again
     rank00000.log   the log of a rank
     srun-train.out  srun's output for each component's step; Slurm only
     failed_step     `COMPONENT FIRST_RANK` of the first step that failed; Slurm only, from the batch script
@@ -29,10 +29,10 @@ class Superseded(RuntimeError):
 
 
 class Attempt:
-    """Writes an attempt's folder on rank 0. Methods raise StorageError if the disk stays full or the file system away."""
+    """Writes an attempt's folder on rank 0. Methods raise StorageError if the disk stays full or the file system is away."""
 
     def __init__(self, folder: Path, patience_s: float = 0.0):
-        """Open the folder. patience_s: seconds to retry while the disk is full or the file system is away."""
+        """Open the folder. patience_s: seconds to retry while the disk is full or the file system is unavailable."""
         self.folder = folder
         self._retry = RetryPolicy(patience_s)
         self._current = folder.parent / "current"
@@ -43,7 +43,7 @@ class Attempt:
         return self.folder.name
 
     def claim(self) -> None:
-        """Make this the attempt that may write. Rank 0 calls it before it writes anything else into the run folder."""
+        """Make this attempt the only one that may write. Rank 0 calls it before it writes anything else into the run folder."""
         self._write(self._current, self.name)
 
     def check(self) -> None:

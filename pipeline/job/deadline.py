@@ -5,7 +5,7 @@ checkpointing.checkpoint_must_save_by. Another step begins only if a step and a 
 long as the longest in this run so far: a step with its validation, and a save from its beginning until the checkpoint is
 complete. Earlier attempts have recorded these in metrics.jsonl as time/step, time/validation and time/save.
 
-Left out: a step that takes longer than every earlier step. The executor then ends the ranks, and the step is lost.
+If a step takes longer than every earlier step, it may not fit: then the executor ends the ranks, and the step is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.observe import metrics
 from pipeline.recipe.values import seconds
 
 SLACK = 1.1
-"""Allowance for a step and a save that take longer than the longest so far."""
+"""Factor on the longest step and save so far, because the next ones may take longer."""
 MARGIN_S = 60.0
 """Time reserved to end the ranks, and for coarse clocks; at most MARGIN_SHARE of the allocation."""
 MARGIN_SHARE = 0.05
@@ -40,9 +40,11 @@ class Deadline:
         received: Callable[[], list[str]] = signals.received_names,
         now: Callable[[], float] = time.time,
     ):
-        """Use the earliest end. history: the lines of metrics.jsonl that earlier attempts wrote.
+        """Set the deadline to the earliest of `ends`.
 
         started: unix seconds at which the attempt started. ends: name of a period of time -> unix seconds at which it ends.
+        history: the lines of metrics.jsonl that earlier attempts wrote. received: returns the names of the received signals.
+        now: returns unix seconds.
         """
         self._started = started
         self._period, self._end = min(ends.items(), key=lambda end: end[1]) if ends else ("", None)
@@ -56,7 +58,7 @@ class Deadline:
 
     @classmethod
     def of_attempt(cls, config: CheckpointingConfig, run_dir: Path, attempt: Path) -> Deadline:
-        """Read the attempt's start, the allocation's end and the run's metrics."""
+        """Return the deadline of an attempt, from its start, the end of its allocation and the run's metrics."""
         started = float((attempt / "started").read_text())
         ends = {}
         if end := os.environ["HETSTEP_END_TIME"]:
@@ -96,16 +98,16 @@ class Deadline:
         return f"{end_text}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
 
     def why_end(self, progressed: bool) -> str | None:
-        """Return why work must end that can end at any moment; None if there is time and no signal came.
+        """Return why to end work that can end at any moment; None if there is time and no signal came.
 
-        progressed: whether this attempt has saved something. Until then it continues, however little time is left.
+        progressed: whether this attempt has saved any progress. Until then it continues, however little time is left.
         """
         if names := self._received():
             return f"{' and '.join(names)} came"
         return self._ending(0.0) if progressed else None
 
     def _ending(self, needed_s: float) -> str | None:
-        """Return how near the end is if `needed_s` seconds do not fit before it; None if they fit."""
+        """Return a text that says how near the end is if `needed_s` seconds do not fit before it; None if they fit."""
         if self._end is None:
             return None
         left_s, margin_s = self._end - self._now(), min(MARGIN_S, MARGIN_SHARE * (self._end - self._started))

@@ -66,7 +66,7 @@ def _unblock() -> None:
 
 
 def _restore_in_child() -> None:
-    """Restore the defaults in a forked child. It shares the pipe, and a SIGTERM to it must not count as the rank's."""
+    """Restore the defaults in a forked child: it shares the pipe, and a SIGTERM to the child must not count as the rank's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

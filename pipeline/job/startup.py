@@ -1,12 +1,12 @@
-"""Record what a starting run does until its first step has ended: attempts/NAME/startup.json, for `status` and timelines.
+"""Record the stages of a starting run until its first step has ended: attempts/NAME/startup.json, for `status` and timelines.
 
     {"began": unix seconds, "here": ranks that have joined, "world": world size,
      "stages": [[name, began, ended], ...],                       rank 0's stages, one after another
-     "realms": {"train": [[activity, began, ended], ...], ...}}   per component: what most of its ranks do during setup
+     "realms": {"train": [[activity, began, ended], ...], ...}}   per component: the activity of most of its ranks during setup
 
-`ended` is null for a stage or activity in progress, and in a failed run for those in which it failed. Times are rank 0's. Ranks
-report their activity with heartbeats, so it is up to a second late. Rank 0 writes the file at most twice a second, when
-something has changed; if it cannot be written, the run continues.
+`ended` is null for a stage or activity in progress; in a failed run, the stage and activities in which it failed stay so. Times
+are by rank 0's clock. Ranks report their activity with heartbeats, so it is up to a second late. Rank 0 writes the file when it
+has changed, at most twice a second; if the file cannot be written, the run continues.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _end_rows(rows: list[Row], now: float) -> None:
 
 
 def _activity(doings: list[Doing]) -> str:
-    """Return the activity of most of these ranks. Waiting ranks count only if all ranks wait."""
+    """Return the most frequent activity of these ranks. Waiting ranks count only if all ranks wait."""
     busy = [phase or verb for verb, phase in doings if verb not in LED]
     busy = [name for name in busy if not name.startswith("wait")]
     return Counter(busy or ["wait"]).most_common(1)[0][0]

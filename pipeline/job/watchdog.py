@@ -68,7 +68,7 @@ class PeerError(RuntimeError):
 
 
 def may_be_echo(error: BaseException | None) -> bool:
-    """Return whether this error may only follow from another rank's end, by its own type and text or those of its causes."""
+    """Return whether an error may be only a consequence of another rank's end, by the types and texts of it and its causes."""
     seen_ids = set()  # a chain of causes may lead back to its start
     while error is not None and id(error) not in seen_ids:
         seen_ids.add(id(error))
@@ -149,9 +149,9 @@ class Overdue:
 
 
 class Watchdog:
-    """Watches until `stop` or `fail`. overdue: returns, on rank 0, a call past its deadline.
+    """Watches the ranks until `stop` or `fail`. overdue: a function that returns, on rank 0, a call past its deadline.
 
-    One thread exchanges heartbeats with the store and may hang with it. Another thread judges.
+    One thread exchanges heartbeats with the store and may hang with it. Another thread decides whether the run has failed.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Watchdog:
                     self._heartbeats[rank] = (beat, self._answered)
 
     def _report_failure(self, rank: int) -> None:
-        """Report in the store that `rank` has failed. Rank 0 then gives others time to read it: the store ends with it."""
+        """Report in the store that `rank` has failed. Rank 0 then waits until others can have read it before the store ends."""
         try:
             store = self._world.store.clone(ECHO_S)  # a connection without a blocked request
             store.compare_set(FAILED, "", str(rank))
@@ -280,7 +280,7 @@ class Watchdog:
                 self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
 
     def _restart_clocks(self, now: float) -> None:
-        """Restart the clocks of silence: while this process was stopped, or a library held the GIL, it read no heartbeats."""
+        """Count the silence of all ranks from `now`: this process was stopped or held by the GIL, and read no heartbeats."""
         self._answered = now
         for rank, (beat, _) in dict(self._heartbeats).items():
             self._heartbeats[rank] = (beat, now)
@@ -330,7 +330,7 @@ class Watchdog:
     # ---- why a process has died ---------------------------------------------------------------------------------------------
 
     def _describe_death(self, rank: int) -> str:
-        """Describe a rank's death by the kernel's record, and by the last sample and warning of its memory."""
+        """Return a description of a rank's death: the kernel's record, and the last sample and warning about memory."""
         node = self._heartbeats[rank][0].node if rank in self._heartbeats else ""
         record = self._kills.record() if node == self._world.info.node else ""
         causes = f"({record})" if record else "(killed, out of memory, or crashed in a library)"
@@ -364,7 +364,7 @@ class Watchdog:
         os._exit(EXIT_WITH_ANOTHER)
 
     def _end_without_store(self) -> None:
-        """End with a failure that says why this rank lost the store: through rank 0, the store's process or this node's relay.
+        """End with a failure that says whether rank 0, the store's process or this node's relay has cut off this rank.
 
         Rank 0 knows how the store's process ended. Other ranks first wait for rank 0's failure: when rank 0 is killed the store
         ends, and each relay with it. The relay is the cause only if the store still answers.

@@ -1,12 +1,12 @@
 """The world: every rank of the job, its components' ranks, and every process group that spans components.
 
-Only `join` creates spanning groups. It joins the spanning world, makes those groups while the spanning world
-is torch's default group, then makes the rank's own group the default, because Megatron, FSDP and vLLM use the default group.
+Only `join` creates spanning groups. It joins the spanning world, and makes the spanning groups while the spanning world is
+torch's default group. Then it makes the rank's own group the default, because Megatron, FSDP and vLLM use the default group.
 
 A `World` also holds the connection to the store, over which `rpc` sends messages (`pipeline/store`; each node of a large world
-has a relay), and the rank's activity: its verb and phase. `watchdog.py` turns those into errors that name the missing rank.
+has a relay), and the rank's activity: its verb and phase. `watchdog.py` names a missing rank and its activity in errors.
 
-Left out: joining again after a rank was lost. The run restarts from its checkpoint instead.
+A lost rank cannot join again: the run restarts from its checkpoint instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LAZY = "TORCH_GLOO_LAZY_INIT"  # environment variable that torch reads
 RELAYED_FROM = 256
 """World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay may fail."""
 MOST_PATHS = 4096
-"""Most pairs of a train and a generate rank that are all connected at the start. With more, a refit uses few of them."""
+"""Most pairs (train rank, generate rank) to connect all pairs at the start. If there are more, a refit uses few of them."""
 BEATS_PER_S = 4096
 """Heartbeats that rank 0 reads per second."""
 
@@ -181,7 +181,7 @@ def _timeline_header(info: RankInfo, workers: WorkerGroups) -> dict[str, Any]:
 
 
 def _device(info: RankInfo) -> torch.device:
-    """Return this rank's GPU, or the CPU. For a rank that sees only its own GPU it is number 0."""
+    """Return this rank's GPU, or the CPU. If a rank sees only its own GPU, this GPU has number 0."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", info.local_rank % torch.cuda.device_count())
@@ -324,8 +324,8 @@ def connect(world: World, broadcasts: bool = False) -> None:
 
     broadcasts: policy.generation.refit_transport is broadcast.
 
-    NCCL makes a communicator at a group's first use and waits for all ranks, forever if their NCCL versions differ. Reward
-    ranks take part in no refit, and not every other rank has messages in its first round.
+    NCCL makes a communicator at a group's first use, and waits for all ranks, forever if their NCCL versions differ. A refit
+    cannot be this first use: reward ranks take part in no refit, and some other ranks have no messages in its first round.
     """
     with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
         dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
@@ -338,11 +338,11 @@ def connect(world: World, broadcasts: bool = False) -> None:
 def _open_paths(world: World) -> None:
     """Exchange a number with each rank to or from which a planned refit may move weights.
 
-    NCCL allocates a path's buffers at its first message. At the first refit that is too late, since vLLM has filled the GPU. At
-    the start vLLM sees the buffers, and refuses a share of the memory that is not free (vllm/v1/worker/utils.py,
-    request_memory).
+    NCCL allocates a path's buffers at its first message. The first refit is too late for this, since vLLM has filled the GPU by
+    then. If the buffers exist before vLLM starts, vLLM takes them into account, and refuses a share of the memory that is not
+    free (vllm/v1/worker/utils.py, request_memory).
 
-    Left out: paths between engines. A refit uses at most two paths of each rank, and only its plan knows which.
+    Paths between engines are not opened. A refit uses at most two of them for each rank, and only its plan knows which.
     """
     sends = world.component == "train"
     operation = dist.isend if sends else dist.irecv
@@ -364,8 +364,9 @@ def _refit_peers(world: World) -> list[int]:
 def _choose_interface(world: World) -> None:
     """Set gloo's network interface, unless the user has chosen one.
 
-    It is the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then it is the interface at
-    which other nodes reach rank 0. If all ranks are on one node it is loopback, whatever name they use for rank 0.
+    gloo gets the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then gloo gets the
+    interface at which other nodes reach rank 0. If all ranks are on one node, gloo gets loopback, whatever name they use for
+    rank 0.
     """
     set_by_user = network_interface.keep_user_setting()
     this_address, _ = world.store.addresses()

@@ -1,8 +1,8 @@
-"""Record what a run is made from, and hash it while the run goes on. An extra: the core imports none of it.
+"""Record the inputs from which a run is made, and hash them while the run goes on. An extra, which the core does not import.
 
-    input_records.py       what a run's lineage/ folder and a checkpoint's lineage.json hold
-    file_hashes.py         SHA-256 of files, kept by the files' state
+    input_records.py       the contents of a run's lineage/ folder and of a checkpoint's lineage.json
+    file_hashes.py         SHA-256 of files, cached under the files' state
     lineage_observer.py    in the job: marks checkpoints, and hashes inputs in a thread
 
-launch/governance lists the inputs at submission, and reads all of this.
+launch/governance lists the inputs at submission, and reads these records.
 """

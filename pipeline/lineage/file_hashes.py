@@ -1,6 +1,6 @@
-"""SHA-256 of files, kept by the files' state, so that an unchanged file is read once.
+"""Compute SHA-256 of files, and cache them under the files' state, so that an unchanged file is read only once.
 
-Hashes are kept for other runs too, in a file of the user beside the run folders.
+The cache is a file of the user beside the run folders, so that other runs can use the hashes too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK = 1 << 23
 
 @dataclass(frozen=True)
 class FileState:
-    """A file as it was seen: another content has another state, unless somebody sets the time back."""
+    """The state of a file when it was looked at. It changes if the content changes, unless somebody resets the file's time."""
 
     path: str  # absolute
     size: int  # bytes
@@ -33,16 +33,16 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Return the state of a file, that of the target of a link. Raises OSError."""
+        """Return the state of a file; for a link, the state of its target. Raises OSError."""
         status = path.stat()
         return cls(str(path), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 class HashCache:
-    """Hashes of files by their state, in a file that grows by a line for each. Another user's file is not read."""
+    """Holds file state -> SHA-256, in a file to which each new hash appends a line. Another user's file is not read."""
 
     def __init__(self, path: Path | None):
-        """Open the cache at a path. None: a cache that is empty and keeps nothing."""
+        """Open the cache at a path. None: a cache in memory only, empty at first."""
         self._path = path
         self._digests: dict[FileState, str] = {}
         if path is not None:
@@ -53,7 +53,10 @@ class HashCache:
         return self._digests.get(state)
 
     def sha256(self, path: Path, stop: Callable[[], bool] = lambda: False) -> tuple[FileState, str]:
-        """Return the state and the SHA-256 of a file. stop: asked between blocks; true raises Stopped. Raises OSError."""
+        """Return (state, SHA-256) of a file. stop: a function called between blocks; Stopped is raised if it returns True.
+
+        Raises OSError.
+        """
         while True:
             state = FileState.of(path)
             if digest := self.get(state):
@@ -65,7 +68,7 @@ class HashCache:
         return state, digest
 
     def add(self, state: FileState, digest: str) -> None:
-        """Keep the SHA-256 of a file in this state."""
+        """Add the SHA-256 of a file with this state to the cache."""
         self._digests[state] = digest
         if self._path is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
@@ -73,11 +76,14 @@ class HashCache:
 
 
 class Stopped(Exception):
-    """Hashing was asked to stop."""
+    """Raised if hashing was asked to stop."""
 
 
 def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
-    """Return the SHA-256 of a file's content, in hex. stop: asked between blocks; true raises Stopped. Raises OSError."""
+    """Return the SHA-256 of a file's content, in hex. Raises OSError.
+
+    stop: a function called between blocks; Stopped is raised if it returns True.
+    """
     digest = hashlib.sha256()
     with user_files.open_file(path) as file:
         while block := file.read(BLOCK):
@@ -88,10 +94,10 @@ def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
 
 
 def read_hashes(path: Path, own: bool = False) -> Iterator[tuple[FileState, str]]:
-    """Yield (state, SHA-256) of each line of a file of hashes; nothing if this user may not read it.
+    """Yield (state, SHA-256) of each line of a file of hashes; nothing if this user may not read the file.
 
-    Lines that two writers have mixed are left out. own: read nothing from a file of another user, who could have put wrong
-    hashes there.
+    Lines that two writers have mixed up are left out. own: read only a file of this user, since another user could have put
+    wrong hashes into theirs.
     """
     for line in complete_lines(path, own):
         with contextlib.suppress(RecipeError):
@@ -100,7 +106,7 @@ def read_hashes(path: Path, own: bool = False) -> Iterator[tuple[FileState, str]
 
 
 def complete_lines(path: Path, own: bool = False) -> list[bytes]:
-    """Return the lines of a file that have their end; none if it cannot be read. own: nor if it is another user's."""
+    """Return the lines of a file that end in a newline; [] if it cannot be read. own: [] for another user's file too."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") if own else user_files.open_file(path) as file:
             return list(small_files.whole_lines(file, path))
@@ -122,7 +128,10 @@ def append_hash(path: Path, state: FileState, digest: str) -> None:
 
 
 def rewritten(before: FileState, now: FileState, old_hash: str = "", new_hash: str = "") -> str:
-    """Return the warning about a file of another content than at an earlier start of the run. Hashes: in hex, "" if unknown."""
+    """Return the warning that a file's content differs from that at an earlier start of the run.
+
+    old_hash, new_hash: SHA-256 in hex, "" if unknown.
+    """
 
     def description(state: FileState, digest: str) -> str:
         changed = datetime.fromtimestamp(state.mtime_ns / 1e9).isoformat(" ", "seconds")

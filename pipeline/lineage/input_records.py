@@ -1,12 +1,12 @@
-"""Read and write the records of what a run is made from.
+"""Read and write the records of a run's inputs.
 
     lineage/run.json         the run's id, made with its first submission
     lineage/inputs.json      the files that its submissions name: models, data, images; written by launch/governance/inputs.py
-    lineage/hashes.jsonl     the SHA-256 of each of these files, by a thread of rank 0's process
+    lineage/hashes.jsonl     the SHA-256 of each of these files, written by a thread of rank 0's process
     lineage/exports.jsonl    a line for each export, written by launch/export.py
-    checkpoints/step_000010/lineage.json, and hf/lineage.json in it: which run and step they are of
+    checkpoints/step_000010/lineage.json, and hf/lineage.json in it: the run and the step of the checkpoint and the model
 
-The contents are checked when they are read: a record may be damaged, or of another program.
+The contents are checked when they are read, since a record may be damaged or come from another program.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class InputEntry(TypedDict):
 
 
 class Inputs(TypedDict, total=False):
-    """inputs.json; empty for a run of an earlier version."""
+    """The contents of inputs.json; empty for a run of an earlier version."""
 
     cache: str | None
     inputs: list[InputEntry]
 
 
 class InputOrigin(TypedDict):
-    """An input of a run, as the lineage.json of an export names it."""
+    """An input of a run, in the form that the lineage.json of an export has."""
 
     key: str
     role: str
@@ -62,7 +62,7 @@ class InputOrigin(TypedDict):
 
 
 class RunOrigin(TypedDict):
-    """The run that made a checkpoint or an export, in a lineage.json."""
+    """The part of a lineage.json that describes the run that made the checkpoint or the export."""
 
     id: str
     name: str
@@ -73,7 +73,7 @@ class RunOrigin(TypedDict):
 
 
 class CheckpointOrigin(TypedDict):
-    """The lineage.json of a checkpoint; of one of an earlier version only its path is known."""
+    """The lineage.json of a checkpoint. For a checkpoint of an earlier version only the path is known."""
 
     kind: str
     step: int
@@ -95,7 +95,7 @@ class ExportOrigin(TypedDict):
 
 
 class ExportLine(TypedDict):
-    """A line of exports.jsonl. The checkpoint has no kind."""
+    """A line of exports.jsonl. Its checkpoint has no key `kind`."""
 
     id: str
     step: int
@@ -108,9 +108,10 @@ class ExportLine(TypedDict):
 
 
 def complete_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry of inputs.json with its files and its origin, if its path is there by now.
+    """Return an entry of inputs.json with its files and its origin filled in, if its path exists by now.
 
-    files: a state for each, none of a checkpoint, whose identity is its lineage.json. origin: as `origin_of` returns it.
+    The entry's files: the state of each file; empty for a checkpoint, which its lineage.json identifies. Its origin: the result
+    of `origin_of`.
     """
     path = Path(entry["path"]) if entry["path"] else None
     if entry["files"] or entry["origin"] or path is None or not path.exists():
@@ -120,7 +121,10 @@ def complete_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def states(path: Path) -> list[FileState]:
-    """Return the state of a file, or of each file below a folder by name, without hidden ones. At most MOST_FILES."""
+    """Return the state of a file, or of each file below a folder in the order of names, at most MOST_FILES.
+
+    Hidden files and lineage.json are left out.
+    """
     if path.is_file():
         return [FileState.of(path)]
     listed: list[FileState] = []
@@ -137,10 +141,10 @@ def states(path: Path) -> list[FileState]:
 
 
 def origin_of(path: Path) -> dict[str, Any] | None:
-    """Return where a model or a checkpoint comes from: the contents of its lineage.json, or of the checkpoint that holds it.
+    """Return the origin of a model or a checkpoint: its lineage.json, or that of the checkpoint that contains it, or None.
 
-    A checkpoint of an earlier version has none; it is known by its path alone: {"kind": "checkpoint", "path", "step"}. Files of
-    other programs with this name do not count.
+    A checkpoint of an earlier version has no lineage.json; its origin is {"kind": "checkpoint", "path", "step"}. A lineage.json
+    of another program does not count.
     """
     real = Path(os.path.realpath(path))
     for folder in (real, *list(real.parents)[:2]):
@@ -159,9 +163,9 @@ class _Step:
 
 
 def read_origin(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of a folder's lineage.json; None if it has none, or one of another program.
+    """Return the contents of a folder's lineage.json; None if the folder has none, or if another program wrote it.
 
-    Raises RecipeError for one of ours that is damaged, and OSError.
+    Raises RecipeError if this package wrote it and it is damaged, and OSError.
     """
     try:
         origin = small_files.read(folder / MARK, dict[str, Any])
@@ -173,7 +177,7 @@ def read_origin(folder: Path) -> dict[str, Any] | None:
 
 
 def check_origin(origin: dict[str, Any], where: object) -> dict[str, Any]:
-    """Return the contents of a lineage.json. Raises RecipeError if they are not as this package writes them."""
+    """Return `origin`, the contents of a lineage.json. Raises RecipeError if they lack the form that this package writes."""
     small_files.checked(origin, ExportOrigin if origin.get("kind") == "export" else CheckpointOrigin, where)
     if "run" not in origin and "path" not in origin:
         raise small_files.damaged(where, "neither `run` nor `path`", "one of them")
@@ -187,7 +191,7 @@ def check_origin(origin: dict[str, Any], where: object) -> dict[str, Any]:
 
 
 def begin(run_dir: Path) -> str:
-    """Return the run's id; make it before the first submission. Raises OSError."""
+    """Return the run's id. The first call, before the first submission, makes the id. Raises OSError."""
     if (run := run_id(run_dir)) is None:
         run = uuid.uuid4().hex
         (run_dir / FOLDER).mkdir(mode=0o700, exist_ok=True)
@@ -207,7 +211,7 @@ class _RunId:
 
 
 def read_inputs(run_dir: Path) -> dict[str, Any]:
-    """Return inputs.json; {} for a run of an earlier version. Raises RecipeError for a damaged file."""
+    """Return the contents of inputs.json; {} for a run of an earlier version. Raises RecipeError for a damaged file."""
     path = run_dir / FOLDER / INPUTS
     inputs = small_files.read(path, Inputs) or Inputs()
     for entry in inputs.get("inputs", ()):
@@ -217,7 +221,7 @@ def read_inputs(run_dir: Path) -> dict[str, Any]:
 
 
 def files_of(entry: dict[str, Any]) -> list[FileState]:
-    """Return the files of an entry of inputs.json, as its submission saw them."""
+    """Return the state of each file of an entry of inputs.json at the time of its submission."""
     return [FileState(**values) for values in entry["files"]]
 
 
@@ -227,9 +231,9 @@ def exports_of(run_dir: Path) -> Path:
 
 
 def read_exports(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's exports.jsonl, oldest first, without those that are damaged; none if it cannot be read.
+    """Yield the lines of a run's exports.jsonl, oldest first, without damaged lines; nothing if the file cannot be read.
 
-    path: of the export; within the run's folder if it is there, even if the folder was moved since.
+    A line's `path` is the export's. An export inside the run's folder has the right path even after the folder was moved.
     """
     path = exports_of(run_dir)
     for line in complete_lines(path):

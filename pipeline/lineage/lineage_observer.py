@@ -1,7 +1,7 @@
 """In the job: mark checkpoints with their run, and hash the run's inputs in a thread.
 
 Files of 100 GB take minutes to read, so a submission only lists them, and rank 0's process hashes them beside its work, at the
-lowest priority. A hash of a file is absent until the thread has read it; what was hashed stays if a run ends earlier.
+lowest priority. A file has no hash until the thread has read it. If a run ends earlier, the hashes so far stay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ END_S = 60.0
 
 
 def mark_checkpoint(partial: Path, run_dir: Path, step: int, attempt: str) -> None:
-    """Write which run and step a checkpoint is of, into it and into the model in it. Nothing for a run without an id."""
+    """Write lineage.json, with the run and the step, into a checkpoint and into the model in it.
+
+    Does nothing for a run without an id.
+    """
     run = input_records.run_id(run_dir)
     if run is None:
         return
@@ -42,16 +45,16 @@ class LineageObserver(JobObserver):
     """Marks checkpoints, and hashes the inputs of the run that rank 0's process coordinates."""
 
     def __init__(self) -> None:
-        """Nothing is hashed yet."""
+        """Build the observer, which has not hashed anything yet."""
         self._hashing: Hashing | None = None
 
     def started(self, run_dir: Path) -> None:
-        """Begin to hash, in a thread."""
+        """Begin to hash the run's inputs in a thread."""
         self._hashing = Hashing(run_dir)
         self._hashing.start()
 
     def ended(self, run_dir: Path) -> None:
-        """Wait until everything is hashed, at most END_S, if the run is complete; else time is short."""
+        """Stop hashing. If the run is complete, first wait until everything is hashed, END_S seconds at most."""
         if self._hashing:
             self._hashing.finish(END_S if (run_dir / "done.json").exists() else 0.0)
 
@@ -61,20 +64,20 @@ class LineageObserver(JobObserver):
 
 
 class Hashing:
-    """A thread that hashes the inputs of a run, once each."""
+    """A thread that hashes each input of a run once."""
 
     def __init__(self, run_dir: Path):
-        """Take the run's folder."""
+        """Bind to the run's folder."""
         self._run_dir = run_dir
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lineage", daemon=True)
 
     def start(self) -> None:
-        """Begin to hash, unless the run is of an earlier version."""
+        """Begin to hash the inputs; a run of an earlier version has none."""
         self._thread.start()
 
     def finish(self, wait_s: float) -> None:
-        """Wait until everything is hashed, at most `wait_s`, and stop."""
+        """Wait until everything is hashed, `wait_s` seconds at most, and stop."""
         self._thread.join(wait_s)
         self._stopping.set()
         if self._thread.is_alive():
@@ -91,9 +94,9 @@ class Hashing:
 
 
 def hash_inputs(run_dir: Path, stop: Callable[[], bool] = lambda: False) -> Iterator[str]:
-    """Hash the inputs that have no hash yet, into hashes.jsonl; yield a message for each that cannot be hashed as it was.
+    """Hash the inputs that have no hash yet into hashes.jsonl. Yield a message for each unreadable or changed input.
 
-    stop: asked between blocks; true raises Stopped.
+    stop: a function called between blocks; Stopped is raised if it returns True.
     """
     records = input_records.read_inputs(run_dir)
     complete = [input_records.complete_entry(entry) for entry in records.get("inputs", ())]

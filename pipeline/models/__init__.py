@@ -43,6 +43,6 @@ def family(model_type: str) -> ModuleType:
 
 
 def features(config: Any) -> Features:
-    """Return what TransformerConfig cannot say of a model. Raises RecipeError as `family` does."""
+    """Return the features of a model that TransformerConfig cannot express. Raises RecipeError as `family` does."""
     of = family(config.model_type)
     return of.features(config) if hasattr(of, "features") else Features()

@@ -1,7 +1,7 @@
 """Parse config.json as transformers does, without transformers, and check it against the train backends.
 
-The result has the attributes of transformers' configuration that a family's `transformer` and `check_attention` read. Preflight
-uses them to report what the train backends do not support (`unsupported`) where neither backend is installed.
+`parse_config` returns the attributes of transformers' configuration that a family's `transformer` and `check_attention` read.
+With them preflight reports models that the train backends do not support (`unsupported`), even if neither backend is installed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ PACKED_LAYERS = {
 
 
 _ROTATED = {"glm4": 0.5, "glm4_moe": 0.5, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
-"""transformers' default of the rotated part of each head, where it is not the whole head."""
+"""model_type -> transformers' default share of each head that RoPE rotates. Other families rotate the whole head."""
 
 
 def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
@@ -137,7 +137,7 @@ def _layer_types(of: SimpleNamespace, found: Mapping[str, Any], config: Mapping[
 
 
 def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) -> dict[str, Any]:
-    """Return transformers' `rope_parameters`. local: the RoPE base of sliding-window layers, where they have their own."""
+    """Return transformers' `rope_parameters`. local: the RoPE base of sliding-window layers; None if it is `theta` too."""
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     parameters = {**scaling, "rope_theta": theta, "rope_type": kind}
@@ -147,9 +147,9 @@ def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) 
 
 
 def unsupported(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield the reasons why the train backend cannot train a model; of families outside `MODEL_TYPES` only those of the layout.
+    """Yield the reasons why the train backend cannot train a model.
 
-    Raises as `sizes` does.
+    For families outside `MODEL_TYPES` only `check_fsdp` applies. Raises as `sizes` does.
     """
     if not uses_megatron(policy):
         yield from _refused(lambda: check_fsdp(config, policy.dtensor_cfg))
@@ -169,7 +169,10 @@ def _refused(check: Callable[[], object]) -> Iterator[Problem]:
 
 
 def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
-    """Raise RecipeError if expert-parallel ranks cannot share the model's experts, or for latent attention cut by tokens."""
+    """Raise RecipeError for a parallelism that FSDP2 does not support with this model.
+
+    The expert-parallel size must divide the number of experts, and models with latent attention need sequence_parallel=false.
+    """
     if dtensor.sequence_parallel and config.get("kv_lora_rank"):
         message = "got true for a model with latent attention, which tensor parallelism leaves whole; expected false"
         raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
@@ -185,7 +188,7 @@ def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
 def check_attention(config: Any, max_length: int) -> None:
     """Raise RecipeError if packed attention does not support the attention of this model.
 
-    config: the result of `parse_config`, or transformers' own configuration. max_length: tokens of the longest sequence.
+    config: the result of `parse_config`, or transformers' own configuration. max_length: the longest sequence, in tokens.
     Windows, chunks, soft caps of scores and sinks are supported. For Megatron-Core see `check_megatron_attention` too.
     """
     unknown = set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS
@@ -203,9 +206,9 @@ def check_attention(config: Any, max_length: int) -> None:
 
 
 def check_megatron_attention(config: Any, max_length: int) -> None:
-    """Raise RecipeError if the model's family does not describe its windows and soft caps to Megatron-Core.
+    """Raise RecipeError if the model has windows or soft caps that its family's module does not describe to Megatron-Core.
 
-    Arguments: see `check_attention`. A window at least as wide as the longest sequence changes nothing.
+    The arguments are those of `check_attention`. A window at least as wide as the longest sequence is ignored.
     """
     transformer, features = models.family(config.model_type).transformer(config), models.features(config)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)

@@ -1,7 +1,7 @@
-"""Apply `hf_config_overrides` to a config.json: one meaning for plans, trainers, exports and engines. Without torch.
+"""Apply `hf_config_overrides` to a config.json, in the same way for plans, trainers, exports and engines. Without torch.
 
-A value replaces that of the file. Mappings whose name ends in `_config`, such as `text_config`, are merged key by key. RoPE is
-merged as `rope.py` says. Fewer layers are the first ones.
+An override replaces the value in the file. Mappings whose name ends in `_config`, such as `text_config`, are merged key by key.
+RoPE is merged as `rope.py` says. An override with fewer layers keeps the first layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipeline.models import rope
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any], key: str = "hf_config_overrides") -> dict[str, Any]:
-    """Return config.json with the recipe's overrides. key: of the overrides in the recipe. Raises as `rope.merge` does."""
+    """Return config.json with the recipe's overrides. key: the recipe's key of the overrides. Raises as `rope.merge` does."""
     merged = rope.merge(config, overrides, key)
     for name, value in overrides.items():
         if name in rope.SPELLINGS:

@@ -1,6 +1,6 @@
-"""Check the types and the ranges of the values of a config.json, which transformers reports only where a model is built.
+"""Check the types and ranges of the values of a config.json. transformers would report errors only when it builds a model.
 
-Covers the keys that sizes, attention and engines read. `rope.py` checks those of rotary embeddings.
+The checks cover the keys that sizes, attention and engines read. `rope.py` checks the keys of rotary embeddings.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 
 
 def problems(key: str, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield values of config.json that have another type or range than transformers needs. key: of the model in the recipe.
+    """Yield a problem for each value of config.json whose type or range transformers does not accept.
 
-    config: with the keys of a multimodal family's language model. Absent keys and null are not reported.
+    key: the recipe's key of the model. config: of a multimodal family, the keys of its language model. Absent keys and null
+    are no problems.
     """
     given = {name: value for name, value in config.items() if value is not None}
     found = dict(_wrong(given))
@@ -48,7 +49,7 @@ def problems(key: str, config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is expected) of values of another type or range."""
+    """Yield (key, description of the expected values) for each value with a wrong type or range."""
     family = str(given.get("model_type"))
     listed = family not in MODEL_TYPES and family not in ALIASES  # other families may have a list with a value for each layer
     for name, value in given.items():

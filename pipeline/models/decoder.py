@@ -1,7 +1,8 @@
-"""Parts that families of causal decoders share: of their Megatron-Core configuration, and of their parameters.
+"""Parts of the Megatron-Core configuration and of the parameters that families of causal decoders share.
 
 Functions under "parameters" take the Megatron name and the Hugging Face name of a module and return {Megatron name: Parameter}.
-The functions of tensors are at module level and take sizes through functools.partial, so one recording serves all layers.
+The functions of tensors are at module level and take sizes through functools.partial, so that `record` recognises equal calls
+and one recording serves all layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 # ---- configuration
 def require(config: PreTrainedConfig, **values: Any) -> None:
-    """Raise RecipeError unless the config's attributes have these values."""
+    """Raise RecipeError if an attribute of the config has another value than in `values`."""
     for name, value in values.items():
         found = getattr(config, name)
         if found != value:
@@ -28,9 +29,9 @@ def require(config: PreTrainedConfig, **values: Any) -> None:
 
 
 def rotary(config: PreTrainedConfig, *kinds: str, partial: bool = False) -> dict[str, Any]:
-    """Return the config's RoPE parameters. Raises RecipeError for another kind.
+    """Return the config's RoPE parameters. Raises RecipeError if their type is not one of `kinds`.
 
-    partial: whether RoPE on a part of each head is described.
+    partial: whether the family's module describes RoPE on only a part of each head; if not, such RoPE raises RecipeError.
     """
     parameters = config.rope_parameters
     _check_rotary(config, parameters, kinds, partial)
@@ -50,13 +51,13 @@ def _check_rotary(config: PreTrainedConfig, parameters: dict[str, Any], kinds: t
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what all families share: a gated MLP with SiLU, RMSNorm before attention and before the MLP, no biases."""
+    """Return TransformerConfig arguments of a usual layer: gated MLP with SiLU, RMSNorm before attention and MLP, no biases."""
     require(config, hidden_act="silu")
     return {**block(config), "activation_func": "silu"}
 
 
 def block(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return sizes and norms of a layer with a gated MLP, without the MLP's activation."""
+    """Return TransformerConfig arguments for the sizes and norms of a layer with a gated MLP, without the MLP's activation."""
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -70,9 +71,9 @@ def block(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def grouped_query_attention(config: PreTrainedConfig, partial: bool = False) -> dict[str, Any]:
-    """Return the sizes and the windows of grouped-query attention.
+    """Return TransformerConfig arguments for the sizes and windows of grouped-query attention.
 
-    Rotary frequencies are left out: transformers derives them. partial: whether RoPE on a part of each head is described.
+    They have no rotary frequencies, which transformers derives. partial: as in `rotary`. Raises RecipeError as `rotary` does.
     """
     kinds = ("default", "linear", "llama3", "yarn")
     of_layers = layer_rotary(config)
@@ -86,15 +87,16 @@ def grouped_query_attention(config: PreTrainedConfig, partial: bool = False) -> 
 
 
 def layer_rotary(config: PreTrainedConfig) -> tuple[str, ...] | None:
-    """Return for each layer its key in rope_parameters; None where all layers have the same RoPE."""
+    """Return the key of each layer in rope_parameters; None if all layers have the same RoPE."""
     kinds = getattr(config, "layer_types", None)
     return tuple(kinds) if kinds and all(kind in config.rope_parameters for kind in kinds) else None
 
 
 def windows(config: Any) -> dict[str, Any]:
-    """Return the sliding windows of the layers that have one: those of layer_types, else all. A window counts the own key.
+    """Return TransformerConfig arguments for sliding windows; {} if no layer has one.
 
-    config: of transformers, or of `pipeline.models.config_json`.
+    Without layer_types all layers have the window. The config's window includes a token's own key. config: transformers'
+    configuration, or the result of `pipeline.models.config_json.parse_config`.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -106,12 +108,12 @@ def windows(config: Any) -> dict[str, Any]:
 
 # ---- functions of Hugging Face tensors
 def identity(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself: at module level, so that one recording serves all parameters of a shape."""
+    """Return the tensor itself. A function at module level, so that one recording serves all parameters of a shape."""
     return tensor
 
 
 def concatenate(*projections: torch.Tensor) -> torch.Tensor:
-    """Concatenate projections along their outputs: gate and up, two [I, H] -> [2 I, H]."""
+    """Concatenate projections along their outputs. For example gate and up, both [I, H], become [2 I, H]."""
     import torch  # needs torch, which submission may lack
 
     return torch.cat(projections)
@@ -130,7 +132,7 @@ def query_groups(groups: int, query: torch.Tensor, key: torch.Tensor, value: tor
 
 # ---- parameters
 def unchanged(target: str, source: str, split: Split = "none", expert: int | None = None) -> dict[str, Parameter]:
-    """Return a parameter that equals one Hugging Face tensor."""
+    """Return {target: parameter} of a parameter that equals one Hugging Face tensor."""
     return {target: Parameter((source,), identity, split, expert)}
 
 
@@ -146,7 +148,7 @@ def model(config: PreTrainedConfig, layers: dict[str, Parameter], head: Head) ->
 
 
 def sandwich_norms(target: str, source: str, names: tuple[str, str, str, str]) -> dict[str, Parameter]:
-    """Return the norms before and after a layer's attention and its MLP, in this order of Hugging Face names."""
+    """Return the four norms of a layer. names: their Hugging Face names, before and after attention, before and after MLP."""
     own = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
     found: dict[str, Parameter] = {}
     for ours, theirs in zip(own, names, strict=True):
@@ -163,7 +165,10 @@ def norms(target: str, source: str) -> dict[str, Parameter]:
 
 
 def attention(config: PreTrainedConfig, target: str, source: str, bias: bool, head_norms: bool) -> dict[str, Parameter]:
-    """Return grouped-query attention, with a `bias` of queries, keys and values, and with `head_norms` of queries and keys."""
+    """Return the parameters of grouped-query attention.
+
+    bias: whether queries, keys and values have biases. head_norms: whether queries and keys have norms.
+    """
     groups = partial(query_groups, config.num_key_value_heads)
     found = {
         f"{target}.linear_qkv.{kind}": Parameter(tuple(f"{source}.{part}_proj.{kind}" for part in "qkv"), groups, "rows")
@@ -178,7 +183,7 @@ def attention(config: PreTrainedConfig, target: str, source: str, bias: bool, he
 def mlp(
     target: str, source: str, expert: int | None = None, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Parameter]:
-    """Return a gated MLP; with `expert`, that expert of a mixture."""
+    """Return the parameters of a gated MLP. expert: its number if it is an expert of a mixture."""
     gate, up, down = (f"{source}.{name}.weight" for name in names)
     return {
         f"{target}.linear_fc1.weight": Parameter((gate, up), concatenate, "halves", expert),
@@ -189,7 +194,7 @@ def mlp(
 def experts(
     count: int, target: str, source: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Parameter]:
-    """Return a router and its `count` experts."""
+    """Return the parameters of a router and its `count` experts."""
     found = unchanged(f"{target}.router.weight", f"{source}.gate.weight")
     for expert in range(count):
         found |= mlp(f"{target}.experts.local_experts.{expert}", f"{source}.experts.{expert}", expert, names)

@@ -107,7 +107,7 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
 
 
 def experts(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
-    """Return a router with its bias, the routed experts and the shared ones."""
+    """Return the parameters of a router with its bias, the routed experts and the shared experts."""
     return {
         **decoder.experts(config.n_routed_experts, target, source),
         **decoder.unchanged(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias"),

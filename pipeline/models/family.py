@@ -1,21 +1,20 @@
-"""The module of a model family: Megatron-Core's configuration, and parameters as functions of Hugging Face tensors.
+"""Define the contents of a model family's module: Megatron-Core's configuration, and functions from Hugging Face tensors.
 
-A family is a module of this package with two functions of a transformers config, and a third where Megatron-Core needs modules
-of ours:
+A family is a module of this package with two functions of a transformers config. It has a third function if the models have
+features for which TransformerConfig has no arguments:
 
     transformer(config) -> keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig), as plain values
     parameters(config, head) -> {Megatron name: Parameter}, in the model's order; the head gives log-probs or values
-    features(config) -> Features, what TransformerConfig cannot say
+    features(config) -> Features, which TransformerConfig cannot express
 
-TransformerConfig says more than sizes: window_size=(w - 1, 0) with window_attn_skip_freq=[1 for a layer with it, else 0],
+TransformerConfig expresses more than sizes: window_size=(w - 1, 0) with window_attn_skip_freq=[1 for a layer with it, else 0],
 softmax_type="learnable" (attention sinks, `self_attention.core_attention.softmax_offset`), softmax_scale,
 layernorm_zero_centered_gamma (norms multiply by 1 + weight), attention_output_gate, rotary_interleaved, glu_linear_offset,
 activation_func_clamp_value, add_bias_linear (of every projection, router and expert). Its activation_func is a name of
-`pipeline.train.megatron.model.ACTIVATIONS`. A share of each head that is rotated comes from the config's rope_parameters.
+`pipeline.train.megatron.model.ACTIVATIONS`. The config's rope_parameters have the share of each head that RoPE rotates.
 
-Called with real tensors, a parameter's function converts them. Called with meta tensors under
-`pipeline.models.recorded_layout.record`, it gives the layout that export, checkpoints and refit use. Each mapping is therefore
-written once, in one direction.
+Each mapping is written once, in one direction. Called with real tensors, a parameter's function converts them. Called with meta
+tensors under `pipeline.models.recorded_layout.record`, it gives the layout that export, checkpoints and refit use.
 
 Only the functions of tensors need torch, and import it when they run. The rest works where torch is not installed.
 """
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["none", "rows", "columns", "halves"] | tuple[int, ...]
-"""The tensor-parallel split of a whole parameter [out, in] or [out]: none; by rows; by columns; by the rows of each of its two
-halves (gate and up projections of a gated MLP); a tuple: by the rows of each of its parts, which have these numbers of rows. A
+"""The tensor-parallel split of a whole parameter [out, in] or [out]. "halves" cuts the rows of each of the two halves (gate and
+up projections of a gated MLP). A tuple has the numbers of rows of the parameter's parts, and cuts the rows of each part. A
 vocabulary is padded and then cut by rows."""
 
 
@@ -65,7 +64,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features of a model that TransformerConfig has no arguments for. `pipeline/train/megatron/features.py` builds it."""
+    """Features of a model for which TransformerConfig has no arguments. `pipeline/train/megatron/features.py` builds them."""
 
     # Norms of the outputs of attention and MLP, before the residual is added: decoder.layers.3.post_self_attn_layernorm.weight,
     # decoder.layers.3.post_mlp_layernorm.weight.

@@ -16,7 +16,10 @@ from pipeline.models.shape import ModelShape
 
 
 def forward(shape: ModelShape, tokens: float, pairs: float) -> float:
-    """Return the operations of `tokens` tokens with `pairs` (query, key) pairs in all: half a sequence's squared length."""
+    """Return the operations of a forward pass over `tokens` tokens.
+
+    pairs: the number of (query, key) pairs of all sequences; a sequence has half its squared length.
+    """
     mixers = shape.state_layers * shape.state.operations if shape.state else 0
     return (2 * shape.active + mixers) * tokens + attention(shape, pairs)
 
@@ -27,7 +30,7 @@ def attention(shape: ModelShape, pairs: float) -> float:
 
 
 def decode_attention(shape: ModelShape, pairs: float) -> float:
-    """Return the operations of attention on the KV cache: latent attention works on the latent, which all heads share."""
+    """Return the operations of attention on the KV cache. Latent attention works on the latent, which all heads share."""
     if not shape.latent:
         return attention(shape, pairs)
     return 4 * shape.attention_layers * shape.heads * shape.kv_width * pairs

@@ -1,8 +1,8 @@
-"""Choose the tensors that do not train: `freeze_parameters`, patterns of names on disk. Without torch.
+"""Choose the tensors that do not train: those whose names on disk match a pattern of `freeze_parameters`. Without torch.
 
 A parameter in a backend's memory may consist of several tensors on disk (Megatron-Core's linear_qkv, the experts of a layer in
-transformers). It trains as a whole, so patterns must match all of them or none. All experts of a layer count as one parameter
-with both backends.
+transformers). It trains as a whole, so patterns must match all of its tensors or none. All experts of a layer count as one
+parameter with both backends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pipeline.recipe.problems import Problem
 KEY = "policy.freeze_parameters"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _JOINED = re.compile(r"(\.experts\.)(gate_proj|up_proj|w1|w3)(\.\w+)$")
-"""Projections of experts that transformers keeps in one parameter, where experts have a gate."""
+"""Matches the projections that transformers joins in one parameter if experts have a gate."""
 
 
 def matched(patterns: Sequence[str], names: Iterable[str]) -> set[str]:
-    """Return the names that a pattern matches. `*` matches any text, `[0-7]` one of these characters."""
+    """Return the names that at least one pattern matches. `*` matches any text, `[0-7]` one of these characters."""
     if not patterns:
         return set()
     match = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns)).match
@@ -35,9 +35,9 @@ def matched(patterns: Sequence[str], names: Iterable[str]) -> set[str]:
 def problems(
     patterns: Sequence[str], names: Collection[str], groups: Mapping[str, Sequence[str]], key: str = KEY
 ) -> Iterator[Problem]:
-    """Yield a problem for each pattern that matches nothing, for parameters that are frozen in part, and if nothing trains.
+    """Yield a problem for each pattern that matches nothing, for a parameter that is frozen in part, and if nothing trains.
 
-    names: of all tensors on disk that train without patterns. groups: {parameter in memory: its tensors on disk}.
+    names: the names of all tensors on disk that train without patterns. groups: {parameter in memory: its tensors on disk}.
     """
     for pattern in patterns:
         if not matched([pattern], names):
@@ -60,7 +60,7 @@ def problems(
 
 
 def grouped(parameters: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    """Return {parameter: tensors on disk}, with all experts of a layer as one."""
+    """Return {parameter: its tensors on disk}, in which all experts of a layer are one parameter."""
     groups: dict[str, list[str]] = {}
     for name, sources in parameters.items():
         groups.setdefault(re.sub(r"\.local_experts\.\d+\.", ".", name), []).extend(sources)
@@ -68,10 +68,10 @@ def grouped(parameters: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
 
 
 def known_groups(config: Mapping[str, Any], of: SimpleNamespace, megatron: bool, values: bool) -> dict[str, list[str]]:
-    """Return {parameter in a backend's memory: its tensors on disk, buffers left out}, from config.json.
+    """Return {parameter in a backend's memory: its tensors on disk}, without buffers, from config.json.
 
-    of: the parsed config. megatron: whether Megatron-Core trains. values: whether a value head replaces the output layer.
-    Raises ValueError for a family whose tensors are not described, KeyError for a missing key.
+    of: the result of `parse_config`. megatron: whether Megatron-Core trains. values: whether a value head replaces the output
+    layer. Raises ValueError for a family whose tensors are not described, KeyError for a missing key.
     """
     found = tensors(config)
     if megatron:

@@ -42,7 +42,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def features(config: PreTrainedConfig) -> Features:
-    """Return what TransformerConfig cannot say."""
+    """Return the features that TransformerConfig cannot express."""
     return Features(sandwich_norms=True, embedding_scale=config.hidden_size**0.5, layer_rotary=decoder.layer_rotary(config))
 
 

@@ -1,6 +1,7 @@
 """Dense GLM-4 of the 0414 releases: biases of queries, keys and values, norms before and after attention and MLP.
 
-RoPE turns neighbouring entries of the first half of each head. The checkpoint holds gate and up projection as one tensor.
+RoPE rotates pairs of neighbouring entries in the first half of each head. The checkpoint has gate and up projection as one
+tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def features(config: PreTrainedConfig) -> Features:
-    """Return what TransformerConfig cannot say."""
+    """Return the features that TransformerConfig cannot express."""
     return Features(sandwich_norms=True)
 
 

@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6 (https://arxiv.org/abs/2508.06471): grouped-query attention and DeepSeek-V3's mixture of experts.
 
-RoPE turns a half of each head, queries, keys and values have biases, and some sizes norm queries and keys.
+RoPE rotates half of each head. Queries, keys and values have biases, and models of some sizes have norms of queries and keys.
 
 Not supported: the layer for multi-token prediction, which transformers does not load either.
 """

@@ -45,7 +45,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def features(config: PreTrainedConfig) -> Features:
-    """Return what TransformerConfig cannot say."""
+    """Return the features that TransformerConfig cannot express."""
     return Features(alternating_experts=True)
 
 
@@ -72,7 +72,7 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
 
 
 def _experts(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
-    """Return the experts, all of one tensor after another, so that a conversion reads each once."""
+    """Return the parameters of the experts. Those from one tensor are adjacent, so that a conversion reads each tensor once."""
     tensors = {
         "linear_fc1.weight": "gate_up_proj",
         "linear_fc1.bias": "gate_up_proj_bias",

@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints: the tensors that a checkpoint holds, and their layout in a transformers model.
+"""Find the tensors of a Hugging Face checkpoint, and their layout in a transformers model.
 
-transformers fuses some tensors in memory, such as the experts of a layer. On disk they are separate, and everything that enters
-or leaves a backend has its name on disk. Names and layouts both come from transformers' own conversion of a model for saving,
-run on meta tensors, so no mapping is written here.
+transformers fuses some tensors in memory, such as the experts of a layer. On disk they are separate, and tensors that enter or
+leave a backend have their names on disk. We run transformers' own conversion of a model for saving on meta tensors, and get
+names and layouts from it, so this module has no mapping of its own.
 
 A model with the head "values" is transformers' sequence classifier with one label: the body and `score.weight` [1, H].
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedConfig:
-    """Return the policy's config with `hf_config_overrides`, and with one label if the head gives values.
+    """Return the policy's transformers config with `hf_config_overrides`, and with one label if the head gives values.
 
     Raises RecipeError for an override that the config does not have, for a sequence classifier with another number of labels,
     and for a family that has no sequence classifier.
@@ -44,9 +44,9 @@ def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedCon
 
 
 def engine_overrides(policy: PolicyConfig) -> dict[str, Any]:
-    """Return `hf_config_overrides` as values to set on the configuration that the model's own config.json gives.
+    """Return `hf_config_overrides` as the values that vLLM sets on the configuration from the model's config.json.
 
-    vLLM sets values one by one, so keys that depend on one another, such as those of RoPE, come whole.
+    vLLM sets values one by one, so the result has complete values for keys that depend on each other, such as those of RoPE.
     """
     base = _file_config(policy)
     changed = _difference(base.to_dict(), _overridden(base, policy).to_dict())
@@ -55,7 +55,7 @@ def engine_overrides(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `after` that differ; of sub-configurations only their own values that differ."""
+    """Return the values of `after` that differ from those of `before`; for a sub-configuration, only its differences."""
     return {
         name: _difference(before[name], value) if name.endswith("_config") and isinstance(before.get(name), dict) else value
         for name, value in after.items()
@@ -76,9 +76,9 @@ def _without_alias(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _overridden(base: PreTrainedConfig, policy: PolicyConfig) -> PreTrainedConfig:
-    """Return a configuration of the same class from config.json with the recipe's overrides.
+    """Return a configuration of the class of `base`, from config.json with the recipe's overrides.
 
-    Overrides are never arguments of `from_pretrained`, which would choose what it loads or runs.
+    Overrides are never arguments of `from_pretrained`, because some of its arguments choose files or code that it loads.
     """
     key, given = "policy.hf_config_overrides", policy.hf_config_overrides
     if not given:
@@ -96,7 +96,7 @@ def _overridden(base: PreTrainedConfig, policy: PolicyConfig) -> PreTrainedConfi
 
 
 def _dotted(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
-    """Return the names of overrides; those of a sub-configuration with its name and a dot before them."""
+    """Return the names of overrides. Those in sub-configurations are dotted: `text_config.hidden_size`."""
     names = []
     for name, value in given.items():
         sub = getattr(config, name, None)
@@ -106,7 +106,7 @@ def _dotted(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
 
 
 def _has(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a configuration has an attribute, or computes RoPE from this spelling of it."""
+    """Return whether an override of this (dotted) name has a meaning: an attribute, or a spelling of RoPE."""
     *path, last = name.split(".")
     for part in path:
         config = getattr(config, part)
@@ -141,7 +141,7 @@ def auto_model(head: Head) -> type:
 
 
 def meta_model(config: PreTrainedConfig, head: Head = "logprobs", **options: Any) -> PreTrainedModel:
-    """Return the model on the meta device. options: of transformers' `from_config`.
+    """Return the model on the meta device. options: keyword arguments of transformers' `from_config`.
 
     Raises RecipeError if the value head is not `score.weight` alone.
     """
@@ -156,7 +156,7 @@ def meta_model(config: PreTrainedConfig, head: Head = "logprobs", **options: Any
 
 
 def checkpoint_shapes(config: PreTrainedConfig, head: Head = "logprobs") -> tuple[dict[str, Shape], dict[str, str]]:
-    """Return ({tensor that a checkpoint must hold: shape}, {tied copy that it may also hold: the tensor that it copies})."""
+    """Return ({tensor that a checkpoint must have: shape}, {tied copy that it may also have: the tensor that it copies})."""
     model = meta_model(config, head)
     shapes = {name: tuple(tensor.shape) for name, tensor in on_disk(model, _state(model)).items()}
     return shapes, dict(model.all_tied_weights_keys)
@@ -168,10 +168,10 @@ def on_disk(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str,
 
 
 def layout(model: PreTrainedModel) -> dict[str, list[Piece]]:
-    """Return {name in memory: the pieces of tensors on disk that it consists of}.
+    """Return {tensor in memory: the pieces of tensors on disk of which it consists}.
 
-    Raises RecipeError if a tensor in memory does not consist of whole tensors on disk, or a tensor on disk is spread over
-    several in memory.
+    Raises RecipeError if a tensor in memory does not consist of whole tensors on disk, or if a tensor on disk belongs to
+    several tensors in memory.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in _state(model).items()}
     refusal = f"{type(model).__name__} has tensors in memory that do not consist of whole tensors on disk"
@@ -189,5 +189,5 @@ def layout(model: PreTrainedModel) -> dict[str, list[Piece]]:
 
 
 def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the state dict without tied copies."""
+    """Return the model's state dict without tied copies."""
     return {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}

@@ -1,6 +1,6 @@
 """Dense decoders with grouped-query attention: Llama, Mistral, Qwen2 (biases of queries, keys, values), Qwen3 (head norms).
 
-Sliding windows are of all layers (Mistral 7B v0.1) or of some (Qwen2, Qwen3).
+All layers (Mistral 7B v0.1) or some of them (Qwen2, Qwen3) may have sliding windows.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _STATEFUL = ("linear_attention", "mamba", "hybrid", "hybrid_sliding", "conv", "recurrent")
-"""Layers that keep a state for a sequence, in transformers' names (configuration_utils.py, ALLOWED_ATTN_LAYER_TYPES) and in
-those of older files."""
+"""Kinds of layers that keep a state for a sequence, under transformers' names (configuration_utils.py,
+ALLOWED_ATTN_LAYER_TYPES) and under names in older files."""
 _STATE_SIZES = ("mamba_", "ssm_", "state_size", "linear_num_", "linear_conv_", "linear_attn_", "conv_L_cache")
-"""Beginnings of the keys of such layers' sizes, in files that do not list the layers."""
+"""Prefixes of keys for sizes of such layers. They identify these models if config.json does not list the kinds of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class StateSpace:
 
     @property
     def width(self) -> int:
-        """Return the size of the input of all heads."""
+        """The size of the input of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def convolved(self) -> tuple[int, int, int]:
-        """Return the numbers of channels of the convolution: input, B, C."""
+        """The convolution's numbers of channels: (input, B, C)."""
         return self.width, self.groups * self.state, self.groups * self.state
 
     @property
@@ -43,12 +43,12 @@ class StateSpace:
 
     @property
     def projected(self) -> tuple[int, int, int, int, int]:
-        """Return the numbers of rows of the joint projection: gate, input, B, C, steps."""
+        """The joint projection's numbers of rows: (gate, input, B, C, steps)."""
         return self.width, *self.convolved, self.heads
 
     @property
     def operations(self) -> int:
-        """Return the operations of the scan for a token: scores and outputs in its chunk, reading and writing its state."""
+        """The operations of the scan per token: scores and outputs in the token's chunk, reads and writes of the state."""
         return 2 * self.chunk * (self.groups * self.state + self.width) + 4 * self.width * self.state
 
     @property
@@ -58,7 +58,7 @@ class StateSpace:
 
     @property
     def scanned(self) -> int:
-        """Return the float32 values for each token that the scan saves where torch computes it."""
+        """The number of float32 values per token that torch's implementation of the scan saves for the backward pass."""
         return 3 * (self.width + self.chunk * self.heads)
 
 
@@ -76,12 +76,12 @@ class DeltaNet:
 
     @property
     def width(self) -> int:
-        """Return the size of the values of all heads."""
+        """The size of the values of all heads together."""
         return self.heads * self.value_dim
 
     @property
     def convolved(self) -> tuple[int, int, int]:
-        """Return the numbers of channels of the convolution: queries, keys, values."""
+        """The convolution's numbers of channels: (queries, keys, values)."""
         return self.groups * self.key_dim, self.groups * self.key_dim, self.width
 
     @property
@@ -91,12 +91,12 @@ class DeltaNet:
 
     @property
     def projected(self) -> tuple[int, int, int, int, int, int]:
-        """Return the numbers of rows of the joint projection: queries, keys, values, gate, strength, decay."""
+        """The joint projection's numbers of rows: (queries, keys, values, gate, strength, decay)."""
         return *self.convolved, self.width, self.heads, self.heads
 
     @property
     def operations(self) -> int:
-        """Return the operations of the rule for a token: products and a triangular system in its chunk, and its state's."""
+        """The operations of the delta rule per token: products and a triangular system in its chunk, and those on its state."""
         inside = self.chunk * self.heads * (5 * self.key_dim + 3 * self.value_dim)
         return inside + 6 * self.heads * self.key_dim * self.value_dim
 
@@ -107,12 +107,12 @@ class DeltaNet:
 
     @property
     def scanned(self) -> int:
-        """Return the float32 values for each token that the rule saves where torch computes it. Estimated, not measured."""
+        """An estimate of the float32 values per token that torch's implementation of the rule saves for the backward pass."""
         return self.heads * (6 * self.key_dim + 5 * self.value_dim + 4 * self.chunk)
 
 
 def has_states(config: Mapping[str, Any]) -> bool:
-    """Return whether some layers keep a state for a sequence: state spaces, delta nets, convolutions. config: a config.json."""
+    """Return whether some layers of a config.json keep a state for a sequence: state spaces, delta nets, convolutions."""
     lists = (config.get(name) for name in ("layer_types", "layers_block_type", "block_types"))
     if kinds := next(filter(None, lists), None):  # it decides: Granite 4.0 Micro has sizes of Mamba, and attention alone
         return any(kind in _STATEFUL for kind in kinds)
@@ -122,14 +122,14 @@ def has_states(config: Mapping[str, Any]) -> bool:
 def kept_bytes(mixer: StateSpace | DeltaNet, size: int, state_size: int = 4) -> int:
     """Return the bytes that generation keeps for a sequence: inputs of the convolution, and the state of each head.
 
-    size, state_size: bytes of an element of each.
+    size: bytes of one input's element. state_size: bytes of one state's element.
     """
     return size * (mixer.kernel - 1) * sum(mixer.convolved) + state_size * mixer.kept
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The parts of a layer: a mixer along the sequence, an MLP (or experts), or both. Each has its norm and residual."""
+    """The parts of a layer: a mixer along the sequence, an MLP (or experts), or both. Each part has its norm and residual."""
 
     mixer: Literal["attention"] | StateSpace | DeltaNet | None
     feed_forward: bool

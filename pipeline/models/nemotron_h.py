@@ -1,9 +1,9 @@
 """Nemotron-H, Nemotron Nano v2 and Nemotron 3 (https://arxiv.org/abs/2504.03624): Mamba-2, attention, MLPs and experts.
 
-Each layer is one of these, with one norm and one residual. Attention has no positions. MLPs and experts have squared ReLU and
-no gate; experts are chosen as in DeepSeek-V3, and may work on a latent of the hidden states.
+Each layer is one of these four, with one norm and one residual. Attention has no position embedding. MLPs and experts have
+squared ReLU and no gate. The router chooses experts as in DeepSeek-V3, and experts may work on a latent of the hidden states.
 
-Steps of the state space have the lower bound time_step_min, as in transformers. vLLM has no bound.
+Steps of the state space are at least time_step_min, as in transformers. vLLM has no such bound.
 Not supported: the layers for multi-token prediction, which transformers does not load either.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def state_space(config: Any) -> StateSpace:
-    """Return the sizes of the Mamba-2 layers. config: of transformers, or of `pipeline.models.sizes`."""
+    """Return the sizes of the Mamba-2 layers. config: transformers' configuration, or the result of `sizes.sizes`."""
     return StateSpace(
         heads=config.mamba_num_heads,
         head_dim=config.mamba_head_dim,

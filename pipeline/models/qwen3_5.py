@@ -1,8 +1,8 @@
 """Qwen3.5's language model, dense and as a mixture of experts: gated delta nets, and gated attention in every fourth layer.
 
-Norms multiply by 1 + weight; attention has them for queries and keys too. RoPE turns a quarter of each head. Each head of
-attention has a gate of its output, whose rows follow the query's in the projection. The router's softmax weighs the experts; a
-shared expert has a gate of its own.
+Norms multiply by 1 + weight; attention also has norms of queries and keys. RoPE rotates a quarter of each head. The output of
+each attention head has a gate, whose rows follow those of the head's query in the projection. The router's softmax weighs the
+routed experts, and a separate gate the shared expert.
 
 Not supported: the images of the multimodal models, and the layer for multi-token prediction, which transformers does not load.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def delta_net(config: Any) -> DeltaNet:
-    """Return the sizes of the gated delta nets. config: of transformers, or of `pipeline.models.sizes`."""
+    """Return the sizes of the gated delta nets. config: transformers' configuration, or the result of `sizes.sizes`."""
     return DeltaNet(
         groups=config.linear_num_key_heads,
         heads=config.linear_num_value_heads,
@@ -83,10 +83,10 @@ def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
 
 # ---- functions of Hugging Face tensors
 def gated_groups(groups: int, size: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Interleave by group: each group's queries, their gates, its key, its value.
+    """Interleave queries, gates, keys and values by group: each group's queries, then their gates, its key and its value.
 
-    size: D, of a head. query [heads 2 D, ...] with each head's gate after its query, key and value [groups D, ...]
-    -> [(2 heads + 2 groups) D, ...].
+    size: the size D of a head. query: [heads 2 D, ...], with each head's gate after its query. key, value: [groups D, ...].
+    Result: [(2 heads + 2 groups) D, ...].
     """
     import torch  # needs torch, which submission may lack
 

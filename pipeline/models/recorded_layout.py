@@ -1,10 +1,10 @@
-"""Layouts recorded from functions: which box of which source tensor lies where in the function's result.
+"""Record the layout of a function's result: which box of which source tensor lies where in it.
 
     record(torch.cat, ...) -> the result's shape and its Pieces
 
 The function runs once, on meta tensors, under a `Recorder`. Entries that the function fills with zeros (vocabulary padding)
-have no piece. Arithmetic, indexing with tensors, entries that are used twice (expand) and transposed results raise ValueError:
-a `Piece` keeps the order of entries, and each entry occurs once.
+have no piece. Pieces keep the order of entries and use each entry once. So we raise ValueError for functions that compute new
+values, index with tensors on the meta device, use entries twice (expand) or transpose.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pipeline.models.strides import Shape
 def record(
     function: Callable[..., torch.Tensor], shapes: Mapping[str, Shape] | Sequence[tuple[str, Shape]]
 ) -> tuple[Shape, list[Piece]]:
-    """Return the shape and the pieces of `function(*tensors)` for tensors with these names and shapes, in this order.
+    """Return the shape and the pieces of the result of `function(*tensors)`.
 
-    The pieces cover every entry of the result once, except for entries that are filled with zeros. One recording serves all
-    calls of the same function (for a functools.partial: with equal arguments) with the same shapes. Raises ValueError if pieces
-    cannot express the function.
+    shapes: the names and shapes of the tensors, in the order of the arguments. The pieces cover every entry of the result once,
+    except entries that the function fills with zeros. One recording serves all calls with the same shapes and an equal
+    function; two functools.partial are equal if their arguments are. Raises ValueError if pieces cannot express the function.
     """
     pairs = list(shapes.items() if isinstance(shapes, Mapping) else shapes)
     names = [name for name, _ in pairs]
@@ -39,7 +39,10 @@ def record(
 def record_all(
     function: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]], sources: Mapping[str, Shape]
 ) -> dict[str, tuple[Shape, list[Piece]]]:
-    """Return {result: (shape, pieces)} of a function from a dict of tensors to a dict of tensors, as `record` does."""
+    """Return {name: (shape, pieces)} of the results of a function from a dict of tensors to a dict of tensors.
+
+    sources: the names and shapes of the function's input. Raises ValueError as `record` does.
+    """
     with torch.device("meta"), torch.no_grad():
         tensors = {name: torch.empty(shape) for name, shape in sources.items()}
         with Recorder(tensors) as recorder:
@@ -48,7 +51,7 @@ def record_all(
 
 
 def _pieces(recorder: Recorder, result: torch.Tensor) -> list[Piece]:
-    """Return the pieces of a result, sorted by their targets' offsets. Raises ValueError if pieces cannot express it."""
+    """Return the pieces of a result, sorted by the offsets of their targets. Raises ValueError if pieces cannot express it."""
     found = recorder.read(result, torch.empty(result.shape))
     if found is None:
         computed = f": {', '.join(sorted(recorder.computed))} does more than move entries" if recorder.computed else ""
@@ -99,9 +102,9 @@ def _recorded(call: _Call, shapes: tuple[Shape, ...]) -> tuple[Shape, tuple[Piec
 
 # ---- operations on pieces
 def cut(tensor: torch.Tensor, split: Split, rank: int, size: int) -> torch.Tensor:
-    """Return the part of a whole parameter that one of `size` tensor-parallel ranks holds. Can be recorded.
+    """Return the part of a whole parameter that rank `rank` of `size` tensor-parallel ranks holds.
 
-    Raises ValueError if `size` does not divide the parameter.
+    `record` can record it. Raises ValueError if `size` does not divide the parameter.
     """
     if split == "none" or size == 1:
         return tensor
@@ -119,7 +122,7 @@ def _parts(tensor: torch.Tensor, dim: int, count: int, split: Split) -> tuple[to
 
 
 def cut_after(function: Callable[..., torch.Tensor], split: Split, rank: int, size: int) -> Callable[..., torch.Tensor]:
-    """Return a function that applies `function` and then `cut`. `record` recognises it when it is made again."""
+    """Return a function that applies `function` and then `cut`. Two such functions of equal arguments share one recording."""
     return functools.partial(_cut_result, function, split, rank, size)
 
 
@@ -128,7 +131,7 @@ def _cut_result(function: Callable[..., torch.Tensor], split: Split, rank: int, 
 
 
 def restrict(pieces: Iterable[Piece], box: Box) -> list[Piece]:
-    """Return the parts of `pieces` whose targets lie in `box`, as pieces of a tensor that holds only this box."""
+    """Return the parts of `pieces` whose targets lie in `box`, with offsets in a tensor that holds only this box."""
     return [
         Piece(p.name, p.source, Box(tuple(o - b for o, b in zip(p.target.offset, box.offset, strict=True)), p.target.size))
         for p in _inside(pieces, box)
@@ -136,9 +139,9 @@ def restrict(pieces: Iterable[Piece], box: Box) -> list[Piece]:
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Return the flat range [start, stop) of a contiguous tensor as at most 2 * len(shape) - 1 boxes, in order.
+    """Return boxes that cover the flat range [start, stop) of a contiguous tensor, in order: at most 2 * len(shape) - 1.
 
-    Example: entries 3 to 14 of a [4, 5] are the end of row 0, row 1, and the start of row 2.
+    Example: the range [3, 14) of a tensor of shape [4, 5] is the end of row 0, row 1, and the start of row 2.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"entries {start} to {stop} of a tensor of shape {list(shape)}")
@@ -165,7 +168,10 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
 
 @torch.no_grad()
 def copy_pieces(target: torch.Tensor, pieces: Iterable[Piece], read: Callable[[str, Box], torch.Tensor]) -> None:
-    """Copy `read(name, box of the source)` into `target` for each piece, with a cast. Other entries stay as they are."""
+    """Copy each piece into `target`, with a cast. Other entries keep their values.
+
+    read: a function from (name of a source, box in it) to the tensor in this box.
+    """
     outer = whole(tuple(target.shape))
     for piece in pieces:
         target[piece.target.within(outer)].copy_(read(piece.name, piece.source).reshape(piece.target.size))
@@ -193,7 +199,10 @@ def _inside(pieces: Iterable[Piece], box: Box) -> list[Piece]:
 
 
 def _follow(box: Box, image: Box, part: Box) -> Box:
-    """Return the part of `image` that corresponds to `part` of `box`. Sizes are equal, except for dimensions of size 1."""
+    """Return the part of `image` that corresponds to `part` of `box`.
+
+    The sizes of `image` and `box` are equal, except that either may have more dimensions of size 1.
+    """
     if box.size == image.size:
         return Box(tuple(i + p - b for i, p, b in zip(image.offset, part.offset, box.offset, strict=True)), part.size)
     parts = iter((p - b, n) for p, b, n, m in zip(part.offset, box.offset, part.size, box.size, strict=True) if m > 1)

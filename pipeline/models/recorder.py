@@ -1,8 +1,9 @@
-"""Record a function or a weight loader on meta tensors: which box of which source is copied where.
+"""Record which box of which source tensor a function or a weight loader copies where. It runs on meta tensors.
 
-Views share their tensor's storage, so an offset and strides describe them and no rule is needed. Operations that allocate
-storage have rules: contiguous, a change of dtype, cat, stack, padding, rows by index, copies into empty or zero tensors.
-Constants are recorded as fills. Computed values cannot be expressed: the owner of a parameter that receives them is opaque.
+Views share their tensor's storage, so an offset and strides describe them, and operations on views need no rule. Operations
+that allocate storage have rules: contiguous, a change of dtype, cat, stack, padding, rows by index, copies into empty or zero
+tensors. Constants are recorded as fills. Computed values cannot be recorded: the owner of a parameter that receives them counts
+as opaque.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ EMPTY = {
 
 @dataclass(frozen=True, slots=True)
 class _SourceBox:
-    """Box `source` of a source tensor lies in box `target` of a tensor in memory, its dimension d along axes[d]."""
+    """A box `source` of a source tensor whose entries are in box `target` of a tensor in memory.
+
+    Dimension d of `source` lies along dimension axes[d] of `target`.
+    """
 
     name: str
     source: Box
@@ -42,9 +46,9 @@ class _SourceBox:
     axes: tuple[int, ...]
 
     def part(self, box: Box, offset: int, strides: tuple[int, ...]) -> Region | None:
-        """Return the part in `box` of the tensor in memory, as a region of the storage that `box` is copied to.
+        """Return the region that gets source entries when `box` of the tensor in memory is copied to another storage.
 
-        offset, strides: of `box` in that storage. None if no part lies in `box`.
+        offset, strides: position of `box` in this other storage. Return None if no source entries lie in `box`.
         """
         both = self.target.intersect(box) if box != self.target else box
         if both is None:
@@ -61,7 +65,7 @@ class _SourceBox:
 
 @dataclass(slots=True)
 class _Contents:
-    """Contents of a tensor that owns its storage. The shape has its dimensions by falling stride."""
+    """The contents of a tensor that owns its storage. `shape` lists the dimensions by descending stride."""
 
     shape: Shape
     boxes: list[_SourceBox]
@@ -70,23 +74,23 @@ class _Contents:
 
 @dataclass(slots=True)
 class Writes:
-    """Copies and fills of one raw parameter."""
+    """The copies and fills that one raw parameter receives."""
 
     regions: list[Region] = field(default_factory=list)
     fills: list[tuple[int, Shape, Shape, float]] = field(default_factory=list)
     entries: int = 0  # written entries, without fills before the first region
 
     def names(self) -> set[str]:
-        """Return the sources that are copied into the parameter."""
+        """Return the names of the sources that are copied into the parameter."""
         return {region.name for region in self.regions}
 
 
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records copies of `sources`.
 
-    sources: meta tensors by name, such as the tensors on disk. raw: parameters by (owner, name) whose writes are recorded; of
-    parameters that share memory, only the first counts. A region gets its parameter's name when it is recorded. Until then its
-    offset counts from the start of a storage.
+    sources: name -> meta tensor, such as the tensors on disk. raw: (owner, name) -> parameter whose writes are recorded. Of
+    several parameters that share memory, only the first counts. Offsets of regions count from the start of a storage until
+    the region is recorded for a parameter; then it gets the parameter's name, and its offset counts from the parameter's start.
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], raw: Mapping[tuple[str, str], torch.Tensor] | None = None) -> None:
@@ -107,9 +111,9 @@ class Recorder(TorchDispatchMode):
             self.raw.setdefault(_storage(tensor), (key, tensor))
 
     def read(self, view: torch.Tensor, like: torch.Tensor) -> tuple[list[Region], float | None] | None:
-        """Return the regions of `like` that a copy of `view` writes, and the constant for entries without a source.
+        """Return (the regions that a copy of `view` into `like` writes, the constant of the entries without a source).
 
-        None if the view was computed.
+        The constant is None if all entries have sources. Return None if values of `view` are computed or unknown.
         """
         contents = self.contents.get(_storage(view))
         if contents is None:
@@ -142,7 +146,7 @@ class Recorder(TorchDispatchMode):
         return self.contents.setdefault(_storage(tensor), _Contents(tuple(dense.shape), [], background))
 
     def record_contents(self, target: torch.Tensor, read: tuple[list[Region], float | None] | None) -> None:
-        """Record that `target`, a view of a temporary tensor, contains what was read."""
+        """Record that `target`, a view of a temporary tensor, contains `read`, a result of the method `read`."""
         contents = self.contents.get(_storage(target))
         if contents is None or read is None or read[1] not in (None, contents.background):
             self.contents.pop(_storage(target), None)
@@ -155,9 +159,9 @@ class Recorder(TorchDispatchMode):
                 contents.boxes.append(_SourceBox(read_part.name, box, target_box, axes))
 
     def boxes(self, region: Region, target_shape: Shape) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
-        """Yield (box of the source, box of the target, axes) of a region of a contiguous target.
+        """Yield (box of the source, box of the target, axes) for the boxes of a region of a contiguous target.
 
-        Dimension d of the source's box lies along axes[d] of the target's.
+        Dimension d of the source's box lies along dimension axes[d] of the target's box.
         """
         shape = self.shapes[region.name]
         steps = zip(region.box.size, contiguous_strides(shape), region.strides, strict=True)
@@ -189,7 +193,7 @@ class Recorder(TorchDispatchMode):
         writes.entries += target.numel()
 
     def fill(self, target: torch.Tensor, value: float, entries: int | None = None) -> None:
-        """Record `target.fill_(value)`. entries: the number to count as written; None for all."""
+        """Record `target.fill_(value)`. entries: how many entries count as written; None means all."""
         known = self.raw.get(_storage(target))
         if known is not None:
             key, parameter = known
@@ -226,7 +230,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def follow(self, op, args: Sequence, result: object, names: set[str]) -> None:
-        """Record the results of an operation on sources. Views need no record; copies are tracked."""
+        """Record the results of an operation on the sources `names`. Views need no record; copies are tracked."""
         if op is aten.view.dtype or op._schema.is_mutable:  # the storage has other entries than before
             self.contents.pop(_storage(args[0]), None)
             self.computed.add(str(op))
@@ -247,7 +251,7 @@ class Recorder(TorchDispatchMode):
                 self.record_contents(part, read)
 
     def sources_of(self, values: object) -> set[str]:
-        """Return the names of the sources that any of these values comes from."""
+        """Return the names of all sources from which these values come."""
         found = [self.names.get(_storage(value)) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
         found = [names for names in found if names]
         return found[0] if len(found) == 1 else set().union(*found)
@@ -258,7 +262,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _parts(op, args: Sequence, result: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (view of a new tensor, the tensor that it was copied from) pairs; none if the tensor was computed."""
+    """Return pairs (view of the new tensor `result`, the tensor of which it is a copy); empty if the result was computed."""
     if op in COPIES:
         return [(result, args[0])]
     if op is aten.cat.default:
@@ -281,7 +285,7 @@ def _are_rows(index: torch.Tensor) -> bool:
 
 
 def _padding(op, args: Sequence) -> set[float]:
-    """Return the constant that a padding operation adds; empty for other operations."""
+    """Return a set with the constant that a padding operation adds; an empty set for other operations."""
     return {float(args[2]) if len(args) > 2 else 0.0} if op is aten.constant_pad_nd.default else set()
 
 
@@ -294,7 +298,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _runs(view: torch.Tensor, like: torch.Tensor) -> list[Run] | None:
-    """Return merged (count, stride in the view, stride in `like`) by falling stride in the view; None if it is empty."""
+    """Return merged runs (count, stride in `view`, stride in `like`) by descending stride in `view`; None if it is empty."""
     steps = sorted(zip(view.shape, view.stride(), like.stride(), strict=True), key=lambda step: -step[1])
     runs: list[Run] = []
     for count, stride, far in steps:

@@ -1,9 +1,9 @@
-"""Rotary position embeddings of a config.json, in all their spellings, and their overrides. Without torch.
+"""Read and override the rotary position embeddings of a config.json, in all their spellings. Without torch.
 
-A config.json has `rope_theta` with `rope_scaling` {"type" or "rope_type", "factor", ...}, or `rope_parameters`, which has all
-of these, also for each kind of layer: {"full_attention": {...}, "sliding_attention": {...}}. An override may use any of the
-spellings, whatever the file has. A scaling of a new type replaces the model's scaling, and the model's theta stays. A scaling
-of the same type, or without a type, replaces only the keys that it gives. null removes the scaling.
+A config.json has either `rope_theta` and `rope_scaling` {"type" or "rope_type", "factor", ...}, or `rope_parameters` with all
+of these keys. `rope_parameters` may also have a mapping for each kind of layer: {"full_attention": {...}, "sliding_attention":
+{...}}. An override may use another spelling than the file. A scaling of a new type replaces the model's scaling, but keeps the
+model's theta. A scaling of the same type, or without a type, replaces only the keys that it has. null removes the scaling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.recipe.problems import Problem, RecipeError
 
 SCALING, PARAMETERS, THETA, LOCAL_THETA = "rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq"
 SPELLINGS = (SCALING, PARAMETERS, THETA, LOCAL_THETA)
-"""Keys of config.json that say how positions are rotated. LOCAL_THETA: the base of sliding-window layers, of Gemma 3."""
+"""The keys of config.json for RoPE. LOCAL_THETA is the base of Gemma 3's sliding-window layers."""
 
 GLOBAL_LAYERS, LOCAL_LAYERS = "full_attention", "sliding_attention"
 REQUIRED = {  # type -> the keys that transformers requires; it derives original_max_position_embeddings
@@ -42,7 +42,7 @@ _STAYS = (THETA, "partial_rotary_factor")  # of the model, not of a scaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates the positions of its layers, e.g. Rope("yarn", 1e6, 4.0, 32768, "config.json")."""
+    """The RoPE of a model or of one kind of its layers, e.g. Rope("yarn", 1e6, 4.0, 32768, "config.json")."""
 
     kind: str
     theta: float | None  # None: the default of the family in transformers
@@ -61,9 +61,9 @@ class Rope:
 def decide(
     config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, key: str = "hf_config_overrides"
 ) -> list[Rope]:
-    """Return the RoPE of a config.json after `overrides`; several if layers differ, none if the model has no RoPE.
+    """Return the RoPE of a config.json after `overrides`: one for each kind of layers, none if the model has no RoPE.
 
-    key: of the overrides in the recipe. Raises RecipeError as `merge` does.
+    key: the recipe's key of the overrides. Raises RecipeError as `merge` does.
     """
     given = [name for name in SPELLINGS if name in (overrides or {})]
     merged = merge(config, overrides or {}, key)
@@ -83,7 +83,7 @@ def decide(
 def merge(config: Mapping[str, Any], overrides: Mapping[str, Any], key: str = "hf_config_overrides") -> dict[str, Any]:
     """Return config.json with the RoPE of `overrides`, in the spelling of the file. Other overrides are not applied.
 
-    key: of the overrides in the recipe. Raises RecipeError for overrides that contradict each other or have another form.
+    key: the recipe's key of the overrides. Raises RecipeError for overrides that are malformed or contradict each other.
     """
     merged = dict(config)
     given = {name: overrides[name] for name in SPELLINGS if name in overrides}
@@ -128,11 +128,11 @@ def merge(config: Mapping[str, Any], overrides: Mapping[str, Any], key: str = "h
 
 
 _ABSENT: dict[str, Any] = {}
-"""No scaling is given; unlike None, which removes the model's scaling."""
+"""Means that the overrides have no scaling. None, in contrast, removes the model's scaling."""
 
 
 def _given_scaling(given: Mapping[str, Any], key: str) -> Any:
-    """Return the scaling that overrides give under either name: parameters, those of each kind of layers, None, or _ABSENT."""
+    """Return the scaling in the overrides, under either name: a mapping (flat or by kind of layers), None, or _ABSENT."""
     names = [name for name in (SCALING, PARAMETERS) if name in given]
     for name in names:
         if not isinstance(given[name], Mapping | None):
@@ -150,7 +150,7 @@ def _given_scaling(given: Mapping[str, Any], key: str) -> Any:
 
 
 def _merged(before: Mapping[str, Any], scaling: Mapping[str, Any] | None, theta: Any, share: Any) -> dict[str, Any]:
-    """Return flat RoPE parameters after an override."""
+    """Return RoPE parameters after an override. before: flat parameters. theta, share: overrides; None keeps the value."""
     now = _kind(before)
     stays = {name: before[name] for name in _STAYS if name in before}
     if scaling is None:
@@ -174,7 +174,10 @@ def _is_layered(parameters: Any) -> bool:
 
 
 def _layers_of(config: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    """Return the RoPE of each kind of layers of a file in the older spelling, as transformers derives it for Gemma 3."""
+    """Return {kind of layers: RoPE parameters} of a config.json in the older spelling, as transformers derives it for Gemma 3.
+
+    Raises RecipeError for other families, whose layers have one RoPE.
+    """
     if not str(config.get("model_type")).startswith("gemma3"):
         what = f"got the RoPE of kinds of layers, and a {config.get('model_type')} model has one RoPE. Try {SCALING}"
         raise RecipeError(Problem(f"{key}.{PARAMETERS}", "unsupported", what))
@@ -187,7 +190,7 @@ def _layers_of(config: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]
 
 
 def _by_layers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the parameters of each kind of layers; of "", if all have the same; nothing for a model without RoPE."""
+    """Return {kind of layers: RoPE parameters}. The kind is "" if all layers have the same; {} for a model without RoPE."""
     parameters = config.get(SCALING) or config.get(PARAMETERS) or {}
     if _is_layered(parameters):
         return {layers: flat for layers, flat in parameters.items() if flat is not None}

@@ -20,7 +20,7 @@ from pipeline.models.tensors import Tensor, experts, tensors
 
 
 class UnknownShape(RecipeError):
-    """The sizes of a model of this family are not known from config.json alone. FSDP2 may train it all the same."""
+    """Raised for a family whose sizes cannot be computed from config.json alone. FSDP2 may still train the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +77,29 @@ class ModelShape:
     def active(self) -> int:
         """Number of parameters in the matrix products of one token.
 
-        Only the chosen routed experts count, and only the output layer of the embedding, because the input is a table lookup.
+        Only the chosen routed experts count. The output layer counts, but not the embedding of the input, a table lookup.
         """
         chosen = self.routed * self.experts_per_token // self.experts if self.experts else 0
         return self.vocabulary * self.hidden + self.attention + self.mlp + chosen + self.other
 
     def cached_tokens(self, length: float) -> float:
-        """Return the tokens that generation caches of a sequence of `length` tokens, the mean over layers with attention."""
+        """Return how many of a sequence's `length` tokens generation caches: the mean over layers with attention."""
         beyond = max(0.0, length - self.window) if self.window_layers else 0.0
         return length - beyond * self.window_layers / max(1, self.attention_layers)
 
     @property
     def latent(self) -> bool:
-        """Return whether attention caches a latent that all heads share (MLA), as DeepSeek's does."""
+        """Whether attention caches a latent that all heads share, as DeepSeek's does (MLA)."""
         return self.family == "deepseek_v3"
 
     @property
     def mixture(self) -> bool:
-        """Return whether layers have experts, state spaces or delta nets, which FSDP2 does not compile by default."""
+        """Whether layers have experts, state spaces or delta nets, which FSDP2 does not compile by default."""
         return self.experts > 0 or self.state is not None
 
     @property
     def mean_width(self) -> float:
-        """Intermediate size of MLPs, the mean over layers without experts."""
+        """Mean intermediate size of MLPs over all layers without experts; a layer without an MLP counts as 0."""
         return self.dense_width * self.mlp_layers / max(1, self.dense_layers)
 
     @property
@@ -119,7 +119,7 @@ class ModelShape:
 
     @property
     def router_layer(self) -> int:
-        """Number of parameters of one sparse layer's router, and of the projections to the latent of its experts."""
+        """Number of parameters of one sparse layer's router, including the projections to and from its experts' latent."""
         return self.sparse_layer - self.shared_layer - self.routed_layer
 
     @classmethod
@@ -203,7 +203,7 @@ def _shared_width(of: SimpleNamespace, expert_width: int) -> int:
 
 
 def _parts(found: list[Tensor]) -> Counter[str]:
-    """Return the number of parameters of each part, without buffers."""
+    """Return part of the model -> its number of parameters, without buffers."""
     counts: Counter[str] = Counter()
     for tensor in found:
         if tensor.part != "buffer":

@@ -1,9 +1,9 @@
-"""The sizes of a decoder, read from its config.json as transformers does, without transformers.
+"""Read the sizes of a decoder from its config.json as transformers does, without transformers.
 
-Released config.json files leave out keys with transformers' defaults, and some keys have two names. Here every key has a value,
-under the name of transformers' attribute. Sizes without a default stay required.
+Released config.json files leave out keys that have transformers' defaults, and some keys have two names. `sizes` returns a
+value for every key, under the name of transformers' attribute. Sizes without a default are required.
 
-Not supported: multimodal models, whose language model's keys are under `text_config`.
+Not supported: config.json files of multimodal models, which have the language model's keys under `text_config`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DELTA_NET = {
     "linear_conv_kernel_dim": 4,
     "rms_norm_eps": 1e-6,  # no size, but of the mixers
 }
-"""Of Qwen3.5, whose layers have attention or a gated delta net."""
+"""Defaults of Qwen3.5, whose layers have attention or a gated delta net."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
@@ -121,14 +121,14 @@ QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets, and with an MLP or experts in every layer."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
-"""`model_type` of a config.json that transformers does not know -> the one whose model it is."""
+"""A `model_type` that transformers does not know -> the `model_type` of the same model in transformers."""
 
 
 def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
-    """Return every key that determines the size of a tensor, as an attribute.
+    """Return the keys of config.json that determine sizes of tensors, as attributes.
 
-    Raises ValueError for a family that is not described, KeyError for a missing key without a default, and for a null in place
-    of a size.
+    Raises ValueError for a family that is not described, and KeyError for a size that is null, or that is missing and has no
+    default.
     """
     family = ALIASES.get(config.get("model_type", ""), config.get("model_type"))
     if family not in _DEFAULTS:
@@ -164,7 +164,7 @@ _OLDER_NAMES = {
     "mamba_chunk_size": "chunk_size",
     "mamba_dt_min": "time_step_min",
 }
-"""Names that config.json of a hybrid model may have -> transformers' names, which they override."""
+"""Other names in config.json of a hybrid model -> transformers' names. If both are there, the value under the other counts."""
 
 
 def _hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixers(config: Mapping[str, Any]) -> list[str]:
-    """Return for each layer of Qwen3.5 whether it has attention."""
+    """Return the kind of each layer of Qwen3.5: linear_attention (a gated delta net) or full_attention."""
     every = config.get("full_attention_interval", 4)
     layers = range(1, config["num_hidden_layers"] + 1)
     return config.get("layer_types") or ["linear_attention" if i % every else "full_attention" for i in layers]
@@ -200,9 +200,9 @@ def sparse_layers(config: Any) -> list[bool]:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return for each layer its kind; layers of one kind have the same tensors. config: as of `sparse_layers`.
+    """Return the kind of each layer. Layers of the same kind have the same tensors. config: as in `sparse_layers`.
 
-    dense, sparse: attention and an MLP, or experts; other kinds: of a hybrid model, as transformers names them.
+    Layers with attention are "dense" (with an MLP) or "sparse" (with experts). Hybrid models have transformers' names of kinds.
     """
     if config.model_type in QWEN3_5:
         return list(config.layer_types)

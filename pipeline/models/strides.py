@@ -1,4 +1,4 @@
-"""Strided copies as boxes: the entries that a copy between two tensors moves, as pairs of boxes of their shapes."""
+"""Describe a strided copy between two tensors as pairs of boxes: a box of one tensor is copied to a box of the other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Run = tuple[int, int, int]
 def split_runs(
     runs: list[Run], starts: tuple[int, int], shapes: tuple[Shape, Shape | None]
 ) -> Iterator[tuple[list[Run], tuple[int, int]]]:
-    """Split a strided copy into parts that are boxes in both tensors; yield each part's runs and its two start offsets.
+    """Split a strided copy into parts that are boxes in both tensors. Yield (runs, start offsets in both tensors) of each part.
 
-    shapes: of the two tensors, which are contiguous; None for any storage. Runs are split until each lies along one dimension
-    of either tensor, with one run per dimension.
+    shapes: the shapes of the two contiguous tensors; None for a storage without a shape, which restricts nothing. Runs are
+    split until each lies along one dimension of each tensor, and each dimension has at most one run.
     """
 
     def go_on(skip: Run, rest: list[Run]) -> Iterator[tuple[list[Run], tuple[int, int]]]:
@@ -49,7 +49,10 @@ def split_runs(
 
 
 def run_box(runs: Sequence[Run], end: int, starts: tuple[int, int], shape: Shape) -> tuple[Box, list[int]]:
-    """Return the box of a part from `split_runs` in one tensor (0 or 1), and the dimension along which each run lies."""
+    """Return the box of a part from `split_runs` in one of the tensors, and the dimension along which each run lies.
+
+    end: 0 for the first tensor, 1 for the second. shape: the shape of this tensor.
+    """
     dims = [_dimension(run[end + 1], shape)[0] for run in runs]
     size = [1] * len(shape)
     for run, dim in zip(runs, dims, strict=True):
@@ -58,9 +61,9 @@ def run_box(runs: Sequence[Run], end: int, starts: tuple[int, int], shape: Shape
 
 
 def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
-    """Split a run that crosses rows of `row` entries into the `head` of its first row, whole rows, and a tail.
+    """Split a run that crosses rows of `row` entries into the end of its first row, whole rows, and a rest.
 
-    Returns for each part the number of entries before it, and its runs.
+    head: the number of entries in the first row. Return (number of entries before the part, runs of the part) for each part.
     """
     count, stride, far = run
     rows, tail = divmod(count - head, row)
@@ -84,7 +87,7 @@ def _coordinates(flat: int, shape: Shape) -> Shape:
 
 
 def _dimension(stride: int, shape: Shape) -> tuple[int, int]:
-    """Return the dimension along which a flat stride moves, and the step in entries of this dimension."""
+    """Return (dimension along which a flat stride moves, step in entries of this dimension)."""
     for dim, unit in enumerate(contiguous_strides(shape)):
         if shape[dim] > 1 and stride % unit == 0:
             return dim, stride // unit

@@ -1,7 +1,7 @@
-"""The tensors of a model's checkpoint, from its config.json alone: without torch, transformers or weights.
+"""List the tensors of a model's checkpoint from its config.json alone, without torch, transformers or weights.
 
-Plans use them where none of these is installed. Names and shapes are those on disk, as transformers saves a model: one tensor
-per expert, except for gpt_oss, which has one tensor for all experts of a layer. Tests compare them with transformers.
+Plans use the list where neither library is installed. Names and shapes are those on disk, as transformers saves a model: one
+tensor per expert, except for gpt_oss, which has one tensor for all experts of a layer. Tests compare them with transformers.
 
 Not supported: quantised checkpoints (gpt_oss is described as dequantised), the layers for multi-token prediction, which
 transformers does not load, and the other parts of multimodal models.
@@ -19,9 +19,9 @@ from pipeline.models.family import Split
 from pipeline.models.sizes import QWEN3_5, layer_kinds, sizes
 
 Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer"]
-"""The part of the model to which a tensor belongs. attention: also mixers in its place; router: also projections to the latent
-of experts; shared: experts that process every token; routed: experts that a router
-selects; norm: norms of layers and inside attention; buffer: saved, but not a parameter (the bias of DeepSeek's router)."""
+"""The part of the model to which a tensor belongs. attention: attention, or another mixer in its place; router: also the
+projections to and from the latent of experts; shared: experts that process every token; routed: experts that a router selects;
+norm: norms of layers and inside attention; buffer: saved, but not a parameter (the bias of DeepSeek's router)."""
 
 
 class Tensor(NamedTuple):
@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 
 
 def tensors(config: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors of a causal language model, in the model's order. A tied output layer is left out.
+    """Return the tensors of a causal language model, in the model's order, without a tied output layer.
 
     config: config.json of one of `sizes.MODEL_TYPES`. Raises ValueError for another family, KeyError for a missing key.
     """
@@ -88,7 +88,7 @@ def _layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
 
 
 def _linear(name: str, rows: int, columns: int, part: Part, split: Split, bias: bool = False) -> Iterator[Tensor]:
-    """Yield a linear layer. Its bias is cut with the rows; where columns are cut, each rank has the whole bias."""
+    """Yield the tensors of a linear layer. A split by rows also cuts the bias; otherwise every rank has the whole bias."""
     yield Tensor(f"{name}.weight", (rows, columns), part, split)
     if bias:
         yield Tensor(f"{name}.bias", (rows,), part, split if split == "rows" else "none")
@@ -99,7 +99,7 @@ def _norm(name: str, size: int) -> Tensor:
 
 
 def _attention(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Yield grouped-query attention."""
+    """Yield the tensors of grouped-query attention."""
     queries, keys = of.num_attention_heads * of.head_dim, of.num_key_value_heads * of.head_dim
     bias = of.model_type == "qwen2" or getattr(of, "attention_bias", False)
     gated = queries if of.model_type in QWEN3_5 else 0  # each head's gate follows its query
@@ -114,7 +114,10 @@ def _attention(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def _latent_attention(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Yield multi-head latent attention. Down-projections are whole on every rank, because every head needs the latent."""
+    """Yield the tensors of multi-head latent attention.
+
+    Every rank has the whole down-projections, because every head needs the latent.
+    """
     linear = partial(_linear, part="attention")
     heads, hidden, rank = of.num_attention_heads, of.hidden_size, of.kv_lora_rank
     query = heads * (of.qk_nope_head_dim + of.qk_rope_head_dim)
@@ -139,7 +142,7 @@ def _mlp(
     bias: bool = False,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Iterator[Tensor]:
-    """Yield a gated MLP, or one expert."""
+    """Yield the tensors of a gated MLP or of one expert."""
     gate, up, down = names
     yield from _linear(f"{name}.{gate}", width, hidden, part, "rows", bias)
     yield from _linear(f"{name}.{up}", width, hidden, part, "rows", bias)
@@ -147,7 +150,7 @@ def _mlp(
 
 
 def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Yield a router, its experts, and the shared experts, which are one MLP."""
+    """Yield the tensors of a router, its experts, and the shared experts, which are one MLP."""
     mixtral, count = of.model_type == "mixtral", experts(of)
     width = of.intermediate_size if mixtral else of.moe_intermediate_size
     module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
@@ -165,7 +168,7 @@ def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def _hybrid_layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
-    """Yield one of Nemotron-H's layers."""
+    """Yield the tensors of one of Nemotron-H's layers."""
     yield _norm("norm", of.hidden_size)
     match kind:
         case "linear_attention":
@@ -188,13 +191,13 @@ def _hybrid_layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
 
 
 def _plain_mlp(name: str, hidden: int, width: int, part: Part) -> Iterator[Tensor]:
-    """Yield an MLP without a gate."""
+    """Yield the tensors of an MLP without a gate."""
     yield from _linear(f"{name}.up_proj", width, hidden, part, "rows")
     yield from _linear(f"{name}.down_proj", hidden, width, part, "columns")
 
 
 def _state_space(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Yield a Mamba-2 mixer. Its joint projection and its convolution are cut in parts."""
+    """Yield the tensors of a Mamba-2 mixer. Each part of its joint projection and of its convolution is cut by rows."""
     inner, shared = of.mamba_num_heads * of.mamba_head_dim, of.n_groups * of.ssm_state_size
     convolved = (inner, shared, shared)
     projected = (inner, *convolved, of.mamba_num_heads)
@@ -208,7 +211,7 @@ def _state_space(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def _delta_net(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Yield a gated delta net. The projection of queries, keys and values and their convolution are cut in parts."""
+    """Yield the tensors of a gated delta net. Queries, keys and values are cut by rows, in projection and convolution."""
     keys, values = of.linear_num_key_heads * of.linear_key_head_dim, of.linear_num_value_heads * of.linear_value_head_dim
     parts, heads = (keys, keys, values), of.linear_num_value_heads
     yield from _linear("linear_attn.in_proj_qkv", sum(parts), of.hidden_size, "attention", parts)
@@ -222,7 +225,7 @@ def _delta_net(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Yield gpt_oss's experts: one tensor for all, with gate and up projection alternating along the last dimension."""
+    """Yield gpt_oss's router and experts. All experts share a tensor, in which gate and up alternate in the last dimension."""
     count, hidden, width = experts(of), of.hidden_size, of.intermediate_size
     yield Tensor("mlp.router.weight", (count, hidden), "router")
     yield Tensor("mlp.router.bias", (count,), "router")
@@ -233,7 +236,7 @@ def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def experts(of: SimpleNamespace) -> int:
-    """Return the number of routed experts of a layer that has any; 0 for a dense model."""
+    """Return the number of routed experts of a sparse layer; 0 for a model without experts."""
     if of.model_type == "nemotron_h" and "moe" not in of.layers_block_type:
         return 0
     names = ("n_routed_experts", "num_local_experts", "num_experts")

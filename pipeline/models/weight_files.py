@@ -1,9 +1,9 @@
 """Decide which file holds each weight of a Hugging Face checkpoint, without torch.
 
-Submission, both train backends, conversions, evaluations, exports and vLLM's loader read a checkpoint's files as this module
-says: `model.safetensors`, or the shards that `model.safetensors.index.json` lists. The index assigns each tensor to one shard.
-A copy of the tensor in another shard is not read, and is a note. A folder with both `model.safetensors` and an index of other
-files is read as transformers reads it, from `model.safetensors`, and that is a note too.
+Submission, both train backends, conversions, evaluations, exports and vLLM's loader all use this choice of files:
+`model.safetensors`, or the shards that `model.safetensors.index.json` lists. The index assigns each tensor to one shard. We do
+not read a copy of the tensor in another shard, and add a note about it. If a folder has both `model.safetensors` and an index
+of other files, we read `model.safetensors`, as transformers does, and add a note.
 
 A safetensors file has 8 bytes with the length of a JSON header, the header, and the tensors' bytes one after another
 (https://github.com/huggingface/safetensors, "Format").
@@ -51,7 +51,7 @@ class TensorEntry:
 
 @dataclass(slots=True)
 class WeightFiles:
-    """The weights of a checkpoint, and what is wrong with its files."""
+    """Holds the weights of a checkpoint, and the faults of its files."""
 
     files: dict[str, Path] = field(default_factory=dict)  # by name, in the order of names
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def read_weight_files(folder: Path) -> WeightFiles:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return {tensor: file's name} of an index. Raises ValueError with the fault of the file."""
+    """Return {tensor: file's name} of the index at `path`. Raises ValueError with the fault of an index that is not valid."""
     if reason := file_fault(path):
         raise ValueError(reason)
     if path.stat().st_size > _MOST_INDEX:
@@ -103,7 +103,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _read(folder: Path, weight_map: Mapping[str, str], names: Iterable[str]) -> WeightFiles:
-    """Read the headers of the named files. weight_map: of the index; empty for a single file."""
+    """Return the weights in the named files, from their headers. weight_map: the index's; empty for a single file."""
     found = WeightFiles({name: folder / name for name in names})
     headers: dict[str, dict[str, TensorEntry]] = {}
     for name, path in found.files.items():
@@ -116,7 +116,7 @@ def _read(folder: Path, weight_map: Mapping[str, str], names: Iterable[str]) -> 
 
 
 def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[str, dict[str, TensorEntry]]) -> None:
-    """Choose each tensor's file: the one in the index, else the only one that has it."""
+    """Add the tensors and faults to `found`. A tensor's file is the one in the index, else the only file with the tensor."""
     absent: dict[str, list[str]] = {}
     holders = Counter(tensor for header in headers.values() for tensor in header)
     for tensor, name in weight_map.items():
@@ -160,7 +160,7 @@ def some(names: list[str]) -> str:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file by name. Raises ValueError with the fault of the file."""
+    """Return {name: tensor} of a safetensors file. Raises ValueError with the fault of a file that is not valid."""
     if reason := file_fault(path):
         raise ValueError(reason)
     size = path.stat().st_size
@@ -193,7 +193,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 class _Contradiction(Exception):
-    """A header with a tensor twice, or with a size that is not that of its shape."""
+    """Raised for a header that has a tensor twice, or a tensor whose bytes do not fit its shape."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -205,7 +205,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _stored(path: Path, data: int, entry: Mapping[str, Any]) -> TensorEntry:
-    """Return a header's entry. data: the first byte of the tensors. Raises ValueError, KeyError or TypeError."""
+    """Return one tensor of a header. data: the position of the first byte after the header.
+
+    Raises _Contradiction, ValueError, KeyError or TypeError for a malformed entry.
+    """
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError
@@ -215,7 +218,7 @@ def _stored(path: Path, data: int, entry: Mapping[str, Any]) -> TensorEntry:
 
 
 def file_fault(path: Path) -> str | None:
-    """Return why a file is not a complete copy; None if it can be read."""
+    """Return the reason why a file cannot be read, such as a Git LFS pointer or an incomplete download; None if it can be."""
     try:
         with user_files.open_file(path) as file:
             start = file.read(64)

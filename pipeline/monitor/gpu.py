@@ -31,15 +31,18 @@ ALL_LINKS = 0xFFFFFFFF
 
 
 def reasons(bits: float) -> list[str]:
-    """Return the names of the reasons in `throttle_bits`."""
+    """Return the names of the reasons for a lower clock whose bits are set in the reading `throttle_bits`."""
     return [name for name, bit in SLOWED.items() if int(bits) & bit]
 
 
 class GPUReader:
-    """Reads a GPU of this process; {} until CUDA is initialised. Without NVML, only what torch knows."""
+    """Reads a GPU of this process, by NVML and torch; without NVML, only by torch. No readings until CUDA is initialised."""
 
     def __init__(self, device: int, nvml: Any = None):
-        """device: torch's index, given because torch's current device is that of a thread. nvml: None: the installed module."""
+        """Bind to a GPU. nvml: None: the installed module.
+
+        device: torch's index. It is a parameter because torch's current device differs between threads.
+        """
         self._device = device
         self._nvml = nvml
         self._handle: Any = None

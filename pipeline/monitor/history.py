@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pipeline.monitor.readings import AVERAGED, COUNT, COUNTERS, READINGS, SUM, TAKEN, Sample
 
 LASTING = 3
-"""Steps over which a rank must be slow, or wait."""
+"""Number of last steps over which readings are averaged, so that a rank is slow or waits only if it lasts."""
 POINTS = 64
 """Points kept of a memory's size over the whole run; when there are more, every second one is dropped."""
 LEAST_POINTS = 32
-"""Fewer points tell no leak from a warm-up."""
+"""Least number of points from which a leak can be distinguished from a warm-up."""
 STEADY = 0.8
 STRAIGHT = 0.95
-"""Least correlation of sizes with steps."""
+"""Least correlation between sizes and steps in a leak."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A rank over one step: levels, means of averaged levels, rates of counters a second, and what counters grew by."""
+    """A rank's readings over one step: levels, means of averaged levels, rates of counters per second, and their growth."""
 
     values: Mapping[str, float]
     grown: Mapping[str, float]
@@ -37,7 +37,7 @@ class StepView:
     ranks: Mapping[int, RankStep]
 
     def of(self, name: str, ranks: Iterable[int]) -> dict[int, float]:
-        """Return a reading by rank, of those of `ranks` that have it."""
+        """Return rank -> reading `name`, for those of `ranks` that have it."""
         return {rank: self.ranks[rank].values[name] for rank in ranks if name in self.ranks.get(rank, NOTHING).values}
 
 
@@ -45,7 +45,7 @@ NOTHING = RankStep({}, {})
 
 
 def between(before: Sample, after: Sample) -> RankStep:
-    """Return the step of a rank between two of its samples."""
+    """Return the readings of a rank over the time between two of its samples."""
     seconds, count = after[TAKEN] - before[TAKEN], after[COUNT] - before[COUNT]
     values, grown = {}, {}
     for name, value in after.items():
@@ -65,14 +65,14 @@ def between(before: Sample, after: Sample) -> RankStep:
 
 @dataclass
 class Growth:
-    """The size of a memory over the run, by step, in GB."""
+    """Holds points (step, size of a memory in GB) over the whole run. When there are too many, every second one is dropped."""
 
     points: list[tuple[float, float]] = field(default_factory=list)
     stride: int = 1
     seen: int = 0
 
     def add(self, step: float, size: float) -> None:
-        """Add a point, or skip it as often as earlier ones were dropped."""
+        """Add a point, or skip it: after points were dropped, new points are kept as rarely as the remaining ones."""
         if self.seen % self.stride == 0:
             self.points.append((step, size))
             if len(self.points) > POINTS:
@@ -80,10 +80,12 @@ class Growth:
         self.seen += 1
 
     def slope(self, least: float) -> float | None:
-        """Return GB a step if the memory leaks: steady growth of at least `least` GB over the later half of the run; else None.
+        """Return the growth in GB per step if the memory leaks, else None.
 
-        Growth at the start of a run, of caches and of allocators, slows down, so the earlier half does not count, and the last
-        quarter must grow at least STEADY times as fast as the third. A saw and a jump lie far from their line.
+        A leak is steady growth of at least `least` GB over the later half of the run. Caches and allocators grow at the start
+        of a run, ever more slowly. So the earlier half does not count, and in the fourth quarter the memory must grow at least
+        STEADY times as fast as in the third. Sizes that rise and fall, or jump once, are no leak: they correlate too little
+        with the step.
         """
         late = self.points[len(self.points) // 2 :]
         if len(self.points) < LEAST_POINTS or late[-1][1] - late[0][1] < least:
@@ -96,7 +98,7 @@ class Growth:
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Return the slope of the line by least squares."""
+    """Return the slope of the least-squares line through the points."""
     return statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
 
 
@@ -104,13 +106,13 @@ LEAKS = ("rss_gb", "children_gb", "gpu_memory_gb")
 
 
 class History:
-    """The last steps of each rank, and the growth of its memories."""
+    """Holds the readings of the last steps of each rank, and the growth of its memories."""
 
     def __init__(
         self, components: Mapping[str, tuple[int, ...]], nodes: Mapping[int, str], engines: tuple[tuple[int, ...], ...],
         max_steps: int | None, runs_ahead: bool,
     ):  # fmt: skip
-        """components: name -> ranks. nodes: rank -> name. engines: the ranks of each."""
+        """Begin without steps. components: name -> ranks. nodes: rank -> name. engines: the ranks of each engine."""
         self.components = {name: ranks for name, ranks in components.items() if ranks}
         self.nodes = nodes
         self.engines = engines
@@ -138,7 +140,7 @@ class History:
         return StepView(step, metrics, {rank: steps[-1] for rank, steps in self._latest.items()})
 
     def mean(self, name: str, ranks: Iterable[int]) -> dict[int, float]:
-        """Return a reading by rank, the mean over the last LASTING steps with a new sample; none before there are so many."""
+        """Return rank -> mean of a reading over the last LASTING steps with a new sample. Ranks with fewer are left out."""
         found = {}
         for rank in ranks:
             values = [step.values[name] for step in self._latest.get(rank, ()) if name in step.values]

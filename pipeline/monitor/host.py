@@ -15,14 +15,14 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 SYSTEM_FILES = Path("/")
 NO_LIMIT = 1 << 60
-"""cgroup v1 has a number as large as this where there is no limit."""
+"""If a group has no limit, its limit in cgroup v1 is at least this number."""
 
 
 class HostReader:
     """Reads the process of a rank. On the first rank of a component on a node it reads the node, too."""
 
     def __init__(self, run_dir: Path, reads_node: bool, pid: int | None = None):
-        """pid: the rank's process; None: this one."""
+        """Prepare to read. reads_node: whether to read the node too. pid: the rank's process; None: this process."""
         self._pid = os.getpid() if pid is None else pid
         self._run_dir = run_dir
         self._nics = NICBytes() if reads_node else None
@@ -70,9 +70,9 @@ def _process(pid: int) -> tuple[int, float]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process started, and those that these started.
+    """Return the process ids of all descendants of a process: its children, their children, and so on.
 
-    Reads only /proc entries of these, because a node may have thousands of processes.
+    Reads only the /proc entries of these processes, because a node may have thousands of processes.
     """
     found, left = [], [pid]
     while left:
@@ -89,7 +89,7 @@ def descendants(pid: int) -> list[int]:
 def cgroup_memory(root: Path = SYSTEM_FILES) -> tuple[int, int] | None:
     """Return (limit, use) in bytes of the tightest cgroup around this process; None if no cgroup has a limit.
 
-    The use leaves out caches of files that the kernel can drop.
+    The use does not count file caches that the kernel can drop.
     """
     found = []
     for folder, limit, use in _cgroups(root):
@@ -102,7 +102,7 @@ def cgroup_memory(root: Path = SYSTEM_FILES) -> tuple[int, int] | None:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield (folder, file of the limit, file of the use) of this process's cgroup and those around it, of either version."""
+    """Yield (folder, file of the limit, file of the use) of this process's cgroup and its parents, for cgroup v1 and v2."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -126,10 +126,10 @@ SYSTEM = Path("/sys/class")
 
 
 class NICBytes:
-    """The counters of a node. InfiniBand over Ethernet (RoCE) is counted by its port alone."""
+    """Reads the byte counters of a node's NICs. RoCE traffic is counted only at the port of its InfiniBand device."""
 
     def __init__(self, system: Path = SYSTEM):
-        """system: where the kernel describes devices."""
+        """Find the counters. system: the folder in which the kernel describes devices."""
         self._counters: list[tuple[Path, int]] = []  # (file, bytes of a unit)
         ports = sorted(system.glob("infiniband/*/ports/*/counters"))
         self._counters += [(port / f"port_{way}_data", WORD) for port in ports for way in ("xmit", "rcv")]
@@ -139,7 +139,7 @@ class NICBytes:
                 self._counters += [(interface / "statistics" / f"{way}_bytes", 1) for way in ("tx", "rx")]
 
     def read(self) -> int:
-        """Return the bytes sent and received so far. A counter that has gone is skipped."""
+        """Return the bytes sent and received so far. Counters that no longer exist are skipped."""
         total = 0
         for path, unit in self._counters:
             try:

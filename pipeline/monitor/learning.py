@@ -1,11 +1,11 @@
-"""Warn of a run that goes on and learns nothing, with the likely cause.
+"""Warn if a run continues but learns nothing, and name the likely cause.
 
-Each sign is one function over the last steps, and one line of SIGNS. It returns a message while it holds; "" clears it. A
-sign must hold for STEPS steps in a row: a single step of few answers may be cut or judged alike by chance, and a run should
-say within minutes, not hours, that something is wrong.
+Each sign of this is one function of the last steps, and one line of SIGNS. The function returns a message while the sign holds,
+and "" otherwise. A sign must hold for STEPS steps in a row. One step is not enough, because all answers of a small step may be
+cut or get equal rewards by chance. But a run should warn within minutes, not hours.
 
-Such a step is no error. Its loss and gradient are 0, as in NeMo-RL and verl, whose means over no token are 0 too: a policy may
-find its first reward after many steps, and a batch may have no token to learn from.
+A step without a signal is no error. Its loss and gradient are 0, as in NeMo-RL and verl, whose means over no tokens are 0 too:
+a policy may find its first reward after many steps, and a batch may have no token to learn from.
 
 These warnings do not depend on `logger.monitor.enabled`.
 """
@@ -38,9 +38,9 @@ STEPS = 3
 JUDGEMENTS = 3
 """Judgements that a warning shows."""
 SHOWN_TOKENS, SHOWN_CHARACTERS = 40, 60
-"""Length of the end of a prompt or an answer in a warning."""
+"""Most tokens and most characters of the end of a prompt or an answer that a warning shows."""
 SAME = 1e-5
-"""Rewards that differ by less, relative to the largest, are equal: float32 rewards of one answer differ by rounding."""
+"""Rewards count as equal if they differ by less than this, relative to the largest: float32 rewards differ by rounding."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class RunReader:
-    """The values of a run that messages name."""
+    """The values of a run that the signs' messages need."""
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
@@ -99,7 +99,7 @@ Sign = Callable[[Sequence[StepSummary], RunReader], str]
 
 
 def cut_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """Every answer ends at the length limit."""
+    """Return a message if every answer ends at the length limit."""
     rollouts = [rollout for step in steps for rollout in step.rollouts]
     if not rollouts or any(rollout.finish != "length" for rollout in rollouts):
         return ""
@@ -120,7 +120,7 @@ def _limits(reader: RunReader) -> str:
 
 
 def empty_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """Every answer is a stop token alone, or nothing."""
+    """Return a message if every answer is empty or only a stop token."""
     rollouts = [rollout for step in steps for rollout in step.rollouts]
     if not rollouts or any(rollout.drawn_tokens > 1 for rollout in rollouts):
         return ""
@@ -131,7 +131,7 @@ def empty_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
 
 
 def equal_rewards(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """Every reward is the same."""
+    """Return a message if all rewards are the same."""
     rewards = [reward for step in steps for reward in step.rewards]
     if not rewards or not isinstance(config.section(reader.recipe), RewardedConfig) or not _equal(rewards):
         return ""
@@ -151,7 +151,7 @@ def _equal(rewards: Sequence[float]) -> bool:
 
 
 def no_advantage(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """Every group has equal rewards, though groups differ, so that no token has an advantage."""
+    """Return a message if rewards are equal within each group, though groups differ, so that no token has an advantage."""
     rewards = [reward for step in steps for reward in step.rewards]
     if not rewards or _equal(rewards) or any(step.advantage is not False or not step.tokens for step in steps):
         return ""
@@ -163,7 +163,7 @@ def no_advantage(steps: Sequence[StepSummary], reader: RunReader) -> str:
 
 
 def no_trained_token(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """The loss counts no token."""
+    """Return a message if the loss counts no token."""
     if any(step.tokens for step in steps):
         return ""
     cut = steps[0].rollouts and all(rollout.finish == "length" for step in steps for rollout in step.rollouts)
@@ -172,7 +172,7 @@ def no_trained_token(steps: Sequence[StepSummary], reader: RunReader) -> str:
 
 
 def no_gradient(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """The gradient or the learning rate is 0."""
+    """Return a message if the gradient or the learning rate is 0."""
     for key, what, cure in (
         ("train/lr", "the learning rate", "Look at policy.optimizer.kwargs.lr and policy.scheduler"),
         ("train/grad_norm", "the gradient", "Look at which parameters are frozen, and at the advantages"),
@@ -183,7 +183,7 @@ def no_gradient(steps: Sequence[StepSummary], reader: RunReader) -> str:
 
 
 def old_weights(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """Engines sample with weights that a refit should have replaced."""
+    """Return a message if engines sample with weights that a refit should have replaced."""
     ahead = config.ahead(reader.recipe) if config.runs_ahead(reader.recipe) else None
     allowed = ahead.max_trajectory_age_steps if ahead else 0
     if any(step.newest is None or step.newest >= step.step - 1 - allowed for step in steps):
@@ -198,10 +198,10 @@ SIGNS: tuple[Sign, ...] = (cut_answers, empty_answers, equal_rewards, no_advanta
 
 
 class LearningMonitor:
-    """Looks at each step for signs that the run learns nothing. An error costs the warnings alone."""
+    """Looks at each step for signs that the run learns nothing. If this raises, the run continues without the warnings."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any, stops: Callable[[], str], file: Path):
-        """stops: describes the stop tokens in use. file: of the warnings."""
+        """Prepare to check steps. stops: a function that describes the stop tokens in use. file: for the warnings."""
         self._recipe, self._tokenizer, self._stops, self._file = recipe, tokenizer, stops, file
         self._steps: deque[StepSummary] = deque(maxlen=STEPS)
         self._given: dict[str, int] = {}  # sign that holds -> step of its last warning
@@ -209,11 +209,11 @@ class LearningMonitor:
         self._estimates = False
 
     def learned(self, samples: Sequence[Sample], estimates: bool) -> None:
-        """Remember what the train ranks learn from in this step. estimates: whether they compute the advantages."""
+        """Remember the samples on which the train ranks learn in this step. estimates: whether they compute the advantages."""
         self._samples, self._estimates = samples, estimates
 
     def step_ended(self, step: int, values: Mapping[str, float], groups: Sequence[RolloutGroup] | None) -> None:
-        """Look at a step, and write warnings that begin, still hold after AGAIN_STEPS, or hold no longer."""
+        """Check a step, and write the warnings that begin to hold, still hold after AGAIN_STEPS, or hold no longer."""
         try:
             self._steps.append(self._summary(step, values, groups or ()))
             self._samples = ()

@@ -1,16 +1,16 @@
-"""Count the operations of a step, and what share of the GPUs' peak rate they make.
+"""Count the operations (FLOPs) of a step, and compute their rate as a share of the GPUs' peak rate.
 
     MFU = model FLOPs / (seconds of the phase x ranks x peak FLOP/s)      without recomputation
-    HFU = (model + recomputed FLOPs) / (the same)                         arXiv 2205.05198, section 6.3
+    HFU = (model + recomputed FLOPs) / (the same divisor)                 arXiv 2205.05198, section 6.3
 
-Operations are those of `pipeline.models.flops`, of the tokens that the step read and drew; the plan predicts the same ones. The
-peak is that of the precision in recipes/hardware.
+`pipeline.models.flops` counts the operations for the tokens that the step read and drew; the plan uses the same counts. The
+peak is the GPU's peak in recipes/hardware for the precision of its matrix products.
 
-    train       over time/train: forward passes of each model; an update counts three times (twice with adapters)
-    generate    over time/rollout, or time/step if engines run ahead: each drawn token, and prompts once (once for each answer
+    train       in time/train: forward passes of each model; an update counts as three passes (two with adapters)
+    generate    in time/rollout, or time/step if engines run ahead: each drawn token, and each prompt once (once for each answer
                 without a prefix cache)
 
-`tflops_per_rank` is the same without a peak. MFU and HFU are known only on GPUs.
+`tflops_per_rank` is the rate itself, in TFLOP/s per rank. MFU and HFU are known only on GPUs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StepOperations:
     """Counts the operations of a recipe's steps."""
 
     def __init__(self, recipe: Recipe, shapes: Mapping[str, ModelShape]):
-        """shapes: of the models in `config.models`, by section."""
+        """Prepare to count. shapes: section -> shape, for the models in `config.models`."""
         models = config.models(recipe)
         self._models = {name: TrainedModel(shape, models[name]) for name, shape in shapes.items()}
         algorithm = build(recipe)
@@ -100,7 +100,7 @@ class StepOperations:
             return None
 
     def train(self, samples: Sequence[Sample], models: Sequence[str]) -> ModelWork:
-        """Return the operations of the train ranks in a step on these samples. models: that take an update."""
+        """Return the operations of the train ranks in a step on these samples. models: the models that are updated."""
         lengths, needs, policy = [len(sample.tokens) for sample in samples], self._needs, self._models["policy"]
         total = policy.forward(lengths) * (self._old_share + needs.reference)
         critic = self._models.get("value")

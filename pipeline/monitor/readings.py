@@ -1,4 +1,4 @@
-"""The catalogue of readings. A level is a value at one moment; a counter only grows, and its rate is what counts."""
+"""The catalogue of readings. A level is a value at one moment. A counter only grows, and its rate is reported."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ READINGS: dict[str, Reading] = {
 AVERAGED = frozenset(name for name, reading in READINGS.items() if reading.averaged)
 COUNTERS = frozenset(name for name, reading in READINGS.items() if reading.counter)
 Sample = dict[str, float]
-"""Readings by name. A sampler adds `at`, its monotonic clock in seconds; `count`, the number of its samples; and `sum:NAME`,
-the sum over them of each level that is averaged."""
+"""Name -> reading. A sampler adds `at`, its monotonic clock in seconds; `count`, the number of its samples so far; and
+`sum:NAME`, the sum of the level NAME over these samples, for each level that is averaged."""
 TAKEN, COUNT, SUM = "at", "count", "sum:"

@@ -1,6 +1,6 @@
 """Warnings about resources: each check is one small function that reads the history, and one line in a registry.
 
-A check yields (rank, message); the message says what is off, on which rank, and what to do.
+A check yields (rank, message); the message names the problem, the rank where it is, and a remedy.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ Found = tuple[int, str]
 Check = Callable[[History], Iterator[Found]]
 
 SLOW = 1.3
-"""Times the median of its peers that a slow rank works."""
+"""A rank is slow if it works longer than this times the median of its peers."""
 SLOW_ENGINE = 1.5
 WAITED_FOR = 0.15
 """Share of time that the peers of a slow rank wait in collectives, on average."""
 SLOW_CLOCK = 0.9
 THROTTLED = 0.5
-"""Share of samples."""
+"""Least share of samples with a slowed clock that counts as throttling."""
 STARVED, BUSY = 0.5, 0.3
-"""Shares of time that a starved component waits at least, and the other one at most."""
+"""Least share of time that a starved component waits, and most share that the component which starves it waits."""
 FULL = 0.95
 LEAST_FREE_GB = 2.0
 LEAST_LEAK_GB = 0.1
 """A memory that grows less over half of a run does not count as a leak."""
 FAR = 10
-"""Without a last step, a leak counts if it ends the run within so many times its steps so far."""
+"""If a run has no last step, a leak counts if memory is full within FAR times the steps so far."""
 
 
 def slow_rank(history: History) -> Iterator[Found]:
-    """A train or reward rank that works longer than its peers, which wait for it in collectives."""
+    """Find a train or reward rank that works longer than its peers, which wait for it in collectives."""
     for name in ("train", "reward"):
         ranks = history.components.get(name, ())
         waiting = history.mean("waiting", ranks)
@@ -49,7 +49,7 @@ def slow_rank(history: History) -> Iterator[Found]:
 
 
 def slow_engine(history: History) -> Iterator[Found]:
-    """An engine whose steps take longer than those of its peers."""
+    """Find an engine whose steps take longer than the steps of the other engines."""
     leaders = [engine[0] for engine in history.engines]
     count, busy = (history.mean(name, leaders) for name in ("engine_steps", "engine_s"))
     seconds = {rank: busy[rank] / each for rank, each in count.items() if each > 0 and rank in busy}
@@ -69,14 +69,14 @@ def _or_leave_out(history: History, rank: int) -> str:
 
 
 def _above_peers(values: dict[int, float], factor: float) -> Iterator[tuple[int, float]]:
-    """Yield (rank, lower median of all) of ranks above `factor` times that. Of two ranks the other one is the median."""
+    """Yield (rank, lower median of all ranks) for each rank above `factor` times this median; of two ranks it is the lower."""
     usual = statistics.median_low(values.values()) if len(values) > 1 else 0.0
     if usual > 0:
         yield from ((rank, usual) for rank, value in values.items() if value > factor * usual)
 
 
 def slow_gpu(history: History) -> Iterator[Found]:
-    """A busy GPU whose clock is below that of its peers."""
+    """Find a busy GPU whose clock is below the clocks of its peers."""
     for ranks in history.components.values():
         clocks, busy = (history.mean(name, ranks) for name in ("sm_clock_mhz", "gpu_util"))
         clocks = {rank: clock for rank, clock in clocks.items() if busy.get(rank, 0.0) > 0.5}
@@ -91,7 +91,7 @@ def slow_gpu(history: History) -> Iterator[Found]:
 
 
 def throttling(history: History) -> Iterator[Found]:
-    """A GPU that heat or power slows down."""
+    """Find a GPU whose clock heat or power limits."""
     for ranks in history.components.values():
         for rank, share in history.mean("throttled", ranks).items():
             if share >= THROTTLED:
@@ -104,7 +104,7 @@ def throttling(history: History) -> Iterator[Found]:
 
 
 def host_leak(history: History) -> Iterator[Found]:
-    """Host memory that grows steadily, so that it is full before the run ends."""
+    """Find host memory that grows steadily, so that it is full before the run ends."""
     for node in sorted(set(history.nodes.values())):
         here = [rank for rank, its in history.nodes.items() if its == node]
         free = [history.now[rank]["node_memory_free_gb"] for rank in here if "node_memory_free_gb" in history.now.get(rank, {})]
@@ -127,7 +127,7 @@ def host_leak(history: History) -> Iterator[Found]:
 
 
 def gpu_leak(history: History) -> Iterator[Found]:
-    """GPU memory that grows steadily, so that it is full before the run ends."""
+    """Find GPU memory that grows steadily, so that it is full before the run ends."""
     for (rank, name), growth in history.growth.items():
         free = history.now[rank].get("gpu_memory_free_gb")
         if name != "gpu_memory_gb" or free is None or (slope := growth.slope(LEAST_LEAK_GB)) is None:
@@ -149,7 +149,7 @@ def _ends(history: History, free_gb: float, gb_per_step: float) -> int | None:
 
 
 def starved_queue(history: History) -> Iterator[Found]:
-    """Train ranks that wait for generate ranks, or the reverse, where both should work at the same time."""
+    """Find train ranks that wait for generate ranks, or the reverse, in runs in which both should work at the same time."""
     if not history.runs_ahead or not {"train", "generate"} <= history.components.keys():
         return
     shares = {name: history.mean("waiting", ranks) for name, ranks in history.components.items()}
@@ -176,7 +176,7 @@ def starved_queue(history: History) -> Iterator[Found]:
 
 
 def full_cache(history: History) -> Iterator[Found]:
-    """An engine that preempts requests because its KV cache is full."""
+    """Find an engine that preempts requests because its KV cache is full."""
     leaders = [engine[0] for engine in history.engines]
     use = history.mean("kv_cache", leaders)
     for rank, rate in history.mean("preemptions", leaders).items():
@@ -189,7 +189,7 @@ def full_cache(history: History) -> Iterator[Found]:
 
 
 def full_memory(history: History) -> Iterator[Found]:
-    """A node whose host memory is nearly full."""
+    """Find a node whose host memory is nearly full."""
     for rank, sample in history.now.items():
         if sample.get("node_memory", 0.0) > FULL and sample["node_memory_free_gb"] < 4 * LEAST_FREE_GB:
             message = (
@@ -201,7 +201,7 @@ def full_memory(history: History) -> Iterator[Found]:
 
 
 def full_disk(history: History) -> Iterator[Found]:
-    """A file system of the run folder that is nearly full."""
+    """Find a node on which the file system of the run folder is nearly full."""
     for rank, sample in history.now.items():
         if sample.get("disk", 0.0) > FULL and sample["disk_free_gb"] < LEAST_FREE_GB:
             message = (
@@ -224,4 +224,4 @@ AFTER_A_STEP: tuple[Check, ...] = (
 )
 """Checks after each step."""
 AT_ANY_TIME: tuple[Check, ...] = (full_memory, full_disk)
-"""Checks of the latest samples, while a step is under way, too."""
+"""Checks of the latest samples, which also run during a step."""

@@ -1,4 +1,4 @@
-"""Start the monitor of a rank, and on rank 0 that of the steps."""
+"""Start the sampler of a rank, and on rank 0 the monitors of the steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FOLDER = "resources"
-"""In an attempt's folder: each rank's samples, and the warnings."""
+"""Name of the folder in an attempt's folder that has each rank's samples and the warnings."""
 WAITS = ("waiting", "environments")
 
 
@@ -49,7 +49,7 @@ def start(world: World, recipe: Recipe, run_dir: Path) -> Sampler | None:
 def of_steps(
     world: World, recipe: Recipe, sampler: Sampler | None, samples: Callable[[], Mapping[int, bytes]]
 ) -> StepMonitor | None:
-    """Return rank 0's monitor of steps, which also runs in its sampler's thread. samples: returns the latest of each rank."""
+    """Return rank 0's monitor of steps, which also runs in its sampler's thread. samples: returns rank -> its latest sample."""
     if sampler is None:
         return None
     workers = world.workers
@@ -63,7 +63,7 @@ def of_steps(
 
 
 def of_learning(world: World, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LearningMonitor:
-    """Return rank 0's look at what steps teach, which needs no samples of resources."""
+    """Return rank 0's monitor of learning, which needs no samples of resources."""
 
     def stops() -> str:
         return ", ".join(map(str, stop_tokens(recipe.policy).tokens)) or "none"

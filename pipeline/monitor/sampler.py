@@ -21,20 +21,21 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 """Seconds between two looks at the main thread's stack."""
 MOST_BYTES = 4 << 20
-"""Bytes of a file before it becomes the older one of two: about 14 hours at a sample every 5 s."""
+"""Most bytes of a file of samples: about 14 hours at a sample every 5 s. A full file is kept as the older one of two."""
 CLOSE_S = 2.0
-"""Seconds that the end of a run waits for a hanging disk."""
+"""Most seconds that the end of a run waits for a sampler whose disk hangs."""
 Source = Callable[[], Sample]
 
 
 class SampleFile:
-    """A file of samples, one JSON object a line: `time` in unix seconds, and the readings. The thread of a sampler writes it.
+    """A file of samples that a sampler's thread writes. Each line is a JSON object: `time` in unix seconds, and the readings.
 
-    At its bound it is renamed to NAME.before.jsonl, which it replaces. A failing disk loses the samples of that time.
+    When the file has its largest size, it replaces NAME.before.jsonl, and a new file begins. While the disk fails, samples are
+    lost.
     """
 
     def __init__(self, path: Path, about: dict[str, Any], flush_s: float, most_bytes: int = MOST_BYTES):
-        """about: the first line's content, such as the rank and its node."""
+        """Prepare to write. about: the content of the first line, such as the rank and its node."""
         self._path, self._about, self._flush_s, self._most = path, about, flush_s, most_bytes
         self._lines: list[str] = []
         self._written = time.monotonic()
@@ -42,7 +43,7 @@ class SampleFile:
         self._failing = False
 
     def add(self, sample: Sample) -> None:
-        """Add a sample, and write those of the last `flush_s` seconds."""
+        """Add a sample. Every `flush_s` seconds, write the samples to the file."""
         line = {name: _short(value) for name, value in sample.items() if name in READINGS}
         self._lines.append(json.dumps({"time": round(time.time(), 3), **line}) + "\n")
         if time.monotonic() - self._written >= self._flush_s:
@@ -81,7 +82,7 @@ class Sampler:
     def __init__(
         self, sources: Sequence[Source], period_s: float, file: SampleFile | None = None, watch: StackWatch | None = None
     ):
-        """sources: each returns some readings. watch: looks at the main thread between samples."""
+        """Prepare to sample. sources: functions that return readings. watch: looks at the main thread between samples."""
         self._sources = list(sources)
         self._period_s = period_s
         self._file = file
@@ -120,7 +121,7 @@ class Sampler:
             logger.exception("the resource monitor of this rank ends; the run goes on without")
 
     def _wait(self) -> bool:
-        """Look at the main thread for a period; return whether the sampler is stopped."""
+        """Watch the main thread until the next sample is due; return whether the sampler is stopped."""
         looked = time.monotonic()
         ends = looked + self._period_s
         while (left := ends - time.monotonic()) > 0:
@@ -133,7 +134,7 @@ class Sampler:
         return False
 
     def sample(self) -> None:
-        """Take one sample. A source that raises is left out of it, and logged the first time."""
+        """Take one sample. The readings of a source that raises are left out; its first error is logged."""
         found: Sample = {}
         for number, source in enumerate(self._sources):
             try:

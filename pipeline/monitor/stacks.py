@@ -1,7 +1,7 @@
-"""Tell from its stack whether the main thread is blocked in a collective.
+"""Find out from the main thread's stack whether it is blocked in a collective.
 
-A rank that is slow at its own work makes its peers wait in collectives, so the peers' share of time there is large and its own
-is small. On a GPU a collective runs beside the host, and the host is seen to wait only where it waits for the result.
+If a rank is slow at its own work, its peers wait for it in collectives: they spend a large share of their time there, and the
+slow rank a small share. On a GPU a collective runs asynchronously, so the host seems to wait only when it needs the result.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import sys
 import threading
 
 DEPTH = 3
-"""Innermost frames to look at: `dist.all_reduce` is called by a wrapper or two, but a model is not called by a collective."""
+"""Number of innermost frames to look at. A collective such as `dist.all_reduce` may be called by one or two wrappers."""
 COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 FSDP = "torch/distributed/fsdp/_fully_shard/"
 
 
 class StackWatch:
-    """Counts the seconds in which the main thread is in a collective, to the resolution of its calls of `look`."""
+    """Counts the seconds in which the main thread is in a collective. The time between calls of `look` is the resolution."""
 
     def __init__(self, thread: int | None = None):
-        """thread: its identifier; None: the main thread's."""
+        """Watch a thread. thread: its identifier; None: the main thread."""
         self._thread = threading.main_thread().ident if thread is None else thread
         self.seconds = 0.0
 

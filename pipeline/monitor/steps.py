@@ -1,7 +1,7 @@
-"""Rank 0's part: the metrics `resources/...` of each step from the samples of all ranks, and the warnings.
+"""Compute the metrics `resources/...` of each step on rank 0 from the samples of all ranks, and write warnings.
 
-Each reading of `readings.py` becomes COMPONENT_NAME_mean and, with several ranks, _min, _max and _max_rank: levels are means
-over the step, counters are rates. A step shorter than the period of the samples repeats the last values. Derived from them:
+Each reading of `readings.py` becomes COMPONENT_NAME_mean and, with several ranks, _min, _max and _max_rank. Levels are means
+over the step, counters are rates. A step without new samples repeats the last values. These metrics are derived from them:
 
     tokens_per_s_per_gpu          throughput/tokens_per_s / GPUs of the job
     COMPONENT_straggling          (max - mean) / max over ranks of own time, which is 1 - waiting - collective
@@ -36,11 +36,11 @@ from pipeline.types import RolloutGroup, Sample
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 600.0
-"""Seconds likewise, within a step."""
+"""Seconds after which a warning is repeated within a step."""
 MOST_RANKS = 4
 """Ranks that a check names at once."""
 MOST_WARNINGS = 2000
-"""Lines of a run's file of warnings in one attempt; later ones are in rank 0's log alone."""
+"""Most lines of a run's file of warnings in one attempt; later warnings are only in rank 0's log."""
 HOUR_S = 3600
 SHOWN = tuple(name for name, reading in READINGS.items() if reading.shown)
 
@@ -56,7 +56,11 @@ class StepMonitor:
         samples: Callable[[], Mapping[int, bytes]],
         file: Path,
     ):
-        """operations: None if they are not known. gpus: of the job. samples: returns each rank's latest. file: of warnings."""
+        """Prepare to monitor steps.
+
+        operations: None if they are not known. gpus: number of GPUs of the job. samples: a function that returns rank -> its
+        latest sample. file: for the warnings.
+        """
         self._history = history
         self._operations = operations
         self._gpus = gpus
@@ -71,11 +75,14 @@ class StepMonitor:
         self._step = 0
 
     def learned(self, samples: Sequence[Sample], models: Sequence[str]) -> None:
-        """Remember what the train ranks learn from in this step."""
+        """Remember the samples on which the train ranks learn in this step, and the models that they update."""
         self._trained = samples, models
 
     def step_ended(self, step: int, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] | None) -> dict[str, float]:
-        """Return the metrics of a step, from its other metrics, and look for what is off. An error costs the metrics alone."""
+        """Return the resource metrics of a step and check for problems; after an error these metrics are missing.
+
+        metrics: the other metrics of the step.
+        """
         try:
             with self._lock:
                 self._step = step
@@ -162,7 +169,7 @@ class StepMonitor:
     # ---- warnings -----------------------------------------------------------------------------------------------------------
 
     def _check(self, checks: Sequence[Check]) -> int:
-        """Give the warnings of these checks that are due, of each for its first ranks; return how many hold."""
+        """Write the due warnings of these checks, for each check only for its first ranks; return how many warnings hold."""
         holding = 0
         for check in checks:
             found = list(check(self._history))

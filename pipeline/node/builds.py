@@ -1,7 +1,7 @@
 """Compare the builds of PyTorch, CUDA and NCCL that ranks of one world use.
 
 The store and gloo do not negotiate versions, so PyTorch's release and CUDA's major release must be equal, and NCCL's version
-exactly so. Builds of one release may differ: NVIDIA's is of another commit than PyPI's.
+must be exactly equal. Builds of one release may differ: NVIDIA's is of another commit than PyPI's.
 
 This imports only the standard library, because containers/check_image.py runs it in images that may lack everything else.
 """
@@ -12,7 +12,7 @@ import re
 
 TORCH, CUDA, NCCL = "torch", "CUDA", "NCCL"
 MUST_MATCH = {TORCH: r"\d+\.\d+\.\d+", CUDA: r"\d+", NCCL: r".+"}
-"""The start of each version that must be equal."""
+"""Name -> pattern of the beginning of its version that must be equal on all ranks."""
 
 
 def inductor_links(torch_file: str) -> bool:

@@ -1,6 +1,6 @@
-"""Check what Triton needs of a machine with a GPU: it compiles a C program that starts each kernel.
+"""Check that a machine with a GPU has the C compiler and headers with which Triton compiles a launcher for each kernel.
 
-`python -m pipeline.node.c_compiler` prints what is missing. This imports only the standard library, because commands ask too.
+`python -m pipeline.node.c_compiler` prints what is missing. This imports only the standard library, as commands use it too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMPILER_S = 60.0
 
 
 def missing() -> str | None:
-    """Return COMPILER or HEADER if this machine has none, else None. The same search as in triton/runtime/build.py."""
+    """Return COMPILER or HEADER if this machine lacks it, else None. The search is the same as in triton/runtime/build.py."""
     compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
     if compiler is None or shutil.which(compiler) is None:
         return COMPILER

@@ -1,11 +1,12 @@
-"""Set the folders in which compilers keep their output: on the node, writable, and this user's alone.
+"""Set the folders in which compilers keep their output to folders on the node that only this user can write.
 
 vLLM and Triton write below the home folder by default. In a container that folder may be read-only or absent (enroot's
 defaults). If it lies on NFS, all nodes share the files, and locks on them are slow. A variable that the user has set
 stays; its `~` is expanded, as Triton and Inductor do not do it.
 
-Where /tmp ends with a job, a requeued job compiles again, unless TMPDIR is a mounted disk of the node. vLLM has code for each
-GPU of a node, which only a run on the same nodes fills, such as one with grpo.max_num_steps=1 and another run_dir.
+If a cluster empties /tmp after each job, a requeued job compiles again, unless TMPDIR is a mounted disk of the node. vLLM's
+compiled code differs for each GPU of a node. Only a run on the same nodes can compile it in advance, such as a run with
+grpo.max_num_steps=1 and another run_dir.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def use_node_folders() -> None:
 def node_folder() -> Path | None:
     """Return this user's folder for compiled code on this node, and create it; None if there is no place for one.
 
-    Compiled code is loaded from it, so nobody else may write there, and the file system must permit execution: /dev/shm often
-    does not.
+    Compiled code is loaded from it, so no other user may write there, and the file system must permit execution, which /dev/shm
+    often does not.
     """
     for parent in dict.fromkeys([os.environ.get("TMPDIR", "/tmp"), "/tmp", "/var/tmp", "/dev/shm"]):
         folder = Path(parent) / f"hetstep-{os.getuid()}"
@@ -62,7 +63,7 @@ def node_folder() -> Path | None:
 
 
 def problem() -> str:
-    """Return which folders of FOLDERS' variables cannot be written; "" if all can."""
+    """Return a text that names the folders of the variables in FOLDERS that cannot be written; "" if there are none."""
     named = {name: os.environ[name] for name in FOLDERS if name in os.environ}
     bad = [f"{name}={folder}" for name, folder in named.items() if not _writable(Path(folder))]
     return f"no file can be written to {', '.join(bad)}, where compilers keep their output" if bad else ""
@@ -71,14 +72,14 @@ def problem() -> str:
 def of_device(root: str, device: str) -> str:
     """Return the cache folder of a device below `root`; `root` if it is that folder. device: such as "3-1b2c".
 
-    Code for another device below `root`, such as of `vllm serve`, does not serve: launch/OPERATIONS.md, "Compiled code".
+    Code below `root` for another device, such as code from `vllm serve`, cannot be used: launch/OPERATIONS.md, "Compiled code".
     """
     path = Path(root)
     return root if path.name == f"device-{device}" else str(path / f"device-{device}")
 
 
 def _private(folder: Path) -> bool:
-    """Create the folder, and return whether it is this user's, and nobody else may write there."""
+    """Create the folder, and return whether it belongs to this user and no other user may write there."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.lstat()

@@ -1,10 +1,11 @@
-"""Read whether the kernel has ended processes for memory: the counter `oom_kill` of the cgroups around a process.
+"""Read whether the kernel has ended processes for lack of memory: the counter `oom_kill` of the cgroups around a process.
 
-    version 2    memory.events         of a group and all below it
-    version 1    memory.oom_control    of a group alone, so those below it are read too
+    cgroup v2    memory.events         counts a group and all groups below it
+    cgroup v1    memory.oom_control    counts a group alone, so the groups below it are read too
 
-The counters are read twice, since they may have grown before. A process of another node, or of a group that Slurm has removed
-with it, leaves no record here. https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+The counters are read at the start and at the end, since they may have grown before the start. There is no record of processes
+on another node, or in a group that Slurm has removed with the process.
+https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from pathlib import Path
 
 SYSTEM_FILES = Path("/")
 MOST_GROUPS = 256
-"""Groups that are read below the outer ones."""
+"""Most groups to read in cgroup v1 besides this process's group and its parents."""
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has ended for memory around this process since it was made."""
+    """Counts the processes in the cgroups around this process that the kernel ended for lack of memory since construction."""
 
     def __init__(self, root: Path = SYSTEM_FILES):
         self._root = root
         self._before = dict(_counts(root))
 
     def record(self) -> str:
-        """Return what the kernel has recorded since, with the file that says it; "" if nothing."""
+        """Return a text about the processes that the kernel ended since construction, with the counter's file; "" if none."""
         grown = {path: count - self._before.get(path, 0) for path, count in _counts(self._root)}
         grown = {path: count for path, count in grown.items() if count > 0}
         if not grown:
@@ -38,7 +39,7 @@ class MemoryKills:
 
 
 def _counts(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield (file, its oom_kill) of this process's group, of those around it and, in version 1, of those beside and below."""
+    """Yield (file, its oom_kill) of this process's cgroup, its parents and, in cgroup v1, its siblings and children."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -5,9 +5,9 @@ other node can connect, and on a node with several networks it may be an address
 rank 0 works: each rank has a connection to its store. If a user has set GLOO_SOCKET_IFNAME, it stays, for NCCL as well. If all
 ranks are on one node, the interface is loopback, to which no other node can connect.
 
-NCCL by itself starts over the first interface that is neither loopback nor Docker's. On nodes with a management or a storage
-network that may be one that leads to no other node, and then the first collective hangs. So NCCL gets gloo's interface, unless
-that is loopback, NCCL_SOCKET_IFNAME is set, or NCCL's data would then leave another network that is as fast.
+By itself, NCCL connects over the first interface that is neither loopback nor Docker's. On nodes with a management or a storage
+network, this interface may not lead to the other nodes, and then the first collective hangs. So NCCL gets gloo's interface,
+unless this is loopback, NCCL_SOCKET_IFNAME is set, or NCCL would then stop using another interface that is as fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 NCCL_FILES = ("/etc/nccl.conf", "~/.nccl.conf")
 """Files with NCCL's variables, which the environment overrides (NCCL's documentation, "Environment Variables")."""
 UNUSED = ("lo", "docker")
-"""Beginnings of names of interfaces that NCCL does not use by itself."""
+"""NCCL by itself does not use interfaces whose names begin so."""
 RDMA = Path("/sys/class/infiniband")
 """Has an entry for each adapter over which NCCL moves data without sockets: InfiniBand, RoCE or EFA."""
 LOOPBACK = "127.0.0.1"
@@ -59,9 +59,9 @@ def find_interface(address: str) -> str | None:
 
 
 def keep_user_setting() -> bool:
-    """Return whether the user has set GLOO_SOCKET_IFNAME, and let NCCL follow it.
+    """Return whether the user has set GLOO_SOCKET_IFNAME; if so, set NCCL's variable to the same interfaces.
 
-    Raises RecipeError if this node lacks an interface in it.
+    Raises RecipeError if this node lacks an interface that the variable names.
     """
     given = os.environ.get(VARIABLE, "")
     here = psutil.net_if_addrs()
@@ -78,9 +78,9 @@ def keep_user_setting() -> bool:
 
 
 def use_interface_of(address: str) -> None:
-    """Set this process's variables to the interface that has `address`; NCCL's unless it is set or unsure.
+    """Set gloo's variable, and NCCL's as `_set_for_nccl` allows, to the interface that has `address`.
 
-    Raises RecipeError if none has it.
+    Raises RecipeError if no interface has it.
     """
     name = find_interface(address)
     if name is None:
@@ -92,7 +92,7 @@ def use_interface_of(address: str) -> None:
 
 
 def _set_for_nccl(names: list[str]) -> None:
-    """Set NCCL's variable to these interfaces, unless it is set, one is loopback, or its data may use others."""
+    """Set NCCL's variable to these interfaces, unless it is set, one is loopback, or NCCL's data would become slower."""
     if not _is_set_for_nccl() and find_interface(LOOPBACK) not in names and _leaves_data_alone(names):
         os.environ[NCCL_VARIABLE] = f"={','.join(names)}"  # "=": exactly these names, not all that begin with them
 

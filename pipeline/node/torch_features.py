@@ -1,7 +1,7 @@
-"""What train ranks call that builds of PyTorch differ in: releases 2.11 to 2.13, and NVIDIA's, which are of commits between.
+"""Features of PyTorch that train ranks call and that differ between builds: releases 2.11 to 2.13, and NVIDIA's in between.
 
-A build is asked for what it has, never for its version: NVIDIA's "2.13.0a0" may lack what the release has. The node checks
-refuse a build that lacks what ranks need, before anything is loaded.
+The features themselves are tested, never the version: NVIDIA's "2.13.0a0" may lack features of the release 2.13.0. The node
+checks refuse a build that lacks a needed feature, before anything is loaded.
 
     torch 2.11    varlen_attn has no enable_gqa; its kernel takes fewer key heads than query heads without it
     torch 2.12    varlen_attn refuses fewer key heads without enable_gqa
@@ -50,7 +50,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def lacking() -> list[str]:
-    """Return what this build lacks of NEEDED, such as "torch.nn.attention.varlen.varlen_attn (missing a required ...)"."""
+    """Return the features in NEEDED that this build lacks, such as "torch.nn.attention.varlen.varlen_attn (missing ...)"."""
     found = []
     for name, arguments in NEEDED.items():
         try:

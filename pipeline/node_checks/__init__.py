@@ -10,7 +10,7 @@ The cost: each rank sends one message to rank 0's store; each node writes one sm
 time; all nodes exchange messages at the same time, two or three times for about 0.1 s. A single node sends nothing and writes
 no file.
 
-Left out: the network cards of all GPUs except a node's first, disks, and later failures.
+Not checked: the network cards of all GPUs except a node's first GPU, disks, and failures after the start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHUNK = 256  # keys that one request to the store reads
 
 
 class BadNodes(RuntimeError):
-    """Nodes failed their checks. failure.json and bad_nodes of the attempt name them already."""
+    """Raised when nodes failed their checks. The attempt's failure.json and bad_nodes name them already."""
 
 
 def check(world: World, cluster: ClusterConfig, compiles: bool = False) -> None:
@@ -91,7 +91,7 @@ def _publish(world: World, key: str, value: Any) -> None:
 
 
 def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
-    """Return the value that rank 0 sets at a key."""
+    """Wait for rank 0 to set a key, and return its value."""
     try:
         world.store.wait([f"nodes/{key}"], timedelta(seconds=timeout_s))
     except dist.DistError as error:
@@ -138,7 +138,7 @@ def _lead(world: World, cluster: ClusterConfig, needs: InstallationNeeds) -> Non
 
 
 def _nodes(world: World) -> dict[str, list[int]]:
-    """Return the ranks of each node."""
+    """Return node -> its ranks."""
     found: dict[str, list[int]] = {}
     for rank, node in _gather(world, "here", range(world.size), PROBE_TIMEOUT_S).items():
         found.setdefault(node.decode(), []).append(rank)
@@ -165,7 +165,7 @@ def _measure(world: World, results: CheckResults, least: float | None) -> None:
 
 
 def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
-    """Return the values that ranks set at `prefix/RANK` within `timeout_s`, in the order of ranks; late ranks are missing."""
+    """Return rank -> the value that it set at `prefix/RANK` within `timeout_s`, in the order of ranks, without late ranks."""
     keys = [f"{prefix}/{rank}" for rank in ranks]
     with contextlib.suppress(dist.DistStoreError):  # some ranks are late: return the others' values
         world.store.wait(keys, timedelta(seconds=timeout_s))
@@ -177,7 +177,7 @@ def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -
 
 
 def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout_s: float) -> dict[str, list[str]]:
-    """Return the nodes of ranks that have not reported, with the activity in their heartbeats."""
+    """Return node -> problems, for the nodes of ranks that have not reported; problems have the ranks' last activities."""
     found: dict[str, list[str]] = {}
     for node, ranks in nodes.items():
         for rank in sorted(absent & set(ranks)):
@@ -188,7 +188,7 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
 
 
 def _fail_mismatch(world: World, results: CheckResults, cluster: ClusterConfig) -> None:
-    """Report that components differ, or lack what they need on all of their nodes. No node is at fault; none is excluded."""
+    """Report that components differ, or lack a needed part on all of their nodes. No node is at fault, and none is excluded."""
     headline, advice = diagnosis.remedy(results.mismatches, world.workers, cluster)
     others = "".join(f"; {node}: {'; '.join(why)}" for node, why in results.problems.items())
     message = f"{headline}: {'; '.join(results.mismatches.values())}. {advice}{others}"

@@ -1,8 +1,8 @@
-"""Find outlier nodes: each function takes reports or measurements and returns {node: [what is wrong with it]}.
+"""Find outlier nodes: each function takes reports or measurements and returns {node: [its problems]}.
 
 Among nodes that differ, the majority is right. If a component has no majority, the values that all nodes must share
-(`ONE_FOR_ALL`) are also compared with those of other components. If that gives no majority either, all are named and none is
-excluded (`Undecided`). A measurement between two nodes counts against both.
+(`ONE_FOR_ALL`) are also compared with the values of other components. If that gives no majority either, all differing nodes are
+named and none is excluded (`Undecided`). A bad measurement between two nodes counts against both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.node_checks.ring import Link, Pair, split_by_speed
 Problems = dict[str, list[str]]
 
 FOREIGN_GB = 3.0
-"""GB that may be in use on a GPU: context and cuBLAS workspace of one process, or of two that share it, under 1 GB each."""
+"""Most GB in use on a healthy GPU: context and cuBLAS workspace of one or two processes, under 1 GB each."""
 MEMORY_SHARE = 0.9
 """The smallest share of a GPU's nominal memory that CUDA shows: ECC and the driver reserve a few percent on some GPUs."""
 LEAST_FREE_GB = 0.016
@@ -30,7 +30,7 @@ LEAST_FREE_GB = 0.016
 in $TMPDIR compilers keep their output. With less than 16 MiB none of them starts, and they fail by a bus error without a
 message."""
 SHARED_GB = 0.01
-"""What NCCL takes in /dev/shm for a rank without NVLink or another direct path to its neighbours."""
+"""GB that NCCL takes in /dev/shm for a rank without NVLink or another direct path to its neighbours."""
 ONE_FOR_ALL = ("driver", NCCL, NETWORK)
 """Versions that must be equal on the nodes of all components: the driver is the node's, whatever the image."""
 
@@ -89,7 +89,7 @@ def _node_reports(ranks: Iterable[int], seen: Mapping[int, RankReport]) -> list[
 
 
 def _exclusive(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups) -> Problems:
-    """Return the nodes whose GPUs admit one process alone, where components share them."""
+    """Return problems of nodes whose GPUs admit only one process although components share these GPUs."""
     found: Problems = {}
     for node, ranks in nodes.items() if workers.colocated else ():
         own = {report.gpu.uuid for rank in ranks if (report := seen.get(rank)) and report.gpu}
@@ -104,7 +104,7 @@ def _exclusive(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], w
 def _same_gpu(
     nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
-    """Return the nodes on which ranks share a GPU although the recipe does not place them there, with those ranks."""
+    """Return problems of nodes on which ranks share a GPU although the recipe does not place them on the same GPU."""
     found: Problems = {}
     for node, ranks in nodes.items():
         users: dict[str, list[int]] = {}
@@ -122,9 +122,9 @@ def _same_gpu(
 
 
 def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()) -> Problems:
-    """Return the nodes whose value is not the usual one. values: by node.
+    """Return problems of the nodes whose value differs from the majority's. values: node -> its value.
 
-    elsewhere: the values of other nodes, which must be equal. They only count if `values` has no majority.
+    elsewhere: values of other nodes, which must be equal to these. They count only if `values` has no majority.
     """
     counts = Counter(values.values())
     if len(counts) < 2:
@@ -141,7 +141,7 @@ def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()
 
 
 def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
-    """Return ({what differs: why components cannot form one world}, other differences). Neither names a node.
+    """Return (version that differs -> why components cannot form one world, other differences). Neither names a node.
 
     Components that share GPUs communicate over gloo, so only torch's release counts there.
     """
@@ -164,7 +164,7 @@ def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: Clust
 def lacks(
     nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups
 ) -> tuple[dict[str, str], Problems]:
-    """Return ({component: what its installation lacks on all of its nodes}, what only some of its nodes lack)."""
+    """Return (component -> what all of its nodes lack, problems of nodes that lack what others of the component have)."""
     everywhere: dict[str, str] = {}
     somewhere: Problems = {}
     for component in COMPONENTS:
@@ -233,7 +233,7 @@ def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_g
 
 
 def _remapping(rows: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with a GPU's memory. rows: of probe.REMAPPING."""
+    """Yield the problems of a GPU's memory. rows: the values of the rows in probe.REMAPPING."""
     if "failure" in rows:
         yield "has no row of memory left to replace one with errors. Try another GPU; this one needs repair"
     elif "pending" in rows:
@@ -241,7 +241,7 @@ def _remapping(rows: Sequence[str]) -> Iterator[str]:
 
 
 def notes(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups) -> Iterator[str]:
-    """Yield what may be wrong with GPUs and nodes but does not end a run; components on one node see the same."""
+    """Yield notes on possible problems that do not end a run. Several components on a node can yield the same note."""
     for node, ranks in nodes.items():
         visible = {uuid for rank in ranks if rank in seen and (gpu := seen[rank].gpu) for uuid in gpu.visible}
         for report in _node_reports(ranks, seen):
@@ -269,9 +269,10 @@ def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, mo
 
 
 def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unread: Mapping[int, str]) -> Problems:
-    """Return the nodes that do not share the run folder with rank 0, or rank 0's node if most do not.
+    """Return problems of the nodes that do not share the run folder with rank 0.
 
-    unread: rank -> why rank 0 could not read the rank's marker.
+    If these are most of the nodes, return problems of all other nodes instead, among them rank 0's node. If there are only two
+    nodes, return problems of both. unread: rank -> why rank 0 could not read the rank's marker.
     """
     separate: Problems = {}
     for node, ranks in nodes.items():
@@ -289,7 +290,7 @@ def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unrea
 
 
 def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float | None) -> Problems:
-    """Return the nodes with only slow links, and both ends of a slow link between nodes that have fast ones."""
+    """Return problems of the nodes that have only slow links, and of both ends of a slow link between nodes with fast links."""
     slow, fast = split_by_speed(dict(measured), least)
     dead_links: Problems = {}
     slow_links: Problems = {}
@@ -308,7 +309,7 @@ def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float 
 
 
 def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float) -> Problems:
-    """Return the nodes whose clock differs from the median by more than `most` seconds plus the error of the measurement."""
+    """Return problems of nodes whose clock differs from the median by more than `most` seconds plus the measurement's error."""
     skews = clock_offsets(measured)
     middle = statistics.median(skew for skew, _ in skews.values()) if len(skews) > 2 else 0.0
     off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > most}

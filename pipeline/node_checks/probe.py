@@ -1,6 +1,6 @@
 """Probe each rank's GPU, and the node by the first rank of a component on it. `diagnosis.py` compares the reports.
 
-An error of a broken node becomes a `problem` in the report, so that rank 0 can name the node instead of losing the rank.
+An error on a broken node becomes a `problem` in the report, so that rank 0 can name the node and the rank does not fail.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHARED_S = 15.0
 """Seconds until another node's file must be readable. Its name is new, so no NFS client has cached that it does not exist
 (lookupcache, nfs(5)); this time is for a slow server."""
 NETWORK = "NCCL's network"
-"""Reported among a component's versions, besides those of pipeline/node/builds.py."""
+"""Name under which NCCL's network is reported among a component's versions, besides those of pipeline/node/builds.py."""
 DRIVERS = {12: 525, 13: 580}
 """Major release of CUDA -> its oldest driver (release notes, "CUDA Driver"); data-center GPUs with cuda-compat accept older."""
 REMAPPING = ("pending", "failure")
-"""A row of memory with an error is to be replaced at the GPU's next reset, or there is no row left to replace it
-(docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt, "Row Remapping"). A GPU that has replaced its rows is healthy."""
+"""Problems of a GPU's memory. "pending": a row with an error is replaced at the GPU's next reset; "failure": no row is left to
+replace it (docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt, "Row Remapping"). A GPU that has replaced its rows is healthy."""
 SMI_S = 20.0
-"""Seconds for nvidia-smi, which takes several without a persistence daemon. A driver that is stuck never answers."""
+"""Most seconds for nvidia-smi, which takes several without a persistence daemon. A driver that is stuck never answers."""
 
 
 class GPUReport(msgspec.Struct, array_like=True):
@@ -55,7 +55,7 @@ class GPUReport(msgspec.Struct, array_like=True):
 
 
 class GPUState(msgspec.Struct, array_like=True):
-    """What nvidia-smi shows of a GPU."""
+    """The state of a GPU that nvidia-smi shows."""
 
     errors: int  # uncorrected memory errors since its driver was loaded
     rows: list[str]  # of REMAPPING, what is the case
@@ -141,7 +141,7 @@ def _driver_note(cuda: str | None, driver: str | None) -> str:
 
 
 def check_matmul(device: torch.device) -> str:
-    """Return what is wrong with products of 0/1 matrices, or "". Sums of 128 terms are exact in both precisions."""
+    """Return the problem with products of 0/1 matrices, or "". Their sums of 128 terms are exact in both precisions."""
     draw = torch.Generator().manual_seed(0)
     one, other = (torch.randint(0, 2, size, generator=draw).float() for size in ((1024, 128), (128, 1024)))
     right = one @ other
@@ -153,7 +153,7 @@ def check_matmul(device: torch.device) -> str:
 
 
 def gpu_states() -> tuple[dict[str, GPUState], str]:
-    """Return (what nvidia-smi shows of each GPU, by uuid; why an installed nvidia-smi does not show it)."""
+    """Return (uuid -> state of the GPU by nvidia-smi, the reason why an installed nvidia-smi does not show it)."""
     rows, why = _nvidia_smi("--query-gpu=uuid,ecc.errors.uncorrected.volatile.total,compute_mode")
     # A GPU without row remapping, such as a V100, has [N/A] here, and an old nvidia-smi does not know the option.
     remapped, _ = (
@@ -229,7 +229,7 @@ def versions(uses_gpus: bool) -> dict[str, str]:
 
 
 def lacking(needs: InstallationNeeds) -> list[str]:
-    """Return what this installation lacks of what the ranks need."""
+    """Return the parts that the ranks need and this installation lacks."""
     found = []
     if needs.training and (names := torch_features.lacking()):
         has = f"PyTorch {torch_features.RELEASES} has what train ranks call"
@@ -290,7 +290,7 @@ def processors() -> str:
 
 
 def check_shared_folder(info: RankInfo, token: str) -> str:
-    """Read rank 0's marker and write one for it. Return what is wrong, or ''."""
+    """Write this rank's marker into the shared folder, and check that rank 0's is readable. Return the problem, or ""."""
     if info.rank:
         try:
             write_marker(info, token)
@@ -300,7 +300,7 @@ def check_shared_folder(info: RankInfo, token: str) -> str:
 
 
 def unreadable_markers(info: RankInfo, reports: dict[int, RankReport], token: str) -> dict[int, str]:
-    """Return, on rank 0, what is wrong with the markers of ranks that wrote one."""
+    """Return, on rank 0, rank -> the problem with its marker, for ranks that wrote a marker which rank 0 cannot read."""
     writers = [rank for rank, report in reports.items() if rank and report.node is not None and not report.node.shared]
     deadline = time.monotonic() + SHARED_S
     with ThreadPoolExecutor(16) as pool:  # a file server answers many at once

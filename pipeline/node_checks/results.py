@@ -22,7 +22,7 @@ class CheckResults:
     notes: list[str] = field(default_factory=list)  # other differences between components
 
     def add_problems(self, found: dict[str, list[str]]) -> None:
-        """Add problems by node."""
+        """Add problems. found: node -> its problems."""
         for node, why in found.items():
             self.problems.setdefault(node, []).extend(why)
 
@@ -40,7 +40,7 @@ def record(results: CheckResults, seconds: float) -> dict[str, Any]:
 
     {"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [other differences]}
 
-    GB are 10^9 bytes; `gb_per_s` has the node at the other end as key. `clock_skew_s` is the seconds that a node's clock is
+    GB are 10^9 bytes. `gb_per_s` is node at the other end -> GB/s. `clock_skew_s` is the seconds by which a node's clock is
     ahead of rank 0's, null if it was not measured.
     """
     skews, speeds = diagnosis.clock_offsets(results.links), _speeds(results)
@@ -72,7 +72,7 @@ def record(results: CheckResults, seconds: float) -> dict[str, Any]:
 
 
 def _speeds(results: CheckResults) -> dict[str, dict[str, float]]:
-    """Return the GB/s of each node, by the node at the other end."""
+    """Return node -> node at the other end -> GB/s of the link."""
     names = results.names
     found: dict[str, dict[str, float]] = {node: {} for node in results.ranks}
     for (one, other), link in results.links.items():

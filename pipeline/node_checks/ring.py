@@ -5,10 +5,10 @@ nodes, three for an odd one. A slow node makes both its links slow, but each of 
 other side, so the slow end of a link can be found. A node without any fast link is measured once more, with a node that has
 one.
 
-Messages go between the first ranks of the nodes, one way at a time: over NCCL between GPUs, over gloo elsewhere, also where
-train and generate ranks share GPUs. An exchange runs in a thread that is abandoned if it hangs: gloo's own timeouts would also
-close the connections to all other ranks, and a healthy neighbour of a dead node would seem dead. What NCCL allocates for a pair
-stays allocated.
+Messages go between the first ranks of the nodes, one way at a time: over NCCL between GPUs, otherwise over gloo, also if train
+and generate ranks share GPUs. An exchange runs in a thread that is abandoned if it hangs. gloo's own timeouts would also close
+the connections to all other ranks, and a healthy neighbour of a dead node would seem dead. The memory that NCCL allocates for a
+pair stays allocated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Link(msgspec.Struct, array_like=True):
 
 
 def bound_s(rounds: int) -> float:
-    """Return the longest time of an exchange: in each round one message may hang, and so may the partner's."""
+    """Return the longest time of an exchange: in each round one message of this rank and one of its partner may hang."""
     return (rounds + 1) * 2 * LINK_S
 
 
@@ -68,8 +68,8 @@ def ring(members: list[int]) -> Rounds:
 def remeasure_pairs(links: dict[Pair, Link], least: float | None) -> Rounds:
     """Return the pairs to measure once more.
 
-    Each node without a fast link gets a partner that has one. Slow links, but not dead ones, between two nodes that have fast
-    links are measured again, too.
+    Each node without a fast link gets a partner that has one. Slow links between two nodes that have fast links are measured
+    again too, but dead links are not.
     """
     suspects, fast = split_by_speed(links, least)
     if not fast:
@@ -131,7 +131,10 @@ def exchange(world: World, turn: int, rounds: Rounds) -> list[Link]:
 
 
 def _measure(world: World, link: Link, peer: int, key: str, timeout_s: float) -> Link:
-    """Measure a link; the opener fills it in. timeout_s: for the peer, which may hang in an earlier round."""
+    """Measure the link to `peer` and return it; only the link's opener gets results.
+
+    timeout_s: to wait for the peer, which may hang in an earlier round.
+    """
     world.store.set(f"{key}/{world.rank}", world.carrier.type)
     try:
         world.store.wait([f"{key}/{peer}"], timedelta(seconds=timeout_s))
@@ -187,7 +190,7 @@ class Wire:
         link.ahead_s, link.error_s, link.gb_per_s = ahead_s, error_s, speed
 
     def answer(self, link: Link) -> None:
-        """Run the other rank's part."""
+        """Reply to the messages of the peer, which runs `measure`. `link` stays unchanged."""
         for _ in range(PINGS):
             self._receive(torch.zeros(1, dtype=torch.float64))
             self._send(torch.tensor([time.time()], dtype=torch.float64))
@@ -196,7 +199,7 @@ class Wire:
         self._echo(int(self._receive(torch.tensor([0]))))
 
     def _compare_clocks(self) -> tuple[float, float]:
-        """Return the seconds that the other's clock is ahead, and the error, by the shortest of some round trips."""
+        """Return (seconds that the peer's clock is ahead, error), from the shortest of several round trips."""
         best = (0.0, float("inf"))
         for _ in range(PINGS):
             start, sent = time.time(), time.perf_counter()

@@ -1,1 +1,1 @@
-"""Record a run for people: metrics, TensorBoard events, timelines and warnings."""
+"""Record what people want to see of a run: metrics, TensorBoard events, timelines and warnings."""

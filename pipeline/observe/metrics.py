@@ -1,9 +1,9 @@
-"""Write the metrics of a run on rank 0: metrics.jsonl, TensorBoard events and rollouts. And read them.
+"""Write and read the metrics of a run: metrics.jsonl, TensorBoard events and rollouts. Rank 0 writes them.
 
-metrics.jsonl has one object per step. A rerun cuts it, the TensorBoard events and the rollouts back to the restored step, so no
-step appears twice. A line that cannot be written is retried, because the metrics are the result of the run. Failures to write
-rollouts or TensorBoard events never stop it. Missing TensorBoard events are written as soon as possible, at the latest at the
-next start.
+metrics.jsonl has one object per step. A rerun cuts metrics.jsonl, the TensorBoard events and the rollouts back to the restored
+step, so no step appears twice. Writing a line is retried if it fails, because the metrics are the result of the run. Failures
+to write rollouts or TensorBoard events never stop the run. Missing TensorBoard events are written as soon as possible, at the
+latest at the next start.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Result = TypeVar("Result")
 RESOURCES = "resources/"
 """Prefix of the resource monitor's keys. They are not in the log, for there are many."""
 NOT_REPRODUCIBLE = ("time", "throughput/", "idle/", RESOURCES)
-"""Prefixes of keys that differ from run to run; all others must not."""
+"""Prefixes of the keys whose values differ between equal runs. All other values must be equal."""
 
 
 MEND = "Try to remove its line, or to restore the file from a copy"
 
 
 class StepLine(TypedDict):
-    """A line of metrics.jsonl: the other keys are metrics, numbers or null."""
+    """A line of metrics.jsonl. Its other keys are metrics, whose values are numbers or null."""
 
     step: Count
     time: Moment
 
 
 class SaidTurn(TypedDict):
-    """A turn of an episode."""
+    """A turn of an episode: what the policy said and what it was told, with the numbers of tokens."""
 
     said: str
     told: str
@@ -62,7 +62,7 @@ class SaidTurn(TypedDict):
 
 
 class RolloutLine(TypedDict):
-    """A line of a file of rollouts: the other keys are metrics of the rollout."""
+    """A line of a rollouts file. Its other keys are metrics of the rollout."""
 
     prompt: str
     completion: str
@@ -86,7 +86,7 @@ class Metrics:
         retry: RetryPolicy = NO_RETRIES,
         key: FileKey | None = None,
     ):
-        """Continue after a restored step and drop everything beyond it; with None, drop everything. key: encrypts rollouts."""
+        """Drop everything after the restored step `after_step`, or everything if it is None. key: encrypts rollouts."""
         self._key = key
         last = -1 if after_step is None else after_step  # step 0 is the validation before the first step
         self._path = run_dir / "metrics.jsonl"
@@ -102,7 +102,7 @@ class Metrics:
         self._show(last)
 
     def _cut(self, last: int) -> str:
-        """Drop what was written after a step and return the rest of metrics.jsonl."""
+        """Drop the metrics and rollouts of steps after `last`, and return the remaining text of metrics.jsonl."""
         text = "".join(json.dumps(line) + "\n" for line in read(self._path) if line["step"] <= last)
         write_durably(self._path, text)
         for path in self._rollouts.glob("*_*.jsonl"):
@@ -123,7 +123,7 @@ class Metrics:
             self._clocks[name] = self._clocks.get(name, 0.0) + time.perf_counter() - start
 
     def take_clocks(self) -> dict[str, float]:
-        """Return the seconds of `clock` as `time/NAME`, and reset them."""
+        """Return `time/NAME` -> seconds that `clock` has added, and reset them."""
         clocks = {f"time/{name}": seconds for name, seconds in self._clocks.items()}
         self._clocks = {}
         return clocks
@@ -131,7 +131,7 @@ class Metrics:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Append a step's line, which is on disk when this returns. NaN and infinity become JSON's null.
 
-        Raises StorageError if it cannot be written. fsync costs about 4 ms, the page cache alone 0.02 ms.
+        Raises StorageError if it cannot be written. A write with fsync takes about 4 ms, one without takes 0.02 ms.
         """
         line = {"step": step, "time": time.time(), **_finite(values)}
         text = (json.dumps(line) + "\n").encode()
@@ -164,7 +164,7 @@ class Metrics:
 
     @property
     def logs_rollouts(self) -> bool:
-        """True if `log_rollouts` writes rollouts."""
+        """Whether the recipe asks for rollouts, so that `log_rollouts` writes some."""
         return self._config.num_rollouts_to_log != 0
 
     def log_rollouts(
@@ -187,7 +187,7 @@ class Metrics:
 
     @contextmanager
     def _going_on(self, what: str, step: int) -> Iterator[None]:
-        """Log when writing `what` begins to fail and what was lost, but do not stop the run."""
+        """Log an OSError of the block, which writes `what`, in place of raising it; later, log the steps that were lost."""
         missing, begun = self._missing.setdefault(what, []), time.monotonic()
         try:
             yield
@@ -204,17 +204,17 @@ class Metrics:
             missing.clear()
 
     def close(self) -> None:
-        """Log what was never written."""
+        """Log the steps whose rollouts or TensorBoard events were never written."""
         for what, steps in self._missing.items():
             if steps:
                 logger.warning("%s of steps %s were never written", what, _spans(steps))
 
 
 class Reader:
-    """Reads a metrics.jsonl while a run writes it; yields no step twice when a restarted run repeats steps."""
+    """Reads a metrics.jsonl while a run writes it. Yields no step twice, even if a restarted run repeats steps."""
 
     def __init__(self, path: Path, steps: int | None = None):
-        """steps: start so many lines before the end; None: at the first."""
+        """Bind to a file. steps: number of lines before the file's end at which to begin; None: begin at the first line."""
         self._path = path
         self._steps = steps
         self._inode = self._offset = 0
@@ -241,10 +241,10 @@ class Reader:
 
 
 def read_rollouts(path: Path, key: Callable[[], FileKey | None] = lambda: None) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of rollouts.
+    """Return the complete lines of a rollouts file.
 
-    key: is asked for the key if the file is encrypted. Raises RecipeError for a line that is not JSON, and if the key does not
-    fit or the file is damaged.
+    key: a function that returns the key, called if the file is encrypted. Raises RecipeError for a line that is not JSON, for
+    another key, and for a damaged file.
     """
     with user_files.open_file(path) as file:
         encrypted = is_encrypted(file.read(8))
@@ -254,7 +254,7 @@ def read_rollouts(path: Path, key: Callable[[], FileKey | None] = lambda: None) 
 
 
 def _last(file: BinaryIO, lines: int) -> int:
-    """Return the offset of the last `lines` lines; of fewer if these are long."""
+    """Return the offset at which the last `lines` lines begin, or fewer lines if they are long."""
     size, looked = file.seek(0, os.SEEK_END), 65536
     while looked < 2 * small_files.LONGEST:
         start = file.seek(max(0, size - looked))
@@ -271,7 +271,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    """Return the values with None, which becomes null, in place of NaN and infinity."""
+    """Return the values with None in place of NaN and infinity, so that JSON has null for them."""
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
@@ -281,7 +281,7 @@ def _log(step: int, values: dict[str, float]) -> None:
 
 
 def _spans(steps: list[int]) -> str:
-    """Return steps as ranges: [1, 2, 3, 7] -> `1-3, 7`."""
+    """Return steps as a text of ranges: [1, 2, 3, 7] -> `1-3, 7`."""
     runs: list[list[int]] = []
     for step in sorted(set(steps)):
         if runs and runs[-1][-1] == step - 1:

@@ -1,31 +1,31 @@
 """Record what a rank does and when, as trace events in a file, and the share of its time that it waits.
 
     timeline = Timeline(about, components)      # every rank; `World.phase` calls `enter`
-    timeline.write(folder)                      # into folder/timeline/rank00000.jsonl, by a thread
-    account = timeline.account()                # since the last one; sent with every reply to rank 0
+    timeline.write(folder)                      # a thread writes folder/timeline/rank00000.jsonl
+    account = timeline.account()                # times since the previous call; sent with every reply to rank 0
     timeline.add_account(component, account)    # rank 0: adds the account of one or more ranks
-    timeline.step_ended(step)                   # rank 0: {"idle/train": 0.2, ...} since the previous call
+    timeline.step_ended(step)                   # rank 0: returns {"idle/train": 0.2, ...} since the previous call
 
 A file uses the JSON array format of Chrome's trace events ("Trace Event Format", Google, 2016), one event a line, without the
 optional closing bracket; https://ui.perfetto.dev shows it. Its events are
 
-    M    the first: `args` has the rank, its component (under "realm"), its engine and its node
-    X    an activity: `name` is the verb, or "verb: phase", `cat` its category; for merged spans `args` has their number and the
-         seconds of each category. Each begins where the previous one ends
-    i    rank 0: a step ended; `args` has its number
+    M    the first event: `args` has the rank, its component (under "realm"), its engine and its node
+    X    an activity, which begins where the previous one ends: `name` is the verb, or "verb: phase", and `cat` its category;
+         for merged spans `args` has their number and the seconds of each category
+    i    rank 0 only: a step ended; `args` has its number
 
 Times are microseconds since 1970, counted by a monotonic clock from the wall clock's time at the beginning, so they never jump.
-The end of the file is rewritten every second with the current activity. While that only grows longer, it is rewritten every
-(world size / 64) seconds, which spares a file system that thousands of ranks share. A killed rank loses its
+The end of the file is rewritten every second with the current activity. As long as the activity does not change, the end is
+rewritten only every (world size / 64) seconds, to spare a file system that thousands of ranks share. A killed rank loses its
 last second.
 
-Merging bounds the file. An interruption shorter than the resolution is merged into its span: an engine's 50 steps a second are
-one span. The resolution is 10 ms and doubles with every 8 MB, so a file grows by at most 8 MB whenever the run's length
-doubles.
+Merging bounds the file's size. An interruption shorter than the resolution is merged into its span: an engine's 50 steps a
+second are one span. The resolution is 10 ms and doubles with every 8 MB, so a file grows by at most 8 MB whenever the run's
+length doubles.
 
 A rank waits if it runs no verb, or is in a phase that begins with "wait", or if only environments work on its episodes. A rank
-that waits for others inside a collective counts as busy. If train and generate ranks share GPUs, one waits while the other
-works.
+that waits for others inside a collective counts as busy. If train and generate ranks share GPUs, train ranks wait while
+generate ranks work, and the other way round.
 
 Left out: a rank's threads, and times on the GPU. `launch/timeline.py` merges the files. The cost is about 0.1% of a
 CPU at 200 changes a second (`python -m tests.benchmarks.timeline_cost`).
@@ -68,7 +68,7 @@ class Timeline:
     def __init__(self, about: Mapping[str, Any], components: Mapping[str, tuple[int, ...]]):
         """Begin to record. about: {"rank", "realm": the component, "engine": its number or None, "node"}.
 
-        components: name -> ranks.
+        components: name of the component -> its ranks.
         """
         self._rank = about["rank"]
         self._components = {name: ranks for name, ranks in components.items() if ranks}
@@ -84,7 +84,7 @@ class Timeline:
         self._quiet = max(FLUSH_S, sum(map(len, self._components.values())) / QUIET_RANKS_PER_S)
 
     def enter(self, verb: str, phase: str) -> None:
-        """Record that the rank's activity changes to this one."""
+        """Record that the rank's activity changes to a verb and a phase."""
         now = time.monotonic()
         since, old_verb, old_phase = self._now
         category_of_phase = category(old_verb, old_phase)
@@ -96,7 +96,7 @@ class Timeline:
         self._now = (now, verb, phase)
 
     def account(self) -> Account:
-        """Return the account since the previous call, or since the beginning."""
+        """Return the account of the time since the previous call, or since the beginning."""
         now = time.monotonic()
         since, verb, phase = self._now
         waited = self._waited + (now - since if category(verb, phase) in WAITING else 0.0)
@@ -106,7 +106,7 @@ class Timeline:
     def waited_s(self) -> tuple[float, float]:
         """Return (seconds that the rank has waited in this run, seconds of these in which only environments worked).
 
-        Another thread may ask.
+        Other threads may call this.
         """
         waited, environments = self._waited, self._environments
         since, verb, phase = self._now
@@ -139,7 +139,7 @@ class Timeline:
     # ---- the file -----------------------------------------------------------------------------------------------------------
 
     def write(self, folder: Path) -> None:
-        """Write the file from now on, including what was recorded before."""
+        """Write the file from now on, with the events recorded so far."""
         path = folder / "timeline" / f"rank{self._rank:05d}.jsonl"
         self._writer = Writer(path, self._about, self.take, self._quiet)
         self._writer.start()
@@ -149,12 +149,12 @@ class Timeline:
         self._ended = deque(maxlen=0)
 
     def close(self) -> None:
-        """Write the rest, if the disk accepts it."""
+        """Write the rest of the file, if the disk accepts it."""
         if self._writer:
             self._writer.stop()
 
     def take(self) -> tuple[list[Event], Activity]:
-        """Return (what ended since the previous call, the current activity)."""
+        """Return (events that have ended since the previous call, the current activity)."""
         since, verb, phase = self._now  # read first: an activity that ends after this is taken next time
         ended = []
         with contextlib.suppress(IndexError):
@@ -171,7 +171,7 @@ Event = Activity | tuple[float, int]
 
 
 class Writer:
-    """The thread that writes the file. If the disk fails, only the file is lost, and that is logged once."""
+    """The thread that writes the file. If the disk fails, only the file is lost, and the loss is logged once."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Writer:
         take: Callable[[], tuple[list[Event], Activity]],
         quiet: float = FLUSH_S,
     ):
-        """Write to `path`. quiet: seconds after which an unchanged activity is written again."""
+        """Write to `path`. take: `Timeline.take`. quiet: seconds after which an unchanged activity is written again."""
         self._path = path
         self._take = take  # returns what ended and the current activity
         self._quiet = quiet

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's updates: the maximum of `_max`, the minimum of `_min`, else the mean."""
+    """Combine the metrics of a step's updates: the maximum for names in `_max`, the minimum for `_min`, else the mean."""
 
     def combine(name: str) -> float:
         values = [result[name] for result in results]
@@ -23,11 +23,11 @@ def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, floa
 
 
 def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-    """Return the number of episodes without a score, and means over the others, NaN if there are none.
+    """Return the number of episodes without a score, and means over the episodes with one (NaN if there are none).
 
-    The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the turns,
-    the share cut for length, and each metric of the environment. An answer that broke the reward function has no metrics of its
-    own; it counts as 0 in `accuracy`.
+    The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the number
+    of turns, the share of answers cut for length, and each metric of the environment. An answer that broke the reward function
+    has no metrics; it counts as 0 in `accuracy`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if not rollout.failure]
@@ -56,9 +56,9 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
 
 
 def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """Return `val/...`: `rollout_metrics` and pass@k, for k = 1, 2, 4 ... up to the answers per prompt.
+    """Return the metrics `val/...`: `rollout_metrics`, and pass@k for k = 1, 2, 4 ... up to the number of answers per prompt.
 
-    If prompts come from several datasets, each also has its own `val/DATASET/...`.
+    If prompts come from several datasets, there are also `val/DATASET/...` for each dataset.
     """
     names = dict.fromkeys(group.prompt.dataset for group in groups)
     parts = {"val": groups}
@@ -68,7 +68,7 @@ def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 
 def _with_pass_at_k(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-    """Add pass@k. Prompts scored by a reward model are left out: scores do not say right or wrong."""
+    """Return `rollout_metrics` and pass@k. Prompts scored by a reward model have no pass@k: no score means right or wrong."""
     values = rollout_metrics(prefix, groups)
     groups = [group for group in groups if not any("reward_model_score" in rollout.metrics for rollout in group.rollouts)]
     if not groups:
@@ -86,7 +86,7 @@ def is_right(rollout: Rollout) -> bool:
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
-    """Return the unbiased probability that at least one of k answers is right, given n >= k answers with c right.
+    """Return an unbiased estimate of the probability that at least one of k answers is right, from n >= k answers, c right.
 
     1 - C(n - c, k) / C(n, k)       https://arxiv.org/abs/2107.03374 eq. 1
     """

@@ -38,7 +38,7 @@ def category(verb: str, phase: str) -> str:
 
 @dataclass
 class Span:
-    """One or more successive spans, merged."""
+    """A time span of one activity, or of several successive spans that were merged into it."""
 
     begin: float
     end: float
@@ -58,7 +58,7 @@ class Span:
 
     @property
     def name(self) -> tuple[str, str]:
-        """The verb with most of the time, and its phase if one has most of that verb's time."""
+        """(The verb with the most time, its phase with more than half of the verb's time, or "" if there is none)."""
         if len(self.names) == 1:
             return next(iter(self.names))
         verbs: dict[str, float] = {}
@@ -71,7 +71,7 @@ class Span:
 
     @property
     def category(self) -> str:
-        """The category with most of the time."""
+        """The category with the most time."""
         return max(self.categories, key=self.categories.__getitem__)
 
     def same_activity(self, other: Span) -> bool:
@@ -80,7 +80,7 @@ class Span:
         return verb == other_verb and (phase == other_phase or (len(self.names) > 2 and not phase))
 
     def absorb(self, other: Span) -> None:
-        """Merge the span that follows directly."""
+        """Merge `other`, the span that follows directly, into this span."""
         self.end = other.end
         self.count += other.count
         for (verb, phase), seconds in other.names.items():
@@ -90,7 +90,7 @@ class Span:
             self.categories[key] = self.categories.get(key, 0.0) + seconds
 
     def part(self, begin: float, end: float) -> Span | None:
-        """Return the part between two times, or None. Merged spans are assumed to be spread evenly."""
+        """Return the part of the span between two times, or None. Merged activities are assumed to be spread evenly."""
         begin, end = max(self.begin, begin), min(self.end, end)
         if begin >= end:
             return None
@@ -111,12 +111,12 @@ class Span:
 
 
 def us(seconds: float) -> int:
-    """Return microseconds, the unit of trace events."""
+    """Convert seconds to whole microseconds, the unit of trace events."""
     return round(1e6 * seconds)
 
 
 def span(event: dict[str, Any], shift_s: float = 0.0) -> Span:
-    """Return the span of an event that `Span.event` made, shifted by `shift_s`. A merged span keeps only its main name."""
+    """Return the span of a trace event that `Span.event` made, shifted by `shift_s`. Of a merged span only `name` is known."""
     begin = event["ts"] / 1e6 + shift_s
     verb, _, phase = event["name"].partition(": ")
     merged = Span.of(begin, begin + event["dur"] / 1e6, verb, phase)
@@ -134,7 +134,7 @@ class Merger:
         self._short: Span | None = None  # follows it and is shorter than the resolution
 
     def take(self, span: Span) -> Iterator[Span]:
-        """Add the next span; yield spans that can no longer be merged."""
+        """Add the next span, and yield the spans that can no longer be merged."""
         if self._span is None:
             self._span = span
             return

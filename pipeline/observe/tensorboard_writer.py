@@ -1,7 +1,7 @@
 """Write TensorBoard events from the lines of metrics.jsonl, and catch up on lines that could not be written before.
 
-Each start of the run has one events file, appended to once a step. This does not use SummaryWriter: it writes from a thread of
-its own and loses what a full disk refuses. Left out: everything but scalars.
+Each start of the run has one events file, to which each step appends. SummaryWriter is not used, because it writes from its own
+thread and loses events if the disk is full. Left out: everything except scalars.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorBoardWriter:
         self._size = 0
 
     def show_from(self, step: int) -> None:
-        """Accept further values of this step, which may have events already."""
+        """Let the next `show` write values of this step again, even if the step has events already."""
         self._shown = min(self._shown, step - 1)
 
     def show(self, lines: list[dict[str, Any]]) -> None:
@@ -62,7 +62,7 @@ class TensorBoardWriter:
 
 
 def write_events(folder: Path, step: int, values: dict[str, float]) -> Path:
-    """Write the values of one step as a new file of a folder, which other processes may write too. Raises OSError.
+    """Write the values of one step to a new file in a folder. Other processes may write to the folder too. Raises OSError.
 
     The folder must not be one of a `TensorBoardWriter`: TensorBoard reads only the newest file of a folder while it grows.
     """
@@ -78,12 +78,12 @@ def write_events(folder: Path, step: int, values: dict[str, float]) -> Path:
 
 
 def _scalars(line: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return the values of a line. null, which stands for NaN and infinity, is left out."""
+    """Return the (key, value) pairs of a line, without null, which stands for NaN and infinity."""
     return [(key, value) for key, value in line.items() if key not in ("step", "time") and value is not None]
 
 
 def _records(events: list[Event]) -> bytes:
-    """Return events as TFRecords: length, its checksum, the event, its checksum."""
+    """Return events as TFRecords: for each event its length, the length's checksum, the event, and the event's checksum."""
     buffer = io.BytesIO()
     writer = RecordWriter(buffer)
     for event in events:
@@ -92,7 +92,7 @@ def _records(events: list[Event]) -> bytes:
 
 
 def _last_step(folder: Path, last: int) -> int:
-    """Return the last step up to `last` that has events; -1 if none. A truncated file counts as far as it is whole."""
+    """Return the last step up to `last` that has events; -1 if none. Of a truncated file, the whole records count."""
     for path in sorted(folder.glob("events.out.tfevents.*"), reverse=True):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
         if steps := [event.step for event in events if event.HasField("summary")]:

@@ -1,7 +1,7 @@
-"""The warnings of an attempt: resources/warnings.jsonl, a line for each, which `status` shows.
+"""Write and read the warnings of an attempt, the lines of resources/warnings.jsonl. `status` shows them.
 
-{"time", "step", "check", "rank", "node", "message"}     a warning; of a check and a rank the last one counts
-{"time", "step", "check", "cleared": true}               the check's warnings hold no longer
+{"time", "step", "check", "rank", "node", "message"}     a warning; only the last one of each check and rank counts
+{"time", "step", "check", "cleared": true}               ends all warnings of the check
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AGAIN_STEPS = 20
 
 
 def warning(step: int, check: str, rank: int, node: str, message: str) -> dict[str, Any]:
-    """Return the line of a warning. rank, node: where it was found."""
+    """Return the line of a warning. rank, node: where the check found the problem."""
     return {"time": time.time(), "step": step, "check": check, "rank": rank, "node": node, "message": message}
 
 
@@ -42,7 +42,7 @@ def append(file: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def last_warning(attempt: Path, checks: Sequence[str], node: str) -> dict[str, Any] | None:
-    """Return the last warning of some checks on a node, from an attempt's folder; None without any that can be read."""
+    """Return the last warning of one of `checks` on a node, from an attempt's folder; None if no warning can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         lines = [json.loads(line) for line in (attempt / FILE).read_text(errors="replace").splitlines()]
         warnings = [line for line in lines if line["check"] in checks and line.get("node") == node and "message" in line]

@@ -1,1 +1,1 @@
-"""Define what all sections of a recipe use: problems with their codes, types of values, secrets, and code of the user."""
+"""Parts that all sections of a recipe use: problems and their codes, types of values, secrets, the user's code and files."""

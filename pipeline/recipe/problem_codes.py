@@ -1,7 +1,7 @@
-"""The codes of problems, each with its cause and its cure.
+"""The codes of problems, each with its cause and its remedy.
 
-A new code is one entry here. `python -m launch.terminal.troubleshooting` writes launch/TROUBLESHOOTING.md from this table, and
-`python launch/submit.py help=CODE` prints an entry.
+To add a code, add an entry to the table. `python -m launch.terminal.troubleshooting` writes launch/TROUBLESHOOTING.md from the
+table, and `python launch/submit.py help=CODE` prints an entry.
 """
 
 from typing import NamedTuple

@@ -34,7 +34,7 @@ class Problem:
         return ": ".join(part for part in (self.origin, self.key, self.message) if part)
 
     def within(self, where: str) -> Problem:
-        """Return the problem with `where` before its origin: the run, or the needed recipe, that contains it."""
+        """Return the problem with `where` before its origin. where: the run, or the needed recipe, in which it is."""
         return replace(self, origin=": ".join(part for part in (where, self.origin) if part))
 
 
@@ -47,22 +47,22 @@ class HetstepError(Exception):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The code of each problem."""
+        """The codes of the problems, in their order."""
         return tuple(problem.code for problem in self.problems)
 
 
 class RecipeError(HetstepError, ValueError):
-    """Raised for a recipe, a file or a cluster that cannot be used."""
+    """Raised if a recipe, a file or a cluster cannot be used."""
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise RecipeError if there are problems; equal ones are listed once."""
+    """Raise RecipeError if there are problems. Equal problems are listed once."""
     if found := tuple(dict.fromkeys(problems)):
         raise RecipeError(*found)
 
 
 def format_problems(problems: Sequence[Problem]) -> str:
-    """Return the problems as text for a command, each with `[code]` at its end: one on its own line, several as a list."""
+    """Return the problems as text for a command, each with `[code]` at its end. Several problems form a list."""
     lines = [f"{problem} [{problem.code}]" for problem in problems]
     if len(lines) == 1:
         return lines[0]

@@ -43,20 +43,20 @@ def is_secret(variable: str) -> bool:
 
 
 def in_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the name of each secret variable by its value, longest values first."""
+    """Return value -> name of each variable that holds a secret, longest values first."""
     found = {value: name for name, value in environment.items() if is_secret(name) and len(value) >= SHORTEST}
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
-    """Return the text without secrets. values: as `in_environment` returns them, which is the default."""
+    """Return the text with *** in place of secrets. values: value -> name; None: the result of `in_environment`."""
     for value in in_environment() if values is None else values:
         text = text.replace(value, "***")
     return VALUES.sub("***", text)
 
 
 def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
-    """Yield a problem for each secret in a recipe, without the secret. tree: the recipe as nested dicts and lists."""
+    """Yield a problem for each secret in a recipe; it does not show the secret. tree: the recipe as nested dicts and lists."""
     values = in_environment(environment)
     for keys, value in _leaves((), tree):
         if not isinstance(value, str) or not value:

@@ -15,13 +15,13 @@ from typing import Any
 
 
 class NotFound(ValueError):
-    """There is no such module, or it lacks the name."""
+    """Raised if there is no such module, or if it lacks the name."""
 
 
 def search_in(folders: Collection[str]) -> None:
     """Let `load` search these folders and the working directory, after all other places.
 
-    A module there hides no installed one. Without folders, as for a recipe without code of the user, nothing is added.
+    A module there does not hide an installed one. Without folders, as for a recipe without the user's code, nothing is added.
     """
     for folder in [*folders, os.getcwd()] if folders else ():
         if folder not in sys.path:
@@ -29,7 +29,7 @@ def search_in(folders: Collection[str]) -> None:
 
 
 def load(path: str) -> Any:
-    """Return what a dotted path names. Raises NotFound, with the searched places, and errors of the import."""
+    """Return the object that a dotted path names. Raises NotFound, with the searched places, and errors of the import."""
     module, _, name = path.rpartition(".")
     try:
         found = importlib.import_module(module)

@@ -39,13 +39,13 @@ OTHER_FORMATS = {
 
 
 def other_format(first: bytes) -> str | None:
-    """Return why a data file is no JSON lines, by its first bytes; None if they do not tell."""
+    """Return the error of a data file in another format than JSON lines, by its first bytes; None if they show no other."""
     found = next((kind for mark, kind in OTHER_FORMATS.items() if first.startswith(mark)), None)
     return f"got {found[0]}; expected one JSON object a line. Try {found[1]}" if found else None
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; a link may lead to one. Raises OSError for anything else, and never waits for a pipe."""
+    """Open a regular file, or a link to one, for reading. Raises OSError for anything else, and never waits for a pipe."""
     try:
         _refuse_others(path, os.stat(path).st_mode)  # first, because opening a device can have effects
     except ValueError as error:  # a name with a zero
@@ -76,7 +76,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = MAX_TEXT) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
-    """Return the text of a regular file of at most `most` bytes, its lines ended by newlines alone.
+    """Return the text of a regular file of at most `most` bytes, with every line end as a newline.
 
     Raises OSError, and UnicodeDecodeError for a file that is not UTF-8.
     """

@@ -37,7 +37,7 @@ def is_template(text: str) -> bool:
 
 
 def interpolation(text: str) -> Any:
-    """Return a default that refers to other keys, such as `${policy.precision}`. Its value has the type of its field."""
+    """Return `text`, typed as Any: a field's default that refers to another key, such as `${policy.precision}`."""
     return text
 
 
@@ -62,7 +62,7 @@ def _text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Before:
-    """Pass a value through `function` before it is validated: pydantic's BeforeValidator, which costs more at import."""
+    """Pass a value through `function` before it is validated. Replaces pydantic's BeforeValidator, whose import is slower."""
 
     function: Callable[[Any], Any]
 
@@ -72,9 +72,10 @@ class _Before:
 
 @dataclass(frozen=True)
 class Check:
-    """Refuse a value, once it has its type, for which `wrong` returns a message: `got ...; expected ...`.
+    """Refuse a value that has the right type if `wrong` returns a message, `got ...; expected ...`.
 
-    code: the problem's code. A message that must not show the value leaves it out.
+    wrong: a function of the value; None if it is right. A message that must not show the value leaves it out. code: the
+    problem's code.
     """
 
     wrong: Callable[[Any], str | None]
@@ -108,7 +109,7 @@ NotNegative = Annotated[Int, Field(ge=0)]
 
 
 def not_a_kind(kind: str, kinds: Iterable[str]) -> str | None:
-    """Return an error if `kind` is none of `kinds` and cannot be the dotted path of a user's code."""
+    """Return an error if `kind` is not one of `kinds` and cannot be the dotted path of a user's code, else None."""
     parts = kind.split(".")
     if kind in kinds or (len(parts) > 1 and all(part.isidentifier() for part in parts)):
         return None

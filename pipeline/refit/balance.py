@@ -1,11 +1,12 @@
-"""Choose which train rank sends what: all ranks that hold a box share its sending, so that the largest load is minimal.
+"""Choose how many bytes each train rank sends: all holders of a box share its sending, so that the largest load is minimal.
 
-Given the bytes that each holder set (the ranks that hold the same boxes) must send, `send_shares` finds how many bytes each of
-its ranks sends. The loads have the least sum of squares, which also minimises the largest. `lower_bound` proves it: the ranks
-of the largest load hold boxes that no other rank holds, and those alone amount to this many bytes a rank.
+A holder set is a set of ranks that hold the same boxes. Given the bytes that each holder set must send, `send_shares` computes
+how many of them each rank of the set sends. The loads of the ranks have the least sum of squares; then the largest load is
+minimal too. `lower_bound` proves this: the ranks with the largest load hold boxes that no other rank holds, and these boxes
+alone amount to that many bytes per rank.
 
-`sharing_groups` joins engines into sharing groups: one member receives a box from the train ranks, and the members pass it on
-among themselves.
+`sharing_groups` joins engines into sharing groups: one engine of a group receives a box from the train ranks, and the engines
+of the group pass it on among themselves.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ _WORTH_SHARING = 1.1  # engines share across nodes if sending takes this many ti
 def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Return (bytes that each rank of each set sends, [members] float64; bytes that each rank sends, [ranks] float64).
 
-    sets: the ranks of each set, as numbers below `ranks`. demand: [sets] bytes. The sets take turns, those with the fewest
-    ranks first; each levels its load above the load of the other sets: coordinate descent on a convex sum of squares.
+    sets: the ranks of each set, as numbers below `ranks`. demand: [sets] bytes.
+
+    The algorithm is coordinate descent on the sum of squared loads, which is convex. The sets take turns, those with the fewest
+    ranks first. In its turn a set divides its bytes so that the total loads of its ranks become as level as possible.
     """
     load = np.zeros(ranks)
     shares = [np.zeros(len(members)) for members in sets]
@@ -44,7 +47,7 @@ def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> t
 
 
 def _level(loads: np.ndarray, amount: float) -> float:
-    """Return the common level that pouring `amount` over `loads` reaches."""
+    """Return the common level to which the lowest of `loads` rise if `amount` is added to them in total."""
     heights = np.sort(loads)
     poured = heights * np.arange(1, len(heights) + 1) - np.cumsum(heights)  # amount to reach each height
     wet = int(np.searchsorted(poured, amount, "right"))
@@ -52,9 +55,10 @@ def _level(loads: np.ndarray, amount: float) -> float:
 
 
 def lower_bound(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray) -> float:
-    """Return bytes that a train rank must send under any plan: the mean, over a set of ranks, of what only these ranks hold.
+    """Return a lower bound of the largest load of a train rank under any plan, in bytes.
 
-    It examines two sets of ranks: all ranks, and the ranks with the largest load.
+    For any set of ranks, such a bound is the bytes that only these ranks can send, divided by their number. The result is the
+    larger bound of two sets: all ranks, and the ranks with the largest load.
     """
     top = load >= load.max(initial=0.0) * (1 - 10 * _SETTLED)
     alone = sum(bytes_ for members, bytes_ in zip(sets, demand, strict=True) if top[members].all())
@@ -64,11 +68,13 @@ def lower_bound(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray
 def sharing_groups(
     engines: Sequence[Sequence[int]], nodes: Mapping[int, str], network: NetworkConfig, send_bytes: float, receive_bytes: float
 ) -> list[list[int]]:
-    """Return the sharing groups, as numbers of engines, in the order of their ring.
+    """Return the sharing groups: for each group, the indices of its engines in the order of its ring.
 
-    send_bytes: what the busiest train rank sends for one engine. receive_bytes: what the busiest generate rank receives.
-    Engines whose ranks share nodes are joined if the network within a node is faster. Across nodes, engines are joined only
-    until receiving by the generate ranks, not sending by the train ranks, is the bottleneck.
+    send_bytes: bytes that the busiest train rank sends for one engine. receive_bytes: bytes that the busiest generate rank
+    receives.
+
+    Engines whose ranks share nodes are joined if the network within a node is faster than between nodes. Across nodes, engines
+    are joined only until the bottleneck is the generate ranks' receiving, and no longer the train ranks' sending.
     """
     by_nodes: dict[object, list[int]] = {}
     faster = network.node_gb_per_s > network.nic_gb_per_s

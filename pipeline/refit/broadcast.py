@@ -1,10 +1,10 @@
 """Refit by bucketed broadcast: rank 0 gathers one full tensor after another and broadcasts them to every generate rank.
 
-This is the simplest correct transfer, and the reference for the others. Each tensor crosses the network once, to all ranks; a
-generate rank receives more than its shard and drops the rest. Memory on either side is one bucket and one full tensor.
+This is the simplest correct transfer, and the reference for the other transfers. Every generate rank receives each tensor in
+full, and drops the entries outside its shard. Each side needs memory for one bucket and one full tensor.
 
-A bucket is sent as the length of its table, the table (msgpack: name, dtype, shape, offset), and the bytes. A table of length
-zero ends the transfer.
+A bucket is sent as the length of its table, the table in msgpack (name, dtype, shape and offset of each tensor), and the bytes
+of the tensors. A table of length zero ends the transfer.
 """
 
 from __future__ import annotations

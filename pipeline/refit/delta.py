@@ -1,15 +1,17 @@
 """Send only the entries of each item that changed since the last refit, without loss: their positions and new values.
 
-In bf16 an RL step often changes 1 to 5% of the values. Each item uses the form with the fewest bytes: in full, a bitmap and
-values, or gaps of 8 or 16 bits and values. A gap too large for its bits is bridged by entries that did not change.
+In bf16 an RL step often changes 1 to 5% of the values. Each item is sent in the form with the fewest bytes: in full, as a
+bitmap and values, or as gaps of 8 or 16 bits and values. If a gap is too large for its bits, entries that did not change are
+sent in between.
 
     bitmap     one bit an entry, lowest bit first; padded to 8 bytes; the values that changed
     gaps       entries skipped before each value; padded to 8 bytes; the values
 
-The sender keeps a copy of what it sent; relays do not, since they forward what they received. The receiver's base is the
-engine's own tensor if that is written in place, and a copy otherwise. A header, int64, precedes each message: the number of
-this refit, the number of the refit that is its base (0: none, all items in full), and a code for each item. A failed refit
-leaves a rank without a base: as a sender it then sends all items in full, and as a receiver it refuses items that need a base.
+The base of an item is its values after the last refit. A train rank keeps a copy of the values that it sent. Ranks that relay
+need no copy, since they forward the messages that they receive. A receiver's base is the engine's own tensor if the engine is
+written in place, and a copy otherwise. An int64 header precedes each message: the number of this refit, the number of the refit
+that is its base (0: no base, so all items are in full), and a code for each item. After a failed refit a rank has no base: as a
+sender it then sends all items in full, and as a receiver it refuses items that need a base.
 
 The base has no digest of its own. The refit's digest covers entries that are not sent, because it reads back all entries.
 """
@@ -104,7 +106,7 @@ def changed_positions(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def _bridge_gaps(positions: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
-    """Return (GAPS8 or GAPS16, whichever is smaller; the positions, with additional positions such that every gap fits)."""
+    """Return (code, positions): GAPS8 or GAPS16, whichever takes fewer bytes, with positions added so that every gap fits."""
     gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     bridges = {mode: int((gaps >> bits).sum()) for mode, bits in _GAP_BITS.items()}
     mode = min(bridges, key=lambda mode: (len(positions) + bridges[mode]) * (_GAP[mode].itemsize + itemsize))
@@ -125,7 +127,7 @@ def _bitmap(positions: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def scatter(view: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values at positions, which count entries in the view's own order, whatever its strides."""
+    """Write values at positions of the flattened view, which may have any strides."""
     if not view.is_contiguous():
         remainders, positions = positions, torch.zeros_like(positions)
         for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
@@ -270,7 +272,7 @@ class DeltaEncoding(Encoding):
         self._timer.lap("apply")
 
     def _write(self, item: int) -> torch.Tensor:
-        """Write an item, and return it from where it is stored, in its shape on disk."""
+        """Write an item, and return its values as they are stored then, in its shape on disk."""
         receives, view = self._receives, self._receives.view(item)
         positions, values = decode(self._bodies.pop(item), self._codes[item], receives.numels[item], receives.dtypes[item])
         if receives.in_place(item):

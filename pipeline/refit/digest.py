@@ -1,14 +1,14 @@
-"""The digest: both ends of a refit prove that they hold the same values, by 64-bit hashes that add up over any cut of a tensor.
+"""Prove that both ends of a refit hold the same values, by 64-bit hashes; the hashes of any parts of a box add up to its hash.
 
-The hash of a box is, modulo 2^64, the sum over its rows (all dimensions but the last) of w(row) * s(row). w is a random odd
-number drawn from the row's place in the tensor on disk. s is the sum of the row's 64-bit words: entry j of a row is in lane j
-mod (8 / itemsize) of its word. In a tensor of one dimension every entry is a row of its own. So parts can be hashed in place,
-on any rank and in any order, and the hashes of the parts of a box add up to its hash.
+The hash of a box is, modulo 2^64, the sum over its rows (all dimensions but the last) of w(row) * s(row). w(row) is a
+pseudorandom odd number that depends on the row's place in the tensor on disk. s(row) is the sum of the row's 64-bit words, in
+which entry j of a row is in lane j mod (8 / itemsize). In a tensor of one dimension every entry is a row of its own. So parts
+of a box can be hashed in place, on any rank and in any order, and their hashes add up to the hash of the box.
 
 One flipped bit always changes the hash, because an odd number times a power of two below 2^64 is not 0. Exchanged, stale or
 missing rows change it except with a probability of the order of 2^-64.
 
-Exchanging words within a row does not change the hash, and the digest is no defence against an adversary.
+Exchanging words within a row does not change the hash. The digest finds errors; it is no defence against an adversary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Digest:
     def __init__(self, items: TransferItems, dims: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device):
         """Prepare the row weights of all items.
 
-        dims: dimensions of each item's tensor on disk. dtypes: types in which the values are hashed.
+        dims: number of dimensions of each item's tensor on disk. dtypes: dtype in which each item's values are hashed.
         """
         self.hashed = ((items.key >= 0) & (items.row >= 0)).tolist()
         self._dtypes = dtypes
@@ -62,7 +62,7 @@ class Digest:
         self._sums.zero_()
 
     def add(self, item: int, values: torch.Tensor) -> None:
-        """Hash an item. values: in its shape on disk."""
+        """Add the hash of an item to its sum. values: the item's values, in its shape on disk."""
         sum_rows(values.to(self._dtypes[item]), self._lanes[item], self._sums_of[item])
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
@@ -77,8 +77,8 @@ class Digest:
 def row_weights(offset: Sequence[int], size: Sequence[int]) -> np.ndarray:
     """Return w of every row of a box, [rows] uint64.
 
-    splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) of the row's number, made odd. Two or more
-    leading dimensions become one number as digits do, to a base that does not depend on the whole shape.
+    w is splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) of the row's number, made odd. A row's
+    indices in the leading dimensions are the digits of its number, to a base that does not depend on the tensor's shape.
     """
     leading = max(1, len(size) - 1)
     rows = np.zeros((), np.uint64)
@@ -91,7 +91,7 @@ def row_weights(offset: Sequence[int], size: Sequence[int]) -> np.ndarray:
 
 
 def sum_rows(values: torch.Tensor, lane: int, out: torch.Tensor) -> None:
-    """Write s of every row to `out`. lane: of the first entry of each row. out: [rows] int64, contiguous."""
+    """Write s of every row to `out`, [rows] int64, contiguous. lane: the lane of the first entry of each row."""
     lanes = WORD_BYTES // values.itemsize
     if values.ndim < 2:
         values = values.reshape(-1, 1)
@@ -116,10 +116,11 @@ def _whole_words(values: torch.Tensor, lanes: int) -> bool:
 def compare(
     plan: RefitPlan, names: Sequence[str], train: Mapping[int, RefitReport], generate: Mapping[int, RefitReport], version: int
 ) -> None:
-    """Compare the reports of all ranks, by global rank, on rank 0.
+    """Compare the digests in the reports of the train and generate ranks. Rank 0 calls this after a refit.
 
-    names: of all tensors on disk. version: must not be served after a mismatch. Raises RefitError, naming the tensors
-    and the generate ranks whose values differ from what was sent.
+    names: of all tensors on disk. train, generate: global rank -> its report. version: the version of the new weights, which
+    must not be served after a mismatch. Raises RefitError, naming the tensors and the generate ranks whose values differ from
+    the values that were sent.
     """
     sent_hashes, sides = np.zeros(plan.keys, np.uint64), np.zeros((2, plan.keys), bool)
     for report in train.values():

@@ -1,11 +1,11 @@
-"""The two endpoints of a rank in a refit: what it sends, what it receives, where each item is stored, and in which messages.
+"""The two endpoints of a rank in a refit: the items that it sends and receives, where they are stored, and their messages.
 
-A message is all items of one round from one rank to another, in the order of the plan. It is sent in parts: an item of `DIRECT`
+A message is all items of one round from one rank to another, in the order of the plan. It is sent in parts. An item of `DIRECT`
 bytes or more is a part of its own, so that each end can skip its staging memory if the item is contiguous in the transfer
-dtype; smaller consecutive items share a part. Items begin at multiples of `ALIGNMENT` bytes. If both ends map the sender's
+dtype. Smaller consecutive items share a part. Items begin at multiples of `ALIGNMENT` bytes. If both ends map the sender's
 staging memory (`shared_memory.py`), the sender stages all items and the receiver reads them there.
 
-All of this is computed once. What remains per item and refit is a view, a copy and a sum.
+The layout of the messages is computed once. In a refit, each item costs only a view, a copy and a sum.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Endpoint:
     ):
         """Compute shapes, strides and messages of all items.
 
-        rows: for each item, the region with its tensor. regions: of the rank's table, in its order.
+        rows: for each item, the index of the region with its tensor. regions: the regions of the rank's table, in its order.
         """
         self.items = items
         self.regions = [regions[row] if row >= 0 else None for row in items.row.tolist()]
@@ -84,7 +84,7 @@ class Endpoint:
         return max((messages[-1].at + messages[-1].starts[-1] for messages in staged if messages), default=0)
 
     def stages(self, message: Message) -> bool:
-        """Return whether the message is staged in this rank's own memory."""
+        """Return whether the message needs staging memory of this rank's own."""
         return True
 
     def allocate(self, buffers: int, memory: torch.Tensor | None = None) -> None:
@@ -120,7 +120,7 @@ class Endpoint:
         return tensor.as_strided(self.shapes[item], self.strides[item], tensor.storage_offset() + self._offsets[item])
 
     def hash(self, item: int, values: torch.Tensor) -> None:
-        """Add an item to the digest, if it is hashed here. values: in its shape on disk."""
+        """Add an item to the digest if the plan makes this rank hash it. values: the item's values, in its shape on disk."""
         if self.digest and self.digest.hashed[item]:
             self.digest.add(item, values)
 
@@ -130,7 +130,7 @@ class Endpoint:
 
 
 class SendEndpoint(Endpoint):
-    """A rank's outgoing parts: its own tensors on train ranks, items of the round before on generate ranks."""
+    """A rank's outgoing parts. A train rank sends its own tensors; a generate rank relays items of the round before."""
 
     def __init__(self, plan: RankPlan, *arguments, **settings):
         relayed = np.flatnonzero(plan.sends.source >= 0)
@@ -150,7 +150,7 @@ class SendEndpoint(Endpoint):
         self._local = functools.cache(backend.local_tensor)
 
     def staging_offsets(self) -> dict[int, list[int]]:
-        """Return, by receiver, the byte offset of its message of each round in the whole staging memory; -1 if it has none."""
+        """Return receiver -> byte offset of its message of each round in the whole staging memory; -1 where it has none."""
         offsets = {peer: [-1] * len(self.messages) for peer in self.peers}
         for round, messages in enumerate(self.messages):
             start = round % len(self._staging) * len(self._staging[0])
@@ -159,7 +159,7 @@ class SendEndpoint(Endpoint):
         return offsets
 
     def view(self, item: int) -> torch.Tensor:
-        """Return an item in this rank's tensors, in its shape on disk. Not for items that the rank relays."""
+        """Return a view of an item in this rank's tensors, in its shape on disk. Not for items that the rank relays."""
         return self._view(self._local(self._region(item).tensor), item)
 
 
@@ -167,7 +167,7 @@ class ReceiveEndpoint(Endpoint):
     """The incoming parts of an engine's rank, unit by unit."""
 
     def __init__(self, plan: RankPlan, units: Sequence[str], *arguments: Any, **settings: Any):
-        """Compute what to receive, and after which round to finish each unit. units: the unit of each region."""
+        """Compute the items to receive, and the round after which to finish each unit. units: the unit of each region."""
         super().__init__(plan.receives, plan.receives.row.tolist(), plan.rounds, *arguments, **settings)
         rows: list[int] = plan.receives.row.tolist()
         self._unit_of = [units[row] for row in rows] if rows else []
@@ -179,9 +179,9 @@ class ReceiveEndpoint(Endpoint):
         self._memories: dict[int, torch.Tensor] = {}
 
     def read_from(self, memories: Mapping[int, tuple[torch.Tensor, Sequence[int]]]) -> None:
-        """Read the messages of these ranks in their staging memory. Call this before `allocate`.
+        """Read the messages of some senders in the senders' own staging memory. Call this before `allocate`.
 
-        memories: for each rank its staging memory, [bytes] uint8, and this rank's part of its `SendEndpoint.staging_offsets`.
+        memories: sender -> (its staging memory, [bytes] uint8; its `SendEndpoint.staging_offsets` for this rank).
         """
         self.mapped_peers = frozenset(memories)
         self._memories = {peer: memory for peer, (memory, _) in memories.items()}
@@ -233,7 +233,7 @@ class ReceiveEndpoint(Endpoint):
 
 
 def _locations(items: TransferItems, regions: Sequence[Region], dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return the strides and the offset, in entries, of each item in its region's tensor. Undefined for relayed items."""
+    """Return (strides, offsets) of all items in their regions' tensors, in entries. Undefined for relayed items."""
     corner = np.zeros((len(regions) + 1, items.offset.shape[1]), np.int64)
     strides, start = np.zeros_like(corner), np.zeros(len(regions) + 1, np.int64)
     for i, region in enumerate(regions):  # the last row is for relays, whose `row` is -1

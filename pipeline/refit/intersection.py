@@ -1,7 +1,7 @@
 """Intersect the boxes that train ranks hold with the boxes that one engine needs, and cut the intersections into pieces.
 
-All data are columns. Equal rows of several ranks are handled once: the train ranks' tables become distinct boxes with the set
-of ranks that hold each (a holder set), and an engine's tables become distinct boxes that one or more of its ranks need.
+All data are columns. Equal boxes of several ranks are handled once: the train ranks' tables become distinct boxes, each with
+its holder set (the ranks that hold it), and an engine's tables become distinct boxes that one or more of its ranks need.
 Intersections are cut into pieces of bounded size. A piece lies in one held and one needed box.
 
 `balance.py` decides which rank sends, and `rounds.py` when.
@@ -56,7 +56,7 @@ class HeldBoxes:
 
 @dataclass(frozen=True, slots=True)
 class NeededBoxes:
-    """The boxes that an engine needs, a row for each box that a rank of the engine needs. All engines need the same boxes."""
+    """The boxes that an engine needs, a row for each pair (rank of the engine, box). All engines need the same boxes."""
 
     boxes: Boxes
     receiver: np.ndarray  # [n] int32: rank in the engine
@@ -136,7 +136,7 @@ def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence
 
 
 def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine: Sequence[int]) -> Pieces:
-    """Return the intersections of held and needed boxes, uncut. engine: global ranks of the first engine, for messages.
+    """Return the intersections of held and needed boxes, uncut. engine: global ranks of the first engine, for error messages.
 
     Raises ValueError, naming tensor and ranks, if no train rank holds a part of a needed box.
     """
@@ -161,9 +161,9 @@ def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine
 
 
 def split(pieces: Pieces, limit: np.ndarray) -> Pieces:
-    """Return the same boxes in smaller pieces. limit: [n], entries of a piece of each.
+    """Return the pieces cut into smaller pieces. limit: [n], most entries of a new piece, for each of `pieces`.
 
-    Cuts along the first dimension, so that rows stay whole, and along the next only if one row is too large.
+    Cuts are along the first dimension, so that rows stay whole, and along the next dimension only if one row is too large.
     """
     cell, offset, size = _split(pieces.offset, pieces.size, limit)
     return _pieces(pieces.needed_box[cell], pieces.held_box[cell], offset, size, len(pieces.start) - 1)
@@ -183,7 +183,7 @@ def lexicographic(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def changes(*columns: np.ndarray) -> np.ndarray:
-    """Return whether each row differs from the one before, [n] bool; True for the first."""
+    """Return whether each row differs from the row before it, [n] bool; True for the first row."""
     differs = np.zeros(len(columns[0]), bool)
     differs[:1] = True
     for column in columns:
@@ -192,13 +192,13 @@ def changes(*columns: np.ndarray) -> np.ndarray:
 
 
 def expand(start: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i, number) for all `count[i]` numbers from `start[i]` on, for each i."""
+    """Return all pairs (i, number) with number in start[i] .. start[i] + count[i] - 1, as two columns, in the order of i."""
     index = np.repeat(np.arange(len(count)), count)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(count) - count - start, count)
 
 
 def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (index of the first of each distinct row, in sorted order; the distinct row that each row equals)."""
+    """Return (first index of each distinct row, in sorted order; for each row, the number of its distinct row)."""
     keys = _keys(columns)
     order = np.lexsort(keys[::-1])
     new = changes(*(key[order] for key in keys))
@@ -208,7 +208,7 @@ def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Pack the columns into as few int64 columns as possible, which sort and compare equally."""
+    """Return the columns packed into as few int64 columns as possible, which sort and compare like the given columns."""
     keys: list[np.ndarray] = []
     room = 1
     for column in columns:
@@ -238,7 +238,8 @@ def _distinct_boxes(tables: Mapping[int, LayoutTable]) -> tuple[Boxes, dict[int,
 def _holder_sets(rows: Mapping[int, Rows], count: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return (the holder set of each box; the ranks of each holder set).
 
-    Partition refinement: each rank splits every class so far into boxes that it holds and boxes that it does not.
+    It refines a partition of the boxes: rank by rank, every class is split into boxes that the rank holds and boxes that it
+    does not hold.
     """
     ranks: dict[int, list[int]] = {}  # ranks that share their rows, by the id of these
     for rank in sorted(rows):
@@ -268,7 +269,7 @@ def _equal(a: LayoutTable, b: LayoutTable) -> bool:
 
 
 def _pairs(left: Boxes, right: Boxes) -> tuple[np.ndarray, np.ndarray]:
-    """Return all (i of `left`, j of `right`) whose boxes overlap, in the order of j, then i."""
+    """Return the index pairs (i, j) for which box i of `left` and box j of `right` overlap, in the order of j, then i."""
     span = int(max((boxes.offset[:, 0] + boxes.size[:, 0]).max(initial=0) for boxes in (left, right))) + 1
     start = left.tensor * np.int64(span) + left.offset[:, 0]
     reach = np.maximum.accumulate(start + left.size[:, 0])  # running maximum of the ends, which ascends as starts do

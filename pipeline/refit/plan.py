@@ -1,13 +1,14 @@
 """Plan a refit, once per run on rank 0: which box goes from which train rank to which generate rank, in which round.
 
     schedule(train, generate, engines, ...)           the whole transfer, in a few columns (`schedule.py`)
-    schedule(train, generate, engines, ...).plan()    the same as every rank's own list
+    schedule(train, generate, engines, ...).plan()    the same transfer, as a list for each rank
 
-The boxes that one engine needs are cut into pieces that lie in one held and one needed box; pieces of the same holders, unit
-and receiver are joined into chunks (`intersection.py`). Engines form sharing groups. Train ranks, chosen such that all send
-nearly the same, send every chunk once to each group (`balance.py`). Each stream of chunks is spread evenly over the transfer,
-and rounds are filled in that order (`rounds.py`). The members of a group take turns as head. A round brings each head at most a
-bucket divided by the number of members, so that what they pass on fits into a bucket too.
+The boxes that one engine needs are cut into pieces, each within one held and one needed box (`intersection.py`). Pieces with
+the same holders, unit and receiver are joined into chunks. Engines form sharing groups, and every chunk is sent once to each
+group. The senders are chosen such that all train ranks send nearly the same number of bytes (`balance.py`). Each stream of
+chunks is spread evenly over the transfer, and rounds are filled in that order (`rounds.py`). The members of a group take turns
+as head, which receives from the train ranks. In a round each head receives at most a bucket divided by the number of members,
+so that the bytes that members pass on fit into a bucket too.
 
 This module needs no torch and moves no data. Planning a trillion parameters on thousands of ranks takes seconds.
 """
@@ -46,11 +47,11 @@ def schedule(
 ) -> RefitSchedule:
     """Return the schedule of a refit.
 
-    train, generate: each rank's table, by global rank. engines: the global ranks of each engine, in the engine's order. shapes:
-    of all tensors on disk, in the tables' order. itemsize: bytes of an entry in the policy's precision. nodes: of every rank.
+    train, generate: global rank -> its table. engines: the global ranks of each engine, in the engine's order. shapes: of all
+    tensors on disk, in the tables' order. itemsize: bytes of an entry in the policy's precision. nodes: rank -> its node.
 
-    Raises ValueError, naming tensor and ranks, if train ranks do not hold what is needed or hold boxes that overlap without
-    being equal; if engines need different boxes; and RecipeError if bucket_bytes is too small.
+    Raises ValueError, naming tensor and ranks, if no train rank holds a part of a needed box, or if train ranks hold boxes that
+    overlap without being equal. Raises ValueError if engines need different boxes, RecipeError if bucket_bytes is too small.
     """
     names = list(shapes)
     held, needed = intersection.held_boxes(train, names), intersection.needed_boxes(generate, engines)
@@ -99,7 +100,10 @@ def _demand(
 
 
 def _sizes(bucket_bytes: int, itemsize: int, send_bytes: float, receive_bytes: float, members: int) -> tuple[int, int]:
-    """Return (bytes of a bucket, most bytes of a piece). send_bytes, receive_bytes: of the busiest ranks."""
+    """Return (bytes of a bucket, most bytes of a piece).
+
+    send_bytes, receive_bytes: bytes of the busiest train rank and of the busiest generate rank.
+    """
     bucket = min(bucket_bytes, max(int(max(send_bytes, receive_bytes)) // _ROUNDS, _LEAST_BUCKET))
     limit = min(bucket // (_CHUNKS_OF_BUCKET * members), max(int(send_bytes) // _CHUNKS_OF_RANK, _LEAST_CHUNK))
     limit = max(limit, itemsize)
@@ -182,7 +186,10 @@ def _sources(chunks: Chunks, sets: Sequence[np.ndarray], shares: Sequence[np.nda
 
 
 def _turns(key: np.ndarray) -> np.ndarray:
-    """Return values in [0, 1), [n] float64, that are spread evenly over the rows of a key and over any regular part of them."""
+    """Return [n] float64 in [0, 1), such that the values of all rows with the same key are spread evenly.
+
+    The values of any regular part of these rows (such as every second row) are spread evenly too.
+    """
     return rounds.running_within(key, np.ones(len(key), np.int64)) * _GOLDEN % 1
 
 
@@ -197,7 +204,7 @@ def _rounds(chunks: Chunks, source: np.ndarray, head: np.ndarray, members: Seque
 
 
 def _short(ranks: np.ndarray) -> np.ndarray:
-    """Return the ranks as uint16 if they fit, which numpy sorts several times as fast."""
+    """Return the ranks as uint16 if they fit, because numpy sorts uint16 several times as fast."""
     return ranks.astype(np.uint16 if ranks.max(initial=0) < 1 << 16 else np.int32)
 
 

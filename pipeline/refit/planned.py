@@ -3,7 +3,7 @@
 A train rank gathers its items in the transfer dtype. A generate rank writes them to its engine's tensors, and finishes a unit
 once all ranks of the engine have all of it. `prepare` computes once what stays the same from one refit to the next.
 
-The plan is made in `plan.py`. Rank 0 compares what both ends hold, from their reports (`digest.py`).
+`plan.py` makes the plan. Rank 0 compares the digests of both ends, which are in their reports (`digest.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PlannedRefit(PreparedRefit):
     def __init__(self, world: World, config: RefitConfig, precision: torch.dtype, transport: str, ipc: bool = False):
         """Set up a refit without a plan; `prepare` sets the plan.
 
-        precision: the policy's. transport: "planned", or "delta" to send only what changed since the last refit. ipc: receivers
-        map the staging memory of senders on their node, if possible, and read it there.
+        precision: the policy's. transport: "planned", or "delta" to send only the entries that changed since the last refit.
+        ipc: receivers map the staging memory of senders on their node, if possible, and read it in place.
         """
         self._world = world
         self._config = config
@@ -47,9 +47,9 @@ class PlannedRefit(PreparedRefit):
         self._receives: ReceiveEndpoint
 
     def prepare(self, regions: Sequence[Region], units: Sequence[str] | None, plan: RankPlan) -> None:
-        """Prepare for a plan.
+        """Prepare to send or receive by a plan.
 
-        regions: of this rank's table, in its order. units: of each region; None on a train rank.
+        regions: the regions of this rank's table, in its order. units: the unit of each region; None on a train rank.
         """
         settings = (regions, self._precision, self._world.device, self._config.digest)
         self._plan = plan

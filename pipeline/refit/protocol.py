@@ -58,4 +58,7 @@ class PreparedRefit(Refit, Protocol):
     """A refit that follows a plan from rank 0."""
 
     def prepare(self, regions: Sequence[Region], units: Sequence[str] | None, plan: RankPlan) -> None:
-        """Send or receive by `plan` from now on. units: None on a train rank."""
+        """Send or receive by `plan` from now on.
+
+        regions: the regions of this rank's table, in its order. units: the unit of each region; None on a train rank.
+        """

@@ -1,8 +1,8 @@
-"""Decide when each chunk travels: keep all ranks busy, and let no rank move more than its bucket in a round.
+"""Assign each chunk to a round, such that all ranks are busy and no rank sends or receives more than its bucket in a round.
 
-`timeline` gives each unit its share of the time from 0 to 1. A stream is what one holder set sends to one receiver. Each stream
-is spread evenly over the time, its units in the model's order. So all pipeline stages are busy at once, on either side, and a
-unit is complete soon after it begins. `assign` then fills rounds in that order.
+`timeline` gives each unit an interval of the time from 0 to 1. A stream is all chunks that one holder set sends to one
+receiver. Each stream is spread evenly over the time, with its units in the model's order. So all pipeline stages of either side
+are busy at once, and a unit is complete soon after it begins. `assign` then fills rounds in that order.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _LOOK_AHEAD = 4  # rounds' worth of messages that may overtake one that waits fo
 
 
 def timeline(unit: np.ndarray, stream: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (begin, end) of each unit, [units] float64: the mean over its streams, weighted by their bytes.
+    """Return (begin, end) of each unit, [units] float64 each. Both are means over the unit's streams, weighted by their bytes.
 
-    unit, stream, size: a row each, with units in the model's order; size in bytes.
+    unit, stream, size: columns with a row for each chunk, with units in the model's order; size in bytes.
     """
     order = lexicographic([stream, unit])
     unit, size, begins = unit[order], size[order], changes(stream[order])
@@ -31,7 +31,7 @@ def timeline(unit: np.ndarray, stream: np.ndarray, size: np.ndarray) -> tuple[np
 
 
 def running_within(key: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return for each row the sum of `size` over the rows with its key up to and including the row, [n] int64."""
+    """Return the running sum of `size` within each key, [n] int64: a row's value includes the row itself."""
     order = np.argsort(key, kind="stable")
     total = np.cumsum(size[order])
     total -= np.maximum.accumulate(np.where(changes(key[order]), total - size[order], 0))
@@ -41,11 +41,12 @@ def running_within(key: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def assign(source: np.ndarray, target: np.ndarray, size: np.ndarray, bucket: int, room: np.ndarray) -> np.ndarray:
-    """Return the round of each message, [n] int32. Messages are in the order of time.
+    """Return the round of each message, [n] int32.
 
-    source, target: [n] uint16 or wider. size: [n] bytes. In a round no source sends more than `bucket` bytes and no target
-    receives more than `room[target]`. A message waits while one of its ends is full; others may overtake it within bounds. No
-    message is larger than `bucket` or its target's room, so the first waiting message always fits.
+    source, target: [n] uint16 or wider. size: [n] bytes. Messages are in the order of time. In a round no source sends more
+    than `bucket` bytes and no target receives more than `room[target]` bytes. A message waits while its source or its target is
+    full; a limited number of later messages may overtake it. No message is larger than `bucket` or than its target's room, so
+    the first waiting message always fits into the next round.
     """
     rounds = np.empty(len(size), np.int32)
     busiest = max(

@@ -1,9 +1,9 @@
 """A refit's schedule: every flow of chunks from train ranks to generate ranks, in a few columns for any number of ranks.
 
-A chunk is a list of pieces: boxes that the same train ranks hold and that one rank of an engine needs for one unit. All engines
-need the same chunks. Engines form sharing groups, and the engines of a group form a ring. A flow is a chunk on its way to a
-group: in round r, a train rank sends the chunk to the engine at ring position `head`; in round r + 1, this engine forwards the
-chunk to the next engine; and so on around the ring.
+A chunk is a list of pieces (boxes) that the same train ranks hold and that one rank of an engine needs for one unit. All
+engines need the same chunks. Engines form sharing groups, and the engines of a group form a ring. A flow is the transfer of one
+chunk to one group: in round r, a train rank sends the chunk to the engine at ring position `head`; in round r + 1, this engine
+forwards it to the next engine; and so on around the ring.
 
     chunks: `unit`, `receiver` (rank in the engine), `bytes`     [c], in the order of time
     flows:  `source` (global rank), `round`, `head`              [c, groups]
@@ -12,7 +12,7 @@ chunk to the next engine; and so on around the ring.
     RefitSchedule.plan() -> RefitPlan              every rank's part
     RefitSchedule.train_messages() -> Traffic      messages of train ranks: (round, source, target, bytes), a row for each flow
     RefitSchedule.forwarded_messages() -> Traffic  messages between engines of a group, a row each
-    RefitSchedule.traffic() -> (out, in)           bytes of each rank in each round
+    RefitSchedule.traffic() -> (out, in)           bytes that each rank sends and receives in each round
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.refit.tables import RankPlan, RefitPlan, TransferItems
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Messages, a row each."""
+    """Messages, with a row for each message."""
 
     round: np.ndarray  # [n] int64
     source: np.ndarray  # [n] int32 global rank
@@ -73,18 +73,18 @@ class RefitSchedule:
 
     @cached_property
     def rounds(self) -> int:
-        """Number of rounds, until the last member of each ring has received."""
+        """Number of rounds of the transfer: in the last one, the last member of a ring receives its last chunk."""
         last = self.round.max(0, initial=-1) + [len(group) - 1 for group in self.groups]
         return int(last.max()) + 1 if len(self.chunks) else 0
 
     @cached_property
     def member(self) -> dict[int, tuple[int, int]]:
-        """(engine, rank in the engine) of each generate rank."""
+        """Generate rank -> (its engine, its rank in the engine)."""
         return {int(rank): (e, g) for e, engine in enumerate(self.engines) for g, rank in enumerate(engine)}
 
     @cached_property
     def ring(self) -> dict[int, tuple[int, int]]:
-        """(group, position in its ring) of each engine."""
+        """Engine -> (its group, its position in the group's ring)."""
         return {engine: (q, p) for q, group in enumerate(self.groups) for p, engine in enumerate(group)}
 
     @cached_property
@@ -110,7 +110,7 @@ class RefitSchedule:
         return Traffic(self.round.ravel().astype(np.int64), self.source.ravel(), self._heads.ravel(), size)
 
     def forwarded_messages(self) -> Traffic:
-        """Return the messages between engines of a group: one for each round and receiver, with the sum of its bytes.
+        """Return the messages between engines of a group: one for each round and receiver, with all bytes of the round.
 
         A rank receives only from the engine before its own on the ring, so a receiver has one source.
         """
@@ -177,7 +177,7 @@ class RefitSchedule:
     def _items(self, chunk: np.ndarray, number: np.ndarray, peer: np.ndarray) -> tuple[TransferItems, np.ndarray, np.ndarray]:
         """Return (the pieces of these chunks as items; the piece of each item; the index into `chunk` of each item).
 
-        number, peer: the round of each chunk, and the rank at the other end.
+        chunk: [n], chunk numbers. number: [n], the round of each chunk. peer: [n], the rank at the other end.
         """
         order = intersection.lexicographic([number, peer, chunk])
         ordered, piece = intersection.expand(self.chunks.first[chunk[order]], self.chunks.count[chunk[order]])
@@ -196,14 +196,14 @@ class RefitSchedule:
         return items, piece, flow
 
     def _units(self, engine: int, g: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (finish_round, order) of the units that a rank needs."""
+        """Return (finish_round, order) of the units that a rank of the engine needs."""
         units = self.needed.rank_units[g]
         finish = self.finish[units, engine]
         return finish, np.lexsort((units, finish)).astype(np.int32)
 
     @cached_property
     def _by_source(self) -> tuple[np.ndarray, np.ndarray]:
-        """(flows by source, their sources), [chunks * groups] each."""
+        """(numbers of the flows, sorted by source; their sources), [chunks * groups] each."""
         source = self.source.ravel()
         order = np.argsort(source, kind="stable")
         return order, source[order]
@@ -216,7 +216,7 @@ class RefitSchedule:
 
     @cached_property
     def _first_needing(self) -> np.ndarray:
-        """[rows] bool: True for the first row of `needed` that needs a box."""
+        """True for the first row of `needed` that needs each box, [rows] bool."""
         first = np.zeros(len(self.needed.box), bool)
         first[np.unique(self.needed.box, return_index=True)[1]] = True
         return first

@@ -1,16 +1,15 @@
-"""Staging memory that ranks of one node share: the sender packs into its own memory, and the receivers read it there.
+"""Staging memory that ranks of one node share: the sender packs into its own memory, and the receivers read it in place.
 
-On GPUs it is memory of the sender's device, which the others open by CUDA IPC: the ranks that share this GPU, and those on
-other GPUs of the node, over NVLink or PCIe. On a CPU it is an anonymous file (memfd), which another process opens through the
-/proc of its creator. Such a file leaves no name in /dev/shm, is not limited by the size of /dev/shm, and disappears with the
-last process that maps it, however that process ends. When the ranks get their plan, they find out once which pairs can map
-memory. A pair that cannot, because it is on two nodes or in containers that hide their processes from each other, uses the
-group.
+On GPUs it is memory of the sender's device. Ranks that share this GPU, and ranks on other GPUs of the node (over NVLink or
+PCIe), open it by CUDA IPC. On a CPU it is an anonymous file (memfd), which another process opens through the /proc of its
+creator. Such a file leaves no name in /dev/shm, is not limited by the size of /dev/shm, and disappears with the last process
+that maps it, however that process ends. When the ranks get their plan, they determine once which pairs of ranks can map memory.
+The other pairs, on two nodes or in containers that hide their processes from each other, send over the process group.
 
-`transfer.py` decides who may write and who may read at which time.
+`transfer.py` decides which rank may write or read at which time.
 
-torch creates a file of reference counters, 80 kB in /dev/shm, when it shares CUDA memory. torch removes it when the sender
-exits, but not when the sender is killed.
+When torch shares CUDA memory, it creates a file of reference counters, 80 kB in /dev/shm. torch removes the file when the
+sender exits, but not when the sender is killed.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) 
 
 
 def _log_unmapped(world: World, problems: Mapping[int, str]) -> None:
-    """Log which peers on this node get messages over the group."""
+    """Log the peers on this node that cannot map memory and get messages over the group. problems: peer -> error, or empty."""
     near = {peer: problem for peer, problem in problems.items() if problem and problem != _ELSEWHERE}
     if near:
         logger.info(
@@ -97,9 +96,10 @@ def _log_unmapped(world: World, problems: Mapping[int, str]) -> None:
 
 
 def _shareable(size: int, device: torch.device, node: str) -> tuple[torch.Tensor, MemoryHandle, int | None]:
-    """Allocate memory that others can map, and return (memory [size] uint8, its handle, descriptor to close after sharing).
+    """Allocate memory that other processes can map.
 
-    If it cannot be shared, it is plain memory and the handle holds the reason.
+    Return (memory [size] uint8, its handle, descriptor to close after sharing). If the memory cannot be shared, it is plain
+    memory and the handle holds the reason.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8, device=device), MemoryHandle(node, 0, problem="nothing is sent"), None
@@ -142,8 +142,8 @@ def _map_memory(handle: MemoryHandle, device: torch.device, node: str) -> torch.
 def _inexpandable() -> Iterator[None]:
     """Let torch allocate by cudaMalloc within the context.
 
-    torch shares expandable segments through pidfd_getfd, which containers rarely permit. All settings are written, since torch
-    resets those that a new string does not name.
+    torch shares expandable segments through pidfd_getfd, which containers rarely permit. All allocator settings are written,
+    since torch resets the settings that a new string does not name.
     """
     settings: dict[str, Any] = dict(torch.cuda.memory._snapshot())["allocator_settings"]
     if not settings.get(_EXPANDABLE):
@@ -163,7 +163,7 @@ def _inexpandable() -> Iterator[None]:
 
 
 def _exchange(world: World, out: Mapping[int, bytes], into: Collection[int]) -> dict[int, bytes]:
-    """Send each of these ranks its bytes, and return what the ranks `into` sent here."""
+    """Send bytes to each rank in `out`, and return rank -> the bytes that it sent, for the ranks in `into`."""
     lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in into}
     _pass(world, {peer: torch.tensor([len(body)]) for peer, body in out.items()}, lengths)
     bodies = {peer: torch.zeros(int(length), dtype=torch.uint8) for peer, length in lengths.items()}

@@ -32,7 +32,7 @@ def layout_table(
 ) -> LayoutTable:
     """Return a table with a row for each region.
 
-    shapes: of all tensors on disk, in their order. units: the name of each region's unit.
+    shapes: tensor -> its shape, for all tensors on disk in their order. units: the name of each region's unit.
     """
     number = {name: i for i, name in enumerate(shapes)}
     dims = max((len(shape) for shape in shapes.values()), default=1) or 1
@@ -45,9 +45,9 @@ def layout_table(
 
 
 def columns(boxes: Sequence[tuple[str, Box]], number: Mapping[str, int], dims: int) -> list[np.ndarray]:
-    """Return tensor, offset and size of a `LayoutTable` from pairs (tensor on disk, box of it).
+    """Return the columns tensor, offset and size of a `LayoutTable`.
 
-    number: index of each tensor. dims: D.
+    boxes: pairs (name of a tensor on disk, box of it). number: tensor name -> its index. dims: D of the `LayoutTable`.
     """
     offset, size = np.zeros((len(boxes), dims), np.int64), np.ones((len(boxes), dims), np.int64)
     for i, (_, box) in enumerate(boxes):
@@ -56,7 +56,7 @@ def columns(boxes: Sequence[tuple[str, Box]], number: Mapping[str, int], dims: i
 
 
 class TransferItems(msgspec.Struct):
-    """Boxes to transfer, a row each, in the order of rounds, and within a round and peer in the message's order."""
+    """Boxes to transfer, a row each, in the order of rounds; boxes of one round and peer are in the order of their message."""
 
     round: np.ndarray  # [n] int32
     peer: np.ndarray  # [n] int32: global rank of the other end

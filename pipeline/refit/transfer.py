@@ -1,15 +1,15 @@
-"""Run the rounds of a refit on one rank: each round is packed while the one before it is being sent, and applied afterwards.
+"""Run the rounds of a refit on one rank: while a round is being sent, the next round is packed; then the round is applied.
 
-Both ends post the messages of a round in one batch, and all ranks run the rounds in the same order, so no batch ever waits for
-a later one: there is no deadlock, with gloo or NCCL. A rank that relays what it received in the round before must have it
-first, so it waits before it posts; all others post first, which keeps the network busy. Tags separate these messages from other
-messages over the spanning group, and from each other: the receiver of a lost message waits for exactly that message, and never
-takes the next one for it.
+Both ends post the messages of a round in one batch, and all ranks run the rounds in the same order. So no batch ever waits for
+a later batch, and there is no deadlock with gloo or NCCL. A rank that relays must have received the messages of the round
+before, so it waits for them before it posts; all other ranks post first, which keeps the network busy. Tags separate these
+messages from other messages over the spanning group, and from each other: if a message is lost, its receiver waits for it and
+never takes the next message in its place.
 
-Between ranks that both map the sender's staging memory (`shared_memory.py`) a round is not sent: a notice says that it is
-packed, the receiver reads it in place, and a receipt says that it has been read. A sender has staging memory for two rounds, so
-it waits for the receipts of round r - 2 before it packs round r. A receiver applies and acknowledges a round before it waits
-for receipts of its own, so ranks that relay in a ring never wait for each other in a circle.
+Between two ranks that both map the sender's staging memory (`shared_memory.py`) the bytes of a round are not sent. A notice
+says that the round is packed, the receiver reads it in place, and a receipt says that it has been read. A sender has staging
+memory for two rounds, so it waits for the receipts of round r - 2 before it packs round r. A receiver applies and acknowledges
+a round before it waits for receipts of its own messages, so ranks that relay in a ring never wait for each other in a circle.
 
 An `Encoding` (`full.py`, `delta.py`) defines the contents of messages. The watchdog handles timeouts: it reports the phase,
 which names the ranks that this rank waits for.
@@ -38,7 +38,7 @@ PeerTensors = list[tuple[int, torch.Tensor]]
 
 
 class StageTimer:
-    """Sums seconds by stage; on a GPU, the seconds of the current stream."""
+    """Sums the seconds of each stage; on a GPU, the seconds of the current stream."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -100,8 +100,8 @@ class PendingMessages:
 class PeerChannel:
     """Posts, waits for and counts the messages of one refit.
 
-    Tensors that the group cannot carry from their own memory go through memory of the carrier device: for ranks that share a
-    GPU, through page-locked host memory, which torch reuses for the next message.
+    If the group cannot send a tensor from its own memory, the tensor goes through memory of the carrier device. For ranks that
+    share a GPU this is page-locked host memory, which torch reuses for the next message.
     """
 
     def __init__(self, world: World, readers: Collection[int] = (), sources: Collection[int] = ()):
@@ -120,12 +120,12 @@ class PeerChannel:
         self._acknowledged = PendingMessages([], [], [])
 
     def post(self, out: PeerTensors, into: PeerTensors) -> PendingMessages:
-        """Send and receive over the group."""
+        """Begin to send the messages `out` and to receive into the memory `into` over the group."""
         self._count(out, into)
         return self._post(out, into)
 
     def post_round(self, out: PeerTensors, into: PeerTensors) -> PendingMessages:
-        """Send and receive the messages of a round: over the group, or by a notice if both ends map the memory."""
+        """Begin to send and receive the messages of a round: over the group, or by notices where both ends map the memory."""
         self._count(out, into)
         readers = list(dict.fromkeys(peer for peer, _ in out if peer in self._readers))
         sources = list(dict.fromkeys(peer for peer, _ in into if peer in self._sources))
@@ -142,7 +142,7 @@ class PeerChannel:
         return posted
 
     def acknowledge(self, posted: PendingMessages) -> None:
-        """Send receipts of a round to the ranks in whose memory this rank has read it."""
+        """Send a receipt of a round to each rank in whose staging memory this rank has read messages of the round."""
         if posted.sources:
             self._settle()
             receipts = self._notices(posted.sources)
@@ -179,7 +179,7 @@ class PeerChannel:
         return torch.empty_like(tensor, device=self._world.carrier, pin_memory=self.device.type == "cuda")
 
     def wait(self, posted: PendingMessages) -> None:
-        """Wait until the messages are done; on a GPU too, where `Work.wait` alone blocks only the stream."""
+        """Block this thread until the messages are done. On a GPU this needs more than `Work.wait`, which blocks the stream."""
         for work in posted.works:
             work.wait()
         for tensor, at in posted.landed:
@@ -193,7 +193,10 @@ class PeerChannel:
 
 
 def _add_tags(mail: PeerTensors, so_far: Counter[int], first: int = TAG) -> TaggedTensors:
-    """Return the messages with tags: both ends number the messages between them in the same order."""
+    """Return the messages with their tags. Both ends of a pair of ranks count its messages in the same order.
+
+    so_far: peer -> the number of its messages so far, which this call increases. first: tag of a peer's first message.
+    """
     tagged = []
     for peer, tensor in mail:
         tagged.append((peer, tensor, first + so_far[peer]))
@@ -202,17 +205,17 @@ def _add_tags(mail: PeerTensors, so_far: Counter[int], first: int = TAG) -> Tagg
 
 
 class Encoding(Protocol):
-    """Converts items to bytes and back. Rounds come in order."""
+    """Converts items to bytes and back. Its methods are called in the order of the rounds."""
 
     def pack(self, round: int) -> None:
-        """Gather this rank's own items of a round, and announce to the receivers what they must know before it arrives."""
+        """Gather this rank's own items of a round, and send the receivers what they need to know before the round arrives."""
 
     def incoming(self, round: int) -> PeerTensors:
         """Return the memory into which to receive the messages of a round."""
         ...
 
     def outgoing(self, round: int) -> PeerTensors:
-        """Return the messages to send in a round. If the rank relays, the round before has arrived."""
+        """Return the messages to send in a round. Called after the round before has arrived if the rank relays items of it."""
         ...
 
     def apply(self, round: int) -> None:

@@ -176,7 +176,7 @@ class GenerateRole:
     def load(self) -> int:
         """Verify and load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them.
 
-        Return how many sequences the engine decodes at once; 0 for one that scores.
+        Return how many sequences the engine decodes at once; 0 for an engine that scores.
         """
         policy, checkpoint = self._policy, self._recipe.evaluate.checkpoint if self._serves == "policy" else None
         share, given = (self._world.own.rank(), self._world.own.size()), self._recipe.checkpointing
@@ -198,7 +198,7 @@ class GenerateRole:
 
     @verb("rollout")
     def likelihoods(self, unit: list[LikelihoodRequest]) -> list[Likelihood]:
-        """Return the log-probs of given texts, on the engine's leader. No episode may be open."""
+        """Return the log-probs of the texts of `unit` on the engine's leader, [] on its peers. No episode may be open."""
         with self._world.phase("likelihoods"):
             found = self._backend.likelihoods(unit)
         return found if self._leads else []
@@ -230,7 +230,7 @@ class GenerateRole:
         self._lockstep.announce(VERB)
 
     def readings(self) -> dict[str, float]:
-        """Return what the engine is busy with; {} before it is built. Another thread may ask."""
+        """Return the engine's load by names of `pipeline.monitor.readings`; {} before it is built. Any thread may call this."""
         clock = self._lockstep.clock
         if self._built is None:
             return {}

@@ -10,9 +10,9 @@ from pipeline.types import Outputs, TopK, Update
 
 
 def regroup(outputs: Sequence[Outputs], forward: Sequence[list[int]], update: Update) -> list[Outputs]:
-    """Return one output for each of `update.train`, from one for each of `forward`, which has every sample once.
+    """Return one output for each microbatch of `update.train`, from one output for each microbatch of `forward`.
 
-    An empty microbatch is one token that counts for nothing; all its entries are 0.
+    Every sample is in `forward` once. An empty microbatch has one token that does not count; all its entries are 0.
     """
     of_sample: dict[int, list[torch.Tensor]] = {}
     for members, output in zip(forward, outputs, strict=True):

@@ -1,7 +1,7 @@
 """Score sequences with a frozen reward model, on the train ranks or on ranks of its own.
 
 A score is the value head's output after a sequence's last token. Rank 0 chooses the sequences and microbatches
-(`pipeline/coordination/scoring.py`). Left out: scores of single steps, and reward models that are not sequence classifiers.
+(`pipeline/coordination/scoring.py`). Not supported: scores of single steps; reward models that are not sequence classifiers.
 """
 
 from __future__ import annotations

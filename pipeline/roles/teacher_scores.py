@@ -22,8 +22,9 @@ def ask_teachers(
 ) -> list[list[PackedBatch]]:
     """Return the training microbatches of each update with the outputs of each sample's teacher.
 
-    teachers: by "teacher NAME", or "teacher" for the only one. top_k: the number of tokens to return; 0: the log-probs of the
-    samples' own tokens. A teacher scores all its samples of the step in one call, so that an offloaded teacher is fetched once.
+    teachers: "teacher NAME" -> its backend, or "teacher" -> the only one. top_k: number of tokens per position to return with
+    their log-probs; 0: only the log-probs of the samples' own tokens. A teacher scores all its samples of the step in one call,
+    so that an offloaded teacher is fetched once.
     """
     forward: list[list[list[int]]] = [[] for _ in updates]
     outputs: list[list[Outputs]] = [[] for _ in updates]
@@ -45,7 +46,7 @@ def ask_teachers(
 
 
 def _shared_plan(update: Update) -> list[list[int]]:
-    """Return the microbatches of an update whose samples all have the same teacher; none if they have several."""
+    """Return the microbatches of an update if all its samples have the same teacher; [] if they have several teachers."""
     return [] if update.taught else update.forward
 
 

@@ -1,6 +1,6 @@
 """The role of a train rank: the verbs that it serves.
 
-Each model is a backend of its own. All have one layout, so that they take the same microbatches.
+Each model has a backend of its own. All models have the same parallel layout, so that they take the same microbatches.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ class TrainRole:
     @verb("train")
     @named_operators()
     def step(self, models: list[str]) -> dict[str, list[dict[str, float]]]:
-        """Take one optimizer step of each model for each epoch and update, and return their metrics by model.
+        """Take one optimizer step of each model for each epoch and update, and return model -> metrics of its optimizer steps.
 
-        Then advance these models' schedules, once for the step.
+        Then advance the schedules of these models, once for the whole step.
         """
         needs = self._algorithm.needs
         metrics: dict[str, list[dict[str, float]]] = {model: [] for model in models}
@@ -195,20 +195,20 @@ class TrainRole:
 
     @verb("train")
     def change(self, values: dict[str, Any]) -> None:
-        """Take other values of live keys (pipeline/config/live_keys.py) from the next step on."""
+        """Use new values of live keys (pipeline/config/live_keys.py) from the next step on."""
         live_keys.put(self._recipe, values)
         for take in self._new_rates(self._recipe):
             take()
 
     def _new_rates(self, recipe: Recipe) -> list[Callable[[], None]]:
-        """Return functions that make the models that learn take this recipe's learning rates and schedules."""
+        """Return functions that set the learning rates and schedules of a recipe in the models that learn."""
         sections = {model: config.critic(recipe) if model == "critic" else recipe.policy for model in self._algorithm.losses}
         return [self._models[model].new_rates(policy) for model, policy in sections.items()]
 
     @verb("train")
     @named_operators()
     def evaluate(self, update: Update) -> dict[str, float]:
-        """Return this data rank's shares of the loss and of each metric that adds up, without a gradient."""
+        """Return metric -> this data rank's share, for the loss and the metrics that add up. Computes no gradient."""
         needs, loss = self._algorithm.needs, self._algorithm.losses["policy"]
         with self._world.phase("evaluate"):
             batches = pack_each(update.samples, update.forward, self._policy.device)
@@ -295,7 +295,7 @@ class TrainRole:
 
     @verb("save")
     def written(self, wait: bool) -> dict[str, str] | None:
-        """Return the SHA-256 of this rank's files of the last `save`, by path; None before all are on disk.
+        """Return path -> SHA-256 of this rank's files of the last `save`; None before all are on disk.
 
         Raises the error of the `save` if it failed.
         """
@@ -306,7 +306,7 @@ class TrainRole:
 
     @verb("save")
     def restore(self, folder: str) -> None:
-        """Verify a checkpoint's files, a share on each rank, and then load the models from its folder."""
+        """Verify this rank's share of a checkpoint's files, and then load the models from its folder."""
         group = self._world.own
         with self._world.phase("verify"):
             if self._world.info.local_rank == 0:  # one rank looks for all of its node: there may be thousands of files
@@ -329,7 +329,7 @@ class TrainRole:
 
     @verb("save")
     def export(self, folder: str) -> dict[str, str]:
-        """Write a Hugging Face checkpoint, and return the SHA-256 of its files by name; of none on ranks that do not write."""
+        """Write a Hugging Face checkpoint, and return file name -> SHA-256; {} on ranks that do not write."""
         with self._world.phase("export"):
             head = self._algorithm.needs.head
             writes = self._world.rank == 0

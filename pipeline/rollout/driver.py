@@ -1,13 +1,14 @@
-"""Run many episodes on one engine, on the rank that leads it: prompts in, groups of judged rollouts out.
+"""Run many episodes on one engine, on the rank that leads it: it receives prompts and returns groups of judged rollouts.
 
 Between two steps of the engine the driver gives it the next requests, and gives new answers to the environments, which run
-concurrently. So the engine continues while an environment computes. Episodes begin in the order of the works, urgent works
-first, and the samples of a prompt in order. At most `max_num_seqs` episodes may use the engine; the others have not begun. A
-group is returned as soon as all its episodes have ended.
+concurrently. So the engine continues while an environment computes. A work (`RolloutWork`) is a request from rank 0 for groups
+of episodes. Episodes of urgent works begin first; otherwise they begin in the order of the works, of the prompts in a work, and
+of the samples of a prompt. At most `max_num_seqs` episodes may use the engine at a time; later episodes wait. A group is
+returned as soon as all its episodes have ended.
 
-When a work arrives, all its episodes that can begin do so before the next step. Another episode may begin as soon as an
-episode's last answer is drawn, whatever the environment does. So, with episodes of one turn, the requests that share a step do
-not depend on time.
+When a work arrives, as many of its episodes as may use the engine begin before the next step. As soon as an episode's last
+answer is drawn, another episode may begin; it does not wait for the environment's judgement. So, if episodes have one turn, the
+time that an environment takes does not change which requests share a step of the engine.
 
 The engine's other ranks follow in `lockstep.py`.
 """
@@ -32,7 +33,7 @@ from pipeline.types import Completion, Rollout, RolloutGroup, Turn
 
 @dataclass(slots=True)
 class _OpenWork:
-    """A work some of whose groups have not ended."""
+    """A work with at least one group that has not ended."""
 
     work: RolloutWork
     reply: StreamingReply[FinishedGroup]
@@ -41,7 +42,10 @@ class _OpenWork:
 
 
 class EpisodeDriver:
-    """Runs episodes. The environments set `wakeup` to end a wait of the driver, and the source of verbs may set it too."""
+    """Runs the episodes of one engine.
+
+    The driver waits for the event `wakeup`. Environments set it when an answer is judged; the source of verbs may set it too.
+    """
 
     def __init__(
         self,
@@ -56,8 +60,8 @@ class EpisodeDriver:
     ):
         """Bind the driver to an engine and its environments.
 
-        max_length: tokens of a prompt and its episode. broken_rewards: by environment, the reward of an answer that breaks it;
-        0 if it is not there.
+        max_length: most tokens of a prompt and its episode together. broken_rewards: environment -> reward of an answer that
+        breaks it; 0 for environments that are not in the mapping.
         """
         self._engine, self._environments, self._lockstep, self._world = engine, environments, lockstep, world
         self._wakeup, self._max_num_seqs, self._max_length = wakeup, max_num_seqs, max_length
@@ -77,7 +81,7 @@ class EpisodeDriver:
     # ---- verbs --------------------------------------------------------------------------------------------------------------
 
     def rollout(self, work: RolloutWork) -> StreamingReply[FinishedGroup]:
-        """Begin a work. Raises ValueError if a work with its number is in progress."""
+        """Begin a work. Raises ValueError if a work with the same number is in progress."""
         if work.number in self._works:
             raise ValueError(f"work {work.number} is in progress already")
         reply: StreamingReply[FinishedGroup] = StreamingReply()
@@ -146,7 +150,8 @@ class EpisodeDriver:
     def work(self, verb_waits: Callable[[], bool], look_s: float | None = None) -> None:
         """Work until a verb waits, or until there is nothing to do before the next verb.
 
-        look_s: longest wait between two calls of `verb_waits`. None: `wakeup` is set when a verb arrives.
+        verb_waits: returns whether a verb waits. look_s: most seconds between two calls of `verb_waits`; None: no limit,
+        because the arrival of a verb sets `wakeup`.
         """
         while not verb_waits():
             if self._can_step:
@@ -193,7 +198,7 @@ class EpisodeDriver:
         self._end_drains()
 
     def _judge(self, completion: Completion) -> None:
-        """Give an answer of the policy to its environment, or let the policy answer after it has thought."""
+        """Submit a completion to its environment; if it holds thoughts, let the policy draw its answer instead."""
         episode = self._in_engine.pop(completion.id)
         if episode.think(completion, self._max_length):
             self._to_draw.append(episode)
@@ -214,7 +219,7 @@ class EpisodeDriver:
         self._environments.submit(episode.step_request(self._max_length))
 
     def _end_unanswered(self, episode: Episode) -> None:
-        """End an episode that was cut before a turn's first token. After thinking, its answer is empty, and is judged."""
+        """End an episode that was cut before a turn's first token. If the policy has thought, an empty answer is judged."""
         if episode.has_thought:
             self._submit(episode, replace(episode.turns.pop().completion, finish="length"))
         else:
@@ -258,7 +263,7 @@ class EpisodeDriver:
         self._finish(open_work, episode.group_index)
 
     def _finish(self, open_work: _OpenWork, group_index: int) -> None:
-        """Return a group if all its episodes have ended, and close its work if it is the last group."""
+        """Send a group's rollouts if all its episodes have ended, and close the work if it has no other open group."""
         work, rollouts = open_work.work, open_work.rollouts[group_index]
         if len(rollouts) < work.samples:
             return

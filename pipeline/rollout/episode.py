@@ -13,7 +13,7 @@ from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, T
 
 
 def sampling_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """Return the seed of a completion, in [0, 2**63). It depends neither on the engine nor on its other requests."""
+    """Return the seed of a completion, in [0, 2**63). It depends on the arguments alone, not on the engine or its requests."""
     name = f"{seed}/{purpose}/{prompt}/{sample}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -52,17 +52,17 @@ class Episode:
 
     @property
     def is_last_turn(self) -> bool:
-        """True if the turn that is being sampled or scored is the policy's last."""
+        """True if the turn that is being drawn or judged is the policy's last."""
         return self.cut or sum(not turn.thinking for turn in self.turns) + 1 >= self.work.max_turns
 
     @property
     def is_thinking(self) -> bool:
-        """True if the turn that is being drawn, or comes next, holds the policy's thoughts before an answer."""
+        """True if the turn that is being drawn, or is drawn next, holds the policy's thoughts before an answer."""
         return self.work.sampling.thinking is not None and not self.has_thought
 
     @property
     def has_thought(self) -> bool:
-        """True if the policy has thought, and its answer is being drawn or comes next."""
+        """True if the latest turn holds the policy's thoughts, so that its answer is being drawn or is drawn next."""
         return bool(self.turns) and self.turns[-1].thinking
 
     @property
@@ -80,10 +80,11 @@ class Episode:
         return Request(self.request_id, self.tokens, seed, sampling)
 
     def think(self, completion: Completion, max_length: int) -> bool:
-        """Store the policy's thoughts as a turn if its answer can begin, and return whether it can.
+        """Store a completion as a turn of thoughts if the policy's answer can begin after it, and return whether it can.
 
-        It cannot if the completion itself must be judged: it is an answer; it ended its turn without the end of thinking, so it
-        is an answer too; it was cut; or it leaves no room. max_length: as for `step_request`.
+        False means that the completion itself must be judged, in one of these cases: the policy does not think or has thought
+        already; the completion ended its turn without the end of thinking, so it is an answer; the episode is cut; or the
+        completion leaves no room for an answer. max_length: as for `step_request`.
         """
         thinking = self.work.sampling.thinking
         if thinking is None or self.has_thought or self.cut or (completion.finish == "stop" and not completion.stop):
@@ -101,7 +102,10 @@ class Episode:
         return answer is not None and self.is_thinking and (answer.finish != "stop" or bool(answer.stop))
 
     def step_request(self, max_length: int) -> StepRequest:
-        """Return the request to the environment to judge `completion`. max_length: tokens of a prompt and its episode."""
+        """Return the request to the environment to judge `completion`.
+
+        max_length: most tokens of a prompt and its episode together.
+        """
         assert self.completion is not None
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
         prompt = None if any(not turn.thinking for turn in self.turns) else self.prompt
@@ -111,7 +115,7 @@ class Episode:
         return StepRequest(self.id, str(self), environment, prompt, answer.tokens, self.is_last_turn, room, answer.stop)
 
     def drawn_spans(self) -> list[VersionSpan]:
-        """Return the spans of all turns except the turn that is being drawn."""
+        """Return the version spans of all drawn turns, without the turn that is being drawn."""
         completions = [turn.completion for turn in self.turns] + ([self.completion] if self.completion else [])
         return [span for completion in completions for span in completion.spans]
 

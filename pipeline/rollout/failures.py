@@ -1,9 +1,9 @@
-"""Count and log episodes that could not be judged, and end the run if there are only such episodes.
+"""Count and log episodes that could not be judged, and end the run if no episode of several groups can be judged.
 
-The monitor counts, first, consecutive groups in which every episode failed for a reason other than its answers; a single bad
-prompt does not end a run. It counts, second, groups in which every answer broke an environment that has not judged an answer
-yet, since such an environment is faulty. After an environment has judged an answer, answers that break it are wrong, however
-many there are, and the run continues. Episodes that were cut before their first token do not count.
+The monitor has two counts. The first is of consecutive groups in which every episode failed for a reason other than its
+answers; one bad prompt does not end a run. The second is of groups in which every answer broke an environment that has not
+judged an answer yet; such an environment is faulty. Once an environment has judged an answer, answers that break it count as
+wrong, however many there are, and the run continues. Episodes that were cut before their first token do not count.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FIRST_GROUPS = 10
 
 
 class FailureMonitor:
-    """Counts failures of groups."""
+    """Counts groups whose episodes failed, and ends the run if there are too many."""
 
     def __init__(self, limit: int, key: str):
-        """Allow `limit` consecutive groups to fail completely. key: the recipe's key that sets `limit`."""
+        """Allow `limit` consecutive groups to fail completely. key: the recipe's key that sets `limit`, for the message."""
         self._limit = limit
         self._key = key
         self._consecutive = 0  # groups that have failed completely since the last other group

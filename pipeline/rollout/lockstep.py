@@ -1,8 +1,8 @@
 """Keep the ranks of an engine (tensor- and pipeline-parallel peers) in lockstep: they make the same calls in the same order.
 
-The time at which an environment answers, or a verb arrives, differs from rank to rank. So only the engine's leader decides: it
-announces each move over the engine's own gloo group before it makes it, and its peers follow. An engine of one rank announces
-nothing.
+The time at which an environment answers, or a verb arrives, differs from rank to rank. So only the engine's leader decides. It
+announces each move over the engine's own gloo group before it makes the move, and its peers make the same move. An engine of
+one rank announces nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepClock:
 
 
 def apply_move(move: Move, engine: GenerateBackend, clock: StepClock) -> list[Completion]:
-    """Make a move and its step, and return the completions that ended."""
+    """Change the engine's requests by a move, step the engine once, and return the completions that ended."""
     completions = engine.cut(move.cut) if move.cut else []
     if move.add:
         engine.add(move.add)
@@ -53,7 +53,8 @@ def apply_move(move: Move, engine: GenerateBackend, clock: StepClock) -> list[Co
 class Lockstep:
     """Announces an engine's moves to its ranks, and follows them.
 
-    group: the engine's ranks, with gloo for CPU tensors; its first rank leads. None: the engine has one rank.
+    group: the process group of the engine's ranks, with gloo for CPU tensors; its first rank leads. None if the engine has one
+    rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -80,7 +81,7 @@ class Lockstep:
         return kind, decode(body.numpy().tobytes(), Move)
 
     def follow(self, engine: GenerateBackend | None, world: World) -> None:
-        """Make the leader's moves until it takes a verb. engine: None before setup; then there are no steps."""
+        """Repeat the leader's moves until the leader takes a verb. engine: None before setup; then there are no steps."""
         with world.phase("wait for the leader"):
             kind, move = self._receive()
         while kind != VERB:
@@ -95,13 +96,13 @@ class Lockstep:
 
 @contextmanager
 def working(world: World) -> Iterator[None]:
-    """Report the phase in which the engine decodes."""
+    """Report that the engine decodes, within the context."""
     with world.phase("decode", verb="rollout"):
         yield
 
 
 @contextmanager
 def waiting(world: World) -> Iterator[None]:
-    """Report the phase in which the engine has nothing to do until an environment answers."""
+    """Report that the engine has nothing to do until an environment answers, within the context."""
     with world.phase("environment", verb="rollout"):
         yield

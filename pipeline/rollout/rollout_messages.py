@@ -11,7 +11,7 @@ from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
-    """Groups of episodes for an engine. `group_index` is a group's index in `prompts`."""
+    """A request for groups of episodes on an engine. `group_index` is a group's index in `prompts`."""
 
     number: int  # unique in a run
     prompts: list[Prompt]
@@ -28,7 +28,7 @@ class RolloutWork:
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """A group all of whose episodes have ended."""
+    """A complete group: all its episodes have ended."""
 
     group_index: int
     group: RolloutGroup
@@ -46,6 +46,6 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoreWork:
-    """Sequences that a data rank scores. All data ranks have the same number of microbatches; some may be empty."""
+    """Sequences that a data-parallel rank scores. All of these ranks have equally many microbatches; some may be empty."""
 
     microbatches: list[list[np.ndarray]]  # of sequences [L] int32

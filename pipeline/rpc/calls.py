@@ -28,7 +28,7 @@ REOPEN_S = 5.0  # to reconnect to a store that was stuck
 LOOK_S = 0.02
 """Seconds between two looks for answers of other ranks while rank 0's own role works."""
 RETURN_S = 1.0
-"""Seconds after which `receive` returns without an answer where rank 0 has a role of its own: its caller looks around."""
+"""Seconds after which `receive` returns even without an answer if rank 0 has a role, so that its caller can do other work."""
 
 
 class RpcError(PeerError):
@@ -76,7 +76,7 @@ class Future(Generic[Reply]):
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not replied to the end. The store delivers a plain call only when all ranks have."""
+        """The ranks whose replies are not complete. The store delivers the replies of a plain call only when all are there."""
         return sorted(self._missing)
 
     @property
@@ -110,7 +110,7 @@ class Future(Generic[Reply]):
             self._missing.discard(rank)
 
     def take(self: Future[StreamingReply[Item]]) -> list[tuple[int, list[Item]]]:
-        """Return (rank, items) pairs of a streaming reply that arrived since the last call, without waiting.
+        """Return (rank, items) pairs: the items of a streaming reply that arrived since the last call. Does not wait.
 
         Items that were taken are not in `result`.
         """
@@ -199,7 +199,10 @@ class RpcClient:
             self._sort(answer)
 
     def _work_leading_role(self, role: LeadingRole) -> list[messaging.VerbReply]:
-        """Let rank 0's own role work until an answer arrives, it replies itself, or RETURN_S are over; return the answers."""
+        """Let rank 0's own role work, and return the answers that arrive.
+
+        The work ends when an answer arrives, the role itself replies, or RETURN_S have passed.
+        """
         answers: list[messaging.VerbReply] = []
         began, looked = time.monotonic(), 0.0
 
@@ -222,7 +225,7 @@ class RpcClient:
         return answers
 
     def run_own_role(self, role: Any, future: Future[Any], argument: Any) -> None:
-        """Run a verb of rank 0's own role; its reply, or each part of it, becomes rank 0's in the future."""
+        """Run a verb of rank 0's own role, and add its reply, or each part of it, to the future."""
         if role is self.leading_role:
             role.release()
         reply = run(self._world, role, future.verb, argument)
@@ -270,11 +273,11 @@ class RpcClient:
     def overdue(self) -> Overdue | None:
         """Return a call past its deadline, if there is one.
 
-        - A call with one reply is late after its timeout, if the store waits for ranks.
+        - A call with one reply is late after its timeout, if the store still waits for ranks.
         - A call with a reply in parts may run for any time, and its parts may be queued while rank 0 is busy. It is late when
           rank 0 has waited for it, or for any message, longer than its timeout.
         - A call of rank 0's own role is late when one step of the role takes longer than the timeout.
-        - A reply's body, of which the store only knows that it follows, is late when rank 0 receives it for longer than that.
+        - A large body of a reply, which follows its message, is late when rank 0 receives it for longer than the timeout.
         """
         now, since, awaited, arriving = time.monotonic(), self._waiting_since, self._awaited, self._arriving
         looked = self._own_looked
@@ -296,7 +299,7 @@ class RpcClient:
         return Overdue(late[0].verb, late[0].timeout_s, sorted({rank for future in late for rank in future.suspects}))
 
     def _silent_ranks(self, future: Future[Any]) -> list[int]:
-        """Return the ranks that the store waits for, and rank 0 while it runs its own part; none if the store is stuck."""
+        """Return the ranks that the store waits for, and rank 0 while it runs its own verb; none if the store is stuck."""
         try:
             return [*({self._world.rank} & set(future.missing)), *self._asking.silent_ranks(future.number)]
         except dist.DistError:  # closed, so that the next request does not read a late reply
@@ -333,7 +336,10 @@ class RpcGroup(Generic[Role]):
         return self._role is not None
 
     def receive_replies(self, block: bool) -> bool:
-        """Assign answers that have arrived, of any group. Returns False if there are none and `block` is False."""
+        """Assign the answers that have arrived for calls of any group. block: wait for an answer if there is none.
+
+        Return False if there is none and `block` is False.
+        """
         if not block:
             return self._client.poll()
         self._client.receive(f"wait for {self._component}")
@@ -356,7 +362,7 @@ class RpcGroup(Generic[Role]):
         return self._begin(verb, self._distinct_arguments(parts), argument)
 
     def _begin(self, verb: Callable[..., Any], messages: Iterable[tuple[list[int], bytes]], argument: Any) -> Future[Any]:
-        """Send a call and run rank 0's own part. messages: (ranks, argument). argument: rank 0's."""
+        """Send a call, and run its verb on rank 0's own role. messages: (ranks, their argument). argument: rank 0's."""
         name = verb.__name__
         if not any(vars(base).get(name) is verb for base in self._kind.__mro__):
             raise TypeError(f"got verb {verb.__qualname__}; expected a verb of {self._kind.__name__}")
@@ -370,7 +376,7 @@ class RpcGroup(Generic[Role]):
         return future
 
     def _distinct_arguments(self, parts: Sequence[Any]) -> Iterable[tuple[list[int], bytes]]:
-        """Return each distinct argument, encoded once, with its ranks."""
+        """Return pairs (ranks, their encoded argument), one for each distinct argument."""
         members: dict[int, tuple[list[int], Any]] = {}
         for rank, part in zip(self.ranks, parts, strict=True):
             if rank != self._world.rank:

@@ -1,8 +1,8 @@
 """The messages of RPC: envelopes through the store, and large bodies over the spanning group.
 
 A large body for several ranks goes to the first of them, and each forwards it to two others, so rank 0 sends it once. The
-envelope before it carries its SHA-256 through the store, whose connections are authenticated, so nobody can replace the body on
-its way. Hashing 1 GiB takes each end 0.65 s on a core with SHA instructions:
+envelope before it carries the SHA-256 of the body through the store, whose connections are authenticated. So nobody can replace
+the body on its way. Hashing 1 GiB takes each end 0.65 s on a core with SHA instructions:
 `python -m timeit -s "import hashlib; body = bytes(1 << 30)" "hashlib.sha256(body)"`.
 """
 
@@ -41,12 +41,12 @@ Sending = tuple[torch.Tensor, dist.Work]
 
 
 def following(body: bytes | memoryview) -> int:
-    """Return how many bytes follow a message over the spanning group: all of a large body, 0 of a small body."""
+    """Return the bytes that follow a message over the spanning group: the size of a large body, 0 for a small body."""
     return len(body) if len(body) > INLINE else 0
 
 
 def digest(body: bytes | memoryview) -> bytes:
-    """Return the SHA-256 of a body that follows its message; empty for an inline body."""
+    """Return the SHA-256 of a body that follows its message; b"" for a body within its message."""
     return hashlib.sha256(body).digest() if following(body) else b""
 
 

@@ -1,4 +1,4 @@
-"""The serving end of RPC, on every other rank: it takes calls one after another and sends their replies."""
+"""The serving end of RPC, on every rank but 0: it takes calls one after another and sends their replies."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class StreamingReply(Generic[Item]):
         self._flush()
 
     def send_by(self, send: Callable[[list[Item], bool], None]) -> None:
-        """Send through this function from now on. send: takes items and whether more follow."""
+        """Send items with `send` from now on: a function of (items, whether more follow)."""
         self._send = send
         if self.unsent or self.ended:
             self._flush()

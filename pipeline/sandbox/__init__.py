@@ -1,4 +1,4 @@
-"""Run programs that a model wrote so that they can harm nothing but themselves.
+"""Run programs that a model wrote in a sandbox, in which they can harm only themselves.
 
     sandbox       Sandbox.run and Sandbox.start, which the rest of the pipeline calls
     limits        the resources a program may use, and the result of a program
@@ -9,13 +9,13 @@
     library_path  folders of LD_LIBRARY_PATH that the interpreter needs
     file_system   the files that a program can see
     system_calls  the system calls that a program may make
-    seccomp       the kernel's filter made from that list
+    seccomp       the kernel's filter, made from the list in system_calls
     cgroup        a memory cgroup for each program, where one is delegated
     linux         system calls that Python lacks, and limits that processes inherit
     processes     CPU time and memory of a tree of processes
     interpreter   the Python interpreter that a tool session runs inside the sandbox
 
-Start with `sandbox.py`. README.md states what is promised and what is not, ATTACKS.md which attacks were tried.
+Start with `sandbox.py`. README.md states the guarantees and their limits, ATTACKS.md lists the attacks that were tried.
 
 Each program gets its own guard process, so guards import little, and only from the standard library.
 

@@ -1,6 +1,7 @@
-"""Choose the sandbox backend that works on this node by running a probe in each.
+"""Choose a sandbox backend that works on this node, by running a probe in each backend.
 
-bubblewrap comes first where it is installed: many have reviewed it, and some systems allow only it to make namespaces.
+bubblewrap comes first where it is installed: many people have reviewed it, and some systems let no other program make
+namespaces.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ LIMITS = ResourceLimits(wall_s=30.0, cpu_s=10.0, memory_bytes=1 << 28)
 
 
 def choose(choice: str, readable: tuple[str, ...] = ()) -> tuple[SandboxBackend, FileSystemView]:
-    """Return the backend for a SandboxChoice, and the view of the file system that programs get.
+    """Return (backend for a SandboxChoice, view of the file system that programs get).
 
-    Raises ValueError for another choice, and SandboxError with remedies if it does not work on this node.
+    Raises ValueError for an unknown choice, and SandboxError with remedies if the backend does not work on this node.
     """
     if choice not in get_args(SandboxChoice):
         raise ValueError(f"sandbox: got '{choice}'; expected one of: {', '.join(get_args(SandboxChoice))}")

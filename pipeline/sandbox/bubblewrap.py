@@ -1,8 +1,8 @@
 """The sandbox backend with bubblewrap (`bwrap`, 0.8 or later), a small and well-reviewed program.
 
-Some systems let bubblewrap make namespaces and let no other program do so. Its root stays writable and unbounded in size by
-default, so it is made read-only here. Its devices stay writable mounts: a program that owns them outside of the sandbox could
-change their mode. So this backend refuses users that own the devices, which is real root, and `auto` then takes namespaces.
+Some systems let only bubblewrap make namespaces. By default the root that it builds is writable and unbounded in size, so it is
+made read-only here. The device files stay writable mounts, and a program whose user owns them outside of the sandbox could
+change their mode. So this backend refuses the user that owns the devices, real root, and `auto` then takes namespaces.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _spawn(command: list[str], stdio: tuple[int, int, int], inherited: tuple[int
 
 
 def _status(report: bytes, ended: bool) -> int | None:
-    """Return the program's exit status from bubblewrap's report, which gives signal N as 128 + N like a shell.
+    """Return the program's exit status from bubblewrap's report, which shows signal N as 128 + N like a shell.
 
-    Raises SandboxError if the report ended without a status, as for a program that bubblewrap could not start.
+    Raises SandboxError if the report ended without a status, for example because bubblewrap could not start the program.
     """
     for line in report.decode().splitlines():
         code = json.loads(line).get("exit-code") if line.endswith("}") else None

@@ -39,7 +39,7 @@ NO_CGROUP = (
 
 
 def prepare() -> bool:
-    """Return whether programs will have cgroups. With version 2 the first call moves the processes of this cgroup to RANKS.
+    """Return whether programs will have cgroups. With version 2, the first call moves this cgroup's processes to RANKS.
 
     Raises SandboxError if a delegated folder does not hand memory to its children.
     """
@@ -98,7 +98,7 @@ def join(pid: int, limits: ResourceLimits) -> None:
 
 
 def ran_out_of_memory() -> bool:
-    """Return whether the kernel has ended a process of this guard's program for its memory."""
+    """Return whether the kernel has killed a process of this guard's program because memory ran out."""
     if (folder := delegated_folder()) is None:
         return False
     (counts,) = (path for name in EVENT_FILES if (path := _program_cgroup(folder) / name).exists())
@@ -133,7 +133,7 @@ def _program_cgroup(folder: Path) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove cgroups of guards that were killed."""
+    """Remove the cgroups in `folder` that guards left because they were killed."""
     for leftover in folder.glob(f"{PROGRAM_PREFIX}*"):
         if not os.path.exists(f"/proc/{leftover.name.removeprefix(PROGRAM_PREFIX)}"):
             with contextlib.suppress(OSError):
@@ -141,12 +141,12 @@ def _sweep(folder: Path) -> None:
 
 
 def _own() -> tuple[int, Path]:
-    """Return (version, folder) of the cgroup that counts this process's memory; version 0 if there is none."""
+    """Return (version, folder) of the cgroup that counts this process's memory. The version is 0 if there is none."""
     return memory_cgroup(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
 
 
 def memory_cgroup(cgroups: str, mounts: str) -> tuple[int, Path]:
-    """Return the same as `_own` from the texts of /proc/PID/cgroup and /proc/PID/mountinfo."""
+    """Return (version, folder) as `_own` does, from the texts of /proc/PID/cgroup and /proc/PID/mountinfo."""
     groups = {controllers: path for _, controllers, path in (line.split(":", 2) for line in cgroups.splitlines())}
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")  # see proc(5)

@@ -1,7 +1,7 @@
 """The files that a program in the sandbox can see: Python, the system's libraries and programs, and a scratch folder.
 
-Of Python's folder a program sees the programs and libraries only. Conda keeps its settings, which may contain passwords, and
-other environments in the same folder.
+A program sees only the programs and libraries of Python's folder, because Conda keeps its settings, which may contain
+passwords, and other environments in the same folder.
 
 Everything but the scratch folder is read-only, and set-user-id bits have no effect. Nothing else exists in the sandbox.
 """
@@ -55,10 +55,10 @@ def python() -> str:
 
 
 def file_system_view(readable: tuple[str, ...] = (), libraries: Sequence[str] = ()) -> FileSystemView:
-    """Return the view with the system's files and more.
+    """Return a view of the system's files, of `readable` and of `libraries`.
 
-    readable: further files and folders to show. libraries: folders that the interpreter needs, shown too. Raises SandboxError
-    if one of them does not exist, or if the home folder or a path of SECRET lies in anything shown.
+    readable: files and folders that the user adds. libraries: folders that the interpreter needs. Raises SandboxError if one of
+    them does not exist, or if the view contains the home folder or a path in SECRET.
     """
     mounted: list[str] = []
     links: list[tuple[str, str]] = []

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: int) -> tuple[dict, list[bytes]]:
-    """Return the answer and the program's [stdout, stderr]."""
+    """Run the program, and return (answer for the rank, [stdout, stderr] of the program)."""
     limits, backend = ResourceLimits(**request["limits"]), request["backend"]
     pipes = request["pipes"]
     if sum(-(-len(content) // PAGE) * PAGE for content in files.values()) > limits.scratch_bytes:
@@ -96,7 +96,7 @@ def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank
 
 
 def _end_all() -> None:
-    """Kill all children and wait for their end, and again for their orphans, until none is left.
+    """Kill all children and wait until they have ended. Repeat it for the orphans that become children, until none is left.
 
     The client bounds this wait: it kills a guard that does not answer within GUARD_TIMEOUT_S of the program's time.
     """
@@ -119,7 +119,7 @@ def _remove(folder: str) -> None:
 
 
 class _Watch:
-    """Waits for the end of a program and enforces its limits. outputs: bytes read by descriptor, filled here."""
+    """Waits for the end of a program and enforces its limits. outputs: descriptor -> bytes read, which this class fills."""
 
     def __init__(
         self, prepared: PreparedSandbox, limits: ResourceLimits, outputs: dict[int, bytearray], rank: int, interactive: bool
@@ -170,7 +170,7 @@ class _Watch:
         return "cpu time" if status == -signal.SIGXCPU or beyond else f"signal {-status}"
 
     def _exceeded(self, seconds: float) -> str | None:
-        """Sample the usage and return the limit that it exceeds, if any. seconds: wall time so far. Set the next interval."""
+        """Sample the usage, set the next sampling interval, and return an exceeded limit or None. seconds: wall time so far."""
         limits = self._limits
         if os.getppid() != self._rank:
             raise SandboxError("the rank has ended")

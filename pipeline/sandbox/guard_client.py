@@ -34,7 +34,7 @@ GUARD_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SandboxBackend:
-    """The way programs are isolated on this node."""
+    """The way in which programs are isolated on this node."""
 
     name: str  # bubblewrap, namespaces or none
     has_proc: bool  # whether the sandbox has a /proc, which some containers do not allow
@@ -48,7 +48,7 @@ def run(
     files: dict[str, bytes],
     stdin: bytes,
 ) -> ProgramResult:
-    """Run a program to its end. Raises SandboxError if the guard fails, not for what the program does."""
+    """Run a program to its end. Raises SandboxError if the guard fails, but never because of the program's behaviour."""
     timeout_s = limits.wall_s + GUARD_TIMEOUT_S
     with _start_errors():
         process, begun = _start(()), time.monotonic()
@@ -75,8 +75,8 @@ def run(
 class InteractiveProgram:
     """A program in the sandbox that exchanges bytes with the caller through its stdin and stdout.
 
-    It ends with `close`, or without waiting when it is garbage-collected, in any thread. It also ends with this process: its
-    guard notices.
+    `close` ends the program and waits for its end. Garbage collection, in any thread, ends it without waiting. The end of this
+    process ends it too, since its guard notices.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class InteractiveProgram:
     def send(self, content: bytes, deadline: float) -> None:
         """Write to the program's stdin.
 
-        Raises EOFError if the program has ended, and TimeoutError if it has not read this by `deadline` (time.monotonic).
+        Raises EOFError if the program has ended, and TimeoutError if it does not take the bytes until `deadline`
+        (time.monotonic).
         """
         try:
             os.write(self._control.fileno(), b"\n")  # the guard samples the program at once
@@ -206,7 +207,7 @@ def _wait_for_end(process: subprocess.Popen) -> str:
 
 @contextlib.contextmanager
 def _start_errors() -> Iterator[None]:
-    """Raise SandboxError where this process has no memory or no descriptors left to start a guard."""
+    """Raise SandboxError if the block fails because this process has no memory or descriptors left to start a guard."""
     try:
         yield
     except OSError as error:

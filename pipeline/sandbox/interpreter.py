@@ -1,8 +1,8 @@
 """The interpreter of a Python tool, inside the sandbox: variables persist from one piece of code to the next.
 
-Reads code and answers with three texts: what was printed, the value of a last expression, and the error. Code is preceded by
-its length in four bytes; an answer is an ANSWER header and the texts. All texts are UTF-8. Output that the code writes to file
-descriptor 1 directly is lost. Nothing here protects the answers: code that runs here can forge them.
+It reads pieces of code and answers each with three texts: the printed text, the value of a last expression, and the error.
+Code is preceded by its length in four bytes; an answer is an ANSWER header and the texts. All texts are UTF-8. Output that the
+code writes directly to file descriptor 1 is lost. Nothing protects the answers: code that runs here can forge them.
 
 The file is copied into the sandbox, so it imports nothing of the pipeline.
 """
@@ -33,7 +33,7 @@ class BoundedOutput(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Keep what fits of the text, and report all of it as written."""
+        """Keep as much of the text as fits, and return its whole length as written."""
         if self.room > 0:
             self.parts.append(text[: self.room])
             self.room -= len(text)
@@ -43,7 +43,7 @@ class BoundedOutput(io.TextIOBase):
 def execute(code: str, variables: dict, room: int) -> tuple[str, str | None, str | None]:
     """Run a piece of code and return (printed text, value of a last expression, error).
 
-    The first two have at most `room` characters each.
+    The printed text and the value have at most `room` characters each.
     """
     printed = sys.stdout = sys.stderr = BoundedOutput(room)
     value = error = None

@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 
 
 def library_folders(interpreter: str) -> list[str]:
-    """Return the needed folders in the variable's order; empty if it is not set or the interpreter needs none of them.
+    """Return the folders that the interpreter needs, in the variable's order; [] if it is not set or none is needed.
 
     The dynamic linker lists the libraries and starts no program. Raises SandboxError if it fails.
     """

@@ -9,11 +9,11 @@ ISOLATING_BACKENDS = ("bubblewrap", "namespaces")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox failed, or none works on this node. Never raised for what a program does."""
+    """Raised if the sandbox failed or no backend works on this node. Never raised because of a program's behaviour."""
 
 
 class GuardError(SandboxError):
-    """The guard did not run, or ended too early; see guard_client.py."""
+    """Raised if the guard did not run or ended too early; see guard_client.py."""
 
 
 @dataclass(frozen=True, slots=True)

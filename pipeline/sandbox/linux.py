@@ -94,13 +94,13 @@ def raise_open_files() -> None:
 
 
 def counts_processes_by_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts per user namespace and not per user: on Linux 5.14 and later."""
+    """Return whether RLIMIT_NPROC counts per user namespace and not per user, as on Linux 5.14 and later."""
     major, minor = platform.release().split(".")[:2]
     return (int(major), int("".join(c for c in minor if c.isdigit()))) >= (5, 14)
 
 
 def resource_limits(limits: ResourceLimits, count_processes: bool) -> dict[int, tuple[int, int]]:
-    """Return {resource: (soft, hard)} for setrlimit(2), at most the limits of this process itself."""
+    """Return resource -> (soft, hard) for setrlimit(2). No limit is above this process's own hard limit."""
     seconds = int(-(-limits.cpu_s // 1))
     found = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),  # SIGXCPU, then SIGKILL
@@ -121,6 +121,6 @@ def resource_limits(limits: ResourceLimits, count_processes: bool) -> dict[int, 
 
 
 def _within(number: int, pair: tuple[int, int]) -> tuple[int, int]:
-    """Return the pair, cut to the hard limit of this process itself."""
+    """Return the limits (soft, hard) of a resource, cut to this process's own hard limit. number: the resource's."""
     _, most = resource.getrlimit(number)
     return pair if most == resource.RLIM_INFINITY else (min(pair[0], most), min(pair[1], most))

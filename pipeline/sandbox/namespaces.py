@@ -3,14 +3,16 @@
 It forks three processes in a chain:
 
     first     leaves the guard's user namespace, then the other namespaces, and ends; its child is init
-    init      process 1 of a PID namespace: builds the program's root, drops its rights, waits for the program; its end ends all
+    init      process 1 of a PID namespace: builds the program's root, drops its rights and waits for the program; when init
+              ends, the kernel ends all processes of the namespace
     program   process 2, with resource limits and only stdin, stdout and stderr open
 
 Each waits for a byte from the guard on the `go` pipe, which closes when the guard dies; init reports on another pipe. Errors
-before the program starts are errors of the sandbox. After that init only waits, and whatever ends it was done by the program.
+before the program starts are errors of the sandbox. After that init only waits, so only the program can be the cause of its
+end.
 
-If the guard runs as real root, the program is user 65534 outside of the sandbox too. Otherwise it is the guard's user outside,
-since a user may map no other. With backend `none` a folder replaces the root, and there are no namespaces.
+If the guard runs as real root, the program is user 65534 outside of the sandbox too. Otherwise it is the guard's user there,
+since a user can map only itself. With backend `none` a folder replaces the root, and there are no namespaces.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def _status(init: int, report: bytes, ended: bool) -> int | None:
 
 
 def _map_users(pid: int) -> None:
-    """Map the namespace's users: root and nobody to themselves if this is real root, else nobody to this user."""
+    """Map the namespace's users. As real root, map root and nobody to themselves; otherwise map nobody to this user."""
     root = is_root()
     for kind, number in (("uid", os.geteuid()), ("gid", os.getegid())):
         if kind == "gid" and not root:
@@ -132,7 +134,7 @@ def is_root() -> bool:
 
 
 def _child(work: Callable[[], None], report: int, keep: tuple[int, ...]) -> None:
-    """Run `work` in a forked process, report its error and exit. Close all descriptors but `keep` first."""
+    """Close all descriptors except `keep`, run `work`, write any error of it to `report`, and exit. For a forked process."""
     try:
         default_signals()
         open_files = sorted({0, *keep})
@@ -146,7 +148,7 @@ def _child(work: Callable[[], None], report: int, keep: tuple[int, ...]) -> None
 
 
 def default_signals() -> None:
-    """Remove Python's signal handlers: the kernel sends process 1 only signals that it handles, and none may end it."""
+    """Remove Python's signal handlers. The kernel sends process 1 only signals that it handles, and no signal may end it."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
 
@@ -272,7 +274,7 @@ def _show(source: str, target: str, flags: int) -> None:
 
 
 def _become_nobody(root: bool) -> None:
-    """Become user `nobody` without capabilities. root: whether this process is root; otherwise it is `nobody` already."""
+    """Become user `nobody` without capabilities. root: whether this process is root; if not, it is `nobody` already."""
     linux.drop_capability_bounds()
     if root:
         os.setgroups([])

@@ -14,7 +14,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """Resources of all descendants of a process, the process itself left out."""
+    """Resources of all descendants of a process, without the process itself."""
 
     processes: int  # threads included
     memory_bytes: int  # private and shared memory, swapped or not, without mapped files; shared memory counts once per process
@@ -38,7 +38,7 @@ class UsageMeter:
     def sample(self) -> ResourceUsage:
         """Return the current usage. Processes that have ended add only their CPU time.
 
-        Reads parents before children: the time of a child that ends in between is missing rather than counted twice.
+        Reads parents before children. So the time of a child that ends in between is missing, not counted twice.
         """
         count, memory, ticks = 0, 0, {}
         tree = [self._root, *descendants(self._root)]
@@ -81,9 +81,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def _ticks(pid: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return ((id, start time), (clock ticks of its own, clock ticks of children that it waited for)).
+    """Return ((id, start time), (clock ticks of the process, clock ticks of children that it waited for)).
 
-    No two processes share id and start time. None for a process that does not exist. See proc(5), /proc/PID/stat.
+    No two processes share id and start time. Return None for a process that does not exist. See proc(5), /proc/PID/stat.
     """
     stat = _read(f"/proc/{pid}/stat")
     if not stat:

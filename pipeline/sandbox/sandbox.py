@@ -28,7 +28,7 @@ class Sandbox:
     def run(
         self, argv: list[str], files: dict[str, bytes] | None = None, stdin: bytes = b"", wall_s: float | None = None
     ) -> ProgramResult:
-        """Run a program to its end. Raises SandboxError if the sandbox fails, never for what the program does.
+        """Run a program to its end. Raises SandboxError if the sandbox fails, never because of the program's behaviour.
 
         argv: the program's path and arguments. files: initial contents of its working folder, by relative path. wall_s:
         replaces the limit for this program.

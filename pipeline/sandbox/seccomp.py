@@ -10,9 +10,9 @@ only with the arguments below, and refuses all others: calls in which kernels ha
 other limits, and calls of later kernels. A call that is younger than the list fails with ENOSYS, for which libraries have a
 fallback.
 
-The bytes are made here rather than by libseccomp: a guard has only the standard library, every image would need the library,
-and the list of calls, which is what needs maintenance, would be ours anyway. The tests compare the numbers with libseccomp's
-and with the kernel's headers.
+The bytes are made here and not by libseccomp: a guard has only the standard library, every image would need libseccomp, and the
+list of calls, the part that needs maintenance, would be ours anyway. The tests compare the numbers with those of libseccomp and
+of the kernel's headers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NO_NEW_PRIVS, GET_THP_DISABLE, SET_VMA. Without SET_DUMPABLE, which would hide a
 
 
 def filter_for(machine: str) -> bytes:
-    """Return the filter's instructions for a `platform.machine()`. Raises ValueError for an unknown machine."""
+    """Return the filter's instructions. machine: as `platform.machine()` returns it. Raises ValueError for an unknown one."""
     if machine not in MACHINES:
         raise ValueError(f"sandbox: got machine {machine}; expected {' or '.join(MACHINES)}, whose system calls are listed")
     column, architecture = MACHINES[machine]
@@ -81,7 +81,7 @@ def filter_for(machine: str) -> bytes:
 
 
 def _rules() -> dict[str, list[bytes]]:
-    """Return the instructions for each call of CONDITIONAL."""
+    """Return call -> its instructions, for each call in CONDITIONAL."""
     shared = [*_if(ANY_BIT, MAP_ANONYMOUS, _if(ANY_BIT, MAP_SHARED, [_return(DENY)]))]
     streams = [SOCK_STREAM | flags for flags in (0, NONBLOCK, CLOEXEC, NONBLOCK | CLOEXEC)]
     return {
@@ -108,7 +108,7 @@ def _load(offset: int) -> bytes:
 
 
 def _argument(number: int) -> bytes:
-    """Return the load of the lower half of an argument. The kernel reads only that half of the arguments compared here.
+    """Return the instruction that loads the lower half of an argument, the only half that the kernel reads of these arguments.
 
     Both machines are little-endian.
     """

@@ -1,8 +1,8 @@
 """The system calls that a program in the sandbox may make, with their numbers on x86_64 and aarch64.
 
-None: that machine has no such call. The numbers are those of asm/unistd_64.h and asm-generic/unistd.h. The list holds what
-glibc, CPython with its common libraries and a shell call. It was then compared with the default list of containers
-(moby/profiles); calls that only that list has, and no such program needs, stay out.
+None means that the machine has no such call. The numbers are those of asm/unistd_64.h and asm-generic/unistd.h. The list has
+the calls that glibc, CPython with its common libraries and a shell make. It was then compared with the default list of
+containers (moby/profiles). Calls that only moby's list has stay out if no such program needs them.
 
 Besides calls that harm others, these are left out on purpose:
     memory that no process's size shows    memfd_create, shm*, msg*, sem*, mq_*; vmsplice, splice, tee and sendfile, which keep

@@ -1,1 +1,1 @@
-"""Seams: the table of extras, and the events of a job that extras observe. The core imports no extra."""
+"""The interfaces between the core and its extras: the table of extras, and the job's events. The core imports no extra."""

@@ -1,15 +1,16 @@
-"""Find the extras by name: parts that the core imports nowhere, so that it trains where their folders are missing.
+"""Find extras by name. Extras are parts that the core never imports, so that it can train without their folders.
 
-An extra is a folder with a line in `EXTRAS`. The core asks for it by name when it needs it. It attaches to one of these seams:
+An extra is a folder with a line in `EXTRAS`. The core asks for it by name when it needs it. It implements one of these
+interfaces:
 
     Tracker (pipeline/trackers/tracker.py)     shows metrics
     Codec (pipeline/files/stored_files.py)     encrypts files and lines
-    JobObserver (pipeline/seams/job_events.py) acts when rank 0 starts, claims the run, writes a checkpoint, ends
+    JobObserver (pipeline/seams/job_events.py) acts when rank 0 starts, claims the run, writes a checkpoint, or ends
     RunObserver (launch/runs/run_events.py)    acts when a command submits, continues, changes, cancels or exports a run
     read (launch/recipes/nemo_rl/reader.py)    reads foreign recipes
 
-An observer is a class with the methods that it needs, and a module-level `OBSERVER`; the extra's name goes into `OBSERVERS` of
-job_events.py or run_events.py.
+An observer is a class that overrides the methods it needs. Its module has an instance named `OBSERVER`, and `OBSERVERS` of
+job_events.py or run_events.py has the extra's name.
 """
 
 from __future__ import annotations
@@ -76,18 +77,18 @@ def observers(names: Iterable[str]) -> list[Any]:
 
 
 def load(name: str, key: str, got: object) -> Any:
-    """Return the module of an extra. Raises RecipeError if it is not here. key, got: what asks for it."""
+    """Return the module of an extra. Raises RecipeError if it is not here. key, got: the key that asks for it, its value."""
     for problem in missing(name, key, got):
         raise RecipeError(problem)
     return find(name)
 
 
 def missing(name: str, key: str, got: object) -> Iterator[Problem]:
-    """Yield a problem if an extra is not here. key, got: what asks for it."""
+    """Yield a problem if an extra is not here. key, got: the key that asks for the extra, and its value."""
     if not is_here(name):
         yield Problem(key, "not-installed", f"got {got}; expected {lacking(name)}")
 
 
 def lacking(name: str) -> str:
-    """Return the text about an extra that is not here."""
+    """Return a text that names an extra which is not here, and advises to get a copy with it."""
     return f"the extra '{name}' ({EXTRAS[name].paths[0]}), which is not here. Try a copy of Hetstep that has it"

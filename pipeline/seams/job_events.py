@@ -1,4 +1,4 @@
-"""Tell extras what happens to a run in its job. `launch/runs/run_events.py` does so for what commands do to it."""
+"""Tell extras about the events of a run in its job. `launch/runs/run_events.py` tells them about commands on the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class JobObserver:
-    """Observe the events of a job. Each method does nothing; an extra overrides what it needs."""
+    """Observes the events of a job. Each method does nothing here; an extra overrides the methods that it needs."""
 
     def started(self, run_dir: Path) -> None:
         """Rank 0 begins to coordinate."""
@@ -32,9 +32,9 @@ class JobObserver:
         """Rank 0 has stopped the other ranks."""
 
     def checkpoint_written(self, partial: Path, run_dir: Path, step: int, attempt: str) -> None:
-        """All files of a checkpoint are on disk in `partial`; none has its digest yet but those of the ranks."""
+        """All files of a checkpoint are on disk in `partial`. Only the files that ranks wrote have their digests yet."""
 
 
 def emit(event: Callable[[JobObserver], Result]) -> list[Result]:
-    """Call the observers that are here, in order, and return what they return. Their errors propagate."""
+    """Call `event` with each observer that is here, in order, and return the results. Errors propagate."""
     return [event(observer) for observer in extras.observers(OBSERVERS)]

@@ -1,4 +1,4 @@
-"""Import a class that a registry lists by the name of its file, and check it: an algorithm, a tracker."""
+"""Import and check a class that a registry lists by the name of its file, such as an algorithm or a tracker."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def load(package: str, name: str, kind: str, base: type[Any] = object) -> type[Any]:
-    """Return the class `kind` of the file `name` of a package, with its keys of the recipe in `Section`.
+    """Return the class `kind` in the file `name` of a package. Its attribute `Section` has its keys of the recipe.
 
-    Raises TypeError if it is no subclass of `base`, and for a Section that is no dataclass, or whose fields lack defaults: a
-    recipe need not have the section.
+    Raises TypeError if the class is not a subclass of `base`, or if its Section is not a dataclass or has a field without a
+    default, since a recipe may lack the section.
     """
     module = import_module(f"{package}.{name}")
     registered = getattr(module, kind, None)

@@ -1,16 +1,16 @@
 """Change a run between two steps, on rank 0: read requests, apply them on all ranks that need them, and answer.
 
-Both loops call `step_ended` once a step, after the update of the weights and before the next step's data are taken, so that a
-change after step N is in force when step N looks whether it is the last, validates and is saved, and in everything of step
-N + 1. The answer is on disk before the change is applied: no step runs with a change that steer.jsonl does not tell.
+Both loops call `step_ended` once a step, after the update of the weights and before the next step's data are taken. So a change
+after step N is in force when the run decides whether step N is the last, validates and saves it, and in all of step N + 1. The
+answer is on disk before the change is applied, so steer.jsonl has every change that any step runs with.
 
-Exact replay: a checkpoint of step N keeps the changes in force there, and a run that resumes from it applies these before it
-loads the checkpoint. Changes that steer.jsonl tells of later steps are applied again after the same steps; new requests wait
-until the last of these. recipe.yaml stays as it was submitted. If a later submission gives a changed key another value than
-before, the submission's value holds.
+Runs can be replayed exactly. A checkpoint of step N keeps the changes in force there, and a run that resumes from it applies
+them before it loads the checkpoint. Changes that steer.jsonl has for later steps are applied again after the same steps; new
+requests wait until the last of these steps. recipe.yaml stays as it was submitted. If a later submission gives a changed key
+another value than the earlier submission did, the value of the later submission holds.
 
-The changed values are set in the recipe of each train rank, whose sections everything else there holds. Generate ranks need
-nothing: all that they read at each step comes with their work.
+The changed values are set in the recipe of each train rank; all other objects there hold sections of this recipe. Generate
+ranks need no change: all values that they read at each step come with their work.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from pipeline.steering.steer_files import (
 logger = logging.getLogger(__name__)
 
 MARKER = "steer/changes"
-"""Metric of a step after which keys changed: how many."""
+"""Metric of a step after which keys changed: the number of changed keys."""
 
 
 class Steering:
     """The changes of a run, as rank 0 applies them."""
 
     def __init__(self, recipe: Recipe, folder: Path, train: RpcGroup[TrainRole], retry: RetryPolicy):
-        """Bind to the run's folder and its train ranks. recipe: that of rank 0, which changes are set in."""
+        """Bind to the run's folder and its train ranks. recipe: the recipe object of rank 0, in which changes are set."""
         self._recipe, self._folder, self._train, self._retry = recipe, folder, train, retry
         self._started = copy.deepcopy(recipe)  # as submitted: which models and outputs the ranks have
         self._answers = answers(folder)
@@ -65,13 +65,13 @@ class Steering:
         return [asdict(answer) for answer in self._in_force]
 
     def resume(self, step: int, state: Sequence[dict[str, Any]], stream: Stream | Mixture) -> None:
-        """Apply the changes of a checkpoint, before anything else of it is loaded. step: its step; 0 without a checkpoint."""
+        """Apply the changes of a checkpoint, before the rest of it is loaded. step: its step; 0 without a checkpoint."""
         for answer in map(decode, state):
             self._apply(answer, stream)
         self._again = sorted((each for each in self._answers if each.changes and each.step > step), key=_order)
 
     def step_ended(self, step: int, stream: Stream | Mixture) -> dict[str, float]:
-        """Apply what is due after `step` steps, and return the metric that marks it; nothing if nothing changed."""
+        """Apply the changes due after `step` steps, and return a metric that marks the step; {} if nothing changed."""
         number = 0
         while self._again and self._again[0].step <= step:
             number += self._apply(self._again.pop(0), stream)
@@ -136,7 +136,7 @@ class Steering:
         return len(values)
 
     def _holds(self, change: KeyChange) -> bool:
-        """Return whether a change still holds: the recipe has the value that it had then."""
+        """Return whether a change still holds: the submitted recipe has the same value as when the change was made."""
         now = live_keys.value_at(self._started, change.key)
         if now == change.submitted:
             return True

@@ -1,11 +1,12 @@
-"""The files through which somebody changes a live run: requests to rank 0, and its answers.
+"""Read and write the files through which a user changes a live run: requests to rank 0, and its answers.
 
-    steer/000001.json   a request: the values of live keys, who asks and when; launch/steer.py creates it
-    steer.jsonl         an answer a line: the step after which a request took effect and its changes, or why it was refused
+    steer/000001.json   a request: values of live keys, the user who asks, and the time; launch/steer.py creates it
+    steer.jsonl         one answer per line: the step after which a request took effect and its changes, or why it was refused
 
-Requests are numbered. A request's file is complete when its name appears, and two processes never get one number: a link fails
-if its name exists, on NFS too. Rank 0 answers them in the order of their numbers. It lists the folder, because an NFS client
-caches that a single name does not exist; on NFS a request may be seen up to a minute late.
+Requests are numbered. A request's file is written under another name and then linked to its own, so it is complete when its
+name appears. Two processes never get the same number, because a link fails if its name exists, on NFS too. Rank 0 answers
+requests in the order of their numbers. To find requests it lists the folder, because an NFS client caches that a single name
+does not exist; on NFS, rank 0 may see a request up to a minute late.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NAME = re.compile(r"(\d{6,})\.json")
 
 @dataclass(frozen=True)
 class ChangeRequest:
-    """Values that somebody wants live keys to have."""
+    """A user's request to set live keys to new values."""
 
     number: int
     values: Mapping[str, Any]
@@ -54,7 +55,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class KeyChange:
-    """A key's change, as plain values."""
+    """The change of one key, with its values as plain JSON values."""
 
     key: str
     old: Any
@@ -135,7 +136,7 @@ def unanswered(run_dir: Path, given: Iterable[ChangeAnswer]) -> list[int]:
 
 
 def answers(run_dir: Path) -> list[ChangeAnswer]:
-    """Return all answers, oldest first, without one that was interrupted. Raises RecipeError for a damaged line."""
+    """Return all complete answers, oldest first: a last line may be incomplete. Raises RecipeError for a damaged line."""
     return list(small_files.lines(run_dir / ANSWERS, ChangeAnswer))
 
 

@@ -7,7 +7,7 @@ then both ways messages: length, HMAC(the connection's key for this direction, t
 
 Each end contributes a nonce, so a handshake is valid for one connection. Messages are numbered, so a repeated, dropped,
 reordered or forged message fails verification. All HMACs are HMAC-SHA256 (RFC 2104).
-Left out: secrecy. An eavesdropper on the network can read the messages, but not the key.
+Messages are not secret: an eavesdropper on the network can read them, but not the key.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ NUMBER = struct.Struct(">Q")
 
 
 class AuthenticationError(Exception):
-    """The other end does not know the key, or its bytes were altered on the way."""
+    """Raised when the other end does not know the key, or its bytes were altered on the way."""
 
 
 class Refused(PermissionError):
-    """The server refused the key. A class of its own, because a full packet filter causes other PermissionErrors."""
+    """Raised when the server refused the key. Other PermissionErrors can have other causes, such as a full packet filter."""
 
 
 def attempt_key(run_dir: Path, attempt: str, wait_s: float = 10.0) -> bytes:
     """Return the key of an attempt, derived from the run's secret. Ranks of earlier attempts have other keys.
 
-    Waits `wait_s` for a shared file system to show the secret, then raises FileNotFoundError. Raises PermissionError if others
-    may read the file, or if it is a link or another user's, and ValueError if it is not 32 bytes in hex.
+    Waits `wait_s` for a shared file system to show the secret, then raises FileNotFoundError. Raises PermissionError if other
+    users may read the file, or if it is a link or belongs to another user, and ValueError if it is not 32 bytes in hex.
     """
     path = run_dir / ".secret"
     deadline = time.monotonic() + wait_s
@@ -70,7 +70,7 @@ def attempt_key(run_dir: Path, attempt: str, wait_s: float = 10.0) -> bytes:
 
 
 def keyed_hmac(key: bytes, label: bytes, content: bytes) -> bytes:
-    """Return the HMAC-SHA256 of a labelled content."""
+    """Return the HMAC-SHA256 of a label and a content."""
     return hmac.digest(key, label + b"\0" + content, "sha256")
 
 
@@ -157,7 +157,7 @@ def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> C
 
 
 def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[socket.socket, Channel]:
-    """Connect to a server and authenticate both ends; retry until `deadline`, by time.monotonic().
+    """Connect to a server and authenticate both ends. Retry until time.monotonic() reaches `deadline`.
 
     Raises Refused if the server refuses the key, ConnectionError if the last try failed for another reason.
     """
@@ -183,7 +183,7 @@ def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[sock
 def receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     """Return the next `size` bytes. Raises ConnectionResetError if the other end closes, TimeoutError if it is too slow.
 
-    deadline: for all bytes, by time.monotonic(); None: the socket's timeout limits each piece.
+    deadline: time.monotonic() until which all bytes must arrive; None: the socket's timeout limits each piece.
     """
     data = bytearray(size)
     free = memoryview(data)

@@ -36,9 +36,9 @@ def start(host: str, key: bytes, timeout_s: float = START_S) -> tuple[subprocess
 
 
 def launch(module: str, host: str, parameters: dict[str, Any], timeout_s: float) -> tuple[subprocess.Popen, Address]:
-    """Start a module that calls `read_parameters`, and wait until it listens.
+    """Start a process of a module that calls `read_parameters`, and wait until the process listens.
 
-    Raises RuntimeError if it ends first, TimeoutError after timeout_s.
+    Return its handle and its address. Raises RuntimeError if the process ends first, TimeoutError after timeout_s.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module],
@@ -68,9 +68,9 @@ def read_parameters() -> dict[str, Any]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the rank that started it ends, and not before.
+    """Make this process end when the rank that started it ends, and not before.
 
-    Slurm sends its signals to all processes of a step, and rank 0 may still want to save.
+    Slurm sends its signals to all processes of a step; this process ignores them, because rank 0 may still have to save.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -33,7 +33,7 @@ class RunStore(Store):
     """A connection to the store. Threads take turns on it, so a thread that waits long should use a `clone`."""
 
     def __init__(self, address: Address, key: bytes, timeout_s: float, name: str = "the store of rank 0"):
-        """Connect and authenticate. name: of the other end, in errors.
+        """Connect and authenticate. name: what errors call the other end.
 
         timeout_s: of the connection attempt, and of later waits that state no timeout. Raises PermissionError if the store
         refuses the key, DistNetworkError if it cannot be reached.
@@ -194,7 +194,7 @@ class RunStore(Store):
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def code(self, label: bytes, content: bytes) -> bytes:
-        """Return an HMAC of `content` with the attempt's key."""
+        """Return an HMAC of `label` and `content` with the attempt's key."""
         return auth.keyed_hmac(self._key, label, content)
 
     def set_on_disconnect(self, key: str) -> None:

@@ -1,11 +1,11 @@
 """Authenticate the ranks of gloo groups to each other before anything else travels over their connections.
 
 gloo connects each pair of ranks by TCP. One rank of the pair listens, and accepts the first peer that sends an 8-byte number,
-which is easy to guess. So as soon as a group is made, each pair of its ranks exchanges codes over its connection: HMACs, with
-the attempt's key, of the group's nonce and both ranks. gloo never reconnects a pair, so one exchange is enough. Codes are
-tensors of a fixed size, which are compared and never parsed. If a code is wrong or missing, the rank fails with an error that
-names both ranks, and the attempt ends. A stranger that connects first can therefore end an attempt, but its bytes never reach
-the group.
+which is easy to guess. So as soon as a group is made, each pair of its ranks exchanges codes over its connection. A code is an
+HMAC, with the attempt's key, of the group's nonce and both ranks. gloo never reconnects a pair, so one exchange is enough.
+Codes are tensors of a fixed size, which are compared and never parsed. If a code is wrong or missing, the rank fails with an
+error that names both ranks, and the attempt ends. So a foreign process that connects first can end an attempt, but its bytes
+never reach the group.
 
 `GlooAuthenticator.install` does this in the constructor of torch's ProcessGroupGloo. That covers the groups of `world.py`, and
 the groups that FSDP's mesh, vLLM and Megatron-Core make later. It does not cover groups that C++ makes (`split_group`, which
@@ -13,10 +13,10 @@ needs groups bound to a device), but nothing here makes any. In worlds that conn
 components are authenticated only between rank 0 and each other rank. The other pairs exchange only bodies of RPC messages,
 which have digests, and the payloads of the node checks.
 
-Not covered: secrecy, and integrity against altered packets. gloo's later messages carry no codes; only bodies of RPC
-messages have digests (`rpc/messages.py`). NCCL's sockets authenticate by a random number that travels through
-the store in the clear, and vLLM's ZeroMQ sockets between the nodes of an engine do not authenticate at all. Keep all these
-ports on a network that only the cluster reaches.
+This gives neither secrecy nor integrity against altered packets. gloo's later messages carry no codes; only bodies of RPC
+messages have digests (`rpc/messages.py`). NCCL's sockets authenticate by a random number that travels through the store in the
+clear, and vLLM's ZeroMQ sockets between the nodes of an engine do not authenticate at all. Keep all these ports on a network
+that only the cluster reaches.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class GlooAuthenticator:
         ProcessGroupGloo.__init__ = make  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
 
     def offer(self, store: Store, rank: int) -> None:
-        """Publish, before a group is made, the rank in the world of the group's rank `rank`.
+        """Publish, before a group is made, this process's rank in the world. rank: its rank in the group.
 
         The group's first rank also draws the group's nonce.
         """
@@ -90,9 +90,9 @@ class GlooAuthenticator:
     def authenticate(self, group: _GlooGroup, store: Store, peers: Iterable[int]) -> None:
         """Exchange codes with other ranks of a group over each connection to them, at most WAIT_S for each.
 
-        peers: as ranks of the group. With lazy connections a send waits for its receiver: each rank must then take its peers in
-        an order that cannot deadlock, such as that of `install`. Raises AuthenticationError, which names both ranks, if a code
-        is wrong or missing.
+        peers: the other ranks, by their ranks in the group. With lazy connections a send waits for its receiver, so each rank
+        must take its peers in an order that cannot deadlock, such as the order of `install`. Raises AuthenticationError, which
+        names both ranks, if a code is wrong or missing.
         """
         timeout = min(timedelta(seconds=WAIT_S), timedelta(seconds=self.store.timeout_s / 2))  # less than cluster.timeouts.join
         rank, size = group.rank(), group.size()
@@ -121,7 +121,7 @@ class GlooAuthenticator:
 
     @contextmanager
     def _naming_peer(self, store: Store, peer: int, size: int) -> Iterator[None]:
-        """Turn errors of gloo while it exchanges codes with `peer` into AuthenticationError."""
+        """Convert gloo's errors within the context to AuthenticationErrors that name `peer`."""
         try:
             yield
         except RuntimeError as error:

@@ -2,8 +2,8 @@
 
 Rank 0 sends a verb in a single request, however many ranks receive it. Each connection that has subscribed for some of these
 ranks receives one message with their numbers. Replies are one-way messages. Equal replies to a call are merged into one reply
-that lists its ranks, so a verb without a result costs rank 0 one small reply, when the last rank has ended. An error is
-delivered at once. So is each part of a reply in parts, except an empty last part.
+that lists its ranks, so for a verb without a result rank 0 gets one small reply, when the last rank has ended. Errors are
+delivered at once. The parts of a reply in parts are delivered at once too, except an empty last part.
 
 If ranks use a relay (`relay.py`), the relay is the subscriber, and it merges equal replies of its ranks.
 """
@@ -86,7 +86,7 @@ class Answers(OneWay):
 
 
 class Collect(StoreRequest):
-    """Take replies, on rank 0. Wait up to `timeout_s` for the first; with 0, possibly return none."""
+    """Take replies, on rank 0. Wait up to `timeout_s` for the first reply; with 0, do not wait."""
 
     timeout_s: float
 
@@ -98,7 +98,7 @@ class Collected(msgspec.Struct, array_like=True):
 
 
 class Unanswered(StoreRequest):
-    """Return, on rank 0, the ranks that have not ended their reply to a call."""
+    """Return, on rank 0, the ranks whose replies to a call are not complete."""
 
     call: int
 
@@ -118,7 +118,7 @@ class Subscriber(Protocol):
 
 
 class Router:
-    """Pushes messages to the connection that has subscribed for their rank; stores them until there is one."""
+    """Pushes each message to the connection that has subscribed for its rank, and stores it until there is a subscriber."""
 
     def __init__(self) -> None:
         self._subscribers: dict[int, Subscriber] = {}
@@ -170,7 +170,7 @@ def size_of(answer: VerbReply) -> int:
 
 
 def merge(answers: dict[tuple[int, bytes], VerbReply], answer: VerbReply) -> None:
-    """Merge a reply into `answers`, by call and body. Its values may be changed."""
+    """Merge a reply into `answers`, which is (call, body) -> reply. May change the values of `answers`."""
     key = (answer.call, answer.body)
     if key not in answers:
         answers[key] = answer
@@ -211,7 +211,7 @@ class PendingCalls:
         self._end(send.call, call)
 
     def accept(self, answer: VerbReply) -> None:
-        """Add a reply. It becomes ready at once, or when all ranks of its call have ended."""
+        """Add a reply. An error or a part of a reply is ready at once, other replies when all ranks of the call have ended."""
         call = self._open.get(answer.call)
         if answer.error or call is None:
             if answer.error:
@@ -237,7 +237,7 @@ class PendingCalls:
         return bool(self._ready)
 
     def apply(self, request: Collect | Unanswered) -> list[VerbReply] | list[int]:
-        """Return the reply's value. Raises Missing if the request must wait."""
+        """Return the value of the reply to a request. Raises Missing if the request must wait."""
         if isinstance(request, Unanswered):
             return sorted(self._open[request.call].missing) if request.call in self._open else []
         if not self._ready and request.timeout_s:

@@ -1,14 +1,14 @@
 """Run a node's relay, `python -m pipeline.store.relay`. The node's first rank starts it (`world.py`); both end together.
 
-It forwards messages and heartbeats between the ranks of its node and rank 0's store. The store then has one connection for the
-messages of a node instead of one for each rank, and one message instead of eight equal messages:
+It forwards messages and heartbeats between the ranks of its node and rank 0's store. So the store has one connection for the
+messages of a node instead of one for each rank, and sends and receives one message instead of many equal ones:
 
 - A verb arrives once for all ranks of the node, and the relay sends it to each rank.
 - Equal replies of its ranks are merged, and sent when all ranks of the call have replied, or after HOLD_S. Errors and parts of
-  replies are sent at once, after the replies that wait.
-- Changed heartbeats are sent together every `interval_s`. So the values that its ranks read may be that old.
+  replies are sent at once, after the waiting replies.
+- Changed heartbeats are sent together every `interval_s`. So the values that its ranks read may be `interval_s` old.
 - The loss of a rank's connection is reported at once. The relay's own end is reported as the loss of the rank that started it;
-  at the end of a run that rank waits until no other rank needs the relay.
+  at the end of a run this rank waits until no other rank needs the relay.
 
 Ranks authenticate to the relay, and the relay to the store (`auth.py`). It listens on loopback only.
 """
@@ -91,7 +91,7 @@ class Upstream(asyncio.Protocol):
 
 
 class Relay(Server):
-    """Serve this node's ranks: the requests of `server.Connection` for messages and heartbeats."""
+    """Serves the ranks of this node: handles their requests for messages and heartbeats."""
 
     def __init__(self, key: bytes, rank: int):
         super().__init__(key)

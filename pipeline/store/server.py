@@ -4,9 +4,9 @@ It holds keys and queues (`table.py`), which torch uses too, and routes verbs an
 node has a relay (`relay.py`), which connects to the server on behalf of its ranks.
 
 A client must authenticate within AUTH_TIMEOUT_S (`auth.py`) before the server reads anything else from it. At most
-MAX_UNAUTHENTICATED connections, and at most half of the process's file descriptors, may be unauthenticated. A new one
-closes the oldest, which may connect again. One thread handles everything, so that requests have an order. The process imports
-no torch and starts in a tenth of a second.
+MAX_UNAUTHENTICATED connections, and at most half of the process's file descriptors, may be unauthenticated. Above that, a new
+connection closes the oldest of them, whose client may connect again. One thread handles all requests, so that they have an
+order. The process does not import torch and starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Server(ABC):
         return max(1, min(MAX_UNAUTHENTICATED, files // 2, files - len(self.authenticated) - SPARE))
 
     def log_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error that asyncio has caught, once, and at most MAX_LOGGED errors: strangers can cause some at will."""
+        """Log an error that asyncio has caught, once, and at most MAX_LOGGED errors: foreign clients can cause many."""
         message = f"{context['message']}: {context.get('exception')!r}"
         if message not in self._errors and len(self._errors) < MAX_LOGGED:
             self._errors.add(message)
             loop.default_exception_handler(context)
 
     def log_refusal(self, host: str, reason: str) -> None:
-        """Log a refusal once for each host and reason, and at most MAX_LOGGED refusals: no stranger may fill the disk."""
+        """Log a refusal once for each host and reason, and at most MAX_LOGGED refusals: clients must not fill the disk."""
         if (host, reason) in self._logged or len(self._logged) >= MAX_LOGGED:
             return
         self._logged.add((host, reason))

@@ -1,7 +1,7 @@
 """Store keys, values and queues, and define the requests on them. `server.py` has the connections.
 
-Each request has the semantics that torch.distributed.TCPStore has, because torch sends them. `Exchange` and `OnDisconnect` are
-additions.
+The requests have the semantics of torch.distributed.TCPStore, because torch sends them. Only `Exchange` and `OnDisconnect` are
+not among TCPStore's.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ EMPTY = "empty"
 
 
 class Missing(Exception):
-    """A request must wait until something fills `slot`: ("key", name), ("queue", name) or ("answers",)."""
+    """Raised when a request must wait until `slot` is filled: ("key", name), ("queue", name) or ("answers",)."""
 
     def __init__(self, *slot: str):
         self.slot = slot

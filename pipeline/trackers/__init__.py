@@ -1,7 +1,7 @@
-"""Registry of experiment trackers. Each tracker is one file in this folder: its section of the recipe, and how it takes steps.
+"""Registry of experiment trackers. Each tracker is one file in this folder, with its section of the recipe and its class.
 
 Start in `tracker.py`, which documents the interface. Importing this package imports no tracker's library. `pipeline/tracking/`
-reads the run folder and feeds them.
+reads the run folder and feeds the trackers.
 """
 
 from pipeline.seams.registered_class import load

@@ -1,7 +1,7 @@
 """MLflow: a tracking server, or a database file.
 
-The run is found again by its tag `hetstep.run`, and its run id is kept. MLflow tells the last step of each metric, so no step
-is recorded twice. MLflow allows fewer characters in names: `val/pass@4` becomes `val/pass_at_4`.
+A run is found again by its stored MLflow run id, or else by its tag `hetstep.run`. MLflow reports the last step of each
+metric, so no step is recorded twice. MLflow allows fewer characters in names: `val/pass@4` becomes `val/pass_at_4`.
 
 Credentials come from MLFLOW_TRACKING_USERNAME and _PASSWORD, MLFLOW_TRACKING_TOKEN, or ~/.mlflow/credentials.
 """
@@ -53,7 +53,7 @@ class MlflowConfig:
 
 
 class MlflowTracker:
-    """A run of MLflow."""
+    """Records a run as a run of MLflow."""
 
     Section = MlflowConfig
     title = "MLflow"
@@ -68,7 +68,7 @@ class MlflowTracker:
         self._id = ""
 
     def open(self) -> int | None:
-        """Find or create the run, and return the last step of its metrics."""
+        """Find or create MLflow's run, and return the last step of its metrics."""
         for name, value in TIMEOUTS.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -114,7 +114,7 @@ class MlflowTracker:
         return self._client.create_run(number, tags=tags, run_name=section.run_name or self._run.name).info.run_id
 
     def _log_parameters(self, known: Mapping[str, str]) -> None:
-        """Record the recipe's values. MLflow refuses to change one, so a changed recipe is only in its file."""
+        """Record the recipe's values as parameters. MLflow refuses to change a parameter, so it has only the first values."""
         entities: Any = import_module("mlflow.entities")
 
         values = {_name(key): value for key, value in flattened(self._run.recipe).items()}
@@ -123,7 +123,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, params=missing[at : at + PARAMETERS])
 
     def log(self, steps: Sequence[LoggedStep]) -> None:
-        """Record steps, whole steps to a request."""
+        """Record steps. A request has only whole steps."""
         for batch in self._batches(steps):
             self._client.log_batch(self._id, metrics=batch)
 
@@ -142,7 +142,7 @@ class MlflowTracker:
             yield batch
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Keep samples as a table that MLflow's page shows."""
+        """Record samples as a table that MLflow's page shows."""
         table = {"columns": list(COLUMNS), "data": [[sample.get(name) for name in COLUMNS] for sample in samples]}
         file = f"samples/{kind}_{step:06d}.json"
         self._client.log_text(self._id, json.dumps(table), file)
@@ -181,11 +181,11 @@ def _text(value: Any) -> str:
 
 
 def _name(key: str) -> str:
-    """Return a key with the characters that MLflow allows."""
+    """Return a metric's key with only characters that MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"), flags=re.ASCII)
 
 
 def _beside(uri: str) -> str | None:
-    """Return the folder beside the file of an SQLite database; None for a server, which knows its own."""
+    """Return the folder for artifacts beside the file of an SQLite database; None for a server, which has its own."""
     path = uri.removeprefix("sqlite:///")
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path != uri else None

@@ -1,8 +1,8 @@
 """The interface of an experiment tracker: a service or a store that shows the metrics of many runs.
 
-A tracker is used by one thread of a process beside the run (`pipeline/tracking/`). Its methods may be slow, hang, or raise: the
-process logs the error, opens the tracker anew later, and repeats what is not known to have arrived. So every method must be
-safe to repeat.
+A tracker is used by one thread of a process beside the run (`pipeline/tracking/`). Its methods may be slow, hang, or raise. The
+process then logs the error, opens the tracker anew later, and repeats all calls whose data may not have arrived. So every
+method must be safe to repeat.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as trackers know it."""
+    """The properties of a run that trackers get."""
 
     id: str  # the same over all restarts of the run: hexadecimal digits, and `-2` for its second record
     first: str  # the id of the first record
@@ -40,7 +40,7 @@ class LoggedStep:
 
 
 class Tracker(Protocol):
-    """One record of a run in a tracker."""
+    """The interface of a tracker. An instance is one record of a run in the tracker."""
 
     Section: ClassVar[type[Any]]  # the recipe's section under `logger`
     title: ClassVar[str]
@@ -48,30 +48,30 @@ class Tracker(Protocol):
     package: ClassVar[str]  # its library, and the extra of the package hetstep that installs it
 
     def __init__(self, section: Any, run: TrackedRun, state: dict[str, Any]):
-        """Bind the tracker to a run. state: kept over restarts; plain values that the tracker may read and set."""
+        """Bind the tracker to a run. state: plain values that the tracker may read and set, and that survive restarts."""
         ...
 
     def open(self) -> int | None:
-        """Begin or continue the run's record, and return the last step that it holds; -1 if none.
+        """Begin or continue the run's record, and return the last step that it holds; -1 if it holds none.
 
-        None if the tracker recognizes a step that is sent again, so that this need not be known.
+        Return None if the tracker recognizes steps that are sent again, so that the last step need not be known.
         """
         ...
 
     def log(self, steps: Sequence[LoggedStep]) -> None:
-        """Record steps, in order. They have arrived when this returns, as far as the library can tell."""
+        """Record steps, in order. When this returns, they have arrived as far as the tracker's library can tell."""
         ...
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record rollouts of a step, lines of a rollouts file. kind: "step" or "val"."""
+        """Record rollouts of a step. samples: lines of a rollouts file. kind: "step" or "val"."""
         ...
 
     def log_scores(self, suite: str, scored: LoggedStep) -> None:
-        """Record the scores of an evaluation of a step's checkpoint. values: by TASK/METRIC."""
+        """Record the scores of an evaluation of a step's checkpoint. scored.values: TASK/METRIC -> score."""
         ...
 
     def log_file(self, path: Path) -> None:
-        """Keep a copy of a file, such as the recipe, under its name. A later one replaces it."""
+        """Record a copy of a file, such as the recipe, under its name. A later copy replaces it."""
         ...
 
     def log_model(self, folder: Path) -> None:
@@ -79,12 +79,12 @@ class Tracker(Protocol):
         ...
 
     def close(self, ended: bool) -> None:
-        """Deliver what is left and close the record. ended: whether the run is complete."""
+        """Deliver all data that is left, and close the record. ended: whether the run is complete."""
         ...
 
 
 def flattened(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted keys."""
+    """Return nested mappings as one flat mapping with dotted keys. key: prefix of the keys."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         below = f"{key}.{name}" if key else str(name)
@@ -93,7 +93,7 @@ def flattened(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
 
 
 def messages(sample: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a line of a rollouts file as a conversation."""
+    """Return a line of a rollouts file as the messages of a conversation."""
     told = [{"role": "user", "content": str(sample.get("prompt", ""))}]
     if turns := sample.get("turns"):
         for turn in turns:

@@ -1,8 +1,8 @@
 """Trackio: a local database that `trackio show` displays, a Hugging Face Space, or a Trackio server.
 
-Each row has an id made of the run's id and the step, which Trackio keeps unique. So a row that is sent again changes nothing.
+Each row has an id made of the run's id and the step. Trackio keeps ids unique, so a row that is sent again changes nothing.
 
-Credentials come from `hf auth login` or HF_TOKEN; of a server of your own from TRACKIO_WRITE_TOKEN. Left out: files and the
+Credentials come from `hf auth login` or HF_TOKEN, and for your own server from TRACKIO_WRITE_TOKEN. Left out: files and the
 model's folder.
 """
 
@@ -44,7 +44,7 @@ class TrackioConfig:
 
 
 class TrackioTracker:
-    """A run of Trackio."""
+    """Records a run as a run of Trackio."""
 
     Section = TrackioConfig
     title = "Trackio"
@@ -59,7 +59,7 @@ class TrackioTracker:
         self._token: str | None = None
 
     def open(self) -> int | None:
-        """Connect to the Space, if there is one."""
+        """Connect to the Space or the server, if there is one. Return None: Trackio recognizes rows that are sent again."""
         import_module("trackio")  # fails here where it is missing
         space = self._section.space or os.environ.get("TRACKIO_SPACE_ID")
         if space is None:
@@ -78,7 +78,7 @@ class TrackioTracker:
         self._insert([(f"{each.step}", each.step, each.time, dict(each.values)) for each in steps])
 
     def _insert(self, rows: Sequence[tuple[str, int, float, dict[str, Any]]]) -> None:
-        """Insert rows of (what the id ends in, step, unix seconds, values)."""
+        """Insert rows of (end of the row's id, step, unix seconds, values)."""
         names = [f"{self._run.id}:{own}" for own, *_ in rows]
         steps, values = [row[1] for row in rows], [row[3] for row in rows]
         times = [datetime.fromtimestamp(row[2], UTC).isoformat() for row in rows]

@@ -1,8 +1,8 @@
 """Read the last step from the files that W&B writes offline.
 
 A .wandb file has a header of 7 bytes and then LevelDB's log format: blocks of 32 KiB with fragments of records, each with a
-checksum (4 bytes), a length (2), and a kind (1: whole, 2: first, 3: middle, 4: last). A record is a protobuf `Record`, of which
-a `history` has the values of one step.
+checksum (4 bytes), a length (2), and a kind (1: whole, 2: first, 3: middle, 4: last). A record is a protobuf `Record`. A record
+of type `history` has the values of one step.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ WHOLE, LAST = 1, 4
 
 @dataclass
 class _Position:
-    """How far a file is read: up to the end of a record."""
+    """The position up to which a file has been read, which is the end of a record."""
 
     offset: int = HEAD
     step: int = -1
 
 
 class TransactionLog:
-    """The files of one run, of all its starts. Reads only what is new since the last call."""
+    """The files of all starts of one run. Each call reads only the records that are new since the last call."""
 
     def __init__(self, folder: Path, run: str):
-        """Read folder/offline-run-TIME-RUN/run-RUN.wandb."""
+        """Bind to the files folder/offline-run-TIME-RUN/run-RUN.wandb. run: W&B's id of the run, RUN."""
         self._folder = folder
         self._run = run
         self._read: dict[Path, _Position] = {}
@@ -46,7 +46,7 @@ class TransactionLog:
 
 
 def records(path: Path, offset: int = HEAD) -> Iterator[tuple[bytes, int]]:
-    """Yield each complete record from an offset on, and the offset after it."""
+    """Yield (record, offset after it) for each complete record from an offset on."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read()
@@ -68,7 +68,7 @@ def records(path: Path, offset: int = HEAD) -> Iterator[tuple[bytes, int]]:
 
 
 def histories(record: bytes) -> Iterator[dict[str, str]]:
-    """Yield the values of a record's step as JSON, by name; nothing if the record is of another kind."""
+    """Yield name -> value as JSON for the step in a record; nothing if the record is not of type `history`."""
     parsed: Any = import_module("wandb.proto.wandb_internal_pb2").Record()
     parsed.ParseFromString(record)
     if parsed.WhichOneof("record_type") == "history":

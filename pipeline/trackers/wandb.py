@@ -1,11 +1,12 @@
 """Weights & Biases, online or offline.
 
-The run's id is fixed and W&B resumes it, so a record continues over all restarts. Online, W&B's server tells which step it
-holds. Offline, `transaction_log.py` reads that from the files that W&B's own process has written, below tracking/wandb in the
-run folder; each start of the tracker adds one, and `wandb sync RUN_DIR/tracking/wandb/wandb/offline-run-*` sends them all.
+The run's id is fixed and W&B resumes it, so a record continues over all restarts. Online, W&B's server reports the last step
+that it holds. Offline, `transaction_log.py` reads the last step from the files that W&B's own process has written below
+tracking/wandb in the run folder. Each start of the tracker adds a file, and
+`wandb sync RUN_DIR/tracking/wandb/wandb/offline-run-*` sends all of them.
 
-Credentials come from `wandb login` or WANDB_API_KEY. Left out: W&B's own samples of the machine, for metrics.jsonl has those of
-the resource monitor, and the console, Git state and code.
+Credentials come from `wandb login` or WANDB_API_KEY. Left out: the console, Git state, code, and W&B's own samples of the
+machine, since metrics.jsonl has those of the resource monitor.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class WandbConfig:
 
 
 class WandbTracker:
-    """A run of W&B."""
+    """Records a run as a run of W&B."""
 
     Section = WandbConfig
     title = "Weights & Biases"
@@ -99,7 +100,7 @@ class WandbTracker:
         return self._log.last_step() if self._log else self._wandb.step - 1
 
     def _wait_for_writer(self) -> None:
-        """Wait until W&B's process of an earlier start has ended, which may still write. Raises TimeoutError."""
+        """Wait until W&B's process of an earlier start, which may still write, has ended. Raises TimeoutError."""
         earlier = str(self._state.get("pid"))
         if self._state.get("host") != socket.gethostname() or earlier == str(os.getpid()):
             return
@@ -110,7 +111,7 @@ class WandbTracker:
             time.sleep(POLL_S)
 
     def log(self, steps: Sequence[LoggedStep]) -> None:
-        """Log steps. Offline, wait until they are in the file. Raises TimeoutError if they are not."""
+        """Log steps. Offline, wait until they are in the file. Raises TimeoutError if that takes too long."""
         for each in steps:
             self._wandb.log({**each.values, "_timestamp": each.time}, step=each.step, commit=True)
         until = time.monotonic() + WRITTEN_S
@@ -120,7 +121,7 @@ class WandbTracker:
             time.sleep(POLL_S)
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Keep samples as a table of an artifact: a row of the history could not be added to an earlier step."""
+        """Record samples as a table of an artifact, because W&B's history takes no values for earlier steps."""
         wandb: Any = import_module("wandb")
 
         table = wandb.Table(columns=list(COLUMNS), data=[[sample.get(name) for name in COLUMNS] for sample in samples])
@@ -134,7 +135,7 @@ class WandbTracker:
         self._wandb.summary.update({f"{prefix}/{name}": value for name, value in scored.values.items()})
 
     def log_file(self, path: Path) -> None:
-        """Keep a file as an artifact of its own."""
+        """Record a file as its own artifact."""
         wandb: Any = import_module("wandb")
 
         artifact = wandb.Artifact(f"{path.stem}-{self._run.id}", type=path.stem)

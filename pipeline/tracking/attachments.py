@@ -1,4 +1,4 @@
-"""Find what a run folder has for a tracker besides steps: recipe, samples, evaluations, report and the exported model."""
+"""Find the data for trackers in a run folder, besides steps: recipe, samples, evaluations, report and the exported model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Scores(TypedDict):
 
 @dataclass(frozen=True)
 class Attachment:
-    """Something to send once for each of its versions."""
+    """Data that is sent to a tracker once, and again whenever its version changes. send: a function of the tracker."""
 
     name: str
     version: str
@@ -44,10 +44,10 @@ class Attachment:
 
 
 def attachments(run_dir: Path, save_period: int, settled: int) -> Iterator[Attachment]:
-    """Yield what is there now.
+    """Yield the attachments that the run folder has now.
 
-    settled: the last step whose rollouts are complete. Samples are of validations, and of every step after which the run saves
-    a checkpoint (checkpointing.save_period). Left out are a file that holds a secret, and encrypted rollouts.
+    settled: the last step whose rollouts are complete. Samples are the rollouts of validations, and of each step after which
+    the run saves a checkpoint (checkpointing.save_period). Files that hold a secret and encrypted rollouts are left out.
     """
     for name in FILES:
         if (path := run_dir / name).is_file() and not _holds_secret(path):
@@ -96,7 +96,10 @@ def _send_scores(tracker: Tracker, path: Path) -> None:
 
 
 def _holds_secret(path: Path) -> bool:
-    """Return whether a recipe, which is checked before submission, was changed since; other files are not read."""
+    """Return whether a YAML file holds a secret, as a recipe may that was changed after the check before submission.
+
+    Other files are not read.
+    """
     text = (small_files.read_text(path) or "") if path.suffix == ".yaml" else ""
     return secrets.redacted(text) != text
 

@@ -1,9 +1,9 @@
-"""Send one tracker what it lacks of a run folder: each step once, with the values of metrics.jsonl, as soon as it is there.
+"""Send one tracker the data of a run folder that it lacks. It gets each step of metrics.jsonl once, as soon as it is written.
 
-A resumed run cuts metrics.jsonl back to its checkpoint and runs later steps again. Trackers cannot take steps back, and need
-not: a replay gives the same values. Its steps are compared by digest with what was sent, and skipped. The times and resources
-that a tracker shows for a replayed step are those of its first run. If a step differs, because the recipe, the code or the
-machine changed, the run begins another record in the tracker, which gets all steps of metrics.jsonl, and the log says so.
+A resumed run cuts metrics.jsonl back to its checkpoint and runs later steps again. Trackers cannot remove steps. They need not,
+since a replayed step has the same values: it is compared by digest with the step that was sent, and skipped. The times and
+resources that a tracker shows for a replayed step are those of its first run. If a step differs, because the recipe, the code
+or the machine changed, the run begins another record in the tracker, which gets all steps of metrics.jsonl. The log says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def enabled(recipe: Recipe) -> list[str]:
 
 
 class Feed:
-    """One tracker of one run folder. One thread of one process at a time may use it."""
+    """Sends one tracker the data of one run folder. Only one thread of one process may use it at a time."""
 
     def __init__(self, name: str, recipe: Recipe, run_dir: Path):
         self.name = name
@@ -49,18 +49,18 @@ class Feed:
 
     @property
     def title(self) -> str:
-        """The tracker's name for people."""
+        """Name of the tracker, for people."""
         return self._kind.title
 
     @property
     def last(self) -> int:
-        """The last step that has arrived; -1 if none."""
+        """The last step that has arrived; -1 if none has."""
         return self._position.last
 
     def look(self, ended: bool) -> None:
-        """Send what is new. ended: the run writes no more.
+        """Send the new steps and attachments. ended: True if the run writes no more.
 
-        Raises whatever the tracker raises; the caller then calls `reset`, and `look` again later.
+        Raises the tracker's errors. The caller then calls `reset`, and `look` again later.
         """
         if self._position.ended and not self._is_behind(ended):
             return
@@ -74,7 +74,7 @@ class Feed:
             self._attach(tracker, each)
 
     def _is_behind(self, ended: bool) -> bool:
-        """Return whether there is something that a closed record lacks. Reads metrics.jsonl from where it was read to."""
+        """Return whether a closed record lacks steps or attachments. Goes on reading metrics.jsonl at its current position."""
         lines = self._tail.lines()
         new = any(line["step"] > self.last for line in lines) or self._differing(lines) is not None
         return new or any(True for _ in self._missing(ended))
@@ -95,7 +95,7 @@ class Feed:
         return tracker
 
     def _differing(self, lines: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the first step that was sent with other values."""
+        """Return the first step that was sent with other values, or None."""
         for line in lines:
             sent = self._position.digests.get(line["step"]) if line["step"] <= self.last else None
             if sent is not None and sent != digest(line):
@@ -127,7 +127,7 @@ class Feed:
         return [each for each in found if known.get(each.name) != each.version]
 
     def _attach(self, tracker: Tracker, each: Attachment) -> None:
-        """Send an attachment; if that fails, log it and go on without, since steps matter more."""
+        """Send an attachment. A failure is only logged, since steps matter more."""
         try:
             each.send(tracker)
         except Exception as error:
@@ -138,7 +138,7 @@ class Feed:
         self._position.write(self._path)
 
     def reset(self) -> None:
-        """Give the tracker up after an error; `look` opens it anew."""
+        """Close the tracker after an error. `look` opens it anew."""
         self._refused.clear()
         try:
             self.close(ended=False)
@@ -146,7 +146,7 @@ class Feed:
             logger.info("%s: closing it failed (%s)", self.title, brief(error))
 
     def close(self, ended: bool) -> None:
-        """Close the record. ended: the run is complete, and the tracker has all of it."""
+        """Close the record. ended: True if the run is complete and the tracker has all its data."""
         tracker, self._tracker = self._tracker, None
         if tracker is None:
             return

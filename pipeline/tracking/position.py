@@ -1,7 +1,8 @@
-"""Keep what a tracker has received: tracking/NAME.json in the run folder.
+"""Keep a record of the data that a tracker has received, in tracking/NAME.json in the run folder.
 
-The file is written before steps are sent, with their digests, and again when they have arrived. So a process that was killed in
-between asks the tracker (`Tracker.open`), or sends them again where the tracker recognizes them.
+The file is written with the steps' digests before they are sent, and again when they have arrived. If a process is killed in
+between, the next one asks the tracker for its last step (`Tracker.open`), or sends the steps again if the tracker recognizes
+them.
 """
 
 from __future__ import annotations
@@ -39,43 +40,46 @@ class Position:
 
     @classmethod
     def read(cls, path: Path) -> Position:
-        """Read a position; a new one if there is none."""
+        """Read the position from a file. Return a new one if there is no file."""
         return small_files.read(path, cls) or cls()
 
     @classmethod
     def at(cls, path: Path, place: list[str | None]) -> Position:
-        """Return the position in a place: a new one if the file is of another place; its tracker then tells what that has."""
+        """Read the position from a file. Return a new one if the file's position is of another place.
+
+        place: the tracker's server and project. The tracker at a new place reports which steps it has.
+        """
         known = cls.read(path)
         return known if known.place == place else cls(record=known.record, place=place)
 
     def write(self, path: Path) -> None:
-        """Write the position durably. Raises OSError, with the old one still there."""
+        """Write the position durably. Raises OSError; the file then has the old position."""
         if len(self.digests) > COMPARED:
             self.digests = dict(sorted(self.digests.items())[-COMPARED:])
         path.parent.mkdir(exist_ok=True)
         small_files.write(path, asdict(self))
 
     def held(self, last: int) -> None:
-        """Take over from the tracker which step is its last: later ones are to be sent again."""
+        """Set `last` to the last step that the tracker reports, so that later steps are sent again."""
         self.last = last
         self.digests = {step: digest for step, digest in self.digests.items() if step <= last}
 
     def begin_record(self) -> None:
-        """Begin another record of the run, which lacks everything."""
+        """Begin another record of the run, which has no data yet."""
         self.record += 1
         self.last, self.digests, self.attached, self.state, self.ended = -1, {}, {}, {}, False
 
 
 def digest(line: Mapping[str, Any]) -> str:
-    """Return a digest of a line of metrics.jsonl: of the values that a replay of the step must repeat."""
+    """Return a digest of those values in a line of metrics.jsonl that a replay of the step must repeat."""
     values = {key: value for key, value in line.items() if not key.startswith(NOT_REPRODUCIBLE)}
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the run's id, 16 hexadecimal digits in tracking/id, and choose it at the first call.
+    """Return the run's id for trackers, 16 hexadecimal digits. The first call chooses it and writes it to tracking/id.
 
-    So a run that is made anew in the same folder has another one.
+    So a run that is made anew in the same folder has another id.
     """
     path = run_dir / FOLDER / "id"
     with _choosing_id:  # each tracker has a thread

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl while a run writes it, and from the start when a resumed run has replaced it."""
+"""Read metrics.jsonl while a run writes it, and again from the start when a resumed run has replaced it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ READ_AT_ONCE = 1 << 22
 
 
 class StepLines:
-    """The lines of a metrics.jsonl. Unlike `metrics.Reader` it repeats all lines of a file that was replaced."""
+    """Reads the lines of a metrics.jsonl. Unlike `metrics.Reader`, it repeats all lines after the file was replaced."""
 
     def __init__(self, path: Path):
         self._path = path
         self._file = self._offset = 0  # inode, bytes read
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return complete lines after those of the last call, some of them if there are many.
+        """Return the next complete lines after those of the last call, or [] if there are none.
 
-        Raises OSError, and RecipeError for a damaged line.
+        If there are many, only the first of them are returned. Raises OSError, and RecipeError for a damaged line.
         """
         try:
             file = user_files.open_file(self._path)

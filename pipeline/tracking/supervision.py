@@ -1,8 +1,8 @@
 """Keep the trackers' process alive beside rank 0.
 
-Everything happens in a thread: rank 0 itself waits for the process only after its last step, and not for long. The process has
-a session of its own and writes to attempts/NAME/trackers.log, a file, so that it can neither block the rank nor be blocked by
-it. Its warnings are repeated in the rank's log.
+All of this happens in a thread. Rank 0 itself waits for the process only after its last step, and not for long. The process has
+its own session and writes to a file, attempts/NAME/trackers.log, so that neither the process nor the rank can block the other.
+Its warnings are repeated in the rank's log.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ HIDDEN = ("HETSTEP_RANK", "HETSTEP_COMPONENT", "HETSTEP_SECRET")
 
 
 class TrackerProcess:
-    """The process, as rank 0 sees it."""
+    """Rank 0's handle on the trackers' process."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, folder: Path):
-        """command: starts the process. folder: the attempt's."""
+        """Start a thread that runs `command`, the command of the process. folder: the attempt's."""
         self._command = command
         self._run_dir = run_dir
         self._log = folder / LOG
@@ -73,7 +73,7 @@ class TrackerProcess:
             pause *= 2
 
     def _run_once(self) -> str:
-        """Run the process to its end, and return why it must start again; "" if it need not."""
+        """Run the process to its end, and return the reason to start it again; "" if there is none."""
         env = {name: value for name, value in os.environ.items() if name not in HIDDEN}
         with self._opened() as log:
             process = subprocess.Popen(
@@ -119,7 +119,7 @@ class TrackerProcess:
         return self._thread.is_alive()
 
     def stop(self, wait_s: float) -> None:
-        """Let the process send the last steps and end. Wait for it, `wait_s` seconds at most."""
+        """Tell the process to send the last steps and end, and wait for its end, `wait_s` seconds at most."""
         self._ending.set()
         self._thread.join(wait_s)
         if self.is_alive():
@@ -128,7 +128,7 @@ class TrackerProcess:
 
 
 def start(recipe: Recipe, run_dir: Path, folder: Path) -> TrackerProcess | None:
-    """Start the process of a recipe's trackers; None if it has none. folder: the attempt's."""
+    """Start the process of a recipe's trackers; return None if the recipe has no tracker. folder: the attempt's."""
     if not enabled(recipe):
         return None
     command = [
@@ -145,18 +145,18 @@ def start(recipe: Recipe, run_dir: Path, folder: Path) -> TrackerProcess | None:
 
 
 class TrackingObserver(JobObserver):
-    """Runs the process while rank 0 coordinates."""
+    """Runs the trackers' process while rank 0 coordinates."""
 
     def __init__(self) -> None:
-        """There is no process yet."""
+        """Build the observer; `claimed` starts the process."""
         self._process: TrackerProcess | None = None
 
     def claimed(self, recipe: Recipe, run_dir: Path, attempt: Path) -> None:
-        """Start the process, if the recipe has trackers."""
+        """Start the process if the recipe has trackers."""
         self._process = start(recipe, run_dir, attempt)
 
     def left(self, goes_on: bool) -> None:
-        """End the process."""
+        """Tell the process to end, and wait for it."""
         if self._process is not None:
             self._process.stop(LEAVING_WAIT_S if goes_on else LAST_WAIT_S)
 

@@ -1,10 +1,11 @@
 """The process beside rank 0: `python -m pipeline.tracking.tracking_process RUN_DIR ATTEMPT PARENT`.
 
 It has a thread for each tracker of the recipe. When its standard input is closed, or its parent has died, the run writes no
-more: it ends when all trackers have everything, FINISH_S later at the latest, because Slurm ends what a step has left. It ends
-with 3 if a tracker does not return for HANG_S; `supervision.py` then starts it again.
+more. Then it ends as soon as all trackers have all data, FINISH_S seconds later at the latest, because Slurm kills processes
+that a step leaves. It exits with 3 if a call of a tracker takes longer than HANG_S seconds; `supervision.py` then starts it
+again.
 
-Left out: what W&B's own process still sends when this one ends.
+Not waited for: data that W&B's own process still sends when this process ends.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ HUNG = 3
 
 
 class FeedThread(threading.Thread):
-    """Feeds one tracker until the run has ended and all has arrived, and survives its errors."""
+    """Feeds one tracker until the run has ended and all data has arrived. Errors of the tracker are logged and retried."""
 
     def __init__(self, feed: Feed, stop: threading.Event, done: Path):
-        """stop: set when the run writes no more. done: the file that a complete run has."""
+        """Build the thread. stop: set when the run writes no more. done: path of the file that only a complete run has."""
         super().__init__(name=feed.name, daemon=True)
         self.feed = feed
         self.since = 0.0  # monotonic seconds when the look under way began; 0: none is
@@ -53,7 +54,7 @@ class FeedThread(threading.Thread):
         self._failing = False
 
     def run(self) -> None:
-        """Look again and again."""
+        """Call `Feed.look` again and again until the run has ended."""
         pause = POLL_S
         while True:
             ended = self._stop_reading.is_set()
@@ -91,10 +92,10 @@ class FeedThread(threading.Thread):
 
 @contextlib.contextmanager
 def alone(folder: Path, wait_s: float = 0.0, ending: threading.Event | None = None) -> Iterator[bool]:
-    """Hold the lock of a run's trackers during the block. Yields whether this process has it.
+    """Hold the lock of a run's trackers during the block. Yield whether this process has the lock.
 
-    wait_s: how long to wait for another process to give it up, from when `ending` is set on. A file system without locks counts
-    as if there were no other process.
+    wait_s: seconds to wait until another process releases the lock; with `ending`, counted from when it is set. If the file
+    system has no locks, this process counts as the only one.
     """
     folder.mkdir(exist_ok=True)
     until = time.monotonic() + wait_s
@@ -117,7 +118,7 @@ def alone(folder: Path, wait_s: float = 0.0, ending: threading.Event | None = No
 
 
 def feed_all(run_dir: Path, stop: threading.Event, attempt: str) -> int:
-    """Feed all trackers of the recipe until `stop` is set and they have everything. Return the exit status."""
+    """Feed all trackers of the recipe until `stop` is set and they have all data. Return the exit status."""
     recipe = config.read(run_dir / "recipe.yaml")
     threads = [FeedThread(Feed(name, recipe, run_dir), stop, run_dir / "done.json") for name in enabled(recipe)]
     for thread in threads:
@@ -141,7 +142,7 @@ def feed_all(run_dir: Path, stop: threading.Event, attempt: str) -> int:
 
 
 def _superseded(run_dir: Path, attempt: str) -> bool:
-    """Return whether a later attempt has claimed the run: its own process feeds the trackers."""
+    """Return whether a later attempt has claimed the run, so that its process feeds the trackers."""
     try:
         return (run_dir / "attempts/current").read_text().strip() != attempt
     except OSError:
@@ -165,7 +166,7 @@ def _set_after(wait: Callable[[], object], event: threading.Event) -> None:
 
 
 def _outlive(parent: int) -> None:
-    """Wait until the parent has died: a fork of it may keep the other end of our standard input open."""
+    """Wait until the parent has died. Standard input does not show that: a fork of the parent may keep its other end open."""
     while os.getppid() == parent:
         time.sleep(POLL_S)
 

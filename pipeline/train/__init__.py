@@ -19,7 +19,7 @@ def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: Model
     """Build this rank's part of a model. Collective over `group`.
 
     group: the train component, which must be the default group. A process may hold several models, all with one layout.
-    seed: of random weights, if the recipe asks for them, and of a value head that the checkpoint does not have.
+    seed: for random weights, if the recipe asks for these, and for a value head that the checkpoint does not have.
     Raises RecipeError if the model or the layout is not supported.
     """
     if policy.deterministic:

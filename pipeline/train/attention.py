@@ -2,8 +2,8 @@
 
 Sequences lie end to end in one row of T tokens, and each attends only to itself; nothing is padded. On CUDA in half precision,
 one variable-length kernel computes all sequences, with windows and sinks too; flex attention takes soft caps and chunks.
-Elsewhere `attention_blocks` computes one run of neighbouring sequences of equal length at a time, so sorting a batch by length
-helps. On CUDA, a log line says why.
+In all other cases `attention_blocks` computes one run of neighbouring sequences of equal length at a time, so sorting a batch
+by length makes it faster. If this happens on CUDA, a log line gives the reason.
 
 Under context parallelism a rank has two chunks of each sequence. It gathers keys and values of all ranks, and computes each
 chunk with the keys up to its own end, by the same kernel or one chunk at a time.
@@ -68,7 +68,10 @@ def _fits_kernel(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) 
 
 
 def _fits_flex(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) -> bool:
-    """Return whether flex attention computes on CUDA what the variable-length kernel does not; log why where it does not."""
+    """Return whether flex attention computes this attention on CUDA; log the reason if it does not.
+
+    It is called where `_fits_kernel` returned False.
+    """
     reason = f"heads are {query.size(-1)} and {value.size(-1)} wide"
     if kind.softcap is not None or kind.chunk is not None or query.dtype not in HALF:
         reason = lacking(query, value)
@@ -83,7 +86,10 @@ def _log_blocks(reason: str) -> None:
 
 
 class KernelSpans(NamedTuple):
-    """Spans of queries, each with its keys, as the variable-length kernel takes them: a span's last query sees its last key."""
+    """Spans of queries and their keys, in the form that the variable-length kernel takes.
+
+    The last query of a span sees the last key of the span.
+    """
 
     queries: torch.Tensor  # [spans + 1] int32: the running sum of queries
     keys: torch.Tensor  # [spans + 1] int32
@@ -92,7 +98,7 @@ class KernelSpans(NamedTuple):
 
     @staticmethod
     def of(packing: Packing) -> KernelSpans:
-        """Return the sequences, or this context-parallel rank's chunks of them."""
+        """Return one span per sequence or, under context parallelism, one span per chunk that this rank holds."""
         starts, longest, context = packing.cu_seqlens, packing.max_length, packing.context
         if context is None:
             return KernelSpans(starts, starts, longest, longest)

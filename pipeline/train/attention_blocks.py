@@ -25,24 +25,24 @@ class AttentionKind:
     chunk: int | None = None  # a query sees the keys up to its own in its chunk of this many positions (Llama 4); None: all
 
     def of_length(self, longest: int) -> AttentionKind:
-        """Return the same kind without limits that sequences of at most `longest` tokens do not reach."""
+        """Return the same kind without a window or a chunk that has no effect on sequences of at most `longest` tokens."""
         window = self.window if self.window is not None and self.window < longest else None
         chunk = self.chunk if self.chunk is not None and self.chunk < longest else None
         return AttentionKind(self.scale, window, self.softcap, chunk)
 
     @property
     def local(self) -> int | None:
-        """The number of keys that a query sees at most; None: all keys up to its own."""
+        """The largest number of keys that a query sees; None: all keys up to its own."""
         limits = [limit for limit in (self.window, self.chunk) if limit is not None]
         return min(limits, default=None)
 
     def first_seen(self, position: int) -> int:
-        """Return the first key that the query at this position sees."""
+        """Return the position of the first key that the query at `position` sees."""
         first = 0 if self.window is None else max(0, position - self.window + 1)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
     def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return which keys the queries see, [t, T] bool; queries [t], keys [T]: positions."""
+        """Return a mask [t, T] bool, which is true where a query sees a key. queries [t], keys [T]: their positions."""
         visible = queries[:, None] >= keys
         if self.window is not None:
             visible &= queries[:, None] - keys < self.window
@@ -86,7 +86,7 @@ def causal(
 
 
 def _part(query, key, value, kind: AttentionKind, sinks: torch.Tensor | None, start: int, end: int, low: int = 0):
-    """Compute attention of the queries at positions start to end, with keys and values of the positions from `low`."""
+    """Compute attention of the queries at positions `start` to `end`. key, value: those of the positions from `low` on."""
     first = kind.first_seen(start)
     k, v = (x[:, :, first - low : end - low] for x in (key, value))
     positions = torch.arange(first, end, device=query.device)  # on the device, because a mask from the host would wait for it

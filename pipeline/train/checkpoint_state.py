@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: boxes of weights and optimizer state under Hugging Face names, and random generators."""
+"""The contents of a checkpoint: boxes of weights and optimizer state under Hugging Face names, and states of generators."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pipeline.train.shards import BoxReader, Entry, local, local_box
 def schedule_steps(record: dict[str, Any]) -> int:
     """Return the number of steps of a saved schedule.
 
-    Earlier versions advanced it with every optimizer update and stored that count as "steps". Where the two counts differ, a
-    run cannot resume from their checkpoints: see `pipeline.checkpoints.checkpoint.version_problem`.
+    Earlier versions advanced the schedule with every optimizer update and stored the number of updates as "steps". A run cannot
+    resume from such a checkpoint if it had several updates per step: see `pipeline.checkpoints.checkpoint.version_problem`.
     """
     return record["schedule"] if "schedule" in record else record["steps"]
 
@@ -32,9 +32,9 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Yield this rank's part of a tensor that consists of `pieces` of tensors on disk, as `<prefix>.<name on disk>`.
+    """Yield this rank's part of a tensor as boxes of tensors on disk, with the names `<prefix>.<name on disk>`.
 
-    shapes: of the tensors on disk.
+    pieces: the pieces of tensors on disk that the whole tensor consists of. shapes: {name: shape} of the tensors on disk.
     """
     local_part = local(tensor)
     for piece in restrict(pieces, local_box(tensor)):
@@ -47,9 +47,8 @@ def optimizer_entries(
 ) -> Iterator[Entry]:
     """Yield the optimizer's state of the parameters in `pieces` as `optimizer.<state>.<name on disk>`.
 
-    It is cut like the parameter's weights, or a scalar. A scalar belongs to the parameter in memory, so it occurs once, under
-    the name of the parameter's first tensor on disk.
-    Raises RecipeError for an optimizer with other state.
+    A state is either cut like its parameter or a scalar. A scalar belongs to the parameter in memory, so it occurs once, under
+    the name of the parameter's first tensor on disk. Raises RecipeError for a state of another shape.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -72,7 +71,7 @@ def load_optimizer(
     shapes: Mapping[str, Shape],
     reader: BoxReader,
 ) -> None:
-    """Load the state in `reader` into a new optimizer."""
+    """Load the optimizer's state from a checkpoint into a new optimizer. pieces, shapes: as for `optimizer_entries`."""
     kinds: dict[str, list[str]] = {}
     for name in reader.shapes:
         if name.startswith("optimizer."):
@@ -93,7 +92,7 @@ def load_optimizer(
 
 
 def load_entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], reader: BoxReader) -> None:
-    """Fill this rank's part of a tensor from saved `entries`, which any layout may have written."""
+    """Fill this rank's part of a tensor from saved `entries`, which ranks of any layout may have written."""
     copy_pieces(local(tensor), restrict(pieces, local_box(tensor)), lambda name, box: reader.read(f"{prefix}.{name}", box))
 
 
@@ -123,7 +122,7 @@ def seed_generators(seed: int, data_rank: int) -> None:
 
 
 def random_tensors(device: torch.device, rank: int) -> dict[str, torch.Tensor]:
-    """Return the states of torch's generators, under names that contain the rank."""
+    """Return {name: state} of torch's generators, with names that contain the rank."""
     states = {f"random.torch.{rank}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state(device)
@@ -140,7 +139,7 @@ def random_record() -> dict[str, Any]:
 
 
 def load_random(device: torch.device, rank: int, reader: BoxReader, record: dict[str, Any]) -> None:
-    """Restore the generators. record: the result of `random_record` of the same rank."""
+    """Restore the states of all generators. record: the result of `random_record` of the same rank."""
     for kind in ("torch", "cuda") if device.type == "cuda" else ("torch",):
         name = f"random.{kind}.{rank}"
         state = reader.read(name, whole(reader.shapes[name]))

@@ -80,7 +80,7 @@ def _first_rank_without(lacking: str | None, device: torch.device) -> tuple[int,
 def compile_layers(layers: Iterable[nn.Module], deterministic: bool) -> None:
     """Replace the forward of each layer by one that is compiled at its first call.
 
-    deterministic: make no choice by timing.
+    deterministic: whether Inductor makes no choice by timing kernels.
     """
     # Without this, the graph break at attention would also split off the layer's norms and residual additions.
     torch._dynamo.config.nested_graph_breaks = True
@@ -90,7 +90,7 @@ def compile_layers(layers: Iterable[nn.Module], deterministic: bool) -> None:
 
 
 def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the layer with gradients enabled and required of its input at every call, so that it is compiled only once."""
+    """Wrap a compiled layer so that gradients are enabled and its input requires them at every call: it is compiled once."""
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         wants_grad = torch.is_grad_enabled()
@@ -106,7 +106,7 @@ def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @contextlib.contextmanager
 def explain_out_of_memory(policy: PolicyConfig) -> Iterator[None]:
-    """Add a note to torch.OutOfMemoryError of the trial batches: what they are, and which keys to try."""
+    """Within this context, add a note to torch.OutOfMemoryError that explains the trial batches and names the keys to try."""
     try:
         yield
     except torch.OutOfMemoryError as error:

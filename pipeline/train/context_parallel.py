@@ -1,4 +1,4 @@
-"""Packed batches, padded so that the layout divides them, and cut over context-parallel ranks.
+"""Pad packed batches so that the layout divides them, and cut them over context-parallel ranks.
 
 Under context parallelism each rank holds two of 2 cp equal chunks of every sequence, so each sequence is padded to a multiple
 of 2 cp. The last one is padded further, until sequence parallelism divides a rank's tokens. Padding comes after a sequence's
@@ -24,7 +24,7 @@ from pipeline.types import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
-    """This context-parallel rank's part of a batch, t tokens."""
+    """This context-parallel rank's part of a batch: t tokens with padding. The whole batch has T tokens without padding."""
 
     tokens: torch.Tensor  # [1, t] int64; padding is token 0
     positions: torch.Tensor  # [1, t] int64
@@ -39,8 +39,8 @@ class LocalBatch:
 def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: dist.ProcessGroup | None = None) -> LocalBatch:
     """Return this rank's part of a batch.
 
-    ranks, rank: of context parallelism, in `group`. multiple: divisor of a rank's number of tokens, for sequence
-    parallelism.
+    ranks, rank: the number of context-parallel ranks, and this rank's number in `group`. multiple: padding makes each rank's
+    number of tokens a multiple of it, for sequence parallelism.
     """
     lengths = padded_lengths(batch.lengths, ranks, multiple)
     device = batch.tokens.device
@@ -80,7 +80,7 @@ def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple
 
 
 def _gather_rows(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return [ranks * t, ...] from [t, ...] of each rank, without a graph."""
+    """Return the rows [t, ...] of all ranks, concatenated to [ranks * t, ...], without a graph."""
     gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
     dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
     return gathered
@@ -90,7 +90,7 @@ class GatherContextParallel(torch.autograd.Function):
     """Gather [t, ...] of each rank of a group to [ranks * t, ...] on all of them.
 
     Every rank computes the same loss of the whole batch, so the backward pass returns only the rank's own part of the gradient.
-    The sum over ranks, as in data parallelism, then counts every token once.
+    The sum of gradients over ranks, as in data parallelism, then counts every token once.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class ScatterRows(torch.autograd.Function):
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Send parts [ranks, t, ...] to the ranks of a group, and return what each has sent to this one. Its own inverse."""
+    """Send part i of [ranks, t, ...] to rank i of a group, and return the received parts in rank order. Its own inverse."""
 
     @staticmethod
     @override

@@ -1,4 +1,4 @@
-"""The switches of policy.deterministic in this process. `pipeline/config/determinism.py` has the others."""
+"""Turn on the switches of policy.deterministic in this process. `pipeline/config/determinism.py` has the other switches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import torch.utils.deterministic
 
 
 def switch_on() -> None:
-    """Use deterministic kernels of torch from now on, in all models of the process. An operator without one raises.
+    """Use torch's deterministic kernels from now on, in all models of the process.
 
-    A warning would not do: with warn_only, torch's attention keeps the backward that adds atomically (attention_backward.cu,
-    "To explicitly enable determinism"). The same switch sets Inductor's deterministic mode, the choice of cuDNN's convolutions,
-    and the branches of Megatron-Core that sum by index (megatron/core/transformer/moe/moe_utils.py).
+    An operator that has no deterministic kernel raises an error. With warn_only, which only warns, torch's attention would keep
+    the backward pass that adds atomically (attention_backward.cu, "To explicitly enable determinism"). The same switch sets
+    Inductor's deterministic mode, the choice of cuDNN's convolutions, and the branches of Megatron-Core that sum by index
+    (megatron/core/transformer/moe/moe_utils.py).
     """
     torch.use_deterministic_algorithms(True)
     # Otherwise every torch.empty would be filled, so that reading it before writing shows. That costs memory bandwidth.

@@ -1,13 +1,13 @@
 """Expert parallelism of the FSDP2 backend: each rank holds whole experts, and tokens travel to their experts.
 
-transformers keeps a layer's experts in one module with parameters [E, ...] and a forward of (hidden [T, H], experts [T, K],
-weights [T, K]), which returns the weighted sums [T, H]. Here the module's parameters are cut over the expert-parallel ranks,
-and its forward sends each token once to every rank that has some of its experts (all-to-all), runs the model's own forward
-there on pairs of a token and one expert, sums the results of each token, and sends the sums back, where they are summed over
-ranks. Routers and shared experts stay as they are.
+transformers keeps a layer's experts in one module with parameters [E, ...]. Its forward gets (hidden [T, H], experts [T, K],
+weights [T, K]) and returns the weighted sums [T, H]. Here the module's parameters are cut over the expert-parallel ranks. Its
+new forward sends each token once to every rank that has some of the token's experts (all-to-all). That rank runs the model's
+own forward on pairs of a token and one expert, sums the results of each token, and sends the sums back. The token's rank sums
+them over ranks. Routers and shared experts stay as they are.
 
-With tensor parallelism every rank of a group has all tokens of a batch and computes the same router. Each then sends its own
-part of the tokens, and the results are gathered, so experts are not cut by tensor parallelism.
+With tensor parallelism every rank of a group has all tokens of a batch and computes the same router. Each rank then sends its
+own part of the tokens, and the results are gathered, so experts are not cut by tensor parallelism.
 
 Sums are in float32 or more, and in an order that depends on the layout only.
 """
@@ -33,14 +33,14 @@ KEY = "policy.dtensor_cfg.expert_parallel_size"
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks among which tokens travel."""
+    """The groups of ranks that exchange tokens."""
 
     experts: dist.ProcessGroup  # each holds other experts
     tokens: dist.ProcessGroup | None  # tensor-parallel ranks that have the same tokens; None: each has its own
 
 
 def expert_modules(hf: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return {name: module} of the experts of each layer: those whose implementation transformers lets one choose."""
+    """Return {name: module} of the modules of experts, one per layer, whose implementation transformers lets one choose."""
     return {name: module for name, module in hf.named_modules() if hasattr(module, "_is_expert_parallel")}
 
 
@@ -61,7 +61,7 @@ def distribute(hf: PreTrainedModel, mesh: DeviceMesh, tokens: dist.ProcessGroup 
 
 
 def check_experts(hf: PreTrainedModel, size: int, modules: dict[str, nn.Module]) -> None:
-    """Raise RecipeError if the experts of a model cannot be divided over that many ranks."""
+    """Raise RecipeError if the experts of a model cannot be divided over `size` ranks. modules: `expert_modules(hf)`."""
     name = type(hf).__name__
     if not modules:
         mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
@@ -77,7 +77,7 @@ def check_experts(hf: PreTrainedModel, size: int, modules: dict[str, nn.Module])
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return this rank's experts of a parameter [E, ...] on the meta device."""
+    """Return a parameter [E, ...] on the meta device as a DTensor, of which this rank holds its experts."""
     part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     cut = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
@@ -96,8 +96,8 @@ def _forward(
 ) -> torch.Tensor:
     """Return the weighted sums [T, H] of the experts' outputs.
 
-    kind: the class of `module` before `fully_shard` changed it. hidden [T, H], index [T, K] int64, weights [T, K]: of this
-    rank's tokens, or of the same tokens on each rank of `ranks.tokens`.
+    kind: the class of `module` before `fully_shard` changed it. hidden [T, H], index [T, K] int64, weights [T, K]: the inputs
+    for this rank's tokens. All ranks of `ranks.tokens` pass the same tokens.
     """
     if ranks.tokens is None:
         return _dispatch(module, kind, ranks.experts, hidden, index, weights)
@@ -110,7 +110,7 @@ def _forward(
 def _dispatch(
     module: nn.Module, kind: type[nn.Module], group: dist.ProcessGroup, hidden: torch.Tensor, index: torch.Tensor, weights: Any
 ) -> torch.Tensor:
-    """Return the weighted sums [T, H] of this rank's tokens, computed on the ranks of their experts."""
+    """Return the weighted sums [T, H] of this rank's tokens, which the ranks of the tokens' experts compute."""
     size = int(module.num_experts) // group.size()  # pyright: ignore[reportArgumentType] - as above
     ranks = index // size
     visits = torch.zeros(len(index), group.size(), dtype=torch.bool, device=index.device).scatter_(1, ranks, True)
@@ -136,14 +136,17 @@ def _send_tokens(
     receives: list[int],
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden states [N, H] and weights [N, K] of the tokens that this rank receives."""
+    """Send tokens to other ranks, and return (hidden states [N, H], weights [N, K]) of the tokens that this rank receives."""
     return _Exchange.apply(group, sends, receives, _TakeRows.apply(hidden, token), _TakeRows.apply(weights, token))
 
 
 def _compute(
     experts: nn.Module, kind: type[nn.Module], inputs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted outputs [P, H] of pairs of a token [P, H] and a local expert [P]."""
+    """Return the weighted outputs [P, H] of P pairs of a token and a local expert.
+
+    inputs [P, H]: the tokens' hidden states. index [P]: the experts. weights [P]: the router's weights.
+    """
     if len(inputs):
         return kind.forward(experts, inputs, index[:, None], weights[:, None])
     # `fully_shard` reduces only gradients that exist, so a rank without tokens needs gradients too: zeros, from a pair that is
@@ -153,7 +156,7 @@ def _compute(
 
 
 def _with_local_experts(module: nn.Module, kind: type[nn.Module], count: int) -> nn.Module:
-    """Return a view of the module that has only this rank's experts, as plain tensors."""
+    """Return a view of the module that has only this rank's `count` experts, as plain tensors."""
     view = kind.__new__(kind)
     view.__dict__.update(module.__dict__)
     tensors = module._parameters.items()
@@ -166,7 +169,10 @@ def _with_local_experts(module: nn.Module, kind: type[nn.Module], count: int) ->
 
 
 def _exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to each rank, counts [R], and how many it receives from each."""
+    """Return (number of rows that this rank sends to each rank, number of rows that it receives from each rank).
+
+    counts [R]: the first of these.
+    """
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=group)
     sends, receives = torch.stack([counts, received]).tolist()
@@ -174,7 +180,10 @@ def _exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[li
 
 
 def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the rows from all ranks, in the order of ranks. rows: the rows for each rank, in the same order."""
+    """Exchange rows with all ranks, and return the received rows in rank order. rows: the rows to send, in rank order.
+
+    receives, sends: the number of rows from and to each rank.
+    """
     if group.size() == 1:
         return rows
     received = rows.new_empty(sum(receives), *rows.shape[1:])
@@ -183,7 +192,7 @@ def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: 
 
 
 class _Exchange(torch.autograd.Function):
-    """`_exchange` for several tensors; gradients travel back in the same order on all ranks."""
+    """Differentiable `_exchange` of several tensors. All ranks exchange the gradients of these tensors in the same order."""
 
     @staticmethod
     @override
@@ -198,7 +207,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _sum_rows(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Return [count, ...]: the sum of all `values` [P, ...] with the same number in rows [P]. Deterministic."""
+    """Return [count, ...], whose row i is the sum of the `values` [P, ...] at which `rows` [P] is i. Deterministic."""
     wide = torch.promote_types(values.dtype, torch.float32)
     total = values.new_zeros(count, *values.shape[1:], dtype=wide)
     if total.is_cuda:  # sorts first; index_add_ would sum in any order
@@ -209,7 +218,7 @@ def _sum_rows(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Ten
 
 
 class _TakeRows(torch.autograd.Function):
-    """tensor[rows], with a deterministic backward pass."""
+    """Computes tensor[rows], with a deterministic backward pass."""
 
     @staticmethod
     @override
@@ -226,7 +235,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """`_sum_rows`."""
+    """Differentiable `_sum_rows`."""
 
     @staticmethod
     @override
@@ -242,21 +251,21 @@ class _SumRows(torch.autograd.Function):
 
 
 def _own_chunk(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part of the rows. Zeros fill the last parts, so that all have the same length."""
+    """Return this rank's part of rows that all ranks have. Zeros fill the last parts, so that all parts are equally long."""
     size = -(-len(tensor) // group.size())
     part = tensor[group.rank() * size : (group.rank() + 1) * size]
     return torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])])
 
 
 def _join_chunks(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the first `count` rows of the parts of all ranks."""
+    """Concatenate the parts of all ranks, and return the first `count` rows, which leaves out the zeros of `_own_chunk`."""
     joined = part.new_empty(group.size() * len(part), *part.shape[1:])
     dist.all_gather_into_tensor(joined, part.contiguous(), group=group)
     return joined[:count]
 
 
 class _SplitRows(torch.autograd.Function):
-    """`_own_chunk` of rows that are the same on all ranks; so are the gradients, then."""
+    """Differentiable `_own_chunk` of rows that are equal on all ranks. The backward pass gives equal gradients to all ranks."""
 
     @staticmethod
     @override
@@ -271,7 +280,7 @@ class _SplitRows(torch.autograd.Function):
 
 
 class _JoinRows(torch.autograd.Function):
-    """`_join_chunks`. All ranks have the same gradient of the whole, of which each takes its own part."""
+    """Differentiable `_join_chunks`. All ranks have the same gradient of the result; each keeps the part of its own rows."""
 
     @staticmethod
     @override

@@ -1,10 +1,11 @@
 """Attention with soft caps or chunks on a GPU, by torch's flex attention: one compiled kernel for all sequences.
 
-A query sees the keys from one row to its own, whatever the window, the chunks, the sequences and the context-parallel part. So
-the mask is two rows of keys for each query, and the kernel skips the blocks of keys that no query of a block sees. A sink takes
-part by the returned log-sum-exp: https://arxiv.org/abs/2412.05496 describes the kernel, `attention.VarlenWithSinks` the sinks.
+With any window, chunks, sequences and context-parallel part, the keys that a query sees are contiguous rows that end at its
+own. So two numbers for each query, the first and the last of these rows, define the mask. The kernel skips the blocks of keys
+that no query of a block sees (https://arxiv.org/abs/2412.05496). Sinks are applied to the kernel's output with the log-sum-exp
+that it returns, as `attention.VarlenWithSinks` describes.
 
-Compared with the exact block path on the CPU. The kernels themselves have not run on a GPU yet.
+The results were compared with those of `attention_blocks` on the CPU. The kernels themselves have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def _missing(device_type: str) -> str | None:
 
 @functools.cache
 def _compiled_kernel() -> Callable[..., Any]:
-    """Return the kernel for any number of tokens. No choice is made by timing, so all starts of a run have the same kernels."""
+    """Return the compiled kernel for any number of tokens.
+
+    The compiler makes no choice by timing, so a run that starts again has the same kernel.
+    """
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, options={"deterministic": True})
 
 
@@ -102,9 +106,9 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, count: int, kind: Attenti
 
 
 def block_mask(low: torch.Tensor, high: torch.Tensor, keys: int) -> BlockMask:
-    """Return the mask in which query q sees the keys low[q] to high[q] of `keys`. low, high: [T] int32.
+    """Return the mask in which query q sees the keys low[q] to high[q], both included. low, high: [T] int32.
 
-    It is made without a matrix of T x keys entries, and without waiting for the device.
+    keys: the number of keys. The function makes no matrix of T x keys entries, and does not wait for the device.
     """
     count = len(low)
     padding = (-count) % BLOCK
@@ -123,6 +127,9 @@ def block_mask(low: torch.Tensor, high: torch.Tensor, keys: int) -> BlockMask:
 
 
 def _block_order(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (how many blocks of keys each block of queries has, their numbers first), from [blocks, blocks of keys] bool."""
+    """Return (number of key blocks of each query block, all key blocks' numbers with those of the query block first).
+
+    blocks [query blocks, key blocks] bool: whether a key block belongs to a query block.
+    """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

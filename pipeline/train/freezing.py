@@ -17,11 +17,11 @@ def freeze(
     parameters: Iterable[tuple[torch.nn.Parameter, Sequence[str]]],
     groups: Mapping[str, Sequence[str]],
 ) -> list[torch.nn.Parameter]:
-    """Freeze parameters of this rank, and return them.
+    """Freeze the parameters of this rank that `patterns` match, and return them.
 
-    parameters: (parameter, its tensors on disk) of this rank. groups: {parameter: its tensors on disk} of all that train on any
-    rank. Raises RecipeError for a pattern that matches nothing, for a parameter of which only a part is frozen, and if nothing
-    is left to train.
+    parameters: (parameter, names of its tensors on disk) of this rank. groups: {name: names of tensors on disk} of all
+    parameters that train on any rank. Raises RecipeError if a pattern matches nothing, if only a part of a parameter is frozen,
+    or if nothing is left to train.
     """
     if not patterns:
         return []

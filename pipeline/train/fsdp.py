@@ -1,13 +1,14 @@
 """The FSDP2/DTensor training backend, on Hugging Face models.
 
-Ranks form a mesh of data x context x tensor parallelism (fsdp_mesh.py), and trained parameters, in float32, are cut over all of
-it. Each rank computes a part of its batch's tokens; outputs are gathered, so all ranks of a batch compute the same loss.
-Computation, and models that are not trained, use the recipe's precision. A single rank that needs neither offloading nor two
-precisions runs the plain module without sharding.
+Ranks form a mesh of data x context x tensor parallelism (fsdp_mesh.py). Trained parameters are in float32 and cut over the
+whole mesh. Each rank computes a part of its batch's tokens; outputs are gathered, so all ranks of a batch compute the same
+loss. Computation uses the recipe's precision, and so do the weights of models that are not trained. A single rank that needs
+neither offloading nor two precisions runs the plain module without sharding.
 
-Mixtures of experts train too: transformers keeps a layer's experts in one tensor, which `fully_shard` cuts like any other, or
-expert-parallel ranks first (expert_parallel.py).
-With adapters (lora.py) only these are trained and saved; `weights` and `local_tensor` return merged weights.
+Mixtures of experts train too. transformers keeps a layer's experts in one tensor, which `fully_shard` cuts like any other
+tensor. With expert parallelism, the tensor is first cut over expert-parallel ranks (expert_parallel.py).
+With adapters (lora.py) only the adapters and a value head are trained and saved. `weights` and `local_tensor` then return
+merged weights, or the adapters for a role that serves these.
 
 Not supported: pipeline parallelism, dropout.
 """
@@ -207,7 +208,10 @@ class FSDPBackend(TrainBackend):
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[PackedModel]:
-        """Return the reference model, on the device within this context."""
+        """Yield the reference model, which is on the device within this context.
+
+        With adapters, it is the policy with its adapters disabled.
+        """
         if not self._role.reference:
             raise ValueError("there are no reference weights; build the backend with ModelRole(reference=True)")
         if self._model.adapters:
@@ -288,7 +292,7 @@ class FSDPBackend(TrainBackend):
 
     @property
     def _served(self) -> dict[str, list[Piece]]:
-        """The pieces of each parameter that refits read, by its name."""
+        """{parameter: its pieces of tensors on disk} for the parameters that refits read."""
         adapters = self._model.adapters
         return adapters.layout if adapters and self._role.serves_adapters else self._model.layout
 
@@ -308,7 +312,10 @@ class FSDPBackend(TrainBackend):
         return local(self._parameters[name])
 
     def _merge(self, always: bool = False) -> None:
-        """Merge adapters for a reader of the weights, and from now on after every step. always: even if adapters are served."""
+        """Merge the adapters into separate tensors for a reader of the weights; every later step updates these tensors.
+
+        It does nothing if the role serves adapters, unless `always` is True.
+        """
         if self._model.adapters and self._merged is None and (always or not self._role.serves_adapters):
             self._merged = lora.MergedWeights(self._model.adapters, self._parameters, self.device)
 
@@ -332,7 +339,7 @@ class FSDPBackend(TrainBackend):
         return collect_shards(self._entries(), record, copy)
 
     def _entries(self) -> Iterator[Entry]:
-        """Yield this rank's part of a checkpoint, without what an earlier rank holds too."""
+        """Yield this rank's part of a checkpoint, without the parts that a lower rank holds too."""
         shapes, rank = self._saved_shapes(), self._group.rank()
         saved_here = [saved for saved in self._saved() if is_first_holder(saved[1], rank)]
         for prefix, parameter, pieces in saved_here:
@@ -379,7 +386,10 @@ class FSDPBackend(TrainBackend):
             checkpoint_state.load_random(self.device, rank, reader, records[rank]["random"])
 
     def _saved(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
-        """Yield (prefix of the names, parameter, its pieces on disk) of what is saved: adapters, or all weights."""
+        """Yield (prefix of its names in a checkpoint, parameter, its pieces on disk) for each parameter that is saved.
+
+        These are all parameters or, with adapters, the trained parameters.
+        """
         adapters = self._model.adapters.layout if self._model.adapters else {}
         saved = self._trained if self._model.adapters else self._parameters  # with the constants of a checkpoint
         for name, parameter in saved.items():
@@ -389,7 +399,7 @@ class FSDPBackend(TrainBackend):
                 yield "model", parameter, self._model.layout[name]
 
     def _saved_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of tensors on disk and of adapters in a checkpoint."""
+        """Return {name on disk: shape} of the model's tensors and of the adapters."""
         return self._shapes | (self._model.adapters.shapes if self._model.adapters else {})
 
     def _pieces(self) -> dict[torch.Tensor, list[Piece]]:

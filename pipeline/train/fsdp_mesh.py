@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: DTensorConfig, ranks: int, rank: int) -> Layout:
-        """Return the layout of that many ranks. Raises RecipeError if the sizes do not divide them."""
+        """Return the layout of `ranks` ranks, for rank `rank`. Raises RecipeError if the recipe's sizes do not divide them."""
         sizes = {
             "data_parallel_replicate_size": config.data_parallel_replicate_size,
             "context_parallel_size": config.context_parallel_size,
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that decide which ranks compute the same tokens, and with them draw the same random numbers."""
+        """The sizes that decide which ranks compute the same tokens and therefore draw the same random numbers."""
         return {"replicas": self.replicas, "data": self.data, "context": self.context, "tensor": self.tensor}
 
     @property
@@ -89,12 +89,12 @@ class Layout:
 
     @property
     def tokens_multiple(self) -> int:
-        """The divisor of the number of tokens of a context-parallel rank."""
+        """The number of which each context-parallel rank's number of tokens must be a multiple."""
         return self.tensor if self.sequence else 1
 
     @property
     def leads_batch(self) -> bool:
-        """Return whether this rank is the first of the ranks that compute its batch."""
+        """Whether this rank is the first of the ranks that compute its batch."""
         return not self.context_rank and not self.tensor_rank
 
 

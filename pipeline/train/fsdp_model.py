@@ -49,7 +49,10 @@ from pipeline.types import Outputs
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model that maps a rank's part of a batch to the Outputs of the batch that its role needs."""
+    """A Hugging Face model that maps this rank's part of a batch to the Outputs of the whole batch.
+
+    The Outputs have the fields that the model's role needs.
+    """
 
     def __init__(self, hf: PreTrainedModel, role: ModelRole, generation: GenerationConfig, chunk: int | None):
         super().__init__()
@@ -96,9 +99,9 @@ def build(
 ) -> PackedModel:
     """Return the model with its initial weights, cut over `meshes` (None: one rank, whole).
 
-    like: the same model with the same cut, whose current weights are copied instead of those on disk. Trained weights are
-    float32; others, such as frozen ones and those under adapters, are in policy.precision. Raises RecipeError if the model or
-    the layout is not supported.
+    like: the same model with the same cut, whose current weights are copied instead of reading them from disk. Trained weights
+    are float32; other weights, such as frozen weights and the base weights of adapters, are in policy.precision. Raises
+    RecipeError if the model or the layout is not supported.
     """
     config = model_config(policy, role.head)
     check_attention(config, policy.max_total_sequence_length)
@@ -148,7 +151,7 @@ def build(
 
 
 def _freeze(hf: PreTrainedModel, pieces: Mapping[str, list[Piece]], policy: PolicyConfig) -> None:
-    """Freeze the parameters of `freeze_parameters`, which are then kept in policy.precision."""
+    """Freeze the parameters that policy.freeze_parameters names, and convert them to the precision in which they are served."""
     trained = {name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad}
     sources = {name: [piece.name for piece in pieces[name]] for name in trained}
     names = {id(parameter): name for name, parameter in trained.items()}
@@ -183,9 +186,10 @@ def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole, sequence
 
 
 def _distribute_experts(model: PackedModel, meshes: Meshes, sequence: bool) -> list[nn.Module]:
-    """Return the experts of each layer if they are cut apart from other weights: with expert or tensor parallelism.
+    """With expert or tensor parallelism, cut the experts separately from other weights, and return their modules.
 
-    sequence: tokens are split over the tensor-parallel ranks already.
+    Otherwise return []: `fully_shard` cuts the experts like other weights. sequence: whether tokens are already split over the
+    tensor-parallel ranks.
     """
     modules = expert_parallel.expert_modules(model.hf)
     if meshes.expert.size() == 1 and (meshes.tensor.size() == 1 or not modules):
@@ -201,7 +205,7 @@ def _shard(
 ) -> list[str]:
     """Apply `fully_shard` to experts, layers and the rest. Returns the names of the parameters that it leaves out.
 
-    experts: those that have a mesh of their own.
+    experts: the modules of experts that are cut over a mesh of their own.
     """
     compute = getattr(torch, precision)
     dtypes = {"param_dtype": compute if compute != torch.float32 else None, "reduce_dtype": torch.float32}
@@ -229,9 +233,10 @@ def _shard(
 
 
 def allocate(model: nn.Module, storage: torch.device, device: torch.device, unsharded: Sequence[str]) -> None:
-    """Allocate a model on the meta device: on `storage`, from which `fully_shard` moves weights to the device that computes.
+    """Allocate memory for the weights of a model that is on the meta device.
 
-    unsharded: names of parameters that it does not move, and which are allocated on that device.
+    storage: where weights are kept, from which `fully_shard` moves them to `device` for computation. unsharded: the names of
+    parameters that `fully_shard` does not move, which are allocated on `device`.
     """
     model.to_empty(device=storage)
     for name in unsharded if storage != device else ():

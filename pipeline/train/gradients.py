@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeline.train.shards import is_first_holder, local
 
 CHUNK = 1 << 22
-"""Elements of which a float64 copy exists at a time."""
+"""The number of elements that are converted to float64 at a time."""
 
 
 def squared_norm(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Gradients:
         group: dist.ProcessGroup,
         device: torch.device,
     ):
-        """partial: parameters of which each rank of the group has only a part of the sum. group: the train component."""
+        """partial: {parameter: group whose ranks each have only a part of its gradient's sum}. group: the train component."""
         self._trained, self._partial = trained, partial
         self._group, self._device = group, device
 
@@ -76,7 +76,7 @@ class Gradients:
         return squared_norm(counted, self._device)
 
     def clip(self, norm: float, limit: float | None) -> None:
-        """Scale the gradients so that their norm is at most `limit`. norm: that of the whole gradient. None: no limit."""
+        """Scale the gradients so that their norm is at most `limit` (None: no limit). norm: the norm of the whole gradient."""
         if limit is not None and norm > limit:
             gradients = list(self.local().values())
             torch._foreach_mul_(gradients, limit / norm)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it

@@ -1,4 +1,4 @@
-"""Heads of both backends: from hidden states of a LocalBatch to outputs of every token of the batch, in its order.
+"""The heads of both backends, which map a rank's hidden states to outputs of every token of the batch, in the batch's order.
 
 Under context parallelism each rank has a part of the rows. `GatherContextParallel` gathers the outputs, so all ranks that share
 a batch compute the same loss.
@@ -26,11 +26,12 @@ def packed_outputs(
     truncation: Truncation | None = None,
     function: HeadFunction = LINEAR,
 ) -> Outputs:
-    """Return outputs of the whole batch. Entry t is of the distribution of token t, and 0 where a sequence begins.
+    """Return outputs of the whole batch. Entry t belongs to the distribution of token t; it is 0 where a sequence begins.
 
-    hidden [t, H]: of this context-parallel rank. weight [V, H], or this rank's rows of it. chunk None: all rows at once.
-    top_k: number of most likely tokens in `Outputs.top_k`, without a graph; 0: the batch's candidates, if it has any. Both are
-    of the distribution without truncation. function: of the head.
+    hidden [t, H]: this context-parallel rank's hidden states. weight [V, H], or this rank's rows of it. chunk: the number of
+    rows whose logits exist at once; None: all rows. top_k: the number of most likely tokens in `Outputs.top_k`, without a
+    graph; 0: `Outputs.top_k` has the batch's candidates, if there are any. Both are of the distribution without truncation.
+    function: the head's function.
     """
     # The last row of a sequence predicts nothing. Computing these few rows is cheaper than gathering the others.
     tokens = None if top_k else batch.candidates
@@ -51,14 +52,17 @@ def packed_outputs(
 def packed_values(hidden: torch.Tensor, weight: torch.Tensor, batch: LocalBatch) -> Outputs:
     """Return the value after each token of the whole batch: hidden [t, H] of this context-parallel rank, weight [1, H].
 
-    In float32 for any precision of the model: values are close together, and targets unrounded. Every tensor-parallel rank has
-    the whole head and whole hidden states, so each computes the whole gradient.
+    The product is in float32 whatever the model's precision, because values are close together and their targets are not
+    rounded. Every tensor-parallel rank has the whole head and whole hidden states, so each computes the whole gradient.
     """
     return Outputs(values=_gather_context(hidden.float() @ weight[0].float(), batch)[batch.token_rows])
 
 
 def _to_predicted_tokens(rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-    """Map predictions [t, ...] of this rank's rows to the predicted tokens [T, ...]; 0 where a sequence begins."""
+    """Return the predictions of all ranks in the order of the predicted tokens, [T, ...], with 0 where a sequence begins.
+
+    rows [t, ...]: the predictions of this rank's rows.
+    """
     begins = batch.begins.view(-1, *[1] * (rows.dim() - 1))
     return _gather_context(rows, batch)[batch.predicting_rows].masked_fill(begins, 0)
 

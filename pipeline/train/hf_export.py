@@ -1,7 +1,7 @@
 """Export a model as a Hugging Face checkpoint: sharded safetensors, the index, config, tokenizer, generation config, digests.
 
-A model with a value head is exported as a sequence classifier with one label, as which transformers loads it. Adapters are
-merged into the weights that they adapt.
+A model with a value head is exported as a sequence classifier with one label, because transformers loads it as such. Adapters
+are merged into the weights that they adapt.
 
 `export` reads from a running backend. `export_checkpoint` reads from a saved checkpoint and needs no ranks and no GPU. Tensors
 stream one at a time, so memory is bounded by one shard file and one tensor.
@@ -45,7 +45,8 @@ def export(
 ) -> dict[str, str]:
     """Write the backend's model, which has this head, to `folder`. Collective; only the rank with `writes` writes.
 
-    Returns the SHA-256 of the files by path from the folder's parent. Raises StorageError if writing fails until `retry` ends.
+    Returns {path relative to the folder's parent: SHA-256} of the files; {} on other ranks. Raises StorageError if writing
+    fails until `retry` ends.
     """
     if writes:
         written = write_model(backend.weights(model=True), policy, folder, head, shard_bytes, retry)
@@ -65,9 +66,9 @@ def export_checkpoint(
 ) -> None:
     """Write the model in `checkpoint`, which any backend saved with any layout, to `folder`.
 
-    Files are first written to `.<folder's name>.partial` next to it, so `folder` is always complete. key: of an encrypted
-    checkpoint; the export is plain. Raises RecipeError if the checkpoint's model is not policy.model_name or the key does not
-    fit, StorageError if the files cannot be written.
+    Files are first written to `.<folder's name>.partial` next to it, so `folder` is always complete. key: decrypts an encrypted
+    checkpoint; the export is not encrypted. Raises RecipeError if the checkpoint's model is not policy.model_name or the key
+    does not fit, StorageError if the files cannot be written.
     """
     weights = checkpoint_weights(checkpoint, policy, head, key)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -92,7 +93,7 @@ def write_model(
 ) -> dict[str, str]:
     """Write the files that transformers and vLLM load: config and tokenizer, then weights in files of about `shard_bytes`.
 
-    Returns the SHA-256 of each file by name, which digests.sha256 lists too.
+    Returns {file name: SHA-256}, which digests.sha256 lists too.
     """
 
     def with_retries(work: Callable[[], Result]) -> Result:
@@ -121,7 +122,7 @@ def write_model(
 
 
 def _write_config(policy: PolicyConfig, folder: Path, head: Head) -> None:
-    """Write config, tokenizer and generation config. Raises OSError, and can then be repeated."""
+    """Write config, tokenizer and generation config. The call can be repeated after it raises OSError."""
     config = model_config(policy, head)
     config.dtype = policy.precision
     config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM selects its model class by it
@@ -136,9 +137,9 @@ def _write_config(policy: PolicyConfig, folder: Path, head: Head) -> None:
 
 
 def _generation_config(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the model's generation config with all tokens that end a completion, among them the one that training teaches.
+    """Return the model's generation config with all tokens that end a completion, including the one that training teaches.
 
-    Read and written as JSON, because transformers refuses to save some that it loads.
+    The config is read and written as JSON, because transformers refuses to save some configs that it loads.
     """
     source = model_file(policy.model_name, GENERATION)
     config = read_config(source) if source else {}
@@ -147,7 +148,7 @@ def _generation_config(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> list[str]:
-    """Rename the shards to their final names, which contain the number of shards, write the index, and return the names."""
+    """Rename the shards to their final names, which contain the number of shards; write the index; return the names."""
     single, of = len(shards) == 1, f"of-{len(shards):05d}"
     names = ["model.safetensors"] if single else [f"model-{i + 1:05d}-{of}.safetensors" for i in range(len(shards))]
     for i, name in enumerate(names):

@@ -1,8 +1,8 @@
-"""Tensor-parallel styles of hybrid models' attention and MLPs, which their own plans leave out.
+"""Tensor-parallel styles of hybrid models' attention and MLPs, which transformers' plans for these models leave out.
 
-transformers' plans of models with state spaces or short convolutions are empty, or name the head alone. Their attention and
-MLPs are those of other decoders, so this file knows them by the names of their linear layers. Everything else stays whole:
-mixers, routers, projections to the latent of experts, and blocks with other layers than these.
+transformers' plans of models with state spaces or short convolutions are empty, or name the head alone. The attention and MLPs
+of these models are like those of other decoders, so this file recognizes them by the names of their linear layers. Everything
+else stays whole: mixers, routers, projections to the latent of experts, and blocks with other linear layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JOINT = [("input_linear", "output_linear")]  # Granite 4
 
 
 def block_styles(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return {module name: style} of the layers in these blocks, by transformers' names of styles. blocks: by name."""
+    """Return {layer's name: transformers' name of its style} for the layers in `blocks`, {name: module}."""
     styles: dict[str, str] = {}
     for name, block in blocks.items():
         styles |= {f"{name}.{child}": style for child, style in _of_block(block).items()}
@@ -46,7 +46,7 @@ def _of_block(block: nn.Module) -> dict[str, str]:
 
 
 def _cut(block: nn.Module, first: frozenset[str], last: str) -> dict[str, str]:
-    """Return styles of a block, or none if it has other parameters than norms of its heads."""
+    """Return {child: style} of a block; {} if it has parameters besides its linear layers and norms of its heads."""
     norms = {name: child for name, child in block.named_children() if name not in first and name != last}
     norms = {name: child for name, child in norms.items() if next(child.parameters(), None) is not None}
     width = getattr(block, "head_dim", None)

@@ -1,4 +1,4 @@
-"""The initial weights of training, by their names in a Hugging Face checkpoint: read from its files, or random.
+"""Read the initial weights of training from a Hugging Face checkpoint, or draw random weights under the same names.
 
 Both backends read them here, so both start with the same weights and reject the same checkpoints. Only the value head on a
 language model's body may be missing in a checkpoint.
@@ -34,14 +34,14 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; now compu
 def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int, head: Head = "logprobs") -> ReadBox:
     """Return a reader of the checkpoint `policy.model_name`, or, with `policy.random_init`, of transformers' random weights.
 
-    config: the checkpoint's, with the recipe's overrides. seed: of random weights, and of a value head on the body of a
-    language model's checkpoint. Raises RecipeError if the checkpoint is not of this model.
+    config: the checkpoint's configuration with the recipe's overrides. seed: for random weights, and for a value head on the
+    body of a language model's checkpoint. Raises RecipeError if the checkpoint does not fit this model.
     """
     return _random(config, seed, head) if policy.random_init else _checkpoint(policy.model_name, config, seed, head)
 
 
 def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
-    """Draw the whole model on each rank, so that the weights are the same for every layout."""
+    """Return a reader of random weights. Each rank draws the whole model, so the weights are the same for every layout."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = auto_model(head).from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -50,7 +50,7 @@ def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
 
 
 def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
-    """Return a reader of the checkpoint's safetensors files, after a check of their names and shapes against the model's."""
+    """Return a reader of the checkpoint's safetensors files, whose tensors have the names and shapes of the model."""
     reader = BoxReader()
     for name, stored in checkpoint_files(model_name).tensors.items():
         reader.add(name, stored.shape, stored.path, whole(stored.shape))
@@ -72,7 +72,7 @@ def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head
 def _check(
     reader: BoxReader, model_name: str, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], tied: dict[str, str]
 ) -> None:
-    """Raise RecipeError if the files are not of this model."""
+    """Raise RecipeError if the files do not have this model's tensors. shapes, tied: see `checkpoint_shapes`."""
     ignored = [_DERIVED, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     unknown = reader.shapes.keys() - shapes.keys() - tied.keys()
     stray = sorted(name for name in unknown if not any(pattern.search(name) for pattern in ignored))

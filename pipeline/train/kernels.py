@@ -24,8 +24,8 @@ KEY = "policy.dtensor_cfg"
 def use_kernels(policy: PolicyConfig, hf: PreTrainedModel, device: torch.device) -> None:
     """Make `hf` use the kernels of the recipe. Raises RecipeError where a kernel that the recipe selects is not available.
 
-    Both stay in use for the whole process: FlashAttention-3 replaces operators of torch, and Liger replaces the rotary
-    embedding of all models of the family.
+    FlashAttention-3 and Liger then stay in use for the whole process: FlashAttention-3 replaces operators of torch, and Liger
+    replaces the rotary embedding of all models of the family.
     """
     attention = policy.dtensor_cfg.flash_attention
     if policy.dtensor_cfg.use_liger_kernel:
@@ -51,7 +51,10 @@ def _problem(name: str, code: str, message: str) -> RecipeError:
 
 
 def _liger(hf: PreTrainedModel) -> None:
-    """Replace norms, rotary embeddings and MLPs of the model. The head stays ours, because of temperature and shards."""
+    """Replace the model's norms, rotary embeddings and MLPs by Liger's.
+
+    The head stays ours, because of the temperature and the shards of the vocabulary.
+    """
     key = "use_liger_kernel"
     if importlib.util.find_spec("liger_kernel") is None:
         message = "got true, but liger_kernel is not installed. Try pip install 'hetstep[liger]', or false"

@@ -27,7 +27,7 @@ from pipeline.train.truncation import Truncation, float_order, from_float_order
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The rows of the head from `start` on that this rank holds. The other ranks of `group` hold the other rows."""
+    """This rank's rows of the head, which begin at row `start`. The other ranks of `group` hold the other rows."""
 
     start: int
     group: dist.ProcessGroup
@@ -35,13 +35,13 @@ class VocabularyShard:
 
 @dataclass(frozen=True, slots=True)
 class HeadFunction:
-    """The function of a head: from x = h W^T it computes x * scale, and of that softcap * tanh(x / softcap)."""
+    """The function that a head applies to x = h W^T: y = x * scale, then softcap * tanh(y / softcap) unless softcap is None."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def apply_(self, products: torch.Tensor) -> torch.Tensor:
-        """Compute it in place."""
+        """Apply the function to x in place, and return the result."""
         if self.scale != 1.0:
             products.mul_(self.scale)
         if self.softcap is not None:
@@ -49,7 +49,7 @@ class HeadFunction:
         return products
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative, given the values that `apply_` returned."""
+        """Return the function's derivative at x, given the values that `apply_` returned for x."""
         if self.softcap is None:
             return self.scale
         return (logits / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
@@ -79,10 +79,11 @@ def target_outputs(
     truncation: Truncation | None = None,
     function: HeadFunction = LINEAR,
 ) -> TargetOutputs:
-    """Return outputs of the targets: hidden [T, H]; targets [T] int64.
+    """Return the outputs of the rows `hidden` [T, H] with the targets [T] int64.
 
-    weight [V, H], or this rank's rows of it. chunk None: all rows at once. entropy: whether to compute it. candidates [T, K]
-    int64: tokens whose log-probs, without truncation, are returned too. function: of the head.
+    weight [V, H], or this rank's rows of it. chunk: the number of rows whose logits exist at once; None: all rows. entropy:
+    whether to compute the entropy. candidates [T, K] int64: tokens whose log-probs without truncation are returned too.
+    function: the head's function.
     """
     chunk = chunk or len(targets)
     options = (temperature, chunk, shard, entropy, candidates, truncation, function)
@@ -101,7 +102,8 @@ def most_likely(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k most likely tokens of each row of hidden [T, H], as (tokens [T, k] int64, log-probs [T, k] float32).
 
-    Sorted by falling probability, and by token among equal ones. Raises ValueError for a `k` above the vocabulary's size.
+    They are sorted by falling probability; equally probable tokens are sorted by token. Raises ValueError unless `k` is from 1
+    to the vocabulary's size.
     """
     vocabulary = torch.tensor(len(weight), device=hidden.device)
     if shard is not None:
@@ -120,7 +122,7 @@ def most_likely(
 
 
 class _Head(torch.autograd.Function):
-    """hidden [T, H], weight [V, H], targets [T], candidates [T, K] -> the fields of `TargetOutputs`."""
+    """Maps hidden [T, H], weight [V, H], targets [T] and candidates [T, K] to the fields of `TargetOutputs`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk, shard, with_entropy, candidates, truncation, function):
@@ -214,7 +216,7 @@ class _Head(torch.autograd.Function):
 def _join_gradients(
     grad_targets: torch.Tensor | None, grad_candidates: torch.Tensor | None, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return gradients of the log-probs of target and candidates, [T, 1 + K] float32; 0 for outputs that the loss ignores."""
+    """Return the gradients of the target's and the candidates' log-probs, [T, 1 + K] float32; 0 for those that are None."""
     joined = torch.zeros(token_ids.shape, dtype=torch.float32, device=token_ids.device)
     if grad_targets is not None:
         joined[:, 0] = grad_targets
@@ -241,7 +243,10 @@ def _sum_over_shards(partial: torch.Tensor, shard: VocabularyShard | None) -> to
 
 
 def _normalize(logits: torch.Tensor, picked: torch.Tensor, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduce this rank's logits [rows, V] and picked [rows, K] to (log sum exp [rows], picked) over the whole vocabulary."""
+    """Return (log sum exp [rows], picked logits [rows, K]) over the whole vocabulary.
+
+    logits [rows, V]: this rank's logits. picked [rows, K]: the picked logits that this rank has, 0 for those of other ranks.
+    """
     normalizer = logits.logsumexp(1)
     if shard is None:
         return normalizer, picked
@@ -252,7 +257,10 @@ def _normalize(logits: torch.Tensor, picked: torch.Tensor, shard: VocabularyShar
 
 
 def _local_targets(targets: torch.Tensor, rows: int, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (indices into this rank's rows of the head, mask of the targets that are among these rows; None for all)."""
+    """Return (indices into this rank's rows of the head, mask of the targets that this rank has).
+
+    rows: the number of this rank's rows. The mask is None if this rank has all rows.
+    """
     if shard is None:
         return targets, None
     local = targets - shard.start
@@ -267,13 +275,13 @@ _LAST = (1 << 32) - 1
 
 
 def _sortable(logits: torch.Tensor, start: int) -> torch.Tensor:
-    """Return keys [rows, V] int64 of logits [rows, V] float32. start: the first column's token."""
+    """Return the sort keys [rows, V] int64 of logits [rows, V] float32. start: the token of the first column."""
     keys = float_order(logits + 0.0).long() << 32  # + 0.0 turns -0.0 into 0.0
     return keys.add_(_LAST - start - torch.arange(logits.size(1), device=logits.device))
 
 
 def _from_sortable(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens, logits) of keys."""
+    """Return (tokens, logits) of keys that `_sortable` made."""
     return _LAST - (keys & _LAST), from_float_order((keys >> 32).int())
 
 

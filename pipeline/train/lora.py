@@ -1,7 +1,8 @@
 """The adapters of a model of the FSDP2 backend (`adapters/spec.py` defines them): which layers have one, and their weights.
 
-Weights leave the backend merged, under the names of W, or, for a role that serves adapters, as the adapters' own tensors. A
-checkpoint holds the adapters alone; W is loaded from policy.model_name again. W alone is the reference policy.
+Weights leave the backend merged, under the names of W; for a role that serves adapters, the adapters' own tensors leave it. A
+checkpoint holds the adapters and a value head, without W: W is loaded from policy.model_name again. W without adapters is the
+reference policy.
 
 Routed experts are layers too: transformers keeps them in parameters of all experts, `gate_up_proj` and `down_proj`.
 
@@ -50,13 +51,13 @@ class Adapters:
         self.layout |= adapter.layout(self.spec)
 
     def initialize(self, parameters: Parameters, seed: int) -> None:
-        """Give this rank's parts their initial values, which the layout does not change. The weights must be loaded."""
+        """Set this rank's parts to their initial values, which are the same for every layout. W must be loaded before."""
         for adapter in self.items:
             adapter.initialize(self.spec, parameters, seed)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the adapters within this context: the model is its base."""
+        """Disable the adapters within this context, so that the model computes with W alone."""
         self.switch.enabled = False
         try:
             yield
@@ -65,7 +66,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Apply dropout within this context."""
+        """Apply the adapters' dropout within this context."""
         self.switch.dropout = True
         try:
             yield
@@ -74,10 +75,10 @@ class Adapters:
 
 
 def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece]]) -> Adapters:
-    """Add adapters in float32 to a model on the meta device. Only they, and a value head, are trained then.
+    """Add adapters in float32 to a model on the meta device. Only the adapters and a value head are trained then.
 
-    layout: of the model; its keys are changed to the new names of the parameters. Raises RecipeError for layers that cannot
-    have an adapter.
+    layout: {parameter: its pieces} of the model; its keys are changed in place to the parameters' new names. Raises RecipeError
+    if the recipe names a layer that cannot have an adapter.
     """
     if config.dim < 1:
         raise _problem("dim", "too-small", f"got {config.dim}; expected at least 1")
@@ -125,7 +126,7 @@ def _problem(name: str, code: str, message: str) -> RecipeError:
 
 
 def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, ExpertParameter]) -> list[str]:
-    """Return the names of the layers that get adapters: of linear modules, and of experts' parameters."""
+    """Return the names of the linear modules and of the experts' parameters that get adapters."""
     modules = {name: module for name, module in hf.named_modules() if name}
     heads = {name for name, module in modules.items() if module in (hf.get_output_embeddings(), getattr(hf, "score", None))}
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in heads]
@@ -158,7 +159,7 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, Expe
 
 
 def _other_experts(hf: PreTrainedModel, experts: Mapping[str, ExpertParameter]) -> str | None:
-    """Return the name of a parameter of experts that cannot have adapters; None if there is none."""
+    """Return the name of a parameter that holds experts but cannot have adapters; None if there is none."""
     convolutions = {
         f"{name}.weight" for name, module in hf.named_modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     }
@@ -190,14 +191,17 @@ class MergedWeights:
 
 
 def record(config: LoRAConfig, random_seed: int | None) -> dict[str, Any]:
-    """Return what a checkpoint records besides the adapters' tensors. random_seed: of W, if its weights are random."""
+    """Return what a checkpoint records of its adapters besides their tensors. random_seed: the seed of W if W is random."""
     options = {"use_dora": True} if config.use_dora else {}
     options |= {"use_rslora": True} if config.use_rslora else {}
     return {"dim": config.dim, "alpha": config.alpha, "random_seed": random_seed, **options}
 
 
 def check_record(folder: Path, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> None:
-    """Raise RecipeError if the checkpoint in `folder` has other adapters. theirs: its record; ours: the recipe's."""
+    """Raise RecipeError if the checkpoint in `folder` has other adapters than the recipe.
+
+    theirs, ours: the `record` of the checkpoint and of the recipe; None: no adapters.
+    """
     if theirs != ours:
         old, new = dict(theirs or {}), dict(ours or {})
         changes = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in old | new if old.get(k) != new.get(k))

@@ -16,7 +16,7 @@ import torch
 
 INITIAL = 2.0**16
 GROWTH_STEPS = 2000
-"""Steps without overflow after which the scale doubles."""
+"""The number of steps without overflow after which the scale doubles."""
 SMALLEST = 1.0
 
 
@@ -29,10 +29,10 @@ class LossScale:
         self._steps = 0  # since the last change
 
     def finite_norm(self, differentiate: Callable[[], float], device: torch.device) -> float:
-        """Return the gradient's norm, with half of the scale as long as it overflows.
+        """Return the norm of the gradient, after halving the scale as often as the gradient overflows.
 
-        differentiate: computes the gradient with this scale, and returns its norm. Each call draws the same random numbers.
-        Raises FloatingPointError if the gradient is not finite with the smallest scale either.
+        differentiate: a function that computes the gradient with the current scale, and returns its norm. Each call of it draws
+        the same random numbers. Raises FloatingPointError if the gradient is not finite with the smallest scale either.
         """
         generators = [torch.default_generator]
         if device.type == "cuda":
@@ -61,7 +61,7 @@ class LossScale:
         return norm
 
     def count_step(self) -> None:
-        """Count a step without overflow."""
+        """Count a step without overflow. In float16, the scale doubles after GROWTH_STEPS of them."""
         self._steps += 1
         if self._dynamic and self._steps >= GROWTH_STEPS:
             self.factor, self._steps = self.factor * 2, 0
@@ -71,6 +71,9 @@ class LossScale:
         return [self.factor, self._steps]
 
     def restore(self, record: Any) -> None:
-        """Continue with the state of a checkpoint; None: of a model in another precision."""
+        """Continue with the state of a checkpoint, as `record` returned it. In other precisions than float16, do nothing.
+
+        record None: the checkpoint has no such state, and the scale stays as it is.
+        """
         if self._dynamic and record is not None:
             self.factor, self._steps = float(record[0]), int(record[1])

@@ -25,7 +25,7 @@ _DIVISORS = ("logits_scaling",)
 
 
 def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
-    """Return what the head computes. Raises RecipeError if the backend does not support this model."""
+    """Return the function that the model's head computes. Raises RecipeError if the backend does not support this model."""
     name = type(hf).__name__
     if not (hf._supports_attention_backend or hf._can_set_attn_implementation()):
         raise unsupported_model(f"{name} has custom attention, which packed attention cannot replace")
@@ -44,7 +44,7 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
 
 
 def _head_function(config: PreTrainedConfig) -> HeadFunction:
-    """Return what the configuration says of the head; `_head_is` verifies it."""
+    """Return the head's function according to the configuration, which `_head_is` verifies."""
 
     def of(names: Iterable[str]) -> float | None:
         return next((float(value) for name in names if (value := getattr(config, name, None))), None)
@@ -53,7 +53,10 @@ def _head_function(config: PreTrainedConfig) -> HeadFunction:
 
 
 def _head_is(function: HeadFunction, hf: PreTrainedModel, name: str) -> bool:
-    """Run the model's head on known hidden states, some large enough to reveal a soft cap, and compare with the function."""
+    """Return whether the model's head computes this function. name: the attribute of the head, "lm_head" or "score".
+
+    It runs the head on known hidden states, some of which are large enough to reveal a soft cap.
+    """
     body, prefix = hf.base_model, hf.base_model_prefix
     head = hf.get_output_embeddings() if name == "lm_head" else hf.get_submodule("score")
     if type(head) is not nn.Linear or (head.bias is not None and name != "lm_head"):
@@ -78,7 +81,7 @@ def _head_is(function: HeadFunction, hf: PreTrainedModel, name: str) -> bool:
 
 
 class _Body(nn.Module):
-    """Returns known hidden states in place of a model's body, whose other attributes it has."""
+    """Replaces a model's body: it returns known hidden states, and has the body's other attributes."""
 
     def __init__(self, body: nn.Module, hidden: torch.Tensor):
         super().__init__()
@@ -96,7 +99,7 @@ class _Body(nn.Module):
 
 
 class _Output(MoeModelOutputWithPast):
-    """An output without the fields that only some models have."""
+    """An output in which every field that it does not have is None, as some models' heads need it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -107,7 +110,7 @@ class _Output(MoeModelOutputWithPast):
 def freeze_buffers(hf: PreTrainedModel) -> None:
     """Turn the buffers of a checkpoint, such as the biases that balance experts, into parameters without gradients, in place.
 
-    They are then read, cut, saved and sent like weights. They stay in float32 where they are served so.
+    They are then read, cut, saved and sent like weights. Those that engines serve in float32 are in float32.
     """
     for name in sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
         module, _, leaf = name.rpartition(".")

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Offload:
-    """Offloads the storages of one model."""
+    """Moves the storages of one model's tensors to host memory and back."""
 
     def __init__(self, device: torch.device, shared: bool = False):
-        """shared: another process uses the GPU in turns, so CUDA's cache is emptied whenever memory is freed."""
+        """shared: whether another process uses the GPU in turns; CUDA's cache is then emptied whenever memory is freed."""
         self._device = device
         self._shared = shared
         # By storage: (storage, bytes, whether kept). While a weak reference exists, no other storage gets the same identity.
@@ -79,9 +79,10 @@ class Offload:
 
 
 def host_memory(size: int, page_locked: bool) -> torch.Tensor:
-    """Return [size] uint8 in separate pages, which are unlocked when the tensor is freed.
+    """Return a tensor [size] uint8 in host memory with pages of its own.
 
-    A forked process must not use page-locked memory. Raises torch.cuda.CudaError if the pages cannot be locked.
+    page_locked: lock the pages until the tensor is freed; a forked process must not use them. Raises torch.cuda.CudaError if
+    the pages cannot be locked.
     """
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(block, dtype=torch.uint8)
@@ -95,13 +96,14 @@ def host_memory(size: int, page_locked: bool) -> torch.Tensor:
 
 
 def _prepare(block: mmap.mmap, memory: torch.Tensor) -> None:
-    """Choose the pages of a block and allocate them, which takes most of the time of page-locking.
+    """Set the kind of pages of a block and allocate them, which takes most of the time of page-locking.
 
     After a fork, a process gets a copy of a private page that it writes to, and CUDA would continue to use the old page. So
-    forks do not have these pages, as with InfiniBand's registered memory (madvise(2), MADV_DONTFORK; ibv_fork_init(3)). Nor do
-    they need them: after CUDA is in use, ranks only start programs (launch/executors/forks.py). A shared mapping has no copies
-    either, but gets pages of 2 MB only where the node's shmem_enabled permits it; a private one gets them unless the node turns
-    them off (Linux, Documentation/admin-guide/mm/transhuge.rst).
+    forked processes do not get these pages, as with InfiniBand's registered memory (madvise(2), MADV_DONTFORK;
+    ibv_fork_init(3)). They do not need the pages: after CUDA is in use, ranks fork only to start programs
+    (launch/executors/forks.py). The pages of a shared mapping are not copied either, but such a mapping gets pages of 2 MB only
+    if the node's shmem_enabled permits it. A private mapping gets them unless the node turns them off (Linux,
+    Documentation/admin-guide/mm/transhuge.rst).
     """
     block.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel without pages of 2 MB: locking takes longer

@@ -20,15 +20,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from pipeline.config import OptimizerConfig, Problem, RecipeError
 
 FUSED_FOR_DTENSORS = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers whose fused kernels take DTensors; those of SGD and Adagrad do not."""
+"""Optimizers whose fused kernels take DTensors. The fused kernels of SGD and Adagrad do not."""
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Build the optimizer, with one parameter group per device mesh.
 
-    torch's multi-tensor kernels do not accept DTensors of several meshes in one call. A fused kernel is used where the
-    optimizer has one for these parameters and the recipe sets neither `fused` nor `foreach`. Raises RecipeError for
-    policy.optimizer.name or policy.optimizer.kwargs.
+    torch's multi-tensor kernels do not accept DTensors of several meshes in one call. A fused kernel is used if the optimizer
+    has one for these parameters and the recipe sets none of `fused`, `foreach`, `capturable` and `differentiable`. Raises
+    RecipeError if policy.optimizer.name or policy.optimizer.kwargs cannot be used.
     """
     cls = _resolve("policy.optimizer.name", config.name, torch.optim.Optimizer, "torch.optim.AdamW")
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in config.kwargs.items()}
@@ -51,9 +51,9 @@ class LRSchedule:
     """The learning rate as a function of the steps of the algorithm."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Any):
-        """config: None (constant), {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL.
+        """config: None (a constant rate), {name, kwargs}, or a list of these that ends in {milestones: [...]}, as in NeMo-RL.
 
-        Raises RecipeError for policy.scheduler.
+        Raises RecipeError if policy.scheduler cannot be used.
         """
         self.steps = 0
         self._optimizer = optimizer

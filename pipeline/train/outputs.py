@@ -18,9 +18,9 @@ SMALLEST_VARIANCE = 1e-8
 def reduce_outputs(
     outputs: Sequence[LossOutput], counts: bool, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """Return {"loss": ..., metric: ...} over all microbatches and all ranks of `group`, summed in float64.
+    """Return {"loss": ..., metric: ...} over all microbatches and all ranks of `group`, summed in float64. Collective.
 
-    counts: False to leave out this rank's values, where another rank of the group has the same ones. A metric's name determines
+    counts: whether this rank's values count; False if another rank of the group has the same values. A metric's name determines
     how it is reduced: see `LossOutput`.
     """
     names = sorted(outputs[0].metrics)
@@ -45,7 +45,7 @@ def reduce_outputs(
 
 
 def _numbers(name: str, sums: np.ndarray) -> dict[str, float]:
-    """Return the logged values of a metric that is reduced by a sum."""
+    """Return {logged name: value} of a metric that is reduced by a sum. sums: the metric's entries, summed over all batches."""
     if name.endswith("_histogram"):
         return {f"{name.removesuffix('_histogram')}_{q}": value for q, value in quantiles(sums).items()}
     if name.endswith("_moments"):
@@ -56,7 +56,7 @@ def _numbers(name: str, sums: np.ndarray) -> dict[str, float]:
 
 
 def quantiles(shares: np.ndarray) -> dict[str, float]:
-    """Return quantiles of x from the [BINS] shares of log x; nan if nothing was counted.
+    """Return {name: quantile of x} from a histogram of log x, whose bins have the shares [BINS]; nan if it is empty.
 
     A quantile is the middle of its bin, or the only edge of an open bin.
     """
@@ -68,13 +68,16 @@ def quantiles(shares: np.ndarray) -> dict[str, float]:
 
 
 def explained_variance(target: float, target_square: float, residual: float, residual_square: float) -> float:
-    """Return 1 - Var residual / Var target, from the means of both and of their squares; below 0: worse than a constant."""
+    """Return 1 - Var residual / Var target. Below 0, the prediction is worse than a constant.
+
+    The arguments are the means of target and residual, and of their squares.
+    """
     variance = target_square - target**2
     return 1 - (residual_square - residual**2) / max(variance, SMALLEST_VARIANCE)
 
 
 def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """Broadcast the record of rank `source` of `group` to all of its ranks, bitwise equal."""
+    """Return the record of rank `source` of `group` on all ranks of the group, bitwise equal. Collective."""
     body = json.dumps(record).encode() if group.rank() == source else b""
     length = torch.tensor([len(body)], device=device)
     dist.broadcast(length, group_src=source, group=group)

@@ -1,8 +1,8 @@
-"""Packed attention as transformers' attention implementation `packed`.
+"""Register packed attention with transformers, as the attention implementation `packed`.
 
 transformers passes the model's keyword arguments to its attention function. The packing is passed this way, so no mask is
-built: where a model asks for the mask of a window or of chunks, it gets a `Local` instead, and hands it on to its layers. So
-each layer has the kind of attention that the mask of transformers' eager attention would give it.
+built. A model that asks for the mask of a window or of chunks gets a `Local` instead, which it passes to its layers. So each
+layer has the kind of attention that the mask of transformers' eager attention would give it.
 
 Not supported, with an error: other masks, caches, attention dropout, biases of scores.
 """
@@ -44,7 +44,7 @@ def packed_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Local | None:
-    """Return what stands for a mask in transformers' interface: None for a causal one.
+    """Return the value that stands for a mask in transformers' interface: None for a plain causal mask, else a `Local`.
 
     Raises ValueError for masks that packed attention does not support.
     """
@@ -77,8 +77,8 @@ def packed_attention(
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D] -> ([1, T, Hq, D], None).
 
-    sliding_window: as its mask says; transformers' eager attention ignores it. s_aux [Hq]: sinks. Raises ValueError for
-    arguments that are not supported.
+    sliding_window: must equal the mask's window if a sequence is longer; transformers' eager attention ignores it. s_aux [Hq]:
+    sinks. Raises ValueError for arguments that are not supported.
     """
     if packing is None:
         raise ValueError(

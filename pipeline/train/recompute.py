@@ -1,7 +1,8 @@
 """Activation checkpointing of decoder layers: which activations the backward pass recomputes.
 
-full: all activations of a layer; only its input is kept. selective: the outputs of matrix products and of attention are kept
-too, as in torchtitan's selective checkpointing of operators. Both run the same operations, so results are bitwise equal.
+full: the backward pass recomputes all activations of a layer; only its input is kept. selective: the outputs of matrix products
+and of attention are kept too, as in torchtitan's selective checkpointing of operators. Both run the same operations, so results
+are bitwise equal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ KEPT = {
 
 
 def recompute(layers: Iterable[nn.Module], granularity: str, draws: bool = False) -> None:
-    """Checkpoint the forward of each layer, in place. granularity: "full" or "selective". draws: layers draw random numbers."""
+    """Checkpoint the forward of each layer, in place.
+
+    granularity: "full" or "selective". draws: whether layers draw random numbers.
+    """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if granularity == "selective":
         options["context_fn"] = _contexts
@@ -46,10 +50,10 @@ def recompute(layers: Iterable[nn.Module], granularity: str, draws: bool = False
 
 
 class _OfKept(TorchDispatchMode):
-    """Shows a context of selective checkpointing the operators of KEPT alone.
+    """Passes only the operators of KEPT to a context of selective checkpointing.
 
-    The context expects the recomputation to run the same operators. Hooks of `fully_shard` inside a layer, around its experts,
-    run others: in the backward pass weights may have been gathered already.
+    The context expects the recomputation to run the same operators as the forward pass. Hooks of `fully_shard` inside a layer,
+    around its experts, run other operators in the recomputation, because the weights may have been gathered already.
     """
 
     def __init__(self, context: Any):
@@ -64,7 +68,7 @@ class _OfKept(TorchDispatchMode):
 
 
 def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the contexts of a layer's forward pass and of its recomputation."""
+    """Return (the context of a layer's forward pass, the context of its recomputation)."""
     first, again = create_selective_checkpoint_contexts(_policy)
     return _OfKept(first), _OfKept(again)
 

@@ -18,11 +18,11 @@ from pipeline.train.shards import read_shards
 from pipeline.types import Head
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-"""(name on disk, tensor in the precision in which engines serve it), on the CPU, in the order of a checkpoint."""
+"""Yields (name on disk, tensor on the CPU in the precision in which engines serve it), in the order of a checkpoint."""
 
 
 def model_weights(policy: PolicyConfig, seed: int, head: Head = "logprobs") -> Weights:
-    """Return the weights of policy.model_name, or random ones with policy.random_init.
+    """Return the weights of policy.model_name or, with policy.random_init, random weights.
 
     Raises RecipeError if the files are not of this model.
     """
@@ -35,8 +35,8 @@ def model_weights(policy: PolicyConfig, seed: int, head: Head = "logprobs") -> W
 def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "logprobs", key: FileKey | None = None) -> Weights:
     """Return the weights in `checkpoint`, which any backend saved with any layout. Adapters are merged.
 
-    key: of an encrypted checkpoint. Raises RecipeError if the checkpoint's model is not policy.model_name, or it is encrypted
-    with another key.
+    key: decrypts an encrypted checkpoint. Raises RecipeError if the checkpoint's model is not policy.model_name, or if the
+    checkpoint is encrypted with another key.
     """
     reader, records = read_shards(checkpoint, key)
     config = model_config(policy, head)

@@ -15,8 +15,8 @@ from pipeline.types import PackedBatch
 class ContextPart:
     """The part of packed sequences that a context-parallel rank holds.
 
-    Each sequence is padded to a multiple of 2 R and cut into 2 R equal chunks, for R ranks. Rank r holds chunks r and
-    2 R - 1 - r: so all ranks have equal work under a causal mask.
+    For R ranks, each sequence is padded to a multiple of 2 R and cut into 2 R equal chunks. Rank r holds the chunks r and
+    2 R - 1 - r, so all ranks have equal work under a causal mask.
     """
 
     group: dist.ProcessGroup  # of context-parallel ranks
@@ -62,8 +62,8 @@ class Packing:
     def of_lengths(lengths: tuple[int, ...], cu_seqlens: torch.Tensor, group: dist.ProcessGroup | None = None) -> Packing:
         """Return the packing of sequences with these lengths.
 
-        cu_seqlens: their running sum, [S+1] int32 on the device. group: context-parallel ranks; None, or one rank: no
-        context parallelism.
+        cu_seqlens: the running sum of the lengths, [S+1] int32 on the device. group: the context-parallel ranks; None, or a
+        group of one rank: no context parallelism.
         """
         runs = tuple((len(tuple(run)), length) for length, run in itertools.groupby(lengths))
         context = None
@@ -78,12 +78,12 @@ class Packing:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on the device. From pageable memory, a copy would wait until a GPU has done its earlier work."""
+    """Return a host tensor on the device. A GPU gets it from pinned memory; a copy from other memory would wait for the GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def rows_of_rank(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """Return the rows of the padded batch that a rank holds: chunks `rank` and 2 ranks - 1 - rank of each sequence."""
+    """Return the rows of the padded batch that a rank holds: chunks `rank` and 2 * ranks - 1 - rank of each sequence."""
     if ranks == 1:
         return torch.arange(sum(lengths))
     rows, start = [], 0
@@ -95,7 +95,7 @@ def rows_of_rank(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tenso
 
 
 def sequence_order(lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
-    """Return for each token of the padded batch its row among the rows of all ranks, [T] int64."""
+    """Return, for each token of the padded batch, its row in the concatenated rows of all ranks, [T] int64."""
     rows = torch.cat([rows_of_rank(lengths, ranks, r) for r in range(ranks)])
     order = torch.empty_like(rows)
     order[rows] = torch.arange(len(rows))
@@ -103,7 +103,7 @@ def sequence_order(lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
 
 
 def check_batch(batch: PackedBatch, vocabulary: int) -> None:
-    """Raise ValueError if the fields contradict each other, because training would then use wrong log-probs silently."""
+    """Raise ValueError if the batch's fields contradict each other: training would silently use wrong log-probs."""
     if not batch.lengths or min(batch.lengths) < 1:
         raise ValueError(f"lengths {batch.lengths}: a batch holds at least one sequence and no empty ones")
     total = sum(batch.lengths)

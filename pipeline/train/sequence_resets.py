@@ -1,11 +1,11 @@
-"""Sequence resets: layers that mix tokens in other ways than attention, on packed sequences.
+"""Reset, at each packed sequence, the state of modules that mix tokens in other ways than attention ("mixers").
 
 Convolutions, Mamba's state spaces and gated delta nets carry a state from token to token, which must start anew in each
-sequence. Their modules get each sequence as a row of its own, padded on the right. They are causal, so padding does not change
+sequence. These modules get each sequence as a row of its own, padded on the right. They are causal, so padding does not change
 a sequence's tokens. Sequences of similar lengths share a call, so at most a quarter of the tokens of long sequences is padding.
 
-Only these modules see rows; the rest of the model sees packed tokens. Under context, sequence and tensor parallelism, ranks
-share the sequences of a batch among themselves: see sequence_sharing.py.
+Only these modules see sequences as rows; the rest of the model sees packed tokens. Under context, sequence and tensor
+parallelism, ranks divide the sequences of a batch among themselves: see sequence_sharing.py.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _WITHOUT_EFFECT = {"packing", "position_ids", "position_embeddings", "use_cache"
 
 
 class _Current:
-    """The packing of the batch that a layer computes."""
+    """Holds the packing of the batch that a layer computes at present."""
 
     packing: Packing | None = None
 
 
 def mixers(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that mix tokens in other ways than attention."""
+    """Return the outermost modules in `module` that mix tokens in other ways than attention."""
     if type(module).__name__ in _REFUSED or any(isinstance(child, nn.Conv1d) for child in module.children()):
         return [module]
     return [mixer for child in module.children() for mixer in mixers(child)]
 
 
 def check_mixers(hf: PreTrainedModel) -> None:
-    """Raise RecipeError if the model mixes tokens where they cannot be reset."""
+    """Raise RecipeError if the model has a state that cannot be reset at each packed sequence."""
     name = type(hf).__name__
     all_mixers = mixers(hf)
     if refused := next((type(m).__name__ for m in all_mixers if type(m).__name__ in _REFUSED), None):
@@ -63,7 +63,7 @@ def check_mixers(hf: PreTrainedModel) -> None:
 
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model: the outermost modules of the classes that it does not split (Mamba names two, nested)."""
+    """Return a model's layers: the outermost modules of the classes in `_no_split_modules`, of which Mamba has two, nested."""
     return list(_outermost(hf, frozenset(hf._no_split_modules or ())))
 
 
@@ -76,14 +76,17 @@ def _outermost(module: nn.Module, classes: frozenset[str]) -> Iterator[nn.Module
 
 
 def is_whole(mixer: nn.Module) -> bool:
-    """Return whether tensor-parallel ranks hold all of a mixer, before `fully_shard`. Then they share its sequences."""
+    """Return whether every tensor-parallel rank holds a whole mixer, so that the ranks divide its sequences among themselves.
+
+    Call it before `fully_shard`.
+    """
     return not any(isinstance(parameter, DTensor) for parameter in mixer.parameters())
 
 
 def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], tensor: TensorRanks | None = None) -> bool:
-    """Make the mixers of the layers see one sequence a row, in place. Returns whether there are any.
+    """Change the layers' mixers, in place, so that each sequence is a row of their input. Returns whether there are mixers.
 
-    body: the module that is called with `packing`. tensor: the tensor-parallel ranks; None: one.
+    body: the module that is called with `packing`. tensor: the tensor-parallel ranks; None: no tensor parallelism.
     """
     called = _Current()
     layer_mixers = [(layer, mixer) for layer in layers for mixer in mixers(layer)]
@@ -104,7 +107,7 @@ def _remember(called: _Current, module: nn.Module, args: tuple, kwargs: dict[str
 
 
 def _hand_on(called: _Current, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Give a layer the packing, which some models do not hand on, as an argument that recomputation gives it again."""
+    """Pass the packing to a layer as an argument, because some models do not. Recomputation passes this argument again."""
     return args, {"packing": called.packing, **kwargs}
 
 
@@ -123,7 +126,7 @@ def _by_sequence(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Compute a mixer on packed hidden states [1, T, H] -> [1, T, H'], by rows of sequences."""
+    """Compute a mixer on packed hidden states [1, T, H] -> [1, T, H'], with one row per sequence."""
     packing = current.packing
     if packing is None:
         raise ValueError(f"the layer of {name} did not get `packing`; its model cannot run on packed sequences")
@@ -146,7 +149,10 @@ def _by_sequence(
 
 
 def _rows(forward: Callable, name: str, sequences: Sequence[torch.Tensor], chosen: Sequence[int]) -> list[torch.Tensor]:
-    """Return the outputs of the chosen sequences [L, H] -> [L, H']; similar ones share a call."""
+    """Return the outputs [L, H'] of the chosen ones of all sequences [L, H]. Sequences of similar lengths share a call.
+
+    chosen: the numbers of these sequences. name: the mixer's class, for errors.
+    """
     outputs: dict[int, torch.Tensor] = {}
     for numbers in similar([len(sequences[i]) for i in chosen]):
         together = [chosen[n] for n in numbers]
@@ -158,7 +164,7 @@ def _rows(forward: Callable, name: str, sequences: Sequence[torch.Tensor], chose
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of the sequences' numbers: in each, no length is below three quarters of the longest, unless all are short.
+    """Return groups of the sequences' numbers. Each length is at least three quarters of its group's longest, or all are short.
 
     Example: [100, 30, 80, 20] -> [[0, 2], [1, 3]].
     """

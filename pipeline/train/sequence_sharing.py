@@ -1,9 +1,9 @@
-"""Sequences of a batch shared among ranks, for layers that compute whole sequences (sequence_resets.py).
+"""Divide the sequences of a batch among ranks, for layers that compute whole sequences (sequence_resets.py).
 
-Context- and sequence-parallel ranks hold parts of sequences: they gather them, each computes some sequences, and they exchange
-the results. Tensor-parallel ranks without sequence parallelism all hold the same tokens and the whole layer: each computes some
-sequences, and the results are summed. So no two ranks compute the same sequence, and each has a part of the gradients of the
-layer's parameters, which must be summed over the tensor-parallel ranks.
+Context- and sequence-parallel ranks hold parts of sequences. They gather the sequences, each rank computes some of them, and
+the ranks exchange the results. Tensor-parallel ranks without sequence parallelism all hold the same tokens and the whole layer.
+Each rank computes some sequences, and the results are summed. So no two ranks compute the same sequence. Each rank has a part
+of the gradients of the layer's parameters, which must be summed over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TensorRanks:
 
 
 def groups_of_parts(tensor: TensorRanks | None, context: ContextPart | None) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks that hold other tokens, first the groups with the finest parts."""
+    """Return the groups whose ranks hold different tokens. The group whose ranks hold the smallest parts comes first."""
     sequence = [tensor.group] if tensor is not None and tensor.sequence else []
     return [*sequence, *([context.group] if context is not None else [])]
 
@@ -43,10 +43,11 @@ def compute_shared(
     context: ContextPart | None,
     draws: bool,
 ) -> torch.Tensor:
-    """Compute a layer on a rank's tokens [t, H] -> [t, H'], of which it computes a share of the sequences.
+    """Return a layer's outputs [t, H'] for this rank's tokens [t, H]. Each rank computes a share of the whole sequences.
 
-    compute: returns the outputs [L, H'] of the chosen ones of all sequences [L, H]. lengths: of all sequences. draws: whether
-    it draws random numbers, which ranks draw apart then; elsewhere tensor-parallel ranks draw the same.
+    compute: a function of (all sequences [L, H], the numbers of some of them) that returns the outputs [L, H'] of these.
+    lengths: the lengths of all sequences. draws: whether `compute` draws random numbers. If so, each rank draws different
+    numbers within it; everywhere else tensor-parallel ranks draw the same numbers.
     """
     parts = groups_of_parts(tensor, context)
     copies = tensor.group if tensor is not None and not tensor.sequence else None
@@ -78,7 +79,7 @@ def compute_shared(
 
 
 def balance_sequences(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the sequences of each rank: the longest first, each to the rank with the fewest tokens so far.
+    """Return the numbers of each rank's sequences. The longest come first, each to the rank with the fewest tokens so far.
 
     Example: [5, 9, 3, 2], 2 ranks -> [[1], [0, 2, 3]].
     """
@@ -90,7 +91,10 @@ def balance_sequences(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _own_draws(rank: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of this rank within this context. Afterwards they go on as on every other rank."""
+    """Within this context, this rank's generators draw other numbers than other ranks' do.
+
+    Afterwards the generators continue in the same state on all ranks.
+    """
     seed = int(torch.randint(1 << 62, ()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed + rank)
@@ -98,7 +102,7 @@ def _own_draws(rank: int, device: torch.device) -> Iterator[None]:
 
 
 class _Copy(torch.autograd.Function):
-    """The same rows on all ranks of a group; the backward pass sums the gradients of the ranks."""
+    """Returns rows that are the same on all ranks of a group; the backward pass sums the gradients of the ranks."""
 
     @staticmethod
     @override
@@ -115,7 +119,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _SumCopies(torch.autograd.Function):
-    """The sum of the rows of a group's ranks. Its gradient, equal on all ranks, is the gradient of each rank's rows."""
+    """Sums the rows of a group's ranks. The gradient of the sum, equal on all ranks, is the gradient of each rank's rows."""
 
     @staticmethod
     @override

@@ -1,8 +1,9 @@
-"""Sharded files of tensors. Each rank holds boxes: an offset and a size in every dimension of the whole tensor.
+"""Write and read tensors in sharded files. Each rank holds boxes: an offset and a size in every dimension of a whole tensor.
 
 A rank writes its boxes to `train-rank00000.safetensors` with a JSON index next to it. It reads the boxes that it needs from all
 ranks' files, so a checkpoint loads with any layout. In a Hugging Face checkpoint every box is a whole tensor. Nothing is
-pickled. Of several ranks with the same box (replicas), the first passes it; if more do, each of them writes it.
+pickled. If several ranks hold the same box (replicas), only the first of them should pass it to `collect_shards`: every rank
+that passes a box writes it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_first_holder(tensor: torch.Tensor, rank: int) -> bool:
-    """Return whether this rank, of this number in the train component, is the first of those that hold the same part."""
+    """Return whether this rank is the first of the ranks that hold the same part of `tensor`.
+
+    rank: this rank's number in the train component.
+    """
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
@@ -60,9 +64,9 @@ def is_first_holder(tensor: torch.Tensor, rank: int) -> bool:
 
 
 def gather_full(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Gather a whole tensor from parts that are placed like the parts of `tensor`. Collective.
+    """Return a whole tensor, gathered from parts that are placed like the parts of `tensor`. Collective.
 
-    part: this rank's. It may differ from the part of `tensor` in dtype and device.
+    part: this rank's part. It may differ from the part of `tensor` in dtype and device.
     """
     if not isinstance(tensor, DTensor):
         return part
@@ -72,7 +76,7 @@ def gather_full(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 Entry = tuple[str, tuple[int, ...], Box, torch.Tensor]
-"""(name, shape of the whole tensor, box, the entries of this box). A name may occur with several boxes."""
+"""(name, shape of the whole tensor, box, the tensor's values in this box). A name may occur with several boxes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class BoxReader:
     """Reads any box of any tensor from all files that contain parts of it."""
 
     def __init__(self, key: FileKey | None = None) -> None:
-        """key: of encrypted files."""
+        """key: decrypts encrypted files."""
         self._key = key
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[_StoredBox]] = {}
@@ -103,7 +107,8 @@ class BoxReader:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return this box of the tensor, on the CPU.
 
-        Raises ValueError if the files do not contain all of it, RecipeError if one is encrypted with another key, or damaged.
+        Raises ValueError if the files do not contain the whole box, RecipeError if a file is encrypted with another key or is
+        damaged.
         """
         if name not in self._pieces:
             raise ValueError(f"there is no tensor '{name}'")
@@ -135,7 +140,7 @@ class BoxReader:
         return file.get_slice(piece.key)[within]
 
     def _file(self, path: Path) -> Any:
-        """Return the open file: an EncryptedTensors, or what the package safetensors opens."""
+        """Return the open file: an EncryptedTensors if it is encrypted, else the handle of the package safetensors."""
         if path not in self._files:
             with open(path, "rb") as file:
                 encrypted = is_encrypted(file.read(8))
@@ -177,7 +182,7 @@ class Shards:
 def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False) -> Shards:
     """Return this rank's entries and `record` (JSON) as shards. `record["ranks"]` is the number of ranks that write.
 
-    copy: into new memory, so that training can continue before the shards are written.
+    copy: copy the tensors into new memory, so that training can continue before the shards are written.
     """
     tensors: dict[str, torch.Tensor] = {}
     index = {}
@@ -201,7 +206,7 @@ def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool 
 
 
 def read_shards(folder: Path, key: FileKey | None = None) -> tuple[BoxReader, list[dict[str, Any]]]:
-    """Return (reader of all ranks' boxes, all ranks' records). key: of encrypted files.
+    """Return (reader of all ranks' boxes, all ranks' records). key: decrypts encrypted files.
 
     Raises ValueError if a rank's file is missing, RecipeError if the files are encrypted with another key, or damaged.
     """

@@ -1,7 +1,8 @@
 """The format of safetensors files, to write them piece by piece and to read tensors of encrypted ones.
 
 A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes one after another
-(https://github.com/huggingface/safetensors, "Format"). The safetensors package writes and reads whole plain files alone.
+(https://github.com/huggingface/safetensors, "Format"). The safetensors package writes only whole files and reads only plain
+ones.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
-    """Return (all bytes before the tensors' own, the names in the order in which their bytes follow).
+    """Return (all bytes of a file before the tensors' bytes, the tensors' names in the order of their bytes).
 
-    tensors: shapes and dtypes; may be meta tensors.
+    tensors: {name: a tensor with the shape and dtype}; may be meta tensors.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned to its dtype
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -53,7 +54,7 @@ def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy. They are valid as long as the tensor lives.
 
-    Not by `numpy`, after which torch can no longer resize the tensor's storage; offloading does that.
+    The function does not use `numpy`, after which torch could no longer resize the tensor's storage, as offloading does.
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -78,14 +79,14 @@ class EncryptedTensors:
     """The tensors of an encrypted safetensors file."""
 
     def __init__(self, path: Path, key: FileKey | None):
-        """Raises RecipeError if the key is missing or another one, or the file is damaged."""
+        """Raises RecipeError if the key is missing or is not the key of the file, or if the file is damaged."""
         self._file = open_encrypted(path, key)
         length = int.from_bytes(self._file.read(0, 8), "little")
         self._header = json.loads(self._file.read(8, length))
         self._begin = 8 + length
 
     def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return entries `begin` to `end` of a tensor's first dimension; of a scalar, [0, 1) is all of it."""
+        """Return entries `begin` to `end`, excluded, of a tensor's first dimension. For a scalar, pass 0 and 1."""
         entry = self._header[name]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
         row = math.prod(shape[1:]) * dtype.itemsize

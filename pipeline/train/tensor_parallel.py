@@ -1,4 +1,4 @@
-"""Tensor parallelism: the plan of a Hugging Face model, as torch's DTensor styles.
+"""Apply the tensor-parallel plan of a Hugging Face model, with torch's DTensor styles.
 
 Supported are column-wise and row-wise linear layers (also those between which activations are whole, as for joint projections),
 embedding and head cut by vocabulary, and small parameters inside the cut region that stay whole. A value head stays whole too.
@@ -6,9 +6,9 @@ embedding and head cut by vocabulary, and small parameters inside the cut region
 Activations between blocks are whole on every rank or, with sequence parallelism, cut by tokens: a block that has column-wise
 layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
 
-Experts are not cut: see expert_parallel.py. Nor are mixers with states, of which each rank computes some of the sequences
-(sequence_sharing.py), except for those that the model's plan cuts (Qwen3.5's) without sequence parallelism. hybrid_plan.py
-completes the plans of hybrid models. Not supported, with an error that names the style: packed projections.
+Experts are not cut: see expert_parallel.py. Mixers with states are not cut either; each rank computes some of their sequences
+(sequence_sharing.py). But without sequence parallelism, mixers that the model's plan cuts (Qwen3.5's) are cut.
+hybrid_plan.py completes the plans of hybrid models. Not supported, with an error that names the style: packed projections.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ KEY = "policy.dtensor_cfg.tensor_parallel_size"
 
 
 class _ColumnsOfGathered(ColwiseParallel):
-    """A column-wise layer of a block that gathers its input; the input's gradient stays a partial sum until then."""
+    """The style of a column-wise layer in a block that gathers its input.
+
+    The gradient of the layer's input stays a partial sum; the backward pass of the gather sums it.
+    """
 
     @staticmethod
     @override
@@ -47,9 +50,9 @@ class _ColumnsOfGathered(ColwiseParallel):
 
 
 class _WithPartialGradient(torch.autograd.Function):
-    """Return a tensor that is whole on every rank of the mesh as a DTensor; the backward pass returns the rank's partial sum.
+    """Returns a tensor that is whole on every rank of the mesh as a DTensor; its backward returns the rank's partial sum.
 
-    That is `DTensor.from_local` with grad_placements=[Partial()], which torch 2.11 does not have.
+    It does the same as `DTensor.from_local` with grad_placements=[Partial()], which torch 2.11 does not have.
     """
 
     @staticmethod
@@ -67,8 +70,8 @@ class _WithPartialGradient(torch.autograd.Function):
 def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -> list[str]:
     """Cut the parameters of `hf` over the 1-d mesh, in place. sequence: with sequence parallelism.
 
-    Returns the names of parameters that are whole on every rank but have partial gradients, which must be summed over the mesh:
-    each rank applies them to its own heads or tokens only. Raises RecipeError for a model that cannot be cut.
+    Returns the names of parameters that are whole on every rank but have partial gradients, which must be summed over the mesh,
+    because each rank applies them only to its own heads or tokens. Raises RecipeError for a model that cannot be cut.
     """
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
@@ -136,7 +139,7 @@ def _between_blocks(sequence: bool) -> Placement:
 
 
 def _block(name: str) -> str:
-    """Return the module that contains a layer, adapted or not."""
+    """Return the name of the module that contains a layer, which may be adapted. name: the layer's name."""
     return name.removesuffix(".base_layer").rpartition(".")[0]
 
 
@@ -159,7 +162,7 @@ def _name(hf: PreTrainedModel, target: nn.Module) -> str:
 
 
 def vocabulary_shard(hf: PreTrainedModel, mesh: DeviceMesh) -> VocabularyShard:
-    """Return this rank's rows of the head. torch cuts dimensions into equal chunks, of which the last may be shorter."""
+    """Return this rank's rows of the head. torch cuts a dimension into chunks of equal size; only the last may be shorter."""
     head = hf.get_output_embeddings()
     assert head is not None  # a model with log-probs has one
     rows = head.get_parameter("weight").shape[0]
@@ -167,7 +170,7 @@ def vocabulary_shard(hf: PreTrainedModel, mesh: DeviceMesh) -> VocabularyShard:
 
 
 def expand(hf: PreTrainedModel) -> dict[str, str]:
-    """Return {module name: style} from the model's plan, in which `*` stands for layer numbers; nothing for experts."""
+    """Return {module name: style} from the model's plan, in which `*` stands for layer numbers. Experts are left out."""
     plan, hybrid = dict(hf.tp_plan or {}), mixers(hf)
     if not plan and not hybrid:
         raise _unsupported_plan(f"{type(hf).__name__} has no tensor-parallel plan; expected 1")

@@ -22,16 +22,16 @@ from pipeline.train.shards import Shards
 from pipeline.types import Head, LossOutput, Outputs, PackedBatch, StepResult
 
 Loss = Callable[[Outputs, PackedBatch], LossOutput]
-"""(the model's outputs with a graph, the batch) -> the batch's share of the loss."""
+"""A function of (the model's outputs with a graph, the batch) that returns the batch's share of the loss."""
 
 
 Phase = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Return a context that reports its block as a phase of this name."""
+"""A function from a name to a context that reports its block as a phase of this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRole:
-    """The use of a model. It decides what is built for it."""
+    """The purpose of a model, which decides what a backend builds for it."""
 
     head: Head = "logprobs"
     trained: bool = True  # False: no gradients and no optimizer; weights in policy.precision
@@ -69,18 +69,18 @@ class TrainBackend(Protocol):
     def advance_schedule(self) -> None:
         """Advance the schedules of the learning rate and of weight decay by one.
 
-        They count steps of the algorithm, as in NeMo-RL ("Step LR scheduler once per train() call, not per global batch",
+        Schedules count steps of the algorithm, as in NeMo-RL ("Step LR scheduler once per train() call, not per global batch",
         nemo_rl/models/policy/workers/megatron_policy_worker.py). A step may hold several updates, which all have one learning
         rate. Call this after the last of them.
         """
 
     def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
-        """Return a function that takes the learning rate and the schedule of `policy` from the next update on.
+        """Return a function that switches to the learning rate and the schedule of `policy`, from the next update on.
 
-        The schedule continues at its step, as if it had been this one from the start, which is what `load` does: a run that
-        changes its rate equals one that resumes with the new rate. The optimizer's state stays. policy: differs in nothing
-        else. Nothing changes until the function is called. Raises RecipeError, or an error of the classes that are built, for
-        settings that cannot be used.
+        The new schedule continues at the current step, as if it had been used from the start. `load` does the same, so a run
+        that changes its rate equals a run that resumes with the new rate. The optimizer's state stays. policy: must not differ
+        from the current policy in anything else. Nothing changes until the returned function is called. Raises RecipeError, or
+        an error of the optimizer or schedule classes, for settings that cannot be used.
         """
         ...
 
@@ -97,19 +97,19 @@ class TrainBackend(Protocol):
     def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every whole tensor of the policy, in a fixed order and in the precision in which it is served.
 
-        For a role that serves adapters these are the adapters' tensors; model: yield the model's merged weights all the same.
-        Collective: all ranks must exhaust it. A tensor is valid until the next one. Only rank 0 of the component gets the
-        tensors; other ranks get empty ones.
+        For a role that serves adapters these are the adapters' tensors. model: yield the model's merged weights for such a role
+        too. Collective: all ranks must exhaust it. A tensor is valid until the next one is requested. Only rank 0 of the
+        component gets the tensors; other ranks get empty ones.
         """
         ...
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor on disk, in the order of a checkpoint; of the adapters for a role that serves them."""
+        """{name on disk: shape} in a checkpoint's order; of the adapters for a role that serves them, else of the model."""
         ...
 
     def layout(self) -> list[Region]:
-        """Return every entry of the policy that this rank holds, replicas included. Constant over the backend's lifetime."""
+        """Return the regions of the policy's tensors that this rank holds, replicas included. They never change."""
         ...
 
     def local_tensor(self, name: str) -> torch.Tensor:
@@ -122,12 +122,13 @@ class TrainBackend(Protocol):
     def shards(self, copy: bool = False) -> Shards:
         """Return this rank's share of weights, optimizer, schedule and random state, for `Shards.write`.
 
-        copy: into new memory, so that training can continue before the shards are written.
+        copy: copy the tensors into new memory, so that training can continue before the shards are written.
         """
         ...
 
     def load(self, folder: Path, key: FileKey | None = None) -> None:
         """Restore the state from all ranks' shards in `folder`, to the last bit if the layout is the same.
 
-        key: of encrypted shards. Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is incomplete.
+        key: decrypts encrypted shards. Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is
+        incomplete.
         """

@@ -1,10 +1,10 @@
-"""The truncated distribution of top-k and top-p sampling, with the vocabulary cut over ranks.
+"""Truncate distributions as top-k and top-p sampling do, with the vocabulary cut over ranks.
 
 Log-probs must be of the distribution from which tokens were sampled. So the engine's filters are applied to the logits here,
 in the order of vLLM and NeMo-RL (nemo_rl/algorithms/logits_sampling_utils.py): temperature, then the k largest logits, then the
-smallest set of the most likely of these whose probabilities sum to p. Both filters keep all logits above a floor, so one
-number per row defines them. The floor is found by bisection over all float32 numbers: each of the 32 passes needs one sum per
-row over the ranks that share the vocabulary; nothing is sorted or gathered.
+smallest set of the most likely of these whose probabilities sum to p. Both filters keep all logits that are not below a floor,
+so one number per row defines them. The floor is found by bisection over all float32 numbers: each of the 32 passes needs one
+sum per row over the ranks that share the vocabulary; nothing is sorted or gathered.
 
 All logits that equal the floor are kept. vLLM keeps some of them, depending on its kernel, so no token that vLLM sampled is
 truncated here. At least one token is kept.
@@ -64,9 +64,9 @@ class Truncation:
 
 
 def _largest(holds: Callable[[torch.Tensor], torch.Tensor], smallest: torch.Tensor) -> torch.Tensor:
-    """Return for each row the largest float32 for which `holds` is true; `smallest` [rows] if there is none above it.
+    """Return, for each row, the largest float32 for which `holds` is true; `smallest` [rows] if there is none above it.
 
-    holds: [rows] -> [rows] bool, monotonic: false above some number, and for infinity.
+    holds: a function [rows] -> [rows] bool. In each row it is true up to some number, and false above it and for infinity.
     """
     below, above = float_order(smallest).long(), torch.full_like(smallest, _INFINITY, dtype=torch.int64)
     for _ in range(32):

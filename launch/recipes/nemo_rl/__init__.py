@@ -5,7 +5,7 @@ One rule or function consumes each leaf of the resolved NeMo-RL recipe, with one
     changed     the key is translated; a note in `changed` describes a difference in meaning
     ignored     the key has no effect here; a note in `ignored` gives the reason if a user might miss it
     problem     the key is unknown, or asks for a feature that Hetstep does not support
-NeMo-RL's defaults that differ from Hetstep's are set explicitly.
+Where NeMo-RL's default differs from Hetstep's, the translation sets NeMo-RL's explicitly.
 
 Start at `translate`. Each module translates some sections, by tables of rules (`rules.py`). The tables follow NeMo-RL of August
 2026. Recipes for vision, for audio and for evaluation only are not supported.
@@ -51,8 +51,8 @@ class Translation:
 def translate(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path) -> Translation:
     """Translate a merged and resolved NeMo-RL recipe.
 
-    origins: dotted key of the tree -> "file:line". path: the recipe's file. Files that the recipe names are searched below the
-    parent folders of `path`.
+    tree: the recipe. origins: dotted key of the tree -> "file:line". path: the recipe's file. Files that the recipe names are
+    searched below the parent folders of `path`.
     """
     t = Translator(tree, origins)
     if name := algorithm_keys.algorithm_name(t):

@@ -23,13 +23,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rm": {"max_num_steps": UNBOUNDED, "max_num_epochs": 1, "val_period": 16},
 }
 VALIDATED = {"grpo": (256, 256), "ppo": (256, 256), "distillation": (512, 64)}
-"""Defaults of max_val_samples and val_batch_size."""
+"""Algorithm -> NeMo-RL's defaults of (max_val_samples, val_batch_size)."""
 VALIDATED_BATCHES = {"sft": (8, 32), "dpo": (8, 8), "rm": (-1, 32)}
-"""Defaults of val_batches and val_global_batch_size."""
+"""Algorithm -> NeMo-RL's defaults of (val_batches, val_global_batch_size)."""
 ESTIMATOR = {"normalize_rewards": True, "use_leave_one_out_baseline": True, "minus_baseline": True}
-"""Defaults of GRPO's adv_estimator. Hetstep's follow the keys of the same names in the section; NeMo-RL's do not."""
+"""NeMo-RL's defaults of grpo.adv_estimator. Hetstep's defaults are the values of the same keys in `grpo` instead."""
 KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}
-"""Defaults in loss_fn. KL in the reward always uses them."""
+"""NeMo-RL's defaults in loss_fn. NeMo-RL always uses these values for KL in the reward."""
 PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
 
 REWARD_PENALTIES = "penalties on single tokens of reasoning or tool calls"
@@ -40,7 +40,7 @@ ADVANTAGES = {
 
 
 def to_bound(value: int | None) -> int | None:
-    """Convert max_num_steps or max_num_epochs: a value that is not positive means no bound."""
+    """Return the bound that max_num_steps or max_num_epochs sets; a value that is not positive means no bound."""
     return value if value is None or value > 0 else UNBOUNDED
 
 
@@ -127,7 +127,10 @@ LOSSES: dict[str, tuple[Rule, ...]] = {
 
 
 def algorithm_name(t: Translator) -> str | None:
-    """Return the algorithm whose section the recipe has. Sections of others may exist as null."""
+    """Return the algorithm whose section the recipe has; None if it has none.
+
+    Sections of other algorithms may be null; a second one with values is a problem.
+    """
     sections = [name for name in NAMES if t.get(name) is not None]
     for section in (name for name in NAMES if name not in sections[:1]):
         t.consume(section)
@@ -141,7 +144,7 @@ def algorithm_name(t: Translator) -> str | None:
 
 
 def translate(t: Translator, algorithm: str, validates: bool) -> None:
-    """Translate the section and the losses. validates: whether there is a dataset to validate on."""
+    """Translate the algorithm's section and the losses. validates: whether the recipe has validation data."""
     defaults = DEFAULTS[algorithm]
     _max_val_samples(t, algorithm)
     if algorithm in OFFLINE and not validates:  # NeMo-RL ignores these two then
@@ -169,18 +172,21 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
 
 
 def epochs(t: Translator, algorithm: str) -> int:
-    """Return the passes over the samples of a step; NeMo-RL's PPO advances the schedules after each."""
+    """Return the number of passes over the samples of a step. NeMo-RL's PPO advances the schedules after each pass."""
     count = t.get("ppo.ppo_epochs", DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
     return count or 1  # null: the schema refuses it
 
 
 def max_num_steps(t: Translator, algorithm: str) -> int | None:
-    """Return max_num_steps as translated; None if neither the recipe nor NeMo-RL's default has it."""
+    """Return max_num_steps in Hetstep's form; None if neither the recipe nor NeMo-RL's defaults have a value."""
     return to_bound(t.get(f"{algorithm}.max_num_steps", DEFAULTS[algorithm].get("max_num_steps")))
 
 
 def _max_val_samples(t: Translator, algorithm: str) -> None:
-    """Translate the number of validation samples. GRPO and PPO drop a batch that is not full."""
+    """Translate the number of validation samples, which GRPO and PPO round down to whole batches, as NeMo-RL does.
+
+    Distillation rounds it up.
+    """
     if algorithm in OFFLINE:
         name, (number, batch) = "val_batches", VALIDATED_BATCHES[algorithm]
         batches = _whole(t, f"{algorithm}.val_batches", number)
@@ -197,7 +203,10 @@ def _max_val_samples(t: Translator, algorithm: str) -> None:
 
 
 def _early_stop(t: Translator, algorithm: str) -> None:
-    """Translate the metric that stops a run; pass_k is of all answers to a prompt. Without it, the threshold has no effect."""
+    """Translate the metric that stops a run, and its threshold, which has no effect without a metric.
+
+    k of the metric pass_k is the number of all answers to a prompt.
+    """
     key, threshold = f"{algorithm}.stop_at_validation_metric", f"{algorithm}.stop_at_validation_threshold"
     metric, bound = t.consume(key), t.consume(threshold)
     if metric is None:
@@ -209,7 +218,10 @@ def _early_stop(t: Translator, algorithm: str) -> None:
 
 
 def _whole(t: Translator, key: str, default: int) -> int:
-    """Consume a whole number that the schema does not check. Return the default, and add a problem, for anything else."""
+    """Consume and return a whole number that the schema does not check.
+
+    For another value, add a problem and return the default.
+    """
     value = t.consume(key, default)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -218,7 +230,7 @@ def _whole(t: Translator, key: str, default: int) -> int:
 
 
 def _async(t: Translator, section: str) -> None:
-    """Translate what the tables cannot of a section of asynchronous generation."""
+    """Translate the keys of a section of asynchronous generation for which the tables have no rules."""
     t.consume_off(section)
     if not t.on(f"{section}.enabled"):
         return

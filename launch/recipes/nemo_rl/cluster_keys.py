@@ -1,7 +1,7 @@
 """Translate the placement of ranks: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
 
-Train and generate ranks share GPUs by default in NeMo-RL and therefore here. They cannot if a reward model has GPUs of its own:
-such a recipe gets the same number of GPUs for each, and a note.
+Train and generate ranks share GPUs by default in NeMo-RL, and so in a translated recipe. In Hetstep they cannot share if a
+reward model has GPUs of its own: then each component gets as many GPUs as both share in NeMo-RL, and a note says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
 
 
 def environment_variables(t: Translator, theirs: str, ours: str) -> None:
-    """Translate the environment variables of a component. NeMo-RL's own and Ray's have no effect here."""
+    """Translate the environment variables at NeMo-RL's key `theirs` to our key `ours`.
+
+    Variables of NeMo-RL and Ray have no effect here.
+    """
     for name in t.get(theirs) or {}:
         key = f"{theirs}.{name}"
         if name.startswith(("NRL_", "RAY_")) or "_RAY_" in name:
@@ -79,7 +82,7 @@ def _component(t: Translator, name: str, nodes: int, nodes_key: str, gpus: int, 
 
 
 def _reward(t: Translator, rewarded: str | None) -> tuple[int, int]:
-    """Return (nodes, GPUs per node) of the reward model."""
+    """Translate the nodes and GPUs of the reward model, and return (nodes, GPUs per node); (0, 0) without one."""
     if rewarded is None:
         return 0, 0
     keys = f"{rewarded}.resources.num_nodes", f"{rewarded}.resources.gpus_per_node"
@@ -89,7 +92,7 @@ def _reward(t: Translator, rewarded: str | None) -> tuple[int, int]:
 
 
 def _split(t: Translator, nodes: int, gpus: int) -> None:
-    """Divide the GPUs of one node, or several nodes, between train and generate ranks."""
+    """Divide the GPUs of a single node, or else whole nodes, between train and generate ranks."""
     its_nodes, its_gpus = t.get(f"{RESOURCES}.num_nodes"), t.get(f"{RESOURCES}.gpus_per_node")
     if nodes == 1:
         fits = its_gpus and its_gpus < gpus and its_nodes in (None, 1)

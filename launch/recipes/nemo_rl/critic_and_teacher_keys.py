@@ -1,7 +1,8 @@
 """Translate PPO's critic (`value`) and distillation's teacher (`teacher`), whose sections have all keys of a policy in NeMo-RL.
 
-In Hetstep they have the policy's parallel sizes and batches. Keys that differ give a note, or a problem if the results would
-differ. Keys that only apply to training or generating with such a model alone have no effect.
+In Hetstep both have the policy's parallel sizes and batches. A key whose value differs from the policy's gives a note, or a
+problem if the results would differ. Keys that NeMo-RL would only use to train or generate with such a model alone have no
+effect.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def critic(t: Translator) -> None:
 
 
 def teacher(t: Translator) -> None:
-    """Translate the section `teacher`. The list `teachers` has teachers with other tokenizers, which are not supported."""
+    """Translate the section `teacher`. The list `teachers` is for teachers with other tokenizers, which are not supported."""
     if (teachers := t.get("teachers")) is not None:
         instead = "the section teacher, with a model of the policy's vocabulary"
         t.lacks("teachers", "a list", "distillation between tokenizers", instead)
@@ -70,7 +71,10 @@ def teacher(t: Translator) -> None:
 
 
 def _model(t: Translator, section: str, model: str) -> str | None:
-    """Translate the model's name and note its layout. Return its backend in NeMo-RL; None if the recipe lacks the section."""
+    """Translate the model's name, and return its backend in NeMo-RL; None, with a problem, if the recipe lacks the section.
+
+    Adds a note if the model's layout differs from the policy's. model: the model's description for messages.
+    """
     if t.get(section) is None:
         t.consume(section)
         t.problem(section, "missing-value", f"is not given; {section}.model_name selects {model}")
@@ -94,7 +98,7 @@ def _model(t: Translator, section: str, model: str) -> str | None:
 
 
 def _rest(t: Translator, section: str) -> None:
-    """Add problems for unsupported features, as for the policy, and ignore the other keys of a policy."""
+    """Add problems for features that are not supported for the policy either, and ignore all other keys of a policy."""
     rules: tuple[Rule, ...] = (*policy_keys.MODEL, *policy_keys.DTENSOR, *megatron_keys.MEGATRON)
     trained = megatron_keys.OPTIMIZER_RULES if section == "value" else ()
     asking = [rule for rule in (*rules, *trained) if isinstance(rule, Only | Switch) and "_parallel_size" not in rule.keys]
@@ -109,7 +113,7 @@ def _rest(t: Translator, section: str) -> None:
 
 
 def _megatron_optimizer(t: Translator) -> None:
-    """Translate a critic's Megatron-Core optimizer into torch's, which our critic uses, with the same rate at each step."""
+    """Translate a critic's Megatron-Core optimizer into torch's, which our critic uses, with the same learning rates."""
     key = "value.megatron_cfg"
     o, s = (dict(t.get(f"{key}.{name}") or {}) for name in ("optimizer", "scheduler"))
     for name in ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay"):
@@ -139,7 +143,7 @@ def _megatron_optimizer(t: Translator) -> None:
 def _warm_up(lr: float, begin: float, steps: int) -> list[dict[str, Any]] | None:
     """Return torch's schedule that rises linearly from `begin` to lr in `steps` steps.
 
-    LinearLR cannot start at 0, so it starts at 1e-12 of lr.
+    LinearLR cannot start at 0, so it starts at lr * 1e-12 or above.
     """
     if not steps:
         return None

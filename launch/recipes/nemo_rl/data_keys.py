@@ -65,20 +65,20 @@ def translate(t: Translator, algorithm: str, path: Path) -> bool:
 
 
 def environments(t: Translator) -> list[str]:
-    """Return the names of the environments that judge a data set's answers."""
+    """Return the names of all environments that judge the answers of data sets."""
     default = t.get("data.default.env_name")
     names = [dataset.get("env_name", default) for key in SEVERAL for dataset in _sets(t, key)]
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
 def _sets(t: Translator, key: str) -> list[dict[str, Any]]:
-    """Return the data sets of a key, which has a data set, a list of data sets or nothing."""
+    """Return the list of data sets at a key, which holds one data set, a list of data sets or nothing."""
     value = t.get(key)
     return [dict(value)] if isinstance(value, Mapping) and value else list(value or [])
 
 
 def _unique_name(fields: Mapping[str, Any], names: set[str]) -> str:
-    """Return a unique name for one of several data sets, which becomes a part of metric names."""
+    """Return a name for one of several data sets that differs from `names`, and add it to them. Metric names contain it."""
     source = Path(str(fields.get("data_path") or fields.get("dataset_name"))).stem
     name = re.sub(r"[^A-Za-z0-9-]+", "_", source).strip("_-") or "data"
     numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
@@ -87,9 +87,9 @@ def _unique_name(fields: Mapping[str, Any], names: set[str]) -> str:
 
 
 def _turns(t: Translator) -> None:
-    """Translate the first and last tokens of a conversation.
+    """Translate the keys for the first and last tokens of a conversation.
 
-    NeMo-RL adds the tokenizer's bos at the start and its eos at the end, unless the template has them. The translated template
+    NeMo-RL adds the tokenizer's bos at the start and its eos at the end, unless the template adds them. The translated template
     does the same.
     """
     bos, eos = (t.consume(f"data.add_{token}", True) for token in ("bos", "eos"))
@@ -104,7 +104,10 @@ def _turns(t: Translator) -> None:
 
 
 def _add_ends(template: str, bos: bool, eos: bool) -> str:
-    """Return the template, extended to add a missing bos, and a missing eos after an answer."""
+    """Return the chat template, extended so that it adds a missing bos, and a missing eos after an answer.
+
+    bos, eos: whether to add each of these tokens.
+    """
     before = "{% if bos_token and not rendered.startswith(bos_token) %}{{ bos_token }}{% endif %}" if bos else ""
     behind = (
         "{% if messages[-1]['role'] == 'assistant' and eos_token and not rendered.rstrip('\\n').endswith(eos_token) %}"

@@ -16,7 +16,7 @@ from launch.recipes.nemo_rl.translator import Translator
 from pipeline.config import NAMED_DATASETS
 
 SPLIT = {"OpenMathInstruct-2": 0.05, "tulu3_sft_mixture": 0.05, "Nemotron-Cascade-2-SFT-Math": 0.05, "OpenR1-Math-220k": 0.0}
-"""Built-in data sets that hold out a validation split -> its default share. Others ignore split_validation_size."""
+"""Built-in data set that holds out a validation split -> default share of that split. Others ignore split_validation_size."""
 
 ONE_SPLIT = ("DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026", "Tulu3Preference")
 """Built-in data sets that also ignore `split`."""
@@ -32,7 +32,7 @@ READERS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 PROCESSORS = {"sft": "sft_processor", **dict.fromkeys(("grpo", "ppo", "distillation"), "math_hf_data_processor")}
-"""NeMo-RL's processor of records that corresponds to Hetstep's, by algorithm."""
+"""Algorithm -> NeMo-RL's processor of records that corresponds to Hetstep's."""
 
 
 def find(name: str, recipe: Path) -> Path | None:
@@ -94,7 +94,7 @@ class Dataset:
         return held_out
 
     def _source(self, name: str) -> str:
-        """Return the key that sets a field."""
+        """Return the key of NeMo-RL's recipe that sets a field of the data set."""
         return f"{self.key if name in self.own_fields or name not in self.default else 'data.default'}.{name}"
 
     def _consume(self, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Translate other engines than vLLM: SGLang, TensorRT-LLM, Megatron-Core's, and Dynamo, which serves vLLM. Here vLLM samples.
+"""Translate the keys of other engines than vLLM: SGLang, TensorRT-LLM, Megatron-Core's, and Dynamo, which serves vLLM.
 
-All of them sample from the same distribution, so an engine's keys are of three kinds: its size and its memory, which vLLM has
-too; what changes the samples (precision, quantization), which is translated or a problem; and its own tuning, which is ignored
-by name.
+In Hetstep vLLM samples. All engines sample from the same distribution, so an engine's keys are of three kinds. Its size and
+memory become vLLM's. Keys that change the samples (precision, quantization) are translated or give a problem. Keys that only
+tune the engine are ignored, each by its name.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ SECTIONS = {
 
 
 def sections_of_others(backend: str | None) -> tuple[str, ...]:
-    """Return the sections of `policy.generation` that only other engines than `backend` read."""
+    """Return the sections of `policy.generation` that engines other than `backend` read, and `backend` does not."""
     return tuple(section for name, sections in SECTIONS.items() if name != backend for section in sections)
 
 
@@ -145,13 +145,16 @@ def translate(t: Translator, backend: str) -> None:
 
 
 def _megatron_key(t: Translator, name: str) -> str:
-    """Return the key of a size of Megatron-Core's engine: the policy's, unless the engine's section has the key."""
+    """Return the key that sets a parallel size of Megatron-Core's engine: in its section, or else in the policy's."""
     key = f"{KEY}.mcore_generation_config.{name}"
     return key if t.has(key) else f"policy.megatron_cfg.{name}"
 
 
 def _size(t: Translator, tensor: str, pipeline: str, experts: str) -> None:
-    """Translate the ranks of an engine. tensor, pipeline, experts: the keys of its sizes, or "" if it has no such key."""
+    """Translate the parallel sizes of an engine.
+
+    tensor, pipeline, experts: NeMo-RL's keys of these sizes; "" for a size that the engine does not have.
+    """
     ranks, sharded = t.get(tensor) or 1, t.get(experts) or 1
     t.put(f"{VLLM}.tensor_parallel_size", ranks, tensor)
     t.put(f"{VLLM}.pipeline_parallel_size", t.get(pipeline) or 1, pipeline or tensor)

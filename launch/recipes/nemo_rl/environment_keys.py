@@ -34,7 +34,7 @@ PUZZLE_PROMPT = str(RECIPES / "prompts/sliding_puzzle.txt")
 
 
 def translate(t: Translator, names: list[str]) -> None:
-    """Translate the environments. names: the environments that a data set uses."""
+    """Translate the environments. names: the names of the environments that data sets use."""
     if t.on("env.should_use_nemo_gym"):
         t.lacks("env.should_use_nemo_gym", True, "NeMo Gym")
     for key in SWITCHES:
@@ -71,7 +71,7 @@ def _built_in(t: Translator, name: str) -> None:
 
 
 def _math(t: Translator, key: str) -> None:
-    """Translate an environment of NeMo-RL's class math. With some verifiers it is multiple_choice here."""
+    """Translate an environment of NeMo-RL's class math, which is `multiple_choice` here for some verifiers, else `math`."""
     kind, implementation = t.consume(f"{key}.verifier_type"), t.consume(f"{key}.math_verify_impl")
     letters, verifiers = _choices("multiple_choice", "verifier_type"), _choices("math", "math_verify_impl")
     if kind in letters:  # math_verify_impl has no effect then, in NeMo-RL either
@@ -89,14 +89,14 @@ def _math(t: Translator, key: str) -> None:
 
 
 def _choices(kind: str, argument: str) -> tuple[str, ...]:
-    """Return the values that an argument of one of our environments may have."""
+    """Return the valid values of a keyword argument of our environment `kind`."""
     return get_args(get_type_hints(kind_class(kind).Arguments)[argument])
 
 
 def _puzzle(t: Translator) -> None:
-    """Translate the sliding puzzle, whose boards are data sets here.
+    """Translate the sliding puzzle, whose boards are data sets in Hetstep.
 
-    NeMo-RL draws them in a separate script (run_grpo_sliding_puzzle.py) and ignores `data`.
+    NeMo-RL draws the boards in a separate script (run_grpo_sliding_puzzle.py) and ignores `data`.
     """
     key = f"env.{PUZZLE}"
     config = (t.consume(key) or {}).get("cfg", {})

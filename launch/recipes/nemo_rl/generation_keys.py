@@ -70,7 +70,7 @@ def translate(t: Translator, samples: bool) -> None:
 
 
 def _sampling(t: Translator) -> None:
-    """Translate sampling parameters. Validation may have its own; in NeMo-RL only with NeMo Gym."""
+    """Translate the sampling parameters, and those of validation, which NeMo-RL only uses with NeMo Gym."""
     values = []
     for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
         train = _top_k(t.consume(f"{KEY}.{name}", default))
@@ -95,7 +95,7 @@ def _sampling(t: Translator) -> None:
 
 
 def _top_k(top_k: object) -> object:
-    """Convert vLLM's -1, which means no top_k, to None."""
+    """Return top_k, or None for vLLM's value -1, which means no top_k."""
     return None if top_k == -1 else top_k
 
 

@@ -124,7 +124,7 @@ def translate(t: Translator, algorithm: str) -> None:
 
 
 def _adapters(t: Translator) -> None:
-    """Translate the choice of adapted modules. Without target_modules, NeMo-RL leaves out the experts."""
+    """Translate the choice of modules that get adapters. Without target_modules, NeMo-RL gives the experts none."""
     peft = f"{KEY}.peft"
     t.consume_off(peft)
     if not t.on(f"{peft}.enabled"):
@@ -157,10 +157,11 @@ def has_experts(model: str | None) -> bool | None:
 
 
 def _schedule(t: Translator, algorithm: str) -> None:
-    """Translate optimizer and schedule.
+    """Translate the optimizer and its schedule.
 
-    NeMo-RL advances the schedule by train_global_batch_size samples per train() call and counts as many samples as an
-    iteration. Its iterations are therefore steps of the algorithm, as here (DPO and RM double both).
+    NeMo-RL advances the schedule by train_global_batch_size samples for each train() call, and counts the same number of
+    samples as one iteration. So an iteration of its schedule is a step of the algorithm, as in Hetstep. DPO and RM double both
+    numbers.
     """
     for absent in (OPTIMIZER, SCHEDULER):
         if t.get(absent) is None:
@@ -192,8 +193,8 @@ def _schedule(t: Translator, algorithm: str) -> None:
 def warm_up_iters(t: Translator, scheduler: str, decay: int | None, algorithm: str) -> int:
     """Return lr_warmup_iters of a learning rate that is constant after its warm-up.
 
-    scheduler: the key of the section. decay: its lr_decay_iters. NeMo-RL shortens a warm-up that is not shorter than the decay
-    to the decay minus one sample: ConfigContainer of Megatron-Bridge, _calculate_scheduler_steps.
+    scheduler: the key of the schedule's section. decay: its lr_decay_iters. If the warm-up is not shorter than the decay,
+    NeMo-RL shortens it to one sample less than the decay: ConfigContainer of Megatron-Bridge, _calculate_scheduler_steps.
     """
     key = f"{scheduler}.lr_warmup_iters"
     warm_up = t.get(key) or 0
@@ -206,9 +207,10 @@ def warm_up_iters(t: Translator, scheduler: str, decay: int | None, algorithm: s
 
 
 def _run(t: Translator, algorithm: str) -> int | None:
-    """Return how often a run advances the schedules (train_iters of NeMo-RL); None if max_num_steps sets no bound.
+    """Return how often a run advances the schedules (NeMo-RL's train_iters); None if max_num_steps sets no bound.
 
-    NeMo-RL uses the smaller of max_num_steps and the steps of all epochs. The size of the data is not known here.
+    NeMo-RL uses the smaller of max_num_steps and the number of steps in all epochs. The latter is not known here, because it
+    depends on the size of the data.
     """
     steps = max_num_steps(t, algorithm) or (OfflineConfig if algorithm in OFFLINE else OnlineConfig).max_num_steps
     return None if bound(steps) is None else steps * epochs(t, algorithm)

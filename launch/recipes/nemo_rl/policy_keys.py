@@ -1,6 +1,7 @@
-"""Translate `policy` except `generation`: the model, its batches, and FSDP2's keys. `megatron_keys.py` has Megatron-Core's.
+"""Translate `policy` except `generation`: the model, its batches, and FSDP2's keys.
 
-One backend trains; the section and the optimizer of the other have no effect.
+`megatron_keys.py` translates Megatron-Core's keys. Only one backend trains; the other one's section and optimizer have no
+effect.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def translate(t: Translator, algorithm: str, path: Path) -> None:
 
 
 def _backend(t: Translator) -> Backend | None:
-    """Return the backend that trains. Both, or neither, is a problem, in NeMo-RL too."""
+    """Return the enabled backend. Return None, with a problem, if both or neither is enabled, which NeMo-RL refuses too."""
     backends: tuple[Backend, ...] = ("megatron", "dtensor")
     on: list[Backend] = [backend for backend in backends if t.on(f"policy.{backend}_cfg.enabled")]
     if len(on) == 1:
@@ -123,7 +124,7 @@ def _backend(t: Translator) -> Backend | None:
 
 
 def check_model_name(t: Translator, key: str) -> None:
-    """Add a problem if the key holds an instruction instead of a model, as in some recipes."""
+    """Add a problem if the value of a model's key is an instruction to the user instead of a name, as in some recipes."""
     name = t.get(key)
     if isinstance(name, str) and any(c.isspace() for c in name) and not Path(name).exists():
         message = f"got '{name}', an instruction; expected a model. Try {key}=FOLDER, or a name on the Hugging Face Hub"
@@ -133,7 +134,8 @@ def check_model_name(t: Translator, key: str) -> None:
 def _chat_template(t: Translator, path: Path) -> None:
     """Translate the chat template.
 
-    Absent or "default": the tokenizer's own. null: the bare texts. *.jinja: a file. Anything else is the template itself.
+    NeMo-RL's values: absent or "default" for the tokenizer's template, null for texts without a template, a path of a *.jinja
+    file, or else the template itself.
     """
     key = "policy.tokenizer.chat_template"
     template: Any = t.consume(key, "default")
@@ -149,7 +151,7 @@ def _chat_template(t: Translator, path: Path) -> None:
 
 
 def _batches(t: Translator) -> None:
-    """Translate the number of tokens in a microbatch. Ours are always packed."""
+    """Translate sequence packing and dynamic batching. Both become sequence packing here."""
     packs, fills = (t.on(f"policy.{section}.enabled") for section in ("sequence_packing", "dynamic_batching"))
     section, ours = "policy.sequence_packing" if packs else "policy.dynamic_batching", "policy.sequence_packing"
     if packs or fills:
@@ -205,7 +207,7 @@ def _dtensor(t: Translator) -> None:
 
 
 def _fused_adam(t: Translator) -> None:
-    """Translate Transformer Engine's Adam into torch's, with its defaults."""
+    """Translate Transformer Engine's Adam, with its defaults, into torch's Adam or AdamW."""
     key = "policy.optimizer.kwargs"
     kwargs = dict(t.get(key) or {})
     values = {name: kwargs.pop(name, None) for name in OF_FUSED_ADAM}

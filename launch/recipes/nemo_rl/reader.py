@@ -1,4 +1,4 @@
-"""Read a recipe of NeMo-RL into layers of our keys, with the problems and notes of its translation."""
+"""Read a recipe of NeMo-RL, and return it as layers of our keys with the problems and notes of its translation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pipeline.config.schema import DatasetConfig
 
 
 def read(path: Path, tree: ConfigMapping, overrides: list[tuple[str, ConfigNode]]) -> Layers:
-    """Translate a NeMo-RL recipe into our keys. overrides: their keys are NeMo-RL's if the files have them, else ours."""
+    """Translate a NeMo-RL recipe into our keys.
+
+    overrides: (key, value) pairs. A key is NeMo-RL's if the recipe's files have it, else ours.
+    """
     theirs = [pair for pair in overrides if tree.find(pair[0]) is not None]
     tree = config_tree.merge(tree, layer(theirs))
     named: dict[str, Any] = {}
@@ -41,7 +44,7 @@ def read(path: Path, tree: ConfigMapping, overrides: list[tuple[str, ConfigNode]
 
 
 def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
-    """Return problems by key: a missing value, or a type that differs from ours if both have the key."""
+    """Return key -> problem, for missing values, and for values of another type than our key of the same name has."""
     problems = schema_validation.coerce_types(Recipe, tree)
     for key, leaf in tree.leaves():
         if leaf.value == schema_validation.MISSING:

@@ -30,13 +30,16 @@ class Rule:
         return tuple(self.keys.split())
 
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
-        """Translate the leaves that match, each as (key, value)."""
+        """Translate the leaves that match. leaves: (key, value) pairs."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Same(Rule):
-    """Copy keys that mean the same here, converted by `convert`; ABSENT leaves a key out. ours: the key here, if it differs."""
+    """Copy keys that have the same meaning here.
+
+    convert: a function that converts the value, or returns ABSENT to leave the key out. ours: our key, if its name differs.
+    """
 
     convert: Callable[[Any], Any] = lambda value: value
     ours: str = ""
@@ -72,7 +75,7 @@ class Done(Rule):
 
 @dataclass(frozen=True)
 class Only(Rule):
-    """Accept keys at one of these values; any other value asks for an unsupported feature."""
+    """Accept keys that have one of `values`; any other value is a problem, because it asks for an unsupported feature."""
 
     values: tuple[Any, ...]
     feature: str
@@ -87,7 +90,7 @@ class Only(Rule):
 
 @dataclass(frozen=True)
 class Changed(Rule):
-    """Ignore keys at one of these values; report other values as changed, with `how`."""
+    """Ignore keys that have one of `values`; report other values in `changed`, with the explanation `how`."""
 
     values: tuple[Any, ...]
     how: str
@@ -100,7 +103,7 @@ class Changed(Rule):
 
 @dataclass(frozen=True)
 class Switch(Rule):
-    """Ignore a section `section.*` unless its `enabled` is true, which asks for an unsupported feature."""
+    """Ignore a section `section.*`, but add a problem if its key `enabled` is true: its feature is not supported."""
 
     feature: str
     instead: str = ""
@@ -113,12 +116,12 @@ class Switch(Rule):
 
 
 def if_set(value: Any) -> Any:
-    """Convert null to ABSENT."""
+    """Return the value, or ABSENT for null."""
     return ABSENT if value is None else value
 
 
 def under(section: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Return the same rules for keys below a section."""
+    """Return the rules with the section's name before each of their keys."""
     return tuple(replace(rule, keys=" ".join(f"{section}.{pattern}" for pattern in rule.patterns)) for rule in rules)
 
 
@@ -131,12 +134,12 @@ def fits(pattern: str, key: str) -> bool:
 
 @functools.cache
 def _compile(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Return a function that matches a pattern. fnmatch's own cache is smaller than these tables."""
+    """Return a function that matches keys with a pattern. fnmatch's own cache is too small for the tables' patterns."""
     return re.compile(fnmatch.translate(pattern)).match
 
 
 def apply(t: Translator, rules: Iterable[Rule]) -> None:
-    """Consume every remaining leaf that a rule matches, rule by rule."""
+    """Consume every remaining leaf that a rule matches, and translate the leaves rule by rule."""
     rules = tuple(rules)
     first = _first(tuple(rule.keys for rule in rules))
     by_rule: dict[int, list[tuple[str, Any]]] = {}
@@ -150,7 +153,7 @@ def apply(t: Translator, rules: Iterable[Rule]) -> None:
 
 @functools.cache
 def _first(tables: tuple[str, ...]) -> Callable[[str], int | None]:
-    """Return a cached function from a key to the index of the first rule that matches it."""
+    """Return a cached function from a key to the index of the first rule that matches it. tables: the keys of each rule."""
     patterns = [keys.split() for keys in tables]
 
     @functools.lru_cache(maxsize=4096)

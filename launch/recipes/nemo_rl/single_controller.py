@@ -1,8 +1,8 @@
 """Translate `async_rl`, the section of NeMo-RL's single controller, into `grpo.async_grpo`.
 
-Its samplers select rollouts up to an age, as ours does; some select complete rollouts first, so a note says which rollouts ours
-selects. It updates weights in flight. Its streaming trainer accumulates the gradients of a step while rollouts are under way,
-which changes no result.
+The single controller's samplers select rollouts up to an age, as Hetstep does. Some select complete rollouts first, so a note
+says which rollouts Hetstep selects. The controller updates weights in flight. Its streaming trainer accumulates the gradients
+of a step while rollouts are under way, which changes no result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RULES = under(
 
 
 def translate(t: Translator) -> None:
-    """Translate the section if the recipe has one. It replaces `grpo.async_grpo`, which must be null beside it."""
+    """Translate `async_rl` if the recipe has it. Then `grpo.async_grpo` must be null, because `async_rl` replaces it."""
     if t.get(KEY) is None:
         t.consume(KEY)
         return

@@ -1,4 +1,4 @@
-"""Translate several teachers: `on_policy_distillation`, which GRPO with the advantage estimator opd reads.
+"""Translate `on_policy_distillation`, the section of several teachers, which GRPO reads if its advantage estimator is opd.
 
 In NeMo-RL a teacher scores the rollouts of an agent of NeMo Gym, on nodes of its own. Here it scores an environment's rollouts,
 on the train ranks and with the policy's layout.
@@ -24,7 +24,7 @@ WITHOUT_EFFECT = tuple(
 
 
 def translate(t: Translator) -> None:
-    """Translate the section. It has no effect without the estimator."""
+    """Translate the section, which has no effect unless the advantage estimator is opd."""
     if t.get(ESTIMATOR) != "opd":
         if t.on(f"{SECTION}.enabled"):
             t.ignore(SECTION, f"{ESTIMATOR} is not opd, so teachers have no effect")
@@ -51,7 +51,7 @@ def translate(t: Translator) -> None:
 
 
 def _settings(t: Translator) -> None:
-    """Add a problem for each Megatron-Core key of a teacher that may change its log-probs and is not the policy's."""
+    """Add a problem for each Megatron-Core key of a teacher that may change log-probs and differs from the policy's."""
     for key, name, value in _megatron_keys(t):
         equal = value == t.get(f"policy.megatron_cfg.{name}")
         unread = any(fits(pattern, f"policy.megatron_cfg.{name}") for pattern in WITHOUT_EFFECT)
@@ -60,7 +60,7 @@ def _settings(t: Translator) -> None:
 
 
 def _megatron_keys(t: Translator) -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, its name in policy.megatron_cfg, value) of the settings of all teachers and of single ones."""
+    """Yield (key, its name in policy.megatron_cfg, value) for each setting of all teachers or of a single teacher."""
     sections = [f"{PLACED}.default_teacher_cfg"]
     sections += [f"{PLACED}.teacher_overrides.{name}" for name in t.get(f"{PLACED}.teacher_overrides") or {}]
     for section in sections:

@@ -42,20 +42,20 @@ class Translator:
         return value
 
     def has(self, key: str) -> bool:
-        """Return whether NeMo-RL's recipe has a key, null included."""
+        """Return whether NeMo-RL's recipe has a key, even with the value null."""
         return self.get(key, ABSENT) is not ABSENT
 
     def on(self, key: str) -> bool:
-        """Return whether a key is exactly true."""
+        """Return whether the value of a key in NeMo-RL's recipe is exactly true."""
         return self.get(key) is True
 
     def consume(self, key: str, default: Any = None) -> Any:
-        """Return the value as `get` does, and consume all leaves at or below the key."""
+        """Return a value as `get` does, and consume all leaves at or below its key."""
         self.consumed.update(leaf for leaf, _ in leaves(self.get(key, {}), key))
         return self.get(key, default)
 
     def consume_off(self, *sections: str) -> None:
-        """Consume the sections that are not enabled, whose keys have no effect."""
+        """Consume those of the sections whose `enabled` is not true, because their keys have no effect."""
         for section in sections:
             if not self.on(f"{section}.enabled"):
                 self.consume(section)
@@ -71,7 +71,7 @@ class Translator:
     # ---- the recipe in Hetstep's keys ----
 
     def put(self, ours: str, value: Any, theirs: str = "") -> None:
-        """Set a key of Hetstep. theirs: NeMo-RL's key that it comes from, if the names differ."""
+        """Set Hetstep's key `ours`. theirs: NeMo-RL's key from which the value comes, if the names differ."""
         theirs, section = theirs or ours, self.layer
         *parents, last = ours.split(".")
         for parent in parents:
@@ -83,7 +83,7 @@ class Translator:
                 self.our_origins[leaf] = origin if leaf == source else f"{origin} ({source})"
 
     def put_defaults(self, defaults: Mapping[str, Any], theirs: str) -> None:
-        """Set keys that the recipe leaves out to NeMo-RL's defaults. theirs: the section that lacks them."""
+        """Set the keys that the recipe leaves out to NeMo-RL's defaults. theirs: NeMo-RL's section without these keys."""
         for key, value in defaults.items():
             if not self.has(key):
                 self.put(key, value, theirs)
@@ -108,7 +108,7 @@ class Translator:
         self.problems.append(Problem(key, code, message, self.origins.get(key, "")))
 
     def lacks(self, key: str, value: object, feature: str, instead: str = "") -> None:
-        """Add a problem for a value that asks for an unsupported feature. instead: what to try."""
+        """Add a problem for a value that asks for an unsupported feature. instead: the value or setting to try."""
         text = as_yaml(value)
         text = text if len(text) < LONGEST else f"{text[: LONGEST - 3]}..."
         hint = f". Try {instead}" if instead else ""

@@ -6,8 +6,8 @@
     price          GPU-hours of all trials, by the plan
     objective      the metric of a run, at each step and at the end
     study          Optuna's study in the sweep's folder; the only module that imports Optuna
-    search_loop    asks for trials, submits, prunes and tells them
-    trials         trials with what their runs cost
+    search_loop    submits and prunes the trials, and records their results
+    trials         the trials with what their runs cost
     command        begins or continues a search, and writes its results
     search_page    the report: best values, parallel coordinates, importances, trials
 

@@ -39,9 +39,10 @@ def check(loaded: LoadedSuite, folder: SweepFolder) -> CheckedSearch:
 
 
 def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, update_baseline: bool = False) -> int:
-    """Begin or continue a search, wait for its end, and return the exit status: 1 if no trial is complete then.
+    """Begin or continue a search, wait for its end, and return the exit status: 0 if any trial is complete, else 1.
 
-    dry_run: print the search; write nothing. update_baseline: refused. Raises RecipeError.
+    dry_run: only print the search, and write nothing. update_baseline: must be False, because a search has no baseline. Raises
+    RecipeError.
     """
     if update_baseline:
         raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
@@ -70,7 +71,7 @@ def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, updat
 
 
 def report(folder: SweepFolder) -> int:
-    """Write the report of a search as it stands, and return 0 if a trial is complete, else 1. Raises RecipeError."""
+    """Write the report of a search in its current state. Return 0 if any trial is complete, else 1. Raises RecipeError."""
     refuse(search_checks.package_problems(_search(folder.suite)))
     open_search = _open(folder)
     open_search.write_page()
@@ -86,7 +87,7 @@ def _study():
 
 
 def trials_of(folder: SweepFolder) -> list[Trial]:
-    """Return the trials of a search that has begun, as they stand. Raises RecipeError without Optuna."""
+    """Return the trials of a search that has begun, in their current state. Raises RecipeError if Optuna is missing."""
     search = _search(folder.suite)
     refuse(search_checks.package_problems(search))
     return _study().snapshot(folder.path, search)
@@ -98,12 +99,12 @@ def _search(suite: Suite) -> SearchConfig:
 
 
 def _overrides(suite: Suite, command_line: list[str]) -> list[str]:
-    """Return the overrides of every trial: the suite's, the search's, the command line's."""
+    """Return the overrides of every trial: those of the suite, of its section `search`, and of the command line."""
     return [*as_arguments(suite.overrides), *as_arguments(_search(suite).overrides), *command_line]
 
 
 def _show(loaded: LoadedSuite, folder: SweepFolder, checked: CheckedSearch | None) -> int:
-    """Print a search: its price and its corners; or, once it has begun, each trial with its recipe."""
+    """Print a search: before it begins, its price and its corners; afterwards, each trial with its recipe and result."""
     search = _search(loaded.suite)
     print(f"{folder.title}: {space.trials(search)} trials by {search.sampler}, {search.parallel} at once, in {folder.path}")
     if checked:
@@ -125,7 +126,7 @@ def _show(loaded: LoadedSuite, folder: SweepFolder, checked: CheckedSearch | Non
 
 @dataclass(frozen=True)
 class OpenedSearch:
-    """A search that has begun, with its study."""
+    """Holds a search that has begun, and its study."""
 
     folder: SweepFolder
     suite: Suite
@@ -133,7 +134,7 @@ class OpenedSearch:
     max_steps: int | None  # of a trial; None if only its data bound it
 
     def result(self) -> SearchResult:
-        """Return the trials as they stand."""
+        """Return the result of the search with its trials in their current state."""
         trials_now, importances = self.study.trials(), self.study.importances()
         return trials.result(self.folder, _search(self.suite), trials_now, importances, self.max_steps)
 
@@ -152,7 +153,7 @@ def _open(folder: SweepFolder) -> OpenedSearch:
 
 
 def _conclude(open_search: OpenedSearch) -> int:
-    """Write the results of a search whose trials have ended, and return the exit status."""
+    """Write the report and verdict.json of a search whose trials have ended, and return the exit status."""
     open_search.write_page()
     result = open_search.result()
     best = result.best

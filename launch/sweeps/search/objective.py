@@ -15,20 +15,23 @@ NAME = re.compile(r"[A-Za-z_][\w./:-]*")
 
 
 def parse(text: str) -> Expression:
-    """Return the expression of a search's metric; for a metric's name alone, its last value. Raises expressions.Malformed."""
+    """Return a search's metric as an expression; a metric's name alone stands for its last value.
+
+    Raises expressions.Malformed.
+    """
     return expressions.parse(f"last({text})" if NAME.fullmatch(text.strip()) else text)
 
 
 def curves(run_dir: Path) -> dict[str, Curve]:
-    """Return the metrics of a run so far. Raises RecipeError for a malformed metrics.jsonl."""
+    """Return metric -> its curve so far, for a run. Raises RecipeError for a malformed metrics.jsonl."""
     return measurements.curves(metrics.read(run_dir / "metrics.jsonl"))
 
 
 def by_step(expression: Expression, curves: Mapping[str, Curve], after: int = -1) -> Iterator[tuple[int, float]]:
-    """Yield (step, the expression over the steps up to it) for each step > `after` at which one of its metrics has a value.
+    """Yield (step, value of the expression over the run's steps so far), for steps > `after`.
 
-    Steps without a value of the expression are left out, such as those before `last=10` has ten values; NaN stands where a
-    metric is not finite.
+    Only steps at which a metric of the expression was recorded count. Steps where the expression has no value yet are left out,
+    such as those before `last=10` has ten values. The value is NaN where a metric is not finite.
     """
     names = [name for name in dict.fromkeys(expressions.metrics(expression)) if name in curves]
     steps = sorted({step for name in names for step in curves[name].steps if step > after})

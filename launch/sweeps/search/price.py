@@ -1,4 +1,4 @@
-"""Price a search before it starts: GPU-hours of all trials by the plan, none of them pruned."""
+"""Price a search before it starts: the GPU-hours of all trials according to the plan, as if no trial were pruned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "search.budget_gpu_hours"
 
 @dataclass(frozen=True)
 class Price:
-    """The costliest of the planned corners, as the price of every trial."""
+    """Holds the price of a search. Every trial is taken to cost as much as the costliest of the planned corners."""
 
     trials: int
     steps: int
@@ -35,7 +35,7 @@ class Price:
 
 
 def of(search: SearchConfig, plans: Sequence[Plan | None]) -> Price | None:
-    """Return the price of a search by the plans of some corners; None if a plan has no times or no last step."""
+    """Return the price of a search by the plans of its corners; None if a plan is missing or has no times or no last step."""
     hours_and_plans = [(plan.gpu_hours, plan) for plan in plans if plan is not None and plan.phases]
     priced = [(hours, plan) for hours, plan in hours_and_plans if hours is not None and plan.steps is not None]
     if not priced or len(priced) < len(plans):
@@ -45,7 +45,7 @@ def of(search: SearchConfig, plans: Sequence[Plan | None]) -> Price | None:
 
 
 def problems(search: SearchConfig, price: Price | None) -> Iterator[Problem]:
-    """Yield a problem if the search costs more than its budget, or if its price is not known."""
+    """Yield a problem if a search with a budget costs more than that, or if its price is not known."""
     budget = search.budget_gpu_hours
     if budget is None:
         return

@@ -18,12 +18,12 @@ from pipeline.config import Problem, RecipeError, bound, refuse, section
 PACKAGES = {"optuna": "5."}  # and the start of the version whose interface and files are known
 INSTALL = "pip install 'hetstep[search]'"
 MOST_PLANS = 4
-"""Most corners that are planned."""
+"""Maximum number of corners that are planned. In a larger space, the lowest and the highest corner are."""
 
 
 @dataclass(frozen=True)
 class CheckedSearch:
-    """A search without problems."""
+    """Holds the results of the checks of a search that has no problems."""
 
     lowest: list[Prepared]  # the runs of the lowest corner, needed ones first
     price: Price | None  # None if the plan has no times
@@ -33,7 +33,7 @@ class CheckedSearch:
 def check(search: SearchConfig, overrides: list[str], run_dir: list[str]) -> CheckedSearch:
     """Check a search whose keys fit the schema. Raises RecipeError with all problems; writes nothing.
 
-    overrides: of every trial. run_dir: `run_dir=FOLDER` of a folder that does not exist.
+    overrides: the overrides of every trial. run_dir: `run_dir=FOLDER` with a folder that does not exist.
     """
     corners = space.corners(search)
     refuse([*package_problems(search), *_corners(search, overrides, corners)])
@@ -54,7 +54,7 @@ def check(search: SearchConfig, overrides: list[str], run_dir: list[str]) -> Che
 
 
 def package_problems(search: SearchConfig) -> Iterator[Problem]:
-    """Yield a problem if Optuna is missing, or is of another version; likewise the package of CMA-ES."""
+    """Yield a problem if Optuna is missing or has another version, or if sampler=cmaes lacks its package."""
     versions = {**PACKAGES, **({"cmaes": ""} if search.sampler == "cmaes" else {})}
     for package, version in versions.items():
         try:
@@ -70,7 +70,7 @@ def package_problems(search: SearchConfig) -> Iterator[Problem]:
 
 
 def _corners(search: SearchConfig, overrides: list[str], corners: Sequence[space.Values]) -> Iterator[Problem]:
-    """Yield the problems of the recipe itself, then the problems of corners alone, without repetitions."""
+    """Yield the problems of the recipe itself, then the problems that only corners have, each once."""
     base = reading.inspect(search.recipe, overrides)
     reported = {(problem.key, problem.code) for problem in base.problems if problem.key not in search.parameters}
     yield from (problem.within("search.recipe") for problem in base.problems if problem.key not in search.parameters)
@@ -80,20 +80,26 @@ def _corners(search: SearchConfig, overrides: list[str], corners: Sequence[space
 
 
 def _is_new(problem: Problem, reported: set[tuple[str, str]]) -> bool:
-    """Return whether a problem is new, and add it to `reported`."""
+    """Return whether a problem is not in `reported` yet, and add it."""
     is_new = (problem.key, problem.code) not in reported
     reported.add((problem.key, problem.code))
     return is_new
 
 
 def _of_corner(search: SearchConfig, problem: Problem, corner: space.Values) -> Problem:
-    """Return the problem at its parameter; a problem of another key with the values of the corner."""
+    """Return a problem of a corner as a problem of the parameter that causes it.
+
+    If no parameter has the problem's key, the problem names the values of the corner.
+    """
     at_parameter = _at_parameter(search, problem)
     return at_parameter if at_parameter != problem else problem.within(f"with {space.as_text(corner)}")
 
 
 def _at_parameter(search: SearchConfig, problem: Problem) -> Problem:
-    """Return a problem of a parameter, or of a section above it, at the parameter's key in the suite; others unchanged."""
+    """Return a problem with the key that the parameter has in the suite; problems of other keys unchanged.
+
+    An unknown section above a parameter's key also counts as a problem of that parameter.
+    """
     is_section = problem.code == "unknown-key"
     for key in search.parameters:
         if key == problem.key or (is_section and key.startswith(f"{problem.key}.")):
@@ -105,7 +111,7 @@ def _at_parameter(search: SearchConfig, problem: Problem) -> Problem:
 def _plans(
     search: SearchConfig, overrides: list[str], corners: Sequence[space.Values]
 ) -> tuple[list[Plan | None], list[Problem]]:
-    """Return (the plans of up to MOST_PLANS corners, None for a corner without a plan; the problems of these corners)."""
+    """Return (the plans of up to MOST_PLANS corners, with None for a corner without one; the problems of these corners)."""
     chosen = corners if len(corners) <= MOST_PLANS else [corners[0], corners[-1]]
     plans: list[Plan | None] = []
     problems: dict[tuple[str, str], Problem] = {}
@@ -124,7 +130,7 @@ def _plans(
 
 
 def _steps(search: SearchConfig, max_steps: int | None) -> Iterator[Problem]:
-    """Yield the problems of a pruner that can prune nothing."""
+    """Yield a problem if the pruner cannot prune anything, because of the number of steps of a trial."""
     if search.pruner == "none":
         return
     if max_steps is not None and search.min_steps >= max_steps:

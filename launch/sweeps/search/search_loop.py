@@ -1,8 +1,8 @@
-"""Run a search: ask for trials, submit each once, prune and tell them, until all have ended.
+"""Run a search: ask the study for trials, submit each once, prune them and record their results, until all have ended.
 
 A trial's job is in sweep.json before it is submitted, and a decision to prune is in the study before it is carried out. So a
-search that was killed at any moment goes on: a job that runs is found by its run folder, and a job that was never submitted is
-submitted then.
+search that was killed at any moment continues. A running job is found by its run folder, and a job that was not submitted yet
+is submitted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from launch.sweeps.search.study import TrialStudy
 
 POLL_S = {"local": 0.5, "slurm": 5.0}
-"""Seconds between two looks at the runs, by executor."""
+"""Executor -> seconds between two checks of the runs."""
 
 
 @dataclass
 class SearchLoop:
-    """A search that goes on. Its process holds the lock of the sweep's folder."""
+    """Runs a search until all trials have ended. Its process holds the lock of the sweep's folder."""
 
     folder: SweepFolder
     search: SearchConfig
@@ -48,7 +48,10 @@ class SearchLoop:
     after_end: Callable[[], None]  # called after trials have ended, to write the report
 
     def run(self) -> None:
-        """Run the needed recipes, then all trials, to the end. Raises RecipeError if a needed run fails or Slurm refuses."""
+        """Run the needed recipes, then all trials, until all have ended.
+
+        Raises RecipeError if a needed run fails, or if Slurm refuses a job.
+        """
         self._patiently(self._needed_turn)
         self._patiently(self._turn)
 
@@ -61,7 +64,10 @@ class SearchLoop:
         return objective.parse(self.search.metric)
 
     def _patiently(self, turn: Callable[[], bool]) -> None:
-        """Repeat a turn while it returns True. A Slurm that does not answer only delays the next one."""
+        """Call `turn` again and again while it returns True.
+
+        If Slurm does not answer, print it once and call `turn` again later.
+        """
         silent = False
         while True:
             self.folder.refuse_cancelled()
@@ -80,7 +86,10 @@ class SearchLoop:
     # ---- needed recipes -----------------------------------------------------------------------------------------------------
 
     def _needed_turn(self) -> bool:
-        """Start the needed runs that can start, and return whether any is live then. Raises RecipeError if one has failed."""
+        """Start the needed runs that can start, and return whether any of them is live or was started.
+
+        Raises RecipeError if one has failed and has no retries left.
+        """
         queue, retries = Queue(self._executor), self.folder.suite.retries
         states = [self.folder.job_state(job, queue) for job in self.folder.plan.jobs if job.run is None]
         complete = {state.job.name for state in states if state.state == "done"}
@@ -96,7 +105,7 @@ class SearchLoop:
     # ---- trials -------------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> bool:
-        """Look at every trial that runs, begin others up to `parallel`, and return whether any runs then."""
+        """Check every running trial, begin others up to `parallel`, and return whether trials are left."""
         queue, jobs = Queue(self._executor), {job.name: job for job in self.folder.plan.jobs}
         before = [entry for entry in self.study.trials() if entry.state == "running"]
         for trial in before:
@@ -113,7 +122,7 @@ class SearchLoop:
         return live > 0 or missing > 0
 
     def _begin(self, trial: Trial) -> None:
-        """Record a trial's job, then submit it."""
+        """Record a trial's job in sweep.json, then submit it."""
         run_dir = self.folder.path / "runs" / trial.name
         values = [*space.as_overrides(trial.values), f"run_dir={run_dir}", f"cluster.executor={self._executor}"]
         job = SweepJob(trial.name, self.search.recipe, [*self.overrides, *values], str(run_dir), trial.name)
@@ -123,7 +132,7 @@ class SearchLoop:
         self._submit(trial, JobState(job, "missing"))
 
     def _submit(self, trial: Trial, job_state: JobState) -> None:
-        """Submit a trial's job. A trial whose own values are refused has failed; any other problem is raised."""
+        """Submit a trial's job. If the trial's own values are refused, the trial fails; any other problem is raised."""
         try:
             job_submission.start(self.folder, job_state)
         except RecipeError:
@@ -133,7 +142,7 @@ class SearchLoop:
             self._fail(trial, "; ".join(map(str, problems)))
 
     def _look(self, trial: Trial, job_state: JobState) -> None:
-        """Report, prune, tell or submit a trial by the state of its job."""
+        """Submit a trial, report its metric, or record its end, as the state of its job requires."""
         if job_state.state == "missing":
             self._submit(trial, job_state)
             return
@@ -153,7 +162,10 @@ class SearchLoop:
             self._fail(trial, main_line(job_submission.why_failed(job_state)))
 
     def _report(self, trial: Trial, run_dir: Path) -> int | None:
-        """Report the metric of each new step, and return the step at which the trial is to be pruned; None if it goes on."""
+        """Report the metric of each new step to the study.
+
+        Return the step at which the study decides to prune the trial; None if the trial goes on.
+        """
         last = max(trial.reports, default=-1)
         for step, value in objective.by_step(self._expression, objective.curves(run_dir), last):
             if self.study.report(trial.number, step, value):
@@ -181,7 +193,10 @@ class SearchLoop:
 
 
 def _ask_to_stop(run_dir: Path, job_state: JobState) -> None:
-    """Ask a run to save and stop, without waiting for that. Asked again at every look, since its job may start anew."""
+    """Ask a run to save and stop, without waiting for it.
+
+    Every check of a pruned trial asks again, because its job may have restarted.
+    """
     assert job_state.record is not None, "a live job has one"
     with contextlib.suppress(TimeoutError, SlurmError):  # still running; or Slurm does not answer, and the next look asks again
         run_control.stop_and_save(run_dir, job_state.record.attach(run_dir), timeout_s=0)

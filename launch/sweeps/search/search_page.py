@@ -98,7 +98,10 @@ def _hover(result: SearchResult, entry: TrialResult) -> str:
 
 
 def _parallel(result: SearchResult) -> Iterator[Section]:
-    """Yield a line per trial over the parameters and the metric, each on an axis from its lowest to its highest value."""
+    """Yield the parallel coordinates: a line per trial across one axis per parameter and one for the metric.
+
+    Each axis runs from its lowest to its highest value.
+    """
     trials = [entry for entry in result.trials if entry.trial.value is not None]
     if not trials:
         return
@@ -132,14 +135,14 @@ def _parallel(result: SearchResult) -> Iterator[Section]:
 
 
 def _good(result: SearchResult) -> set[int]:
-    """Return the numbers of the best of the complete trials."""
+    """Return the numbers of the best complete trials, which the plots highlight."""
     complete = [entry.trial for entry in result.trials if entry.trial.state == "complete"]
     ordered = sorted(complete, key=lambda trial: trial.value or 0.0, reverse=result.search.direction == "maximize")
     return {trial.number for trial in ordered[: math.ceil(len(ordered) / BEST_SHARE)]}
 
 
 def _height(parameter: ParameterConfig, value: Any) -> float:
-    """Return where a value is on its axis, from 0 to 1."""
+    """Return the position of a value on its parameter's axis, from 0 to 1."""
     if parameter.choices is not None:
         return parameter.choices.index(value) / max(1, len(parameter.choices) - 1)
     assert parameter.low is not None and parameter.high is not None, "a range has both ends"
@@ -154,7 +157,7 @@ def _labels(parameter: ParameterConfig) -> tuple[str, str]:
 
 
 def _axes(names: Sequence[str], ends: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the layout of vertical axes with their names below and their ends beside them."""
+    """Return the Plotly layout of vertical axes. names: shown below them. ends: (lowest, highest) label of each axis."""
     common = {"showarrow": False, "xanchor": "left", "xshift": 4}
     notes = [
         {**common, "x": i, "y": y, "text": plotly_text(end), "yshift": shift}
@@ -197,7 +200,7 @@ def _importances(result: SearchResult) -> Iterator[Section]:
 
 
 def _curves(result: SearchResult) -> Iterator[Section]:
-    """Yield the metric of every trial over its steps, as it was reported for pruning."""
+    """Yield the metric of every trial over its steps, as the trial reported it for pruning."""
     series = [
         Series(entry.trial.name, [*entry.trial.reports], [*entry.trial.reports.values()], i)
         for i, entry in enumerate(result.trials)

@@ -1,4 +1,4 @@
-"""Parameters as values and overrides of a recipe: their kinds, the corners of the space, the points of a grid."""
+"""Compute the values of parameters and their overrides of a recipe: kinds, corners of the space, points of a grid."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from launch.sweeps.search.config import ParameterConfig, SearchConfig
 from pipeline.config import Recipe, schema_validation, yaml_text
 
 MOST_CORNERS = 64
-"""Most corners of a space that are checked. Of a larger space the two extreme ones are, and each end of each parameter."""
+"""Maximum number of corners of a space that are checked.
+
+Of a larger space, these are checked: the lowest and the highest corner, and each end of each parameter with the others at their
+lowest.
+"""
 
 Values = Mapping[str, Any]
-"""A value by dotted key of the recipe."""
+"""Dotted key of the recipe -> value."""
 
 
 def is_whole(key: str, parameter: ParameterConfig) -> bool:
-    """Return whether a range is of whole numbers: by the schema's type of the key.
+    """Return whether a range has whole numbers only, by the type of the key in the recipe's schema.
 
-    Where the schema has no type, as for arguments of an optimizer, it is if its ends and its step are whole.
+    Where the schema has no type, as for arguments of an optimizer, the range has whole numbers if its ends and its step are
+    whole.
     """
     section, names = Recipe, key.split(".")
     while names:
@@ -40,7 +45,7 @@ def is_whole(key: str, parameter: ParameterConfig) -> bool:
 
 
 def number(value: float, integer: bool) -> float:
-    """Return a number of a range, as an int if the range has whole numbers and the number is whole."""
+    """Return a number of a range, as an int if the range has whole numbers only and the number is whole."""
     return int(value) if integer and float(value).is_integer() else float(value)
 
 
@@ -54,7 +59,10 @@ def ends(key: str, parameter: ParameterConfig) -> list[Any]:
 
 
 def corners(search: SearchConfig) -> list[dict[str, Any]]:
-    """Return the corners of the space, the lowest first and the highest last; a large space has only some of them."""
+    """Return the corners of the space, the lowest first and the highest last.
+
+    A space with more than MOST_CORNERS corners has only some of them here.
+    """
     ends_by_key = {key: ends(key, parameter) for key, parameter in search.parameters.items()}
     if math.prod(map(len, ends_by_key.values())) <= MOST_CORNERS:
         return [dict(zip(ends_by_key, values, strict=True)) for values in itertools.product(*ends_by_key.values())]
@@ -63,7 +71,7 @@ def corners(search: SearchConfig) -> list[dict[str, Any]]:
 
 
 def points(key: str, parameter: ParameterConfig) -> list[Any]:
-    """Return the values of one parameter in a grid, ascending. Only for choices and ranges with a step."""
+    """Return the values of one parameter in a grid: its choices, or a range from its low end. The range needs a step."""
     if parameter.choices is not None:
         return parameter.choices
     low, _, step = _decimals(parameter)
@@ -72,7 +80,7 @@ def points(key: str, parameter: ParameterConfig) -> list[Any]:
 
 
 def count(parameter: ParameterConfig) -> int:
-    """Return the number of a parameter's values in a grid. Only for choices and ranges with a step."""
+    """Return the number of values of one parameter in a grid. A range needs a step."""
     if parameter.choices is not None:
         return len(parameter.choices)
     low, high, step = _decimals(parameter)
@@ -80,20 +88,23 @@ def count(parameter: ParameterConfig) -> int:
 
 
 def _decimals(parameter: ParameterConfig) -> tuple[Decimal, Decimal, Decimal]:
-    """Return (low, high, step) of a range as written: in binary, three steps of 0.1 pass an upper end of 0.3."""
+    """Return (low, high, step) of a range as decimal numbers.
+
+    In binary, three steps of 0.1 exceed an upper end of 0.3.
+    """
     low, high, step = (None if end is None else Decimal(str(end)) for end in (parameter.low, parameter.high, parameter.step))
     assert low is not None and high is not None and step is not None, "`structure` requires them"
     return low, high, step
 
 
 def grid(search: SearchConfig) -> list[dict[str, Any]]:
-    """Return every combination of the parameters' points, the last parameter fastest."""
+    """Return every combination of the points of all parameters. The last parameter changes fastest."""
     points_by_key = {key: points(key, parameter) for key, parameter in search.parameters.items()}
     return [dict(zip(points_by_key, values, strict=True)) for values in itertools.product(*points_by_key.values())]
 
 
 def trials(search: SearchConfig) -> int:
-    """Return the number of trials."""
+    """Return the number of trials of a search; without the key `trials`, the number of points of its grid."""
     return len(grid(search)) if search.trials is None else search.trials
 
 
@@ -103,5 +114,5 @@ def as_overrides(values: Values) -> list[str]:
 
 
 def as_text(values: Values) -> str:
-    """Return the values as text: `policy.optimizer.kwargs.lr=0.000123 ...` with four significant digits."""
+    """Return the values as a text such as `policy.optimizer.kwargs.lr=0.000123 ...`, with four significant digits."""
     return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())

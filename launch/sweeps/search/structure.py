@@ -13,7 +13,7 @@ from launch.sweeps.search.config import ParameterConfig, SearchConfig
 from pipeline.config import Problem
 
 MOST_POINTS = 10_000
-"""Most points of a grid."""
+"""Maximum number of points of a grid."""
 READ = ("name", "overrides", "folder", "search", "retries")
 """Keys of a suite that a search reads."""
 DEFAULT = SearchConfig()
@@ -22,10 +22,10 @@ DEFAULT = SearchConfig()
 def problems(
     search: SearchConfig, suite: Mapping[str, Any], default: Mapping[str, Any], set_by_sweep: Container[str]
 ) -> Iterator[Problem]:
-    """Yield the problems across keys of a search that fits the schema.
+    """Yield the problems of the section `search` of a suite that fits the schema.
 
-    suite, default: the values of its suite, and the defaults of a suite. set_by_sweep: keys of a recipe that no trial may
-    set.
+    suite, default: the values of the whole suite, and a suite's default values. set_by_sweep: keys of a recipe that no trial
+    may set.
     """
     for key, value in suite.items():
         if key not in READ and value != default[key]:
@@ -104,7 +104,7 @@ def _metric(metric: str) -> Iterator[Problem]:
 
 
 def _sampler(search: SearchConfig) -> Iterator[Problem]:
-    """Yield the problems of a sampler with parameters that are valid by themselves."""
+    """Yield the problems of a sampler with parameters that are each valid."""
     if search.sampler == "grid":
         yield from _grid(search)
     elif search.trials is None:
@@ -132,7 +132,7 @@ def _grid(search: SearchConfig) -> Iterator[Problem]:
 
 
 def _pruner(search: SearchConfig) -> Iterator[Problem]:
-    """Yield the keys that the pruner does not read."""
+    """Yield a problem for each key that differs from its default and that the pruner does not read."""
     read = {"none": (), "median": ("min_steps",)}.get(search.pruner, ("min_steps", "reduction_factor"))
     for name in ("min_steps", "reduction_factor"):
         if name not in read and getattr(search, name) != getattr(DEFAULT, name):

@@ -1,7 +1,7 @@
 """Keep a search's trials in Optuna's study, a journal in the sweep's folder. The only module that imports Optuna.
 
-Whoever opens the study holds the lock of the sweep's folder, so one process writes at a time; others read a `snapshot`. The
-sampler is made anew for each trial, with a seed of its own, so a killed search continues with the same draws.
+The process that opens the study holds the lock of the sweep's folder, so only one process writes; others read a `snapshot`.
+Each trial gets a new sampler with a seed of its own, so a search that was killed continues with the same draws.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JOURNAL = "search.journal"
 STUDY = "search"
 STREAM = 1_000_003  # distance of the seeds of two searches, above their numbers of trials
 RANDOM_FIRST = 10
-"""Most trials at random before the Parzen estimator chooses."""
+"""Maximum number of random trials before the Parzen estimator chooses."""
 POINT, LOST, WHY, PRUNED_AT = "grid point", "lost", "why", "pruned at"
 """Attributes of a trial."""
 
@@ -46,10 +46,13 @@ STATES: dict[TrialState, StateOfTrial] = {
 
 
 class TrialStudy:
-    """The trials of one search."""
+    """Holds the trials of one search."""
 
     def __init__(self, folder: Path, search: SearchConfig, max_steps: int | None):
-        """Open the study in a sweep's folder, or create it. max_steps: of a trial; None if only its data bound it."""
+        """Open the study in a sweep's folder, or create it.
+
+        max_steps: the number of steps of a trial; None if only its data limit it.
+        """
         self._search, self._max_steps = search, max_steps
         self._distributions = {key: _distribution(key, parameter) for key, parameter in search.parameters.items()}
         path = folder / JOURNAL
@@ -66,7 +69,10 @@ class TrialStudy:
         self._give_up_incomplete()
 
     def _give_up_incomplete(self) -> None:
-        """Set aside trials that a killed process had not given all values. They were never submitted, and do not count."""
+        """Set aside trials that lack values because a process was killed while it asked for them.
+
+        They were never submitted, and do not count.
+        """
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if trial.params.keys() != self._distributions.keys():
                 self._mark(trial.number, LOST, True)
@@ -75,7 +81,7 @@ class TrialStudy:
     # ---- trials -----------------------------------------------------------------------------------------------------------
 
     def trials(self) -> list[Trial]:
-        """Return all trials that have values, in order."""
+        """Return all trials that have all their values, in order."""
         return [_trial(trial) for trial in self._valid_trials()]
 
     def _valid_trials(self) -> list[Any]:
@@ -83,7 +89,7 @@ class TrialStudy:
         return [trial for trial in trials if trial.state in STATES and LOST not in trial.user_attrs]
 
     def ask(self) -> Trial:
-        """Return a new trial with its values."""
+        """Return a new trial with the values that the sampler chose."""
         self._study.sampler = _sampler(self._search, len(self._study.get_trials(deepcopy=False)))
         if self._search.sampler == "grid":
             self._enqueue()
@@ -91,7 +97,7 @@ class TrialStudy:
         return _trial(self._study.get_trials(deepcopy=False)[number])
 
     def _enqueue(self) -> None:
-        """Queue the first point of the grid that no trial has, unless a killed process has queued one."""
+        """Queue the first point of the grid that no trial has. Do nothing if one is still queued by a killed process."""
         if self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             return
         used = {trial.user_attrs[POINT] for trial in self._valid_trials()}
@@ -100,9 +106,9 @@ class TrialStudy:
         self._study.enqueue_trial(points[point], user_attrs={POINT: point})
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Record the metric of a running trial at a step, and return whether to prune the trial; the decision is recorded.
+        """Record the metric of a running trial at a step, and return whether to prune the trial.
 
-        No trial is pruned at its last step.
+        A decision to prune is recorded too. No trial is pruned at its last step.
         """
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
         self._storage.set_trial_intermediate_value(trial_id, step, value)
@@ -114,15 +120,15 @@ class TrialStudy:
         return True
 
     def complete(self, number: int, value: float) -> None:
-        """Record the metric of a run that is complete."""
+        """Record the final metric of a complete run."""
         self._study.tell(number, value)
 
     def prune(self, number: int) -> None:
-        """Record that a pruned trial's run has stopped. Its value is the last reported value."""
+        """Record that a pruned trial's run has stopped. The trial's value is the last one that it reported."""
         self._study.tell(number, state=TrialState.PRUNED)
 
     def fail(self, number: int, reason: str) -> None:
-        """Record that a trial has no value. reason: one line of text."""
+        """Record that a trial failed, and so has no value. reason: one line of text."""
         self._mark(number, WHY, reason)
         self._study.tell(number, state=TrialState.FAIL)
 
@@ -136,9 +142,10 @@ class TrialStudy:
     # ---- results ----------------------------------------------------------------------------------------------------------
 
     def importances(self) -> dict[str, float]:
-        """Return each parameter's share of the importance, largest first; empty with fewer than two complete trials.
+        """Return parameter -> its share of the importance, largest first.
 
-        By PED-ANOVA (https://arxiv.org/abs/2304.10255), which needs no further package, unlike fANOVA.
+        Return {} if all complete trials have the same value, or if there are fewer than two. The shares are by PED-ANOVA
+        (https://arxiv.org/abs/2304.10255), which needs no further package, unlike fANOVA.
         """
         complete = [trial for trial in self.trials() if trial.state == "complete"]
         if len(complete) < 2 or len({trial.value for trial in complete}) < 2:
@@ -147,7 +154,7 @@ class TrialStudy:
 
 
 def snapshot(folder: Path, search: SearchConfig) -> list[Trial]:
-    """Return the trials of a search that another process may be running: those in a copy of its journal."""
+    """Return the trials of a search from a copy of its journal, because another process may be running the search."""
     with tempfile.TemporaryDirectory() as copy:
         if (folder / JOURNAL).exists():
             shutil.copy(folder / JOURNAL, copy)
@@ -170,7 +177,7 @@ def _trial(trial: Any) -> Trial:
 
 
 def _mend(path: Path) -> None:
-    """Remove what a killed process left: the journal's lock, and an incomplete last line, which Optuna refuses to read over."""
+    """Remove what a killed process left: the journal's lock, and an incomplete last line, on which Optuna would fail."""
     Path(f"{path}.lock").unlink(missing_ok=True)
     if path.exists() and not (text := path.read_text()).endswith("\n") and text:
         write_durably(path, text[: text.rfind("\n") + 1])
@@ -190,7 +197,7 @@ def _distribution(key: str, parameter: ParameterConfig) -> BaseDistribution:
 
 
 def _sampler(search: SearchConfig, earlier: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler of the next trial. earlier: number of trials before it."""
+    """Return the sampler of the next trial. earlier: the number of trials before it."""
     seed = search.seed * STREAM + earlier
     if search.sampler == "tpe":
         first = min(RANDOM_FIRST, max(1, space.trials(search) // 4))

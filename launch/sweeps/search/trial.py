@@ -1,4 +1,4 @@
-"""A trial of a search."""
+"""Define a trial of a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StateOfTrial = Literal["running", "complete", "pruned", "failed"]
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a search: the values of its parameters, and what its run has reported."""
+    """Holds the parameter values of a trial, and what its run has reported."""
 
     number: int
     state: StateOfTrial

@@ -1,4 +1,4 @@
-"""The trials of a search with what their runs cost and what pruning saved."""
+"""Collect the trials of a search, what their runs cost, and what pruning saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.config import Recipe
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A trial and its run."""
+    """Holds a trial and the measurements of its run."""
 
     trial: Trial
     run_dir: Path
@@ -34,7 +34,7 @@ class TrialResult:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median seconds of a step; None before the first."""
+        """Median seconds of a step; None before the first step."""
         curve = self.curves.get("time/step")
         values = [value for value in curve.values if value is not None] if curve else []
         return statistics.median(values) if values else None
@@ -42,7 +42,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A search, and everything its report shows."""
+    """Holds a search, and everything that its report shows."""
 
     title: str
     folder: Path
@@ -55,7 +55,7 @@ class SearchResult:
 
     @property
     def best(self) -> TrialResult | None:
-        """The complete trial with the best value, the earliest of equals; None without a complete trial."""
+        """The complete trial with the best value, of equal ones the earliest; None without a complete trial."""
         complete = [entry for entry in self.trials if entry.trial.state == "complete" and entry.trial.value is not None]
         sign = 1 if self.search.direction == "maximize" else -1
         return max(complete, key=lambda entry: sign * (entry.trial.value or 0.0), default=None)
@@ -66,12 +66,12 @@ class SearchResult:
 
     @property
     def used(self) -> float:
-        """Device-seconds of all runs."""
+        """Device-seconds of all runs together."""
         return sum(entry.seconds * entry.devices for entry in self.trials)
 
     @property
     def saved(self) -> float:
-        """Device-seconds that pruned trials did not use: the steps that they did not run, at their own median step time."""
+        """Device-seconds that pruning saved: the steps that pruned trials did not run, times their median step time."""
         if self.max_steps is None:
             return 0.0
         pruned = [entry for entry in self.trials if entry.trial.state == "pruned"]
@@ -79,7 +79,7 @@ class SearchResult:
 
     @property
     def summary(self) -> str:
-        """The outcome in one line."""
+        """The result of the search in one line."""
         states = ", ".join(
             f"{count} {state}" for state in ("complete", "pruned", "failed", "running") if (count := self.count(state))
         )
@@ -95,7 +95,10 @@ def result(
     importances: Mapping[str, float],
     max_steps: int | None,
 ) -> SearchResult:
-    """Read the runs of all trials. max_steps: of a trial. Raises RecipeError for a malformed metrics.jsonl."""
+    """Read the runs of all trials, and return the result of the search.
+
+    max_steps: the number of steps of a trial. Raises RecipeError for a malformed metrics.jsonl.
+    """
     results, units = [], set()
     for trial in trials:
         run_dir = folder.path / "runs" / trial.name
@@ -108,7 +111,7 @@ def result(
 
 
 def _devices(run_dir: Path) -> tuple[int, str]:
-    """Return (GPUs of a run, "GPU"); of a run without GPUs (its ranks, "rank"); of a trial that was never submitted (0, "")."""
+    """Return (GPUs of a run, "GPU"). Without GPUs, return (its ranks, "rank"); for a trial never submitted, (0, "")."""
     path = run_dir / "recipe.yaml"
     if not path.exists():
         return 0, ""

@@ -18,7 +18,7 @@ from pipeline.recipe.values import Line, Text
 
 @dataclass
 class BaselineArguments:
-    """The answers to compare with."""
+    """The baseline's answers, and the difficulty of each question."""
 
     baseline_file: Annotated[
         Line | None,
@@ -50,9 +50,9 @@ class AlpacaEval(Format):
 
 
 class ArenaHard(Format):
-    """Records {uid or question_id, category or cluster, prompt or turns: [{content}]}, with a `baseline_file`.
+    """Records {uid or question_id, category or cluster, prompt or turns: [{content}]}. Groups: `category` or `cluster`.
 
-    Groups: `category`.
+    A record has the baseline's answer in `baseline`, or `baseline_file` has it.
     """
 
     Arguments = BaselineArguments
@@ -97,7 +97,7 @@ _READ: dict[tuple[str, int], dict[str, str]] = {}
 
 
 def _baselines(path: str) -> dict[str, str]:
-    """Return a baseline's answers by question. Raises ValueError if the file cannot be read."""
+    """Return question -> the baseline's answer. Raises ValueError if the file cannot be read."""
     try:
         key = (path, Path(path).stat().st_mtime_ns)
         if key not in _READ:
@@ -113,7 +113,7 @@ def _baselines(path: str) -> dict[str, str]:
 
 
 def _answer(record: dict[str, Any]) -> tuple[str, str]:
-    """Return (question, answer) of a line of a baseline's file."""
+    """Return (question, answer) from a record of a baseline's file."""
     if "output" in record:  # AlpacaEval
         return record["instruction"], record["output"]
     if "messages" in record:  # Arena-Hard 2
@@ -125,7 +125,7 @@ def _answer(record: dict[str, Any]) -> tuple[str, str]:
 
 
 def _content(turns: Any) -> str:
-    """Return the text of the first turn: a text, {content: text}, or {content: {answer: text}}."""
+    """Return the text of the first turn, which is a text, {content: text}, or {content: {answer: text}}."""
     turn = turns[0] if isinstance(turns, list) and turns else turns
     content = turn["content"] if isinstance(turn, dict) and "content" in turn else turn
     if isinstance(content, dict):

@@ -15,7 +15,7 @@ _ARTIFACT = re.compile(r"\[.*?\]")  # of WikiHow's pages, such as [step]
 
 
 class HellaSwag(Format):
-    """The ending of a description of an activity (Zellers et al., 2019)."""
+    """HellaSwag (Zellers et al., 2019): choose the ending of a description of an activity."""
 
     columns: ClassVar[tuple[str, ...]] = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
     draws_one_more: ClassVar[bool] = True
@@ -27,7 +27,10 @@ class HellaSwag(Format):
 
 
 class WinoGrande(Format):
-    """Which of two nouns a blank stands for (Sakaguchi et al., 2019): the rest of the sentence is scored after either."""
+    """WinoGrande (Sakaguchi et al., 2019): choose the noun that a blank stands for.
+
+    The rest of the sentence is scored after each of the two nouns.
+    """
 
     columns: ClassVar[tuple[str, ...]] = ("sentence", "option1", "option2", "answer")
     draws_one_more: ClassVar[bool] = True
@@ -43,7 +46,7 @@ class WinoGrande(Format):
 
 
 class PIQA(Format):
-    """Which of two ways reaches a physical goal (Bisk et al., 2020)."""
+    """PIQA (Bisk et al., 2020): choose the one of two ways that reaches a physical goal."""
 
     columns: ClassVar[tuple[str, ...]] = ("goal", "sol1", "sol2", "label")
     draws_one_more: ClassVar[bool] = True
@@ -54,7 +57,7 @@ class PIQA(Format):
 
 
 class OpenBookQA(Format):
-    """Questions of elementary science (Mihaylov et al., 2018)."""
+    """OpenBookQA (Mihaylov et al., 2018): questions of elementary science."""
 
     columns: ClassVar[tuple[str, ...]] = ("question_stem", "choices", "answerKey")
 
@@ -64,7 +67,7 @@ class OpenBookQA(Format):
 
 
 class BoolQ(Format):
-    """Yes or no to a question about a passage (Clark et al., 2019), with the columns of SuperGLUE."""
+    """BoolQ (Clark et al., 2019), with the columns of SuperGLUE: answer yes or no to a question about a passage."""
 
     columns: ClassVar[tuple[str, ...]] = ("passage", "question", "label")
     draws_one_more: ClassVar[bool] = True
@@ -76,7 +79,7 @@ class BoolQ(Format):
 
 
 class Lambada(Format):
-    """The last word of a passage (Paperno et al., 2016), for the kind `continuation`."""
+    """LAMBADA (Paperno et al., 2016), for the kind `continuation`: the last word of a passage is scored."""
 
     columns: ClassVar[tuple[str, ...]] = ("text",)
 
@@ -102,7 +105,10 @@ def choice_question(prompt: str, choices: Sequence[str], right: int, group: str 
 
 
 def labelled_choices(record: Record) -> tuple[list[str], int]:
-    """Return choices {"text": [..], "label": [..]} as texts, and the index of the choice that answerKey labels."""
+    """Return (texts of the choices, index of the right choice) of a record.
+
+    The column `choices` is {"text": [..], "label": [..]}; `answerKey` is the label of the right choice.
+    """
     choices, key = record["choices"], text_of(record, "answerKey").lstrip()
     if key not in choices["label"]:
         raise ValueError(f"'answerKey' is '{key}'; expected one of {', '.join(choices['label'])}")
@@ -110,5 +116,5 @@ def labelled_choices(record: Record) -> tuple[list[str], int]:
 
 
 def _clean(text: str) -> str:
-    """Return a text of WikiHow without marks of its layout."""
+    """Return a text of WikiHow without layout marks such as [step]; [title] becomes a full stop."""
     return _ARTIFACT.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")

@@ -22,7 +22,7 @@ class DocumentsArguments:
 
 
 class Documents(Format):
-    """Each record is a text."""
+    """Turns each record into a question whose prompt is the record's text."""
 
     Arguments = DocumentsArguments
 

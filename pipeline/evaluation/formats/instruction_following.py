@@ -10,7 +10,7 @@ from pipeline.evaluation.questions import Format, Question, Record
 
 
 class IFEvalPrompts(Format):
-    """The environment gets the instructions and their arguments."""
+    """Turns records of google/IFEval into questions. The environment gets the instructions and their arguments."""
 
     columns = ("key", "prompt", "instruction_id_list", "kwargs")
 

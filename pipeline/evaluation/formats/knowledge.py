@@ -14,7 +14,7 @@ LETTERS = "ABCD"
 
 
 class ARC(Format):
-    """Science exams of grade schools (Clark et al., 2018), the easy and the challenge set."""
+    """ARC (Clark et al., 2018), the easy and the challenge set: science exams of grade schools."""
 
     columns: ClassVar[tuple[str, ...]] = ("question", "choices", "answerKey")
 
@@ -24,7 +24,10 @@ class ARC(Format):
 
 
 class MMLU(Format):
-    """Exams of 57 subjects (Hendrycks et al., 2021): the answer's letter. Worked examples are of the question's subject."""
+    """MMLU (Hendrycks et al., 2021): exams of 57 subjects. The answer's letter is scored.
+
+    Worked examples have the question's subject.
+    """
 
     columns: ClassVar[tuple[str, ...]] = ("question", "choices", "answer", "subject")
     examples_by_group: ClassVar[bool] = True

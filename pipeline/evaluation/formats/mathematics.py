@@ -52,7 +52,7 @@ class ProblemArguments:
 
 
 class _Problems(Format):
-    """Problems with a bare answer. Subclasses name the columns."""
+    """Problems whose answer column has the answer alone, without a solution. Subclasses name the columns."""
 
     Arguments = ProblemArguments
     problem: str = "problem"
@@ -77,7 +77,7 @@ class _Problems(Format):
         )
 
     def worked_answer(self, record: Record) -> str:
-        r"""Return the answer as a worked example shows it."""
+        r"""Return the text that answers a worked example: the record's `solution`, or else the answer in \boxed{}."""
         return f"{record['solution']}" if record.get("solution") else f"\\boxed{{{record[self.answer]}}}"
 
 
@@ -109,7 +109,7 @@ class MinervaArguments:
 class MinervaMATH(Format):
     """EleutherAI/hendrycks_math with Minerva's prompt (arXiv:2206.14858), grouped by subject.
 
-    The expected answer is the last box of `solution`. The four worked examples are the paper's.
+    The expected answer is the content of the last box of `solution`. The four worked examples are the paper's.
     """
 
     Arguments = MinervaArguments
@@ -126,5 +126,5 @@ class MinervaMATH(Format):
 
 
 def _text(record: dict[str, Any], key: str) -> str:
-    """Return a column that need not exist as a text."""
+    """Return the column `key` as a text; "" if the record lacks it."""
     return str(record[key]) if key and record.get(key) is not None else ""

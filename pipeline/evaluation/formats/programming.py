@@ -4,8 +4,8 @@ All are scored by `env.NAME.kind=code_benchmark`.
 
 HumanEval and MBPP can be asked in three styles:
 
-    chat        a message, answered freely; the code is in a fenced block
-    instruct    as lm-evaluation-harness's *_instruct tasks: the answer's beginning is given, inside a fenced block
+    chat        the prompt is a message; the model answers freely, with the code in a fenced block
+    instruct    as lm-evaluation-harness's *_instruct tasks: the model continues an answer that has opened a fenced block
     completion  as its humaneval and mbpp, for base models without a chat template. HumanEval's function is continued, with
                 stop=["\nclass", "\ndef", "\n#", "\nif", "\nprint"]; MBPP has num_few_shot=3 and stop=["[DONE]"]
 """
@@ -32,7 +32,7 @@ Style = Annotated[Literal["chat", "instruct", "completion"], Field(description="
 
 @dataclass
 class StyleArguments:
-    """How HumanEval and MBPP are asked."""
+    """The style in which HumanEval and MBPP are asked."""
 
     style: Style = "chat"
 
@@ -41,7 +41,7 @@ class StyleArguments:
 
 
 class HumanEval(Format):
-    """openai_humaneval and evalplus/humanevalplus: a function's head and docstring, to be completed."""
+    """openai_humaneval and evalplus/humanevalplus: the model completes a function from its head and docstring."""
 
     Arguments = StyleArguments
     columns = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
@@ -100,13 +100,13 @@ EXAMPLES: tuple[Record, ...] = (
         ],
     },
 )
-"""MBPP's own prompt has its tasks 2, 3 and 4."""
+"""MBPP's own worked examples: its tasks 2, 3 and 4."""
 
 
 class MBPP(Format):
-    """google-research-datasets/mbpp, full or sanitized, and evalplus/mbppplus: a text and three of its tests.
+    """google-research-datasets/mbpp, full or sanitized, and evalplus/mbppplus: the prompt is a text and three tests.
 
-    MBPP+ is scored by its column `test`, the others by `test_list` after `test_imports` or `test_setup_code`.
+    MBPP+ is scored by its column `test`, and MBPP by `test_list`. `test_imports` and `test_setup_code` run first.
     """
 
     Arguments = StyleArguments
@@ -144,9 +144,9 @@ def _mbpp_prompt(text: str, tests: Sequence[str], style: str, plus: bool) -> str
 
 
 def _called_function(tests: str, code: str) -> str:
-    """Return the first function that the tests call and do not define. Raises ValueError if there is none.
+    """Return the name of the first function that the tests call and do not define. Raises ValueError if there is none.
 
-    code: a solution. A function of it may have the name of a built-in one: task 126 asks for `sum`.
+    code: a solution. It may define a function with the name of a built-in one: task 126 asks for `sum`.
     """
     try:
         names = free_names(tests, ()) | {
@@ -197,7 +197,7 @@ class LiveCodeBenchArguments:
 
 
 class LiveCodeBench(Format):
-    """livecodebench/code_generation_lite: a program that reads stdin, or a method for the starter code.
+    """livecodebench/code_generation_lite: the answer is a program that reads stdin, or a method that the starter code begins.
 
     Questions need a chat template. The private tests stay encoded until an answer is judged. Groups: `difficulty`.
     """
@@ -210,7 +210,7 @@ class LiveCodeBench(Format):
 
     @override
     def indices(self, records: Sequence[Record]) -> Sequence[int]:
-        """Return the indices of the problems that are dated from `since` to `until`."""
+        """Return the indices of the problems whose contest date is from `since` to `until`, both included."""
         since, until = self.arguments.since or "", self.arguments.until or "9999"
         if (since, until) == ("", "9999"):
             return range(len(records))
@@ -241,7 +241,7 @@ class LiveCodeBench(Format):
 
 
 def _continue(request: str, beginning: str) -> list[Message]:
-    """Return a conversation in which the model continues its answer."""
+    """Return a conversation of the user's request and the beginning of the answer, which the model continues."""
     return [{"role": "user", "content": request}, {"role": "assistant", "content": beginning}]
 
 

@@ -32,7 +32,7 @@ class RequestsArguments:
 
 
 class Requests(Format):
-    """The kind `refusal` reads `harmful` of a question."""
+    """Turns records of requests into questions. `Question.task` has `harmful`, which tasks of kind `refusal` read."""
 
     Arguments = RequestsArguments
 

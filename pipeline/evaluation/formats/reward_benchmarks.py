@@ -9,9 +9,10 @@ from pipeline.evaluation.questions import Format, Question, Record
 
 
 class RewardBench(Format):
-    """Records {prompt, chosen, rejected, subset, id}. A prompt is a text or messages; answers are a text or a list of texts.
+    """Records {prompt, chosen, rejected, subset, id}. The prompt is a text or messages.
 
-    RewardBench has one chosen and one rejected answer, RewardBench 2 lists of both. Groups: `subset`.
+    RewardBench has one chosen and one rejected answer, each a text. RewardBench 2 has a list of texts for either.
+    Groups: `subset`.
     """
 
     columns = ("prompt", "chosen", "rejected")

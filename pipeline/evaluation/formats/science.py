@@ -1,4 +1,6 @@
-"""Questions with lettered choices, answered in words: GPQA, MMLU, MMLU-Pro and ARC. `knowledge.py` asks them by likelihood.
+"""Questions with lettered choices that the model answers in text: GPQA, MMLU, MMLU-Pro and ARC.
+
+`knowledge.py` asks MMLU and ARC by likelihood instead.
 
 Each class names the repository whose columns it reads. The environment `multiple_choice` scores the answers.
 """
@@ -28,7 +30,7 @@ STEP_BY_STEP = (
 
 @dataclass
 class ChoicesArguments:
-    """Arguments of formats of lettered choices."""
+    """Arguments of the formats with lettered choices."""
 
     prompt_text: Annotated[
         Text, Field(description="Text around a question: {question}, {choices}, {letters}, such as ABCD, and {subject}.")
@@ -40,7 +42,7 @@ class ChoicesArguments:
 
 @dataclass(frozen=True)
 class _Choices:
-    """A record of any of these repositories."""
+    """The question and the choices of a record, in the same form for all repositories."""
 
     question: str
     choices: tuple[str, ...]
@@ -51,7 +53,7 @@ class _Choices:
 
 
 class _Lettered(Format):
-    """Renders the choices that a subclass reads."""
+    """Renders the question and the choices that `read` of a subclass takes from a record."""
 
     Arguments = ChoicesArguments
 
@@ -87,12 +89,12 @@ class _Lettered(Format):
 
 
 def _fill(text: str, **values: str) -> str:
-    """Return a text with {name} replaced by its value; other braces stay."""
+    """Return the text with each {name} in `values` replaced by its value. Other braces stay."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in values), lambda match: values[match[0][1:-1]], text)
 
 
 class GPQA(_Lettered):
-    """Idavidrein/gpqa. The order of the choices is drawn for each question from its text and shuffle_seed."""
+    """Idavidrein/gpqa. shuffle_seed and the question's text determine the random order of its choices."""
 
     columns = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
@@ -111,12 +113,12 @@ class GPQA(_Lettered):
 
 
 def _clean(text: str) -> str:
-    """Return a text of GPQA without the marks of its forms."""
+    """Return a text of GPQA without its [title] marks and double spaces."""
     return text.strip().replace(" [title]", ". ").replace("  ", " ")
 
 
 class GenerativeMMLU(_Lettered):
-    """cais/mmlu, grouped by subject. Worked examples are of the question's subject."""
+    """cais/mmlu, grouped by subject. Worked examples have the question's subject."""
 
     columns = ("question", "choices", "answer")
     examples_by_group = True
@@ -130,7 +132,7 @@ class GenerativeMMLU(_Lettered):
 
 
 class MMLUPro(_Lettered):
-    """TIGER-Lab/MMLU-Pro, up to ten choices, grouped by category. Worked examples have the reasons of `cot_content`."""
+    """TIGER-Lab/MMLU-Pro, up to ten choices, grouped by category. Worked examples show the reasoning in `cot_content`."""
 
     columns = ("question", "options", "answer_index", "category")
     examples_by_group = True

@@ -1,4 +1,4 @@
-"""Your own records: a prompt, the answer to expect, and what else the environment reads."""
+"""The user's own records: a prompt, the expected answer, and further columns that the environment reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RecordsArguments:
 
 
 class Records(Format):
-    """The environment gets the answer, and all columns as `record`."""
+    """Turns the user's records into questions. The environment gets the expected answer, and all columns as `record`."""
 
     Arguments = RecordsArguments
 

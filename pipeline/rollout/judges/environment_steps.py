@@ -1,4 +1,4 @@
-"""Let environments judge the policy's turns and answer them: tokens become text, and an observation becomes tokens again."""
+"""Decode the policy's turns to text, let environments judge them, and encode the environments' observations to tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 GRACE_S = 2.0  # extra time for an environment with a time limit of its own to end what it started
 EXTRACTED_CHARACTERS = 500  # kept of an answer that an environment found in a text
 PARTS_BEFORE_ANSWER = ("", "build", "reset")
-"""Parts of a call that have not seen the answer, so that it cannot cause a failure in them."""
+"""Parts of a call before the environment sees the answer, so that the answer cannot cause a failure in them."""
 
 Begin = Callable[[str], None]
-"""A call reports which of its parts begins, such as "reset" or "step". The time limit holds for each part."""
+"""A function that is called with the name of each part of a call when it begins, such as "reset" or "step".
+
+The time limit holds for each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepRequest:
-    """One turn of the policy, for its environment."""
+    """A request to an environment to judge one turn of the policy."""
 
     episode: str  # unique among open episodes
     title: str  # its name in the log
@@ -77,21 +79,21 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """The end of a call without a result."""
+    """The failure of a call, which has no outcome."""
 
     why: str
     of_answer: bool = False  # an answer can cause it, and is then wrong
 
 
 def is_final(last: bool, answer: StepOutcome | CallFailure) -> bool:
-    """Return whether the episode ends with this answer. last: it is to the policy's last turn."""
+    """Return whether the episode ends with this answer. last: whether the answer is to the policy's last turn."""
     return isinstance(answer, CallFailure) or last or answer.over or answer.observation is None
 
 
 class EnvStepper:
     """Steps an environment with the policy's turns.
 
-    observations: None if episodes have one turn.
+    observations: encodes the environment's observations to tokens; None if episodes have one turn.
     """
 
     def __init__(self, environment: Environment, tokenizer: PreTrainedTokenizerBase, observations: Observations | None) -> None:
@@ -99,7 +101,10 @@ class EnvStepper:
         self._states: dict[str, Any] = {}  # of the environment, for each open episode
 
     def step(self, request: StepRequest, begin: Begin) -> StepOutcome:
-        """Return the environment's answer to a turn. Raises its errors, and those of an outcome that is not valid."""
+        """Return the environment's answer to a turn. Raises the environment's errors and those of `checked_outcome`.
+
+        begin: called with the name of each part of the call when the part begins.
+        """
         if request.prompt is not None:
             begin("reset")
             self._states[request.episode] = self.environment.reset(request.prompt)
@@ -122,7 +127,10 @@ class EnvStepper:
 
 
 def checked_outcome(outcome: Outcome) -> StepOutcome:
-    """Return the outcome of a last turn. Raises TypeError or ValueError if the environment returned no valid outcome."""
+    """Return the outcome in the form for a last turn, without an observation.
+
+    Raises TypeError or ValueError if the environment returned no valid outcome.
+    """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"step returned a {type(outcome).__name__}, not an Outcome")
     reward = float(outcome.reward)
@@ -134,7 +142,7 @@ def checked_outcome(outcome: Outcome) -> StepOutcome:
 
 
 def failure_of(error: BaseException, part: str) -> CallFailure:
-    """Return the failure of a call that raised in a part of it."""
+    """Return the failure of a call in which `error` was raised. part: the part of the call that raised it."""
     of_answer = part not in PARTS_BEFORE_ANSWER and not isinstance(error, Unjudged | SandboxError)
     if isinstance(error, ProcessStuck):
         of_answer = error.caused_by_answer
@@ -142,12 +150,12 @@ def failure_of(error: BaseException, part: str) -> CallFailure:
 
 
 def brief(error: BaseException) -> str:
-    """Return one line with an error and where it was raised."""
+    """Return one line with an error's type, its message, and the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}")
 
 
 def encodable(text: str) -> str:
-    """Return the text with escapes for what UTF-8 cannot encode (half a surrogate pair, which a model can write as JSON)."""
+    """Return the text with escapes for what UTF-8 cannot encode: lone surrogates, which a model can write in JSON."""
     return text.encode(errors="backslashreplace").decode()

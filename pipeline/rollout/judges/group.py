@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 MOST_JUDGES = 256
-"""Judges of an environment, if it has fewer workers; further open episodes share them."""
+"""Most judges of an environment, unless it has more workers; further open episodes share these judges."""
 MAX_REPLY_BYTES = 1 << 24
 BUILD_S = 300.0  # for an environment that a judge builds for itself
 LAST_REPLY_S = 0.2  # for the reply of a judge that has ended, whose children may hold the connection open
@@ -65,7 +65,10 @@ class ForkedJudge:
             self._writer.write(content)
 
     async def ask(self, call: int, content: bytes, limit_s: float) -> EnvReply | str:
-        """Return the judge's reply, or how it ended: "" if it exceeded its time. It then runs no more."""
+        """Let the judge take a call, and return its reply, or a text that says how the judge ended.
+
+        The text is "" if the judge exceeded `limit_s`. When a text is returned, the judge's process has been ended.
+        """
         if self.progress.read()[0] != "build":
             self.progress.begin("")
         if self._reader is None:
@@ -106,7 +109,7 @@ class ForkedJudge:
                 end(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Release what belongs to a judge that has ended."""
+        """Close the connection to a judge that has ended."""
         if self._writer is not None:
             self._writer.transport.abort()
         self.connection.close()
@@ -118,14 +121,14 @@ Fork = Callable[["JudgeGroup"], ForkedJudge]
 class JudgeGroup:
     """The judges of one environment, forked on demand.
 
-    An episode has a judge of its own from its first turn to its last, up to MOST_JUDGES. As many judges run at a time as the
-    environment has workers.
+    Each open episode has a judge of its own from its first turn to its last; only above MOST_JUDGES do episodes share judges.
+    At most as many judges compute at a time as the environment has workers.
     """
 
     def __init__(
         self, name: str, environment: Environment | None, settings: EnvironmentSettings, fork: Fork, reply: Callable
     ) -> None:
-        """environment: None if each judge builds it for itself."""
+        """Prepare to fork judges. environment: None if each judge builds the environment for itself."""
         self.name, self.environment, self._fork, self._send_reply = name, environment, fork, reply
         self._timeout_s = settings.env[name].timeout_s
         self.limits: JudgeLimits = getattr(environment, "limits", None) or JudgeLimits()
@@ -139,7 +142,7 @@ class JudgeGroup:
         self._log = _FailureLog(name)
 
     def submit(self, command: EnvCommand, content: bytes) -> None:
-        """Let a judge take a call."""
+        """Queue a call, which a judge takes as soon as possible."""
         self._waiting.append(_WaitingCall(command, content))
         self._start()
 
@@ -160,7 +163,7 @@ class JudgeGroup:
         self._start()
 
     def _start(self) -> None:
-        """Start calls that wait, as far as there are workers and judges."""
+        """Start waiting calls while a worker and a judge are free."""
         held_back: list[_WaitingCall] = []
         while self._waiting and len(self._running) < self._workers:
             call = self._waiting.popleft()
@@ -190,7 +193,7 @@ class JudgeGroup:
         self._start()
 
     def _choose(self, call: _WaitingCall) -> ForkedJudge | None:
-        """Return a judge for a call; None if all are busy. Raises LookupError if the one that held its episode has ended."""
+        """Return a judge for a call; None if all are busy. Raises LookupError if the judge that held its episode has ended."""
         if not call.command.begins:
             held = self._holders[call.command.episode]
             if held.ended.done():
@@ -248,7 +251,7 @@ class JudgeGroup:
         self._send_reply(EnvReply(call.command.call, None, why, of_answer))
 
     def _outcome_of(self, how: str) -> StepOutcome | None:
-        """Return the outcome that the environment has for an answer that broke its judge; None if it is a failure."""
+        """Return the outcome by which the environment's `broken` judges an answer that broke a judge; None if it gives none."""
         broken = getattr(self.environment, "broken", None)
         try:
             outcome = broken(how) if broken is not None else None
@@ -278,7 +281,7 @@ class JudgeGroup:
 
 @dataclass
 class _FailureLog:
-    """Logs one line for each failure, with the first one's traceback; if there are many, one line in LOG_INTERVAL_S."""
+    """Logs one line for each failure, the first with its traceback; after LOGGED_AT_ONCE lines, one line per LOG_INTERVAL_S."""
 
     environment: str
     lines: int = field(default=0, init=False)

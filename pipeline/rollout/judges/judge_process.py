@@ -1,7 +1,7 @@
-"""A judge: a fork of the environments' process that steps one environment, within its limits.
+"""A judge: a fork of the environments' process that steps one environment, with limits on memory and variables.
 
-A message between processes is four bytes of length and msgpack. A judge also shares a few bytes of memory with its parent, in
-which it writes the part of its call that it is in. So the parent knows, of a judge that died, whether it had seen the answer.
+A message between processes is its length in four bytes, then msgpack. A judge also shares 16 bytes of memory with its parent,
+in which it notes the part of the call that it has reached. So if a judge dies, the parent knows whether it had seen the answer.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from pipeline.sandbox import linux
 NAME = b"hetstep-judge"
 """The process name that ps and top show; at most 15 bytes."""
 OOM_SCORE = 750
-"""See linux.raise_oom_score. Its parent has 500, the guard of a sandboxed program 999."""
+"""A judge's value for linux.raise_oom_score. Its parent has 500, the guard of a sandboxed program 999."""
 TRACEBACK_CHARS = 4000  # the last characters of a traceback
 PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer")
 
 
 class EnvCommand(msgspec.Struct, array_like=True):
-    """A command of the rank: judge a turn, forget an episode, or, with neither, close the environments and end."""
+    """A command of the rank: judge a turn (`request`), forget an episode (only `episode`), or close and end (neither)."""
 
     call: int = 0
     episode: str = ""
@@ -86,10 +86,10 @@ def messages(stream: BinaryIO, kind: Any) -> Iterator[Any]:
 
 
 async def read_message(reader: asyncio.StreamReader, kind: Any, most_bytes: int | None = None) -> tuple[Any, bytes]:
-    """Return the next message, and its frame.
+    """Return (the next message, its frame).
 
-    Raises IncompleteReadError or OSError if the connection ends, ValueError for a message that is too long, and what decoding
-    raises.
+    Raises IncompleteReadError or OSError if the connection ends, ValueError for a message that is longer than `most_bytes`, and
+    the errors of decoding.
     """
     length = await reader.readexactly(4)
     (size,) = struct.unpack("<I", length)
@@ -105,7 +105,7 @@ def how_ended(status: int) -> str:
 
 
 class Progress:
-    """The part of its call that a judge is in, and since when: shared with its forks."""
+    """The part of a call that a judge has reached, and the time at which the part began, in memory that forks share."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 16)
@@ -115,15 +115,15 @@ class Progress:
         self._memory[:] = struct.pack("dq", time.monotonic(), PARTS.index(part))  # at once; pack_into would write zeros first
 
     def read(self) -> tuple[str, float]:
-        """Return (part, time.monotonic of its begin)."""
+        """Return (part, time.monotonic() at which it began)."""
         begun, part = struct.unpack_from("dq", self._memory)
         return PARTS[part], begun
 
 
 def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load: Callable[[], EnvStepper]) -> None:
-    """Judge turns until the parent says that all is over.
+    """Judge turns until the parent sends the command to end.
 
-    load: builds the stepper.
+    load: a function that builds the stepper.
     """
     parent = os.getppid()
     linux.die_with_parent()
@@ -172,7 +172,7 @@ def _judge(stepper: EnvStepper, command: EnvCommand, progress: Progress) -> EnvR
 
 
 def _bound_memory(extra: int) -> None:
-    """Let this process's address space grow by so many bytes."""
+    """Limit the address space of this process to its present size plus `extra` bytes."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
@@ -180,7 +180,7 @@ def _bound_memory(extra: int) -> None:
 
 
 def _keep_variables(names: tuple[str, ...]) -> None:
-    """Remove other variables from this process's environment, and all of them from the memory that /proc shows."""
+    """Remove all variables but `names` from this process's environment, and overwrite all of them in /proc/self/environ."""
     kept = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.clear()
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])  # see proc(5)

@@ -1,12 +1,12 @@
 """The process that loads an engine's environments, forks judges, and ends those that exceed their time.
 
-Started as `python -m pipeline.rollout.judges.parent SOCKET RANK`: an inherited descriptor, and the process id of the engine's
-rank. It has one thread and runs no answer, so it always reads and always ends its judges. It ends with the rank, and its judges
-with it. Signals that ask the rank to stop do not end it, because the rank's last step still needs answers. If memory runs out,
-the kernel kills judges first, then this process, then the rank.
+It is started as `python -m pipeline.rollout.judges.parent SOCKET RANK`. SOCKET is an inherited descriptor, and RANK the process
+id of the engine's rank. The process has one thread and judges no answer itself, so it can always read messages and end judges.
+It ends with the rank, and its judges end with it. Signals that ask the rank to stop do not end it, because the rank's last step
+still needs answers. If memory runs out, the kernel kills judges first, then this process, then the rank.
 
-An environment that starts threads while it is built cannot be shared by forks. The process then reports it; the next one leaves
-it to each judge to build that environment for itself.
+Forks cannot share an environment that starts threads while it is built. The process reports such an environment. The process
+that replaces it does not build that environment; each judge builds it for itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger("pipeline.rollout.judges.parent")  # __name__ is "__m
 NAME = b"hetstep-env"
 """The process name that ps and top show; at most 15 bytes."""
 OOM_SCORE = 500
-"""See linux.raise_oom_score. A rank has 0, a judge 750."""
+"""This process's value for linux.raise_oom_score. A rank has 0, a judge 750."""
 ORPHANS_S = 5.0  # for what a judge left behind to end by itself, such as the guard of a sandboxed program
 
 
@@ -182,7 +182,7 @@ class Parent:
         return EnvStepper(environment, self._tokenizer, self._observations)
 
     def _reap(self) -> None:
-        """Collect the children that have ended: judges, and what they left behind."""
+        """Collect the children that have ended: judges, and processes that ended judges have left."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 group, gone = self._by_pid.pop(ended.si_pid, (None, None))
@@ -195,7 +195,7 @@ class Parent:
                     asyncio.get_running_loop().call_later(ORPHANS_S, self._end_orphans)
 
     def _end_orphans(self) -> None:
-        """Kill what ended judges have left behind; it has become this process's."""
+        """Kill the processes that ended judges have left, which are now children of this process."""
         for child in {*processes.children(os.getpid())} - self._started - self._by_pid.keys():
             for pid in (child, *processes.descendants(child)):
                 with contextlib.suppress(OSError):

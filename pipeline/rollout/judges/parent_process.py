@@ -1,6 +1,6 @@
-"""The process that forks judges, as the engine's rank sees it: how it starts, its messages, its end.
+"""Start the process that forks judges, exchange messages with it, and end it, from the engine's rank.
 
-Two threads of the rank carry the messages, so neither end ever waits for the other one to read.
+Two threads of the rank read and write the messages, so neither process ever waits for the other to read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ParentProcess:
 
     @classmethod
     def spawn(cls) -> Self:
-        """Start a process that shares nothing with this one. It ends with the thread that calls this."""
+        """Start a process that shares nothing with this process. It ends when the calling thread ends."""
         ours, its = socket.socketpair()
         command = [sys.executable, "-P", "-m", parent.__name__, str(its.fileno()), str(os.getpid())]
         its.set_inheritable(True)

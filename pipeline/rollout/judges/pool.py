@@ -1,8 +1,9 @@
 """The pool of an engine's judges, as the engine's rank sees it.
 
-The rank starts one process (`parent.py`), which forks the judges. What environments compute does not hold Python's lock in the
-engine's process. If that process dies, another one replaces it. First turns are judged again, alone if a judge had taken them;
-an answer during which the process dies again is wrong. Episodes of several turns that had begun are left out.
+The rank starts one process (`parent.py`), which forks the judges. So environments do not hold Python's lock in the engine's
+process. If the parent process dies, another one replaces it. The new one judges open first turns again; a first turn that a
+judge had taken is judged alone, and if the process dies again during it, its answer is wrong. Open later turns fail, because
+the state of their episodes is lost; a later turn that was the only turn in progress counts as wrong.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ LOOK_S = 1.0  # between two looks at the process while calls are open
 MAX_DEATHS = 3
 """Most consecutive deaths of the process without an answer. One more death ends the run."""
 LOAD_SHARE = 5 / 6
-"""Share of cluster.timeouts.setup for building all environments. The message of that timeout would not name them."""
+"""Share of cluster.timeouts.setup for building all environments, so that this error, which names them, comes first."""
 LOST_WITH_PROCESS = "the environments' process that held the episode has ended"
 SCORED_ELSEWHERE = StepOutcome(0.0, {}, over=True, observation=None)
 """The outcome of a turn that a reward model scores on other ranks."""
 
 
 class JudgePool:
-    """Judges the turns of one engine in forks, for the thread that creates it. An event wakes it if an answer waits."""
+    """Judges the turns of one engine in forks. Only the thread that creates it may use it; `wakeup` is set at each answer."""
 
     def __init__(self, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
-        """Start the process, without waiting until the environments are loaded. None is started where there is none to load."""
+        """Start the process, if there is an environment to load, without waiting until the environments are loaded."""
         self._settings, self._wakeup = settings, wakeup
         self._elsewhere = {name for name, environment in settings.env.items() if environment.kind == "reward_model"}
         self._process = self._next() if settings.env.keys() - self._elsewhere else None
@@ -61,7 +62,10 @@ class JudgePool:
         return parent_process.start(self._settings, self._wakeup)
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
-        """Wait for the environments, without limit if timeout_s is None. Raises the error of building them, or RuntimeError."""
+        """Wait until the environments are loaded; timeout_s None: without a limit.
+
+        Raises the error of building them, or RuntimeError.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._process is not None and not self._process.loaded:
             try:
@@ -83,7 +87,7 @@ class JudgePool:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send the requests that wait; after a death, first the suspects, one at a time."""
+        """Send the waiting requests. After a death of the process, first send the suspected turns, one at a time."""
         if self._calls and (self._suspects or self._alone):
             return
         self._alone = bool(self._suspects)
@@ -107,7 +111,7 @@ class JudgePool:
         )
 
     def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
-        """Return (episode, answer) of the turns that have been judged since. Does not wait.
+        """Return (episode, answer) for each turn that was judged since the last call. Does not wait.
 
         Raises RuntimeError if the environments cannot continue.
         """
@@ -122,7 +126,7 @@ class JudgePool:
         return answers + others
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until `take` must be called even without a wakeup; None: never."""
+        """Return the seconds until `take` must be called even if `wakeup` is not set; None if it need not be called."""
         if self._answers:
             return 0.0
         return LOOK_S if self._calls else None
@@ -175,7 +179,7 @@ class JudgePool:
         return request.episode, answer
 
     def _replace(self, how: str) -> None:
-        """Start another process in place of one that has ended, and decide what becomes of its turns."""
+        """Start another process in place of one that has ended, and decide which of its turns to judge again."""
         calls, begun, self._calls, self._begun = self._calls, self._begun, {}, set()
         self._deaths += 1
         why = f"the environments' process {how}"

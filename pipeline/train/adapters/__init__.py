@@ -1,1 +1,1 @@
-"""LoRA and DoRA adapters of linear layers, the same numbers for every backend and layout."""
+"""LoRA and DoRA adapters of linear layers, with the same values for every backend and layout."""

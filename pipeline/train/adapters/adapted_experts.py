@@ -1,9 +1,10 @@
 """Experts with adapters, for the FSDP2 backend: each expert's layer is y = W x + b + scale B A x, or DoRA's.
 
-transformers keeps a layer's experts in one module. `adapt` gives it parameters A [E, dim, in] and B [E, out, dim], with DoRA
-m [E, out] besides, and a forward that computes as transformers' own (`grouped_mm_experts_forward`): pairs of a token and an
-expert are sorted by expert, and each product is one product of groups. The adapters are cut like W, by experts: a rank holds
-whole adapters of the experts that it holds, so expert parallelism and `fully_shard` need nothing more.
+transformers keeps a layer's experts in one module. `adapt` gives this module parameters A [E, dim, in], B [E, out, dim] and,
+with DoRA, m [E, out]. It also replaces the module's forward by one that works like transformers' own
+(`grouped_mm_experts_forward`): it sorts pairs of a token and an expert by expert, and computes each layer of all experts as one
+grouped matrix product. The adapters are cut like W, by experts: a rank holds the whole adapters of the experts that it holds,
+so expert parallelism and `fully_shard` need nothing more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
 
 ALIGNED = 16
-"""Bytes whose multiple a row of a grouped product must be."""
+"""Each row in a grouped matrix product must be a multiple of this number of bytes."""
 
 
 def own_names(kind: str) -> tuple[str, str, str]:
@@ -31,9 +32,9 @@ def own_names(kind: str) -> tuple[str, str, str]:
 
 
 def adapt(module: nn.Module, kinds: Collection[str], spec: AdapterSpec, switch: AdapterSwitch) -> None:
-    """Give the experts' parameters of these names adapters in float32, in place. They are not initialized.
+    """Add uninitialized float32 adapters to the experts' parameters named in `kinds`, in place.
 
-    module: the experts of a layer, of a class that lets one choose their implementation.
+    module: the experts of a layer, of a class whose implementation transformers lets one choose.
     """
     transposed = bool(module.is_transposed)
     for kind in kinds:
@@ -50,7 +51,7 @@ def adapt(module: nn.Module, kinds: Collection[str], spec: AdapterSpec, switch: 
 
 
 class AdaptedExperts(nn.Module):
-    """The experts of a layer of which some parameters have adapters. The class of transformers is the next base."""
+    """The experts of a layer, some of whose parameters have adapters. `adapt` combines this class with transformers' class."""
 
     adapter_spec: AdapterSpec
     adapter_switch: AdapterSwitch
@@ -75,8 +76,8 @@ class AdaptedExperts(nn.Module):
     def _product(self, kind: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return the output [P, out] of one layer of the experts.
 
-        rows [P, in], experts [P] int64: pairs of a token and an expert, sorted by expert. ends [E] int32: where the pairs of
-        each expert end.
+        kind: the name of the layer's W. rows [P, in], experts [P] int64: pairs of a token and an expert, sorted by expert.
+        ends [E] int32: where the pairs of each expert end.
         """
         weight = getattr(self, kind)
         bias = getattr(self, f"{kind}_bias")[experts] if self.has_bias else None
@@ -95,7 +96,7 @@ class AdaptedExperts(nn.Module):
         experts: torch.Tensor,
         ends: torch.Tensor,
     ) -> torch.Tensor:
-        """Return a layer's output [P, out] with its adapter. output: that of W, without a bias."""
+        """Return a layer's output [P, out] with its adapter. output: W x [P, out], without the bias."""
         spec, (a, b, magnitude) = self.adapter_spec, adapter
         drops = self.adapter_switch.dropout and spec.dropout > 0
         dropped = _dropout(rows, spec.dropout) if drops and spec.dropout_input else rows
@@ -115,16 +116,19 @@ class AdaptedExperts(nn.Module):
 
 
 def _align(matrices: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return A [E, dim, in] or B [E, out, dim] with zeros up to a rank that grouped products take. dim: of the rank."""
+    """Return A [E, dim, in] or B [E, out, dim], padded with zeros to a rank that grouped products accept.
+
+    dim: the tensor's dimension that is the rank.
+    """
     short = -matrices.shape[dim] % (ALIGNED // matrices.element_size())
     return F.pad(matrices, (0, 0, 0, short) if dim == 1 else (0, short)) if short else matrices
 
 
 def _dropout(rows: torch.Tensor, probability: float) -> torch.Tensor:
-    """Drop entries of this rank's rows, and scale the rest.
+    """Drop entries of this rank's rows at random, and scale the rest.
 
-    Ranks with the same tokens compute different experts' rows, so they draw by generators of their own. All of them advance
-    torch's generator by one draw, so that it stays the same on all of them.
+    Ranks with the same tokens compute rows of different experts, so each rank draws from a generator of its own. Every rank
+    advances torch's CPU generator by one draw, so this generator stays equal on all ranks.
     """
     seed = int(torch.randint(1 << 62, (), device="cpu")) ^ dist.get_rank()
     generator = torch.Generator(rows.device).manual_seed(seed)

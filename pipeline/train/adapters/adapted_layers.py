@@ -1,6 +1,6 @@
-"""The layers that FSDP2's adapters adapt, from the tensors that config.json describes, and those that engines cannot serve.
+"""Find the layers that get adapters in the FSDP2 backend, and the adapters that engines cannot serve.
 
-Needs no torch.
+The layers follow from the tensors that config.json describes. Needs no torch.
 
 transformers keeps the experts of a layer in `gate_up_proj` (`up_proj` without a gate) and `down_proj`, whatever their names on
 disk are.
@@ -22,13 +22,13 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 FOLDED = "kv_b_proj"
 """The layer of multi-latent attention whose weight vLLM splits into W_UK and W_UV when it loads it."""
 UNEQUAL = ("gpt_oss",)
-"""Families of which vLLM's LoRA gives other tokens than merged weights: tests/generate/test_vllm_adapter_families.py."""
+"""Families for which vLLM's LoRA gives other tokens than merged weights: see tests/generate/test_vllm_adapter_families.py."""
 _JOINED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedExperts:
-    """One parameter of all experts of a layer."""
+    """A parameter in which transformers stacks one weight of all experts of a layer."""
 
     name: str  # in transformers: model.layers.0.mlp.experts.gate_up_proj
     experts: int
@@ -37,7 +37,7 @@ class DescribedExperts:
 
 
 def experts(tensors: Iterable[Tensor]) -> list[DescribedExperts]:
-    """Return the parameters of experts. tensors: the model's, on disk."""
+    """Return the parameters in which transformers stacks the routed experts. tensors: the model's tensors on disk."""
     sizes: dict[str, tuple[int, int, int]] = {}
     routed = [tensor for tensor in tensors if tensor.part == "routed"]
     gated = any(re.search(r"\.(gate_proj|w1)\.weight$", tensor.name) for tensor in routed)
@@ -55,7 +55,7 @@ def experts(tensors: Iterable[Tensor]) -> list[DescribedExperts]:
 
 
 def is_adapted(layer: str, config: LoRAConfig) -> bool:
-    """Return whether a layer of this name in transformers, which can have an adapter, has one."""
+    """Return whether `config` gives a layer an adapter. layer: transformers' name of a layer that can have an adapter."""
 
     def among(names: Iterable[str]) -> bool:
         return any(layer == name or layer.endswith(f".{name}") or fnmatch.fnmatchcase(layer, name) for name in names)
@@ -64,13 +64,13 @@ def is_adapted(layer: str, config: LoRAConfig) -> bool:
 
 
 def expert_entries(tensors: Iterable[Tensor], config: LoRAConfig) -> int:
-    """Return the number of entries of A and B of all experts."""
+    """Return the number of elements of A and B of all adapted experts together. tensors: the model's tensors on disk."""
     adapted = [layer for layer in experts(tensors) if is_adapted(layer.name, config)]
     return config.dim * sum(layer.experts * (layer.rows + layer.columns) for layer in adapted)
 
 
 def family_not_served(model_type: str | None) -> Iterator[Problem]:
-    """Yield the problem of a refit of adapters alone if vLLM serves those of this family wrongly."""
+    """Yield a problem if refits must not send adapters alone because vLLM applies adapters of this model family wrongly."""
     if model_type in UNEQUAL:
         message = f"got adapter for {model_type}, whose LoRA in vLLM differs from merged weights; expected merged"
         yield Problem(KEY, "unsupported", f"{message}. Try {KEY}=merged")
@@ -79,10 +79,10 @@ def family_not_served(model_type: str | None) -> Iterator[Problem]:
 def not_served(
     experts: Iterable[str], linear: Iterable[str], key: str = "policy.dtensor_cfg.lora_cfg", folded: str = FOLDED
 ) -> Iterator[Problem]:
-    """Yield the problem of a refit of adapters alone if engines cannot apply all of them.
+    """Yield a problem if refits must not send adapters alone because engines cannot apply all of them.
 
-    experts, linear: the layers that have adapters, by their names on disk. key: of the adapters' section. folded: its name of
-    FOLDED.
+    experts, linear: the names of the experts' layers and of the linear layers that have adapters. key: the recipe's section of
+    adapters. folded: the name by which this section's target_modules select the layer FOLDED.
     """
     if (expert := next(iter(experts), None)) is not None:
         why, left_out = f"experts ({expert}); expected merged, since engines are sent those of linear layers alone", "experts"

@@ -1,4 +1,4 @@
-"""The numbers of adapters: initial values, the merged weight, DoRA's norms. The same for every backend and layout.
+"""Compute the initial values, the merged weights and DoRA's norms of adapters, equally for every backend and layout.
 
 Weights and adapters may have leading dimensions, such as experts: W [..., out, in], A [..., dim, in], B [..., out, dim].
 """
@@ -17,14 +17,14 @@ from pipeline.train.adapters.spec import AdapterSpec
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 Sum = Callable[[torch.Tensor], torch.Tensor]
-"""A tensor's sum over the ranks that hold other columns of the same rows."""
+"""A function from a tensor to its sum over the ranks that hold other columns of the same rows."""
 
 
 def initial_a(spec: AdapterSpec, layer: str, columns: int, seed: int) -> torch.Tensor:
-    """Draw the whole A [dim, columns] float32 of a layer, by its name on disk. B starts at 0.
+    """Draw the whole initial A [dim, columns] of a layer, in float32. B starts at 0.
 
-    The draw depends on the seed and the name alone, so a rank that needs a part of A draws all of it and cuts. init: "xavier"
-    as in NeMo's Automodel, "kaiming" as in peft and Automodel, "gaussian" as in peft.
+    layer: its name on disk. The draw depends only on the seed and this name, so a rank that needs a part of A draws all of A
+    and cuts it. spec.init: "xavier" as in NeMo's Automodel, "kaiming" as in peft and Automodel, "gaussian" as in peft.
     """
     digest = hashlib.sha256(f"{seed}:{layer}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -40,7 +40,7 @@ def initial_a(spec: AdapterSpec, layer: str, columns: int, seed: int) -> torch.T
 
 
 def initial_magnitude(weight: torch.Tensor, sum_columns: Sum | None = None) -> torch.Tensor:
-    """Return DoRA's initial magnitudes [..., out] float32, the norms of the rows of these rows of W."""
+    """Return DoRA's initial magnitudes [..., out] float32: the norm of each row of W. Arguments: see `row_norms`."""
     squares = weight.float().square().sum(-1)
     return (sum_columns(squares) if sum_columns else squares).sqrt()
 
@@ -48,10 +48,10 @@ def initial_magnitude(weight: torch.Tensor, sum_columns: Sum | None = None) -> t
 def row_norms(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, sum_columns: Sum | None = None
 ) -> torch.Tensor:
-    """Return ||W + scale B A|| of each row, [..., out] float32 or wider, without a graph.
+    """Return the norm of each row of W + scale B A, [..., out] in float32 or wider, without a graph.
 
-    The paper and peft treat it as a constant in the backward pass. weight: some rows and columns of W, with the same columns of
-    A and the same rows of B. sum_columns: where other ranks hold other columns.
+    The paper and peft treat the norms as constants in the backward pass. weight: some rows and columns of W. a: the same
+    columns of A. b: the same rows of B. sum_columns: required if other ranks hold other columns of these rows.
     """
     with torch.no_grad():
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -67,9 +67,9 @@ def merge(
     magnitude: torch.Tensor | None = None,
     sum_columns: Sum | None = None,
 ) -> torch.Tensor:
-    """Return W + scale B A, with DoRA's magnitudes if given, in the precision of W, rounded once.
+    """Return the merged weight W + scale B A, in the dtype of W. It is computed in float32 or wider, and rounded once.
 
-    The arguments are parts as for `row_norms`; magnitude: [..., out] of these rows.
+    magnitude [..., out]: with DoRA, the norms that the rows of the merged weight get. Other arguments: see `row_norms`.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     merged = weight.to(wide) + scale * (b.to(wide) @ a.to(wide))

@@ -1,4 +1,4 @@
-"""The adapters in a checkpoint: which weights on disk they adapt, and these weights merged."""
+"""Read the adapters in a checkpoint: which weights on disk they adapt, and the merged weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ PREFIX = "adapter."  # of the adapters' tensors in a checkpoint
 
 
 def saved_spec(record: Mapping[str, Any]) -> AdapterSpec:
-    """Return the options of a checkpoint's adapters. record: the checkpoint's. Those of training alone are the defaults."""
+    """Return the options of the adapters in a checkpoint. Options that only training uses have their defaults.
+
+    record: the checkpoint's record of its adapters.
+    """
     names = ("dim", "alpha", "use_dora", "use_rslora")
     return AdapterSpec.of(LoRAConfig(True, **{name: record[name] for name in names if name in record}))
 
@@ -40,7 +43,10 @@ class SavedAdapters:
     """The adapters in a checkpoint of a model."""
 
     def __init__(self, reader: BoxReader, record: Mapping[str, Any], hf: PreTrainedModel):
-        """record: the checkpoint's of its adapters. hf: the model on the meta device, which may be another one."""
+        """record: the checkpoint's record of its adapters. hf: the recipe's model, on the meta device.
+
+        The checkpoint may be of another model: see `weights`.
+        """
         self.spec = saved_spec(record)
         self._reader = reader
         self._experts = expert_parameters(hf)
@@ -55,14 +61,18 @@ class SavedAdapters:
         return bool(self._experts)
 
     def of_experts(self) -> dict[str, ExpertParameter]:
-        """Return {parameter in memory: its description} of experts, of which some are adapted under one A for all rows."""
+        """Return {parameter in memory: its description} of the experts' parameters in which an expert has an adapter.
+
+        Adapters of a part of an expert's rows (gate_proj alone, with its own A) do not count.
+        """
         parameters = {match[0] for layer in self.layers if (match := parameter_of(layer))}
         return {name: parameter for name, parameter in self._experts.items() if name in parameters}
 
     def weights(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return {weight on disk: shape} of the adapted weights. shapes: of the model's tensors on disk.
+        """Return {weight on disk: shape} of the adapted weights. shapes: {name: shape} of the model's tensors on disk.
 
-        A layer that is not of this model is found under its own name, with the shape of its adapter.
+        A layer that the model lacks, or has with another shape, is returned under the layer's own name with its adapter's
+        shape. So the caller sees it as a difference from `shapes`.
         """
         tensors: dict[str, Shape] = {}
         adapted: dict[str, set[int]] = {}
@@ -80,7 +90,7 @@ class SavedAdapters:
         return tensors
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Merge a whole weight on disk, one of `weights`, with its adapters."""
+        """Return a whole weight on disk, merged with its adapters. name: a key of `weights`; weight: the base weight."""
         layer = name.removesuffix(".weight")
         if layer in self.layers and (parameter_of(layer) or ("",))[0] not in self._experts:
             return self._merge(layer, weight, slice(None), slice(None))
@@ -100,7 +110,7 @@ class SavedAdapters:
         return self._reader.read(PREFIX + name, whole(self._reader.shapes[PREFIX + name]))
 
     def _merge(self, layer: str, weight: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-        """Merge these rows and columns of a layer's weight."""
+        """Return these rows and columns of a layer's weight, merged with its adapter. weight: this part of the base weight."""
         a, b, *magnitude = (self.read(stored) for stored in self.spec.shapes(layer, *self.layers[layer]))
         part = a[:, columns]
         assert not magnitude or part.shape == a.shape, f"{layer}: the norms of DoRA need whole rows"

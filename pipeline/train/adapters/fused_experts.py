@@ -21,7 +21,7 @@ from pipeline.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class ExpertParameter:
-    """One parameter of all experts of a layer."""
+    """A parameter in which transformers stacks one weight of all experts of a layer."""
 
     name: str  # in memory: model.layers.0.mlp.experts.gate_up_proj
     experts: int
@@ -35,13 +35,13 @@ class ExpertParameter:
         return f"{module}.{expert}.{kind}"
 
     def part(self, box: Box) -> tuple[slice, slice]:
-        """Return (rows of W, columns of W) of a box of the parameter."""
+        """Return (rows, columns) of an expert's W [out, in] that a box of the parameter covers."""
         first, second = (slice(start, start + size) for start, size in zip(box.offset[1:], box.size[1:], strict=True))
         return (second, first) if self.transposed else (first, second)
 
 
 def expert_parameters(hf: PreTrainedModel) -> dict[str, ExpertParameter]:
-    """Return the parameters of all experts of a model, by name."""
+    """Return {name in memory: description} of the parameters that stack the experts of a model."""
     parameters = {}
     for path, module in hf.named_modules():
         if not hasattr(module, "_is_expert_parallel"):  # of the classes whose implementation transformers lets one choose
@@ -56,11 +56,11 @@ def expert_parameters(hf: PreTrainedModel) -> dict[str, ExpertParameter]:
 
 
 def parameter_of(layer: str) -> tuple[str, int] | None:
-    """Return (name of the parameter in memory, expert) of an expert's layer; None for other names."""
+    """Return (name of the parameter in memory, expert's number) of an expert's layer; None if `layer` has no such name."""
     match = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", layer)
     return (f"{match[1]}.{match[3]}", int(match[2])) if match else None
 
 
 def stack_for_peft(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (lora_A.weight, lora_B.weight) as peft has them. a: A [r, in] of each expert; b: B [out, r] of each."""
+    """Return (lora_A.weight, lora_B.weight) in peft's order. a: A [r, in] of each expert; b: B [out, r] of each expert."""
     return torch.cat(list(a)), torch.stack(list(b), -1).flatten(1)

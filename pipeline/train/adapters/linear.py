@@ -1,7 +1,7 @@
 """A linear layer with an adapter, for the FSDP2 backend: y = W x + b + scale B A x, or DoRA's.
 
-A and B are cut with W by tensor parallelism. Column-wise: A is whole and B is cut by rows, like W. Row-wise: A is cut by
-columns, like W, and B is whole; the ranks' parts of A x are summed before B. So little more than [T, dim] is communicated.
+Tensor parallelism cuts A and B like W. Column-wise: A is whole and B is cut by rows, like W. Row-wise: A is cut by columns,
+like W, and B is whole; the ranks' parts of A x are summed before B is applied. Ranks communicate little more than A x [T, dim].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdapterSwitch:
-    """Switches of the current pass for all adapters of a model."""
+    """Switches that control all adapters of a model in the current pass."""
 
     enabled: bool = True
     dropout: bool = False  # in training passes; log-probs are computed without
@@ -36,7 +36,8 @@ class AdapterSwitch:
 class AdaptedLinear(nn.Module):
     """A frozen linear layer with an adapter in float32.
 
-    It has no `weight`: code that reads a layer's weight in place of calling the layer would ignore the adapter, and fails.
+    It has no attribute `weight`. Code that reads a layer's weight instead of calling the layer would ignore the adapter; here
+    such code fails.
     """
 
     def __init__(self, base_layer: nn.Linear, spec: AdapterSpec, switch: AdapterSwitch):
@@ -77,13 +78,13 @@ class AdaptedLinear(nn.Module):
 
     @property
     def drops(self) -> bool:
-        """Return whether the current pass draws entries to drop."""
+        """Whether the current pass applies the adapter's dropout."""
         return self._switch.enabled and self._switch.dropout and self._spec.dropout > 0
 
     def cut(self, style: ParallelStyle, mesh: DeviceMesh) -> list[str]:
-        """Cut the adapter over the 1-d mesh like the linear layer, which has this style and is already cut.
+        """Cut the adapter over the 1-d mesh like the linear layer, which is already cut. style: the layer's style.
 
-        Returns the names of parameters that are whole on every rank but have partial gradients.
+        Returns the names of the adapter's parameters that are whole on every rank but have partial gradients.
         """
         if isinstance(style, ColwiseParallel):
             (layout,) = style.input_layouts
@@ -101,7 +102,7 @@ class AdaptedLinear(nn.Module):
 
 
 class _Sum:
-    """The sum over a group."""
+    """A function that sums a tensor over the ranks of a group, in place."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -116,5 +117,5 @@ def _cuts_tokens(layout: Placement) -> bool:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, with a graph."""
+    """Return this rank's part of a parameter, with a graph."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

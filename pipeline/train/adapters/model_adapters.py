@@ -1,6 +1,6 @@
 """The adapters that a model of the FSDP2 backend holds: their names on disk, initial values and merged weights.
 
-`LinearAdapter` is that of a linear layer, `ExpertsAdapter` that of one parameter of all experts of a layer.
+A `LinearAdapter` belongs to a linear layer, an `ExpertsAdapter` to a parameter that stacks all experts of a layer.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Adapter(Protocol):
         ...
 
     def shapes(self, of: AdapterSpec) -> dict[str, tuple[int, ...]]:
-        """Return {name on disk: shape} of its tensors."""
+        """Return {name on disk: shape} of the adapter's whole tensors."""
         ...
 
     def layout(self, of: AdapterSpec) -> dict[str, list[Piece]]:
-        """Return {parameter in memory: the pieces of tensors on disk that it consists of}."""
+        """Return {parameter in memory: the pieces of tensors on disk that it consists of} of the adapter."""
         ...
 
     def initialize(self, of: AdapterSpec, parameters: Parameters, seed: int) -> None:
-        """Give this rank's part its initial values. W must be loaded. Collective with DoRA."""
+        """Set this rank's part of the adapter to its initial values. W must be loaded before. Collective with DoRA."""
         ...
 
     def merged(self, of: AdapterSpec, parameters: Parameters, device: torch.device) -> torch.Tensor:
-        """Return this rank's part of W, merged on `device`. Collective."""
+        """Return this rank's part of W, merged with the adapter on `device`. Collective."""
         ...
 
 
@@ -61,17 +61,17 @@ class LinearAdapter:
     magnitude: str | None  # m [out], with DoRA
 
     def shapes(self, of: AdapterSpec) -> dict[str, tuple[int, ...]]:
-        """Return {name on disk: shape} of its tensors."""
+        """Return {name on disk: shape} of the adapter's whole tensors."""
         return of.shapes(self.stored, *self.size)
 
     def layout(self, of: AdapterSpec) -> dict[str, list[Piece]]:
-        """Return {parameter in memory: its tensor on disk}."""
+        """Return {parameter in memory: its tensor on disk, as one piece}."""
         names = [name for name in (self.a, self.b, self.magnitude) if name]
         stored = self.shapes(of).items()
         return {name: [Piece(source, whole(shape), whole(shape))] for name, (source, shape) in zip(names, stored, strict=True)}
 
     def initialize(self, of: AdapterSpec, parameters: Parameters, seed: int) -> None:
-        """Give this rank's part its initial values."""
+        """Set this rank's part of the adapter to its initial values."""
         a, b = parameters[self.a], parameters[self.b]
         drawn = adapter_weights.initial_a(of, self.stored, a.shape[1], seed)
         local(a).copy_(drawn[local_box(a).within(whole(tuple(a.shape)))])
@@ -82,7 +82,7 @@ class LinearAdapter:
             local(parameters[self.magnitude]).copy_(norms)
 
     def merged(self, of: AdapterSpec, parameters: Parameters, device: torch.device) -> torch.Tensor:
-        """Return this rank's part of W, merged."""
+        """Return this rank's part of W, merged with the adapter on `device`."""
         weight = parameters[self.weight]
         rows, columns = local_box(weight).within(whole(tuple(weight.shape)))
         a, b = (_whole(parameters[name], device) for name in (self.a, self.b))
@@ -93,7 +93,7 @@ class LinearAdapter:
 
 @dataclass(frozen=True)
 class ExpertsAdapter:
-    """The adapters of one parameter of all experts of a layer. A rank holds those of the same experts as W."""
+    """The adapters of a parameter W that stacks all experts of a layer. A rank holds those of the experts in its part of W."""
 
     parameter: ExpertParameter
     a: str  # names of parameters in memory: A [E, dim, in]
@@ -106,7 +106,7 @@ class ExpertsAdapter:
         return self.parameter.name
 
     def shapes(self, of: AdapterSpec) -> dict[str, tuple[int, ...]]:
-        """Return {name on disk: shape} of the tensors of all experts."""
+        """Return {name on disk: shape} of the adapters' tensors of all experts."""
         shapes = {}
         for expert in range(self.parameter.experts):
             shapes |= of.shapes(self.parameter.layer(expert), self.parameter.rows, self.parameter.columns)
@@ -125,7 +125,7 @@ class ExpertsAdapter:
         return pieces
 
     def initialize(self, of: AdapterSpec, parameters: Parameters, seed: int) -> None:
-        """Give this rank's part its initial values."""
+        """Set this rank's part of the adapter to its initial values."""
         a, magnitude = local(parameters[self.a]), local(parameters[self.magnitude]) if self.magnitude else None
         first = local_box(parameters[self.a]).offset[0]
         for i, weight in enumerate(self._experts(parameters)):
@@ -135,7 +135,7 @@ class ExpertsAdapter:
         local(parameters[self.b]).zero_()
 
     def merged(self, of: AdapterSpec, parameters: Parameters, device: torch.device) -> torch.Tensor:
-        """Return this rank's part of W, merged one expert at a time, in the order of W's dimensions."""
+        """Return this rank's part of W, merged one expert at a time. Its dimensions are in the order of the parameter."""
         merged = torch.empty_like(local(parameters[self.weight]), device=device)
         a, b = (local(parameters[name]) for name in (self.a, self.b))
         magnitudes = local(parameters[self.magnitude]) if self.magnitude else [None] * len(a)

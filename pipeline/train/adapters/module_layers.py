@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A module that gets adapters, over all ranks."""
+    """A Megatron-Core module that gets adapters, described as a whole and not as one rank's part."""
 
     module: str  # global name in Megatron-Core: decoder.layers.3.self_attention.linear_qkv
     weight: Parameter  # of the module
@@ -30,7 +30,7 @@ class AdaptedModule:
 
     @classmethod
     def of(cls, chosen: ChosenModule, shapes: Mapping[str, Shape]) -> Self:
-        """Return the description of a chosen module. shapes: of the model's tensors on disk."""
+        """Return the description of a chosen module. shapes: {name: shape} of the model's tensors on disk."""
         weight, sources = chosen.weight, chosen.weight.sources
         layers = [source.removesuffix(".weight") for source in sources]
         rows = tuple(shapes[source][0] for source in sources)
@@ -42,11 +42,11 @@ class AdaptedModule:
 
     @property
     def names(self) -> list[str]:
-        """The layers on disk that are adapted."""
+        """The names of the layers on disk that get adapters."""
         return [layer for layer in self.layers if layer is not None]
 
     def tensors(self, spec: AdapterSpec, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return {name on disk: shape} of the adapters. shapes: of the model's tensors on disk."""
+        """Return {name on disk: shape} of the adapters' tensors. shapes: {name: shape} of the model's tensors on disk."""
         tensors, columns = {}, shapes[self.weight.sources[0]][1]
         for layer, rows in zip(self.layers, self.rows, strict=True):
             tensors |= spec.shapes(layer, rows, columns) if layer else {}
@@ -54,7 +54,7 @@ class AdaptedModule:
 
 
 def options(config: MegatronLoRAConfig) -> LoRAConfig:
-    """Return the options in the form that both backends share."""
+    """Return Megatron-Core's adapter options as a LoRAConfig, the form that both backends share."""
     return LoRAConfig(
         True,
         dim=config.dim,
@@ -68,7 +68,7 @@ def options(config: MegatronLoRAConfig) -> LoRAConfig:
 
 
 def not_served_modules(chosen: list[ChosenModule]) -> Iterator[Problem]:
-    """Yield the problem of a refit of these modules' adapters alone, as `described.not_served` does."""
+    """Yield a problem if refits must not send the adapters of these modules alone, as `adapted_layers.not_served` does."""
 
     def layers(experts: bool) -> Iterator[str]:
         for module in chosen:
@@ -80,10 +80,10 @@ def not_served_modules(chosen: list[ChosenModule]) -> Iterator[Problem]:
 
 
 def _expert_layer(layers: list[str]) -> str:
-    """Return the name of the adapted layer that stands for an expert's projections, which share an A.
+    """Return transformers' name of the adapted layer that stands for an expert's projections with a shared A.
 
-    The name is transformers', which differs from that on disk for Mixtral and Nemotron-H. layers: on disk; gate and up
-    projections together are gate_up_proj.
+    layers: the names of the projections on disk; Mixtral's and Nemotron-H's differ from transformers' names. A gate and an up
+    projection together are gate_up_proj.
     """
     expert = expert_of(layers[0])
     assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it

@@ -15,14 +15,17 @@ from pipeline.models.family import Parameter
 
 KEY = "policy.megatron_cfg.peft"
 EXPERTS = "*.local_experts.*"
-"""The pattern of all routed experts."""
+"""The pattern that matches the layers of all routed experts."""
 Choice = str | None
-"""The adapter of a source of a module's weight. shared: all sources share an A; own: it has its own; None: it has none."""
+"""The adapter of one source of a module's weight.
+
+"shared": all sources of the module share one A. "own": the source has an A of its own. None: the source has no adapter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenModule:
-    """A module that gets adapters, over all ranks."""
+    """A Megatron-Core module that gets adapters, described as a whole and not as one rank's part."""
 
     name: str  # global name in Megatron-Core: decoder.layers.3.self_attention.linear_qkv
     weight: Parameter
@@ -32,7 +35,8 @@ class ChosenModule:
 def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], prefix: str = "decoder.") -> list[ChosenModule]:
     """Return the modules that get adapters, in the model's order.
 
-    parameters: of the whole model. Raises RecipeError for names that match no module, and for modules that can have no adapter.
+    parameters: {global name: parameter} of the whole model. Raises RecipeError for a name in the recipe that matches no module,
+    and for a module that cannot have an adapter.
     """
     if not config.target_modules and any(name.endswith(".in_proj.weight") for name in parameters):
         suffixes = ", ".join(sorted({name.rpartition(".")[2] for name, _ in _linear(parameters, prefix)}))
@@ -60,7 +64,7 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
 
 
 def _check_experts(config: MegatronLoRAConfig, modules: list[ChosenModule]) -> None:
-    """Refuse adapters of experts that are one tensor on disk (gpt-oss)."""
+    """Raise RecipeError if the modules are experts that are one tensor on disk (gpt-oss): these cannot have adapters."""
     if all(module.weight.expert is None or expert_of(module.weight.sources[0]) for module in modules):
         return
     key, value, hint = "target_modules", ", ".join(config.target_modules), "names of attention's layers"
@@ -73,9 +77,10 @@ def _check_experts(config: MegatronLoRAConfig, modules: list[ChosenModule]) -> N
 
 
 def adapts_experts(config: MegatronLoRAConfig, layers: Iterable[int], prefix: str = "decoder.") -> bool:
-    """Return whether adapters of routed experts are chosen in one of these layers, by the names of the first expert.
+    """Return whether the recipe gives routed experts adapters in at least one of these layers.
 
-    Raises RecipeError for a layer with both a shared A and an own one.
+    It compares the recipe's names with the names of expert 0 only. Raises RecipeError if the recipe gives a layer both a shared
+    A and an A of its own.
     """
     experts = [f"{prefix}layers.{layer}.mlp.experts.local_experts.0" for layer in layers]
     fused = (_choices(config, f"{expert}.linear_fc1", 2)[0] for expert in experts)
@@ -84,13 +89,13 @@ def adapts_experts(config: MegatronLoRAConfig, layers: Iterable[int], prefix: st
 
 
 def expert_of(source: str) -> str | None:
-    """Return the expert of a tensor on disk, as `model.layers.3.mlp.experts.17`; None if it belongs to no expert."""
+    """Return the name on disk of a tensor's expert, such as `model.layers.3.mlp.experts.17`; None if it has no expert."""
     match = re.match(r"(.+\.experts\.\d+)\.", source)
     return match and match[1]
 
 
 def _linear(parameters: Mapping[str, Parameter], prefix: str) -> Iterator[tuple[str, Parameter]]:
-    """Yield (module, its weight) of every linear layer."""
+    """Yield (name of the module, its weight) of every linear layer whose name begins with `prefix`."""
     for name, parameter in parameters.items():
         module, _, kind = name.rpartition(".")
         if kind == "weight" and module.startswith(prefix) and module.rpartition(".")[2].startswith("linear_"):
@@ -98,7 +103,10 @@ def _linear(parameters: Mapping[str, Parameter], prefix: str) -> Iterator[tuple[
 
 
 def _choices(config: MegatronLoRAConfig, module: str, sources: int) -> tuple[tuple[Choice, ...], set[tuple[str, str]]]:
-    """Return (the choice for each source of a module's weight, the (key, name) pairs that match it)."""
+    """Return (the choice for each source of a module's weight, the recipe's (key, name) pairs that match the module).
+
+    sources: the number of the weight's sources.
+    """
     path = module.rpartition(".")[0]
     _, *parts = _names(module, sources)
     if not config.target_modules:
@@ -118,13 +126,13 @@ def _choices(config: MegatronLoRAConfig, module: str, sources: int) -> tuple[tup
 
 
 def _names(module: str, sources: int) -> tuple[str, ...]:
-    """Return the last part of a module's name, then the names of its parts if its weight has several sources."""
+    """Return the last part of a module's name, followed by the names of its projections if its weight has several sources."""
     suffix = module.rpartition(".")[2]
     return suffix, *(FUSED.get(suffix, ()) if sources > 1 else ())
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Return whether a name of the recipe, or a pattern with * for any characters, means this module."""
+    """Return whether a name in the recipe selects this module. In the name, * stands for any characters."""
     if "*" not in pattern:
         return pattern == module or pattern == module.rpartition(".")[2]
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None

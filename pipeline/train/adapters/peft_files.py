@@ -33,11 +33,13 @@ def export_adapters(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, in float32, to `folder`.
 
-    Any backend may have saved the checkpoint, with any layout. A value head is one of peft's `modules_to_save`, and experts are
-    its `target_parameters`. Files are first written next to the folder, so it is always complete; digests.sha256 has their
-    SHA-256. key: of an encrypted checkpoint. Raises RecipeError if the checkpoint has no adapters, it is encrypted with another
-    key, they are not of policy.model_name, peft cannot have them, or the base is random; StorageError if the files cannot be
-    written.
+    Any backend may have saved the checkpoint, with any layout. A value head becomes one of peft's `modules_to_save`, and
+    experts become its `target_parameters`. Files are first written to a folder next to `folder`, so `folder` is always
+    complete; digests.sha256 lists their SHA-256. key: decrypts an encrypted checkpoint.
+
+    Raises RecipeError if the checkpoint has no adapters or is encrypted with another key, if the adapters are not of
+    policy.model_name or peft cannot represent them, or if the base weights are random. Raises StorageError if the files cannot
+    be written.
     """
     reader, records = read_shards(checkpoint, key)
     record = records[0].get("lora")
@@ -75,21 +77,21 @@ def export_adapters(
 
 
 def _modules(policy: PolicyConfig, head: Head) -> dict[str, str]:
-    """Return {layer on disk: transformers' name of the module} of the weights that are one tensor on disk and in memory."""
+    """Return {layer on disk: transformers' name of its module} of layers whose weight is one tensor on disk and in memory."""
     pieces = layout(meta_model(model_config(policy, head), head))
     single = {name: parts[0].name for name, parts in pieces.items() if len(parts) == 1 and name.endswith(".weight")}
     return {stored.removesuffix(".weight"): name.removesuffix(".weight") for name, stored in single.items()}
 
 
 def _shortest(targets: list[str], modules: Mapping[str, str]) -> list[str]:
-    """Return the last parts of the targets' names where they match no other module, else the whole names."""
+    """Return the last parts of the targets' names if these match no other module, else the whole names."""
     ends = {target.rpartition(".")[2] for target in targets}
     matched = {name for name in modules.values() if name.rpartition(".")[2] in ends}
     return sorted(ends if matched == set(targets) else targets)
 
 
 def _config(saved: SavedAdapters, policy: PolicyConfig, modules: Mapping[str, str], head: Head) -> LoraConfig:
-    """Return peft's description of the adapters. Raises RecipeError if peft cannot have them."""
+    """Return peft's configuration of the adapters. Raises RecipeError if peft cannot represent them."""
     experts = saved.of_experts()
     linear = [layer for layer in saved.layers if not _is_of(layer, experts)]
     if unknown := sorted(layer for layer in linear if layer not in modules):
@@ -130,7 +132,7 @@ def _is_of(layer: str, experts: Mapping[str, ExpertParameter]) -> bool:
 
 
 def _linear(saved: SavedAdapters, modules: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return peft's tensors of the adapters of linear layers, by its names."""
+    """Return {peft's name: tensor} of the adapters of linear layers."""
     return {
         ROOT + modules[layer] + name.removeprefix(layer): saved.read(name)
         for layer, shape in saved.layers.items()
@@ -140,7 +142,7 @@ def _linear(saved: SavedAdapters, modules: Mapping[str, str]) -> dict[str, torch
 
 
 def _stacked(saved: SavedAdapters, config: LoraConfig, policy: PolicyConfig, head: Head) -> dict[str, torch.Tensor]:
-    """Return peft's tensors of the adapters of experts, by the names of peft's own modules, which it nests."""
+    """Return {peft's name: tensor} of the adapters of experts. peft nests its modules, so the names come from a peft model."""
     experts = saved.of_experts()
     if not experts:
         return {}

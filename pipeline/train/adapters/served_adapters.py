@@ -1,4 +1,4 @@
-"""The adapters of a policy as engines that serve them need them, without a backend."""
+"""Describe a policy's adapters for the engines that serve them, without building a train backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipeline.types import ServedAdapters
 
 
 def served_adapters(policy: PolicyConfig) -> ServedAdapters:
-    """Return the adapters of policy.model_name, in the order of the backend that trains them.
+    """Return the description of the adapters of policy.model_name, in the order of the train backend.
 
-    Raises RecipeError for layers that cannot have one, and for those whose adapters engines cannot apply.
+    Raises RecipeError if a layer that the recipe names cannot have an adapter, or if engines cannot apply the adapters.
     """
     config = model_config(policy)
     refuse(family_not_served(config.model_type))

@@ -1,6 +1,6 @@
 """The Megatron-Core training backend.
 
-Start with `backend`. Importing this package on a machine without CUDA makes Megatron-Core run on the CPU (`cpu`).
+Start with `megatron_backend`. Importing this package on a machine without CUDA makes Megatron-Core run on the CPU (`cpu`).
 """
 
 from pipeline.train.megatron import cpu

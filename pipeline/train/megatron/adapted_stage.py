@@ -31,9 +31,10 @@ from pipeline.train.megatron.model import PipelineStage
 def adapt(
     stage: PipelineStage, policy: PolicyConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]
 ) -> StageAdapters | None:
-    """Add the recipe's adapters to a stage; return None if it has none. Everything else is frozen, except for a value head.
+    """Add the recipe's adapters to a stage, and freeze everything else except for a value head.
 
-    parameters: of the whole model; shapes: of the tensors on disk. Raises RecipeError for names that match no module.
+    Returns None, and changes nothing, if the recipe has no adapters. parameters: {global name: parameter} of the whole model;
+    shapes: {name: shape} of the tensors on disk. Raises RecipeError if a name in the recipe matches no module.
     """
     config = policy.megatron_cfg.peft
     if not config.enabled:
@@ -63,7 +64,7 @@ class StageAdapters:
             self.copies |= target.duplicates()
 
     def attach(self, stage: PipelineStage) -> None:
-        """Add the adapters to the stage's modules; a stage can get none."""
+        """Add the adapters to this stage's modules. A stage may have no module that gets one."""
         modules = {}
         for name, _ in list(stage.named_parameters()):
             module = name.rpartition(".")[0]
@@ -82,7 +83,7 @@ class StageAdapters:
             stage.embedding.register_forward_hook(require_gradient)
 
     def _add(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
-        """Add an adapter's output: the forward hook of an adapted module."""
+        """Return a module's output with its adapter's output added: the forward hook of an adapted module."""
         if not self._switch.enabled:
             return output
         adapter = layer.get_submodule(SUBMODULE)
@@ -92,7 +93,7 @@ class StageAdapters:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the adapters within this context: the model is then its base."""
+        """Disable the adapters within this context, so that the model computes with W alone."""
         self._switch.enabled = False
         try:
             yield
@@ -101,7 +102,7 @@ class StageAdapters:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Have dropout within this context."""
+        """Apply the adapters' dropout within this context."""
         self._switch.dropout = True
         try:
             yield
@@ -109,7 +110,10 @@ class StageAdapters:
             self._switch.dropout = False
 
     def sum_partial(self) -> None:
-        """Sum the gradients of whole matrices over the ranks that have parts of them. Collective, after data parallelism."""
+        """Sum the partial gradients of adapters over the ranks that cut the module (`ModuleAdapter.partial`).
+
+        Collective. Call it after gradients are summed over data-parallel ranks.
+        """
         by_group: dict[dist.ProcessGroup, list[Any]] = {}
         for _, adapter in self._held.values():
             by_group.setdefault(adapter.group, []).extend(adapter.partial)
@@ -118,14 +122,14 @@ class StageAdapters:
                 _sum_together([parameter.main_grad for parameter in parameters], group)
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (global name of an adapted weight, this rank's part of it, merged). Collective with DoRA."""
+        """Yield (global name, merged weight) of this rank's part of each adapted weight. Collective with DoRA."""
         for module, (layer, adapter) in self._held.items():
             yield f"{module}.weight", adapter.merged(layer)
 
     def initial(self, local: Mapping[str, LocalTensor], seed: int) -> ReadBox:
-        """Return a function that reads the initial adapters' boxes, float32. Collective with DoRA.
+        """Return a function that reads boxes of the adapters' initial tensors, in float32. Collective with DoRA.
 
-        local: tensors of this rank, of which W must be loaded.
+        local: {global name: tensor} of this rank; the weights among these must be loaded.
         """
         magnitudes: dict[str, torch.Tensor] = {}  # whole, of which this rank fills its rows
         for module, (layer, adapter) in self._held.items() if self.spec.dora else ():
@@ -149,7 +153,7 @@ class StageAdapters:
 
 
 def require_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Have activations require gradients from the first on, as recomputation and pipeline stages expect."""
+    """Make the embedding's output require gradients, as recomputation and pipeline stages expect: a forward hook."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 

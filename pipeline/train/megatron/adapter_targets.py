@@ -1,10 +1,10 @@
 """Describe the adapters of Megatron-Core's modules as functions of Hugging Face tensors.
 
 Megatron-Core fuses projections: linear_qkv, and linear_fc1 of a gated MLP. B of a fused module consists of the B of each
-projection, placed like the rows of W. A is either shared (targets linear_qkv and linear_fc1, as NVIDIA Megatron-Bridge's LoRA),
-and is then stored once for each projection, or each projection has its own (linear_q, linear_fc1_gate and so on, as its
-CanonicalLoRA), stacked in one parameter. The two projections of an expert that share A are one layer, `gate_up_proj`, as in
-transformers.
+projection, placed like the rows of W. For A there are two cases. With the targets linear_qkv and linear_fc1, the projections
+share one A, which is stored once for each projection (as in LoRA of NVIDIA's Megatron-Bridge). With the targets linear_q,
+linear_fc1_gate and so on, each projection has its own A, and these are stacked in one parameter (as in its CanonicalLoRA). The
+two projections of an expert that share A are one layer, `gate_up_proj`, as in transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Target(AdaptedModule):
         return 1 if self.shared else len(self.names)
 
     def parameters(self, spec: AdapterSpec) -> dict[str, Parameter]:
-        """Return the adapter's whole parameters by global name: A [stacked dim, in], B [out, dim], with DoRA m [out]."""
+        """Return {global name: parameter} of the whole adapter: A [stacked * dim, in], B [out, dim] and, with DoRA, m [out]."""
         split, expert = self.weight.split, self.weight.expert
         of_a = self.names[:1] if self.shared else self.names
         rows = partial(_rows, self.weight.function if len(self.layers) > 1 else identity, self._zeros())
@@ -50,7 +50,7 @@ class Target(AdaptedModule):
         return parameters
 
     def owners(self) -> list[int]:
-        """Return the number of the A matrix of each row of W [out], or -1 where the row has no adapter."""
+        """Return, for each row of W [out, in], the number of its A matrix; -1 for a row without an adapter."""
         if self.shared or len(self.layers) == 1:
             return [0] * sum(self.rows)
         shape, pieces = record(self.weight.function, [(str(i), (count,)) for i, count in enumerate(self.rows)])
@@ -63,12 +63,12 @@ class Target(AdaptedModule):
         return owners
 
     def duplicates(self) -> dict[str, list[str]]:
-        """Return {name of a stored A: names under which the same A is stored too}."""
+        """Return {name on disk of an A: the other names under which the same A is stored}."""
         first, *copies = self.names
         return {first + A: [layer + A for layer in copies]} if self.shared and copies else {}
 
     def _zeros(self) -> tuple[int | None, ...]:
-        """Return for each source the number of its rows if it has no adapter, else None."""
+        """Return, for each source of W, the number of its rows if it has no adapter, else None."""
         return tuple(count if layer is None else None for layer, count in zip(self.layers, self.rows, strict=True))
 
 
@@ -78,7 +78,11 @@ def _stack(*matrices: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(function, zeros: tuple[int | None, ...], *sources: torch.Tensor) -> torch.Tensor:
-    """Apply the function of W to tensors with the rows of its sources. zeros: the number of rows of each that is 0."""
+    """Return `function` of one tensor for each source of W, such as the sources' B matrices.
+
+    function: makes W from its sources. zeros: for each source, None if its tensor is the next of `sources`, else the number of
+    rows of the zeros that replace it.
+    """
     remaining = iter(sources)
     return function(*(next(remaining) if rows is None else sources[0].new_zeros(rows, *sources[0].shape[1:]) for rows in zeros))
 
@@ -86,6 +90,7 @@ def _rows(function, zeros: tuple[int | None, ...], *sources: torch.Tensor) -> to
 def targets(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]) -> list[Target]:
     """Return the modules that get adapters, in the model's order.
 
-    parameters: of the whole model; shapes: of the tensors on disk. Raises RecipeError as `choose` does.
+    parameters: {global name: parameter} of the whole model. shapes: {name: shape} of the tensors on disk. Raises RecipeError as
+    `choose` does.
     """
     return [Target.of(chosen, shapes) for chosen in choose(config, parameters)]

@@ -1,14 +1,14 @@
 """LoRA and DoRA adapters in Megatron-Core's linear layers, under tensor, sequence, expert, pipeline and context parallelism.
 
-A module's adapter is a submodule, and a forward hook adds its output. It is cut like W [out, in]: B like its rows, A like its
-columns. The other matrix is whole on every rank. Ranks exchange only the product of A, [tokens, dim]:
+A module's adapter is a submodule, and a forward hook adds its output. It is cut like W [out, in]: B if W is cut by rows, A if W
+is cut by columns. The other matrix is whole on every rank. Ranks exchange only the product A x, [tokens, dim]:
 
     W cut by rows      A is whole. With sequence parallelism, its product of this rank's tokens is gathered before B.
-    W cut by columns   The ranks' products of A are summed, and this rank's tokens of them are multiplied by the whole B.
+    W cut by columns   The ranks' products A x are summed, and the sums of this rank's tokens are multiplied by the whole B.
     W of an expert     The dispatcher gathers tokens and sums outputs over ranks that cut an expert, so no exchange is needed.
 
-Where ranks have a part of the tokens, or of the output, the gradient of a whole matrix is partial (`ModuleAdapter.partial`).
-`adapted_stage.py` attaches the adapters, and sums these gradients.
+Where a rank has only a part of the tokens or of the output, its gradient of a whole matrix is partial
+(`ModuleAdapter.partial`). `adapted_stage.py` attaches the adapters, and sums these gradients.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModuleAdapter(nn.Module):
 
     @property
     def partial(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are a part of the sum over `group`."""
+        """The parameters whose gradients on this rank are partial sums, which must be summed over `group`."""
         if self._group.size() == 1:
             return []
         of_rows = [p for p in (self.lora_B, self.magnitude) if p is not None]
@@ -86,7 +86,10 @@ class ModuleAdapter(nn.Module):
         return self._group
 
     def _mark(self, reduced_densely: bool) -> None:
-        """Set the attributes by which Megatron-Core reduces gradients and counts them once in the norm."""
+        """Set the parameters' attributes by which Megatron-Core reduces gradients and counts each once in the norm.
+
+        reduced_densely: the attribute `allreduce` of the module's weight.
+        """
         uncut = {"rows": (self.lora_A,), "columns": (self.lora_B, self.magnitude), "none": (*self.parameters(),)}[self._cut]
         for parameter in self.parameters():
             duplicate = any(parameter is copy for copy in uncut) and self._group.rank() > 0
@@ -100,7 +103,8 @@ class ModuleAdapter(nn.Module):
     def forward(self, layer: nn.Module, inputs: torch.Tensor, output: torch.Tensor, biased: bool = True) -> torch.Tensor:
         """Return the module's output [t, ..., out] with its adapter.
 
-        inputs: of the module [t, ..., in]. biased: whether the output contains the module's bias, if it has one.
+        inputs [t, ..., in], output [t, ..., out]: the module's. biased: whether `output` contains the module's bias, if it has
+        one.
         """
         if self._norm is not None:
             inputs = self._norm(inputs)
@@ -121,7 +125,7 @@ class ModuleAdapter(nn.Module):
         return factors * (output - bias + delta) + bias
 
     def initial_magnitude(self, layer: nn.Module) -> torch.Tensor:
-        """Return DoRA's initial magnitudes of these rows [out] float32. Collective over the ranks that cut W."""
+        """Return DoRA's initial magnitudes of this rank's rows, [out] float32. Collective over the ranks that cut W."""
         weight: Any = layer.weight
         return initial_magnitude(weight.detach(), self._sum_columns)
 
@@ -133,14 +137,14 @@ class ModuleAdapter(nn.Module):
             return merge(weight, self.lora_A, self._b(), self._spec.scale, magnitudes, self._sum_columns)
 
     def _b(self) -> torch.Tensor:
-        """Return B [out, stacked dim], with zeros where a row does not belong to that A."""
+        """Return B [out, stacked * dim], where each row has zeros in the columns of the A matrices that it does not use."""
         mask: Any = self._mask
         if mask is None:
             return self.lora_B
         return (mask[:, :, None] * self.lora_B[:, None, :]).flatten(1)
 
     def _magnitudes(self, norms: torch.Tensor) -> torch.Tensor:
-        """Return DoRA's magnitudes [out]. A row without an adapter keeps its norm, of `norms` [out], and so stays as it is."""
+        """Return DoRA's magnitudes [out]. A row without an adapter gets its norm in `norms` [out], so it does not change."""
         magnitude = self.magnitude
         adapted: Any = self._adapted
         assert magnitude is not None  # with DoRA
@@ -156,7 +160,7 @@ class ModuleAdapter(nn.Module):
         return squares
 
     def _exchange(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the product of A that this rank's B needs, from this rank's product [t, ..., dim]."""
+        """Return the product A x that this rank's B needs, from this rank's own product A x [t, ..., dim]."""
         group: Any = self._group
         if not self._exchanges or self._cut == "none" or group.size() == 1:
             return product
@@ -169,7 +173,7 @@ class ModuleAdapter(nn.Module):
         return tensor_parallel.reduce_from_tensor_model_parallel_region(product, group=group)
 
     def _dropout(self, tensor: torch.Tensor, shared: bool) -> torch.Tensor:
-        """Drop entries in training passes. shared: ranks of the group have the same entries, and must drop the same."""
+        """Apply dropout in training passes. shared: the group's ranks have the same entries, and must drop the same ones."""
         if not (self._switch.dropout and self._spec.dropout):
             return tensor
         if shared and not self._expert:

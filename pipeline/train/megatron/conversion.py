@@ -57,8 +57,9 @@ def open_conversion(
 ) -> Conversion:
     """Return the conversion of the checkpoint `policy.model_name`, after converting it if necessary. Collective.
 
-    config: the checkpoint's, with the recipe's overrides. folder: None for `shared_folder()`; all ranks must share it.
-    timeout_s: to wait for another job that converts the same checkpoint. phase: reports waiting and converting.
+    config: the checkpoint's configuration with the recipe's overrides. folder: the folder of conversions, which all ranks
+    share; None: `shared_folder()`. timeout_s: how long to wait for another job that converts the same checkpoint. phase:
+    reports waiting and converting.
 
     Raises RecipeError if the checkpoint is not of this model or the folder cannot be used, TimeoutError if another job's
     conversion takes too long.
@@ -109,7 +110,7 @@ def _prepare(root: Path) -> None:
 
 
 def _check(policy: PolicyConfig, config: PreTrainedConfig, head: Head) -> None:
-    """Raise the errors of training without a conversion: other names or shapes, tied tensors that differ."""
+    """Raise RecipeError if the checkpoint's names or shapes are not the model's, or if its tied tensors differ."""
     initial_weights(policy, config, seed=0, head=head)
 
 
@@ -146,7 +147,7 @@ def _write_part(partial: Path, files: WeightFiles, parameters: Mapping[str, Para
 
 
 def _partition(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:
-    """Return the parameter names of one of `size` parts with about equal bytes, in the model's order."""
+    """Return the names of the parameters of part `rank`, of `size` parts with about equal bytes, in the model's order."""
     sizes = {name: sum(stored[source].nbytes for source in parameter.sources) for name, parameter in parameters.items()}
     total, before, part = sum(sizes.values()), 0, []
     for name, nbytes in sizes.items():

@@ -20,14 +20,17 @@ def token_positions(packing: Packing) -> torch.Tensor:
 def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
     """Convolve each channel with its past in its sequence, then apply SiLU: x [T, C], weight [C, K], bias [C] -> [T, C].
 
-    positions [T]: of tokens in their sequences. weight[:, K - 1] multiplies the token itself. Sums are in float32 at least and
-    rounded once, as the kernels of engines do it.
+    positions [T]: each token's position in its sequence. weight[:, K - 1] multiplies the token itself. Sums are in float32 or
+    wider and are rounded once, as in the kernels of engines.
     """
     return _Convolution.apply(x, weight, bias, positions)
 
 
 class _Convolution(torch.autograd.Function):
-    """Keeps its inputs alone for the backward pass: sums in float32 of each tap would take several times their bytes."""
+    """Computes `convolve`, and keeps only the inputs for the backward pass.
+
+    The float32 sums of each tap would take several times the inputs' memory.
+    """
 
     @staticmethod
     def forward(
@@ -53,7 +56,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _total(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-    """Return the convolution [T, C] in float32, or in float64 of float64."""
+    """Return the convolution [T, C] before SiLU, in float32, or in float64 if x is float64."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     total = x * weight[:, -1]
     for back in range(1, weight.size(1)):

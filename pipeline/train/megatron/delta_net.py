@@ -5,8 +5,8 @@ decay g_t < 0:
 
     h_t = exp(g_t) h_{t-1} + b_t k_t (v_t - exp(g_t) h_{t-1}^T k_t)^T,    y_t = h_t^T q_t / sqrt(N)        h [N, P], 0 at first
 
-A chunk's changes u_t = b_t (v_t - ...) solve a triangular system (section 3.3), so that a chunk takes matrix products. Where
-flash-linear-attention is installed, its kernel computes the same on a GPU; elsewhere torch does.
+A chunk's changes u_t = b_t (v_t - ...) solve a triangular system (section 3.3), so a chunk is computed by matrix products.
+Where flash-linear-attention is installed, its kernel computes the same on a GPU; elsewhere torch does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def delta_rule(
 ) -> torch.Tensor:
     """Return y [T, R, P] of query and key [T, G, N], value [T, R, P], strength and decay [T, R], in float32.
 
-    The lengths of queries and keys do not matter. chunk: tokens that are computed by matrix products.
+    Queries and keys may have any length (norm). chunk: the number of tokens that are computed together by matrix products.
     """
     query, key, value, strength, decay = (tensor.float() for tensor in (query, key, value, strength, decay))
     query, key = (tensor * (tensor.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt() for tensor in (query, key))
@@ -59,7 +59,10 @@ def delta_rule(
 def _chunked_scan(
     chunk: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, strength: torch.Tensor, decay: torch.Tensor
 ) -> torch.Tensor:
-    """Return h^T q of sequences of one length: query and key [S, L, G, N], value [S, L, R, P], others [S, L, R]."""
+    """Return h^T q [S, L, R, P] of S sequences of equal length L.
+
+    query and key [S, L, G, N], value [S, L, R, P], strength and decay [S, L, R].
+    """
     length, states = value.size(1), key.size(-1)
     size = min(chunk, length)
     shared = value.size(2) // key.size(2)  # heads of a group
@@ -96,7 +99,7 @@ def _kernels() -> ModuleType | None:
 
 
 class DeltaNetMixer(Mixer[DeltaNet]):
-    """A gated delta net. Its numbers of each head give the strength and the decay."""
+    """A gated delta net. Of the projection's two numbers for each head, the first gives the strength, the second the decay."""
 
     def __init__(self, config: TransformerConfig, submodules: MixerSubmodules, layer_number: int, **named: Any) -> None:
         super().__init__(config, submodules, layer_number, **named)
@@ -138,7 +141,7 @@ class DeltaNetMixer(Mixer[DeltaNet]):
 
     @override
     def norm(self, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Return RMSNorm of each head's outputs, then gated."""
+        """Return the RMSNorm of each head's outputs, multiplied by SiLU of the gate."""
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._tensor)  # sums gradients over ranks
         heads = mixed.float().unflatten(-1, (-1, self._sizes.value_dim))
         normed = weight * F.rms_norm(heads, heads.shape[-1:], eps=self._sizes.epsilon).to(mixed.dtype)

@@ -2,8 +2,8 @@
 
 Its settings come from `policy.megatron_cfg.optimizer` and `.scheduler` if the recipe has them, otherwise from
 `policy.optimizer` and `policy.scheduler`, so a recipe can change the backend without other keys. With Megatron-Core's settings,
-norms and biases have no weight decay, which is its default. With torch's settings, all parameters have it, which is torch's
-default.
+norms and biases have no weight decay, as is Megatron-Core's default. With torch's settings, all parameters have weight decay,
+as is torch's default.
 
 Not supported: fp16 and its loss scale; CPU offload; checkpoints in Megatron-Core's format (`ranges` returns flat ranges, which
 `megatron_backend.py` writes as boxes of Hugging Face tensors).
@@ -77,7 +77,7 @@ class ScheduledOptimizer:
         return TorchLRSchedule(self._core, config, policy.scheduler)
 
     def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
-        """Return a function that takes the rates and schedules of `policy`: `TrainBackend.new_rates`."""
+        """Return a function that switches to the rates and schedules of `policy`, as `TrainBackend.new_rates` describes."""
         config = _core_config(policy, policy.megatron_cfg.optimizer)
         groups = self._core.param_groups
         before = [dict(group) for group in groups]
@@ -114,14 +114,14 @@ class ScheduledOptimizer:
         self._schedule.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Remove the gradients."""
         self._core.zero_grad()
 
     def step(self) -> float:
         """Update the weights, and return the norm of the whole gradient before clipping. Collective over the component.
 
         Raises FloatingPointError if the gradient is not finite; weights and state are then unchanged. The first step of a
-        process raises RuntimeError if gradients of replicas, or Megatron-Core's norm, are not what the layout says.
+        process raises RuntimeError if `GradientNorm.check` fails.
         """
         self._core.prepare_grads()
         norm = self._norm.norm(self._gradients())
@@ -139,7 +139,7 @@ class ScheduledOptimizer:
         return norm
 
     def _gradients(self) -> Iterator[Gradient]:
-        """Yield the gradients of the ranges that this rank updates."""
+        """Yield the gradient of each range that this rank updates."""
         for part in self._parts():
             for parameter, (group, index) in part.model_param_group_index_map.items():
                 main = part.optimizer.param_groups[group]["params"][index]
@@ -156,12 +156,15 @@ class ScheduledOptimizer:
                 yield ParameterRange(parameter, bounds.start, bounds.end, main.detach(), state)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors of the optimizer. With a single precision, its weights are views of the model's."""
+        """Yield all tensors of the optimizer. If the model is in float32, the optimizer's weights are views of the model's."""
         for part in self.ranges():
             yield from (part.main, *part.state.values())
 
     def restore(self, updates: int, schedule_steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
-        """Restore the state of a checkpoint. state: the state tensors of each parameter of `ranges`."""
+        """Restore the optimizer and its schedule from a checkpoint.
+
+        updates: the number of updates so far. state: {parameter: its state tensors} for the parameters of `ranges`.
+        """
         self.updates = updates
         self._schedule = self._new_schedule(self._policy, self._config)
         self._schedule.advance(schedule_steps)
@@ -179,12 +182,12 @@ class ScheduledOptimizer:
                     group["step"] = updates
 
     def _parts(self) -> list[Any]:
-        """Return Megatron-Core's optimizers that have parameters: of dense parameters and of experts."""
+        """Return those of Megatron-Core's optimizers (for dense parameters and for experts) that have parameters."""
         return [part for part in self._core.chained_optimizers if part.optimizer is not None and part.get_parameters()]
 
 
 class TorchLRSchedule:
-    """A schedule of torch, run on a dummy optimizer because Megatron-Core's is not a torch optimizer."""
+    """A schedule of torch. It runs on a dummy optimizer, because Megatron-Core's optimizer is not a torch optimizer."""
 
     def __init__(self, core: Any, config: CoreConfig, schedule: Any):
         self._core, self._config = core, config

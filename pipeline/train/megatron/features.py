@@ -1,4 +1,4 @@
-"""Layers and modules for what Megatron-Core's TransformerConfig cannot say of a model (`pipeline.models.family.Features`)."""
+"""Layers for model features that Megatron-Core's TransformerConfig cannot express (`pipeline.models.family.Features`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from pipeline.train.megatron.rotary import LayerRotary, rotary, rotary_kinds
 
 
 class FeaturedLayer(TransformerLayer):
-    """A layer that norms the outputs of attention and MLP before it adds them, or takes its own rotary embeddings, or both."""
+    """A layer with one or both of two features.
+
+    It normalizes the outputs of attention and MLP before it adds them, or uses its own kind of rotary embeddings.
+    """
 
     def __init__(self, *arguments, features: Features, norm: Callable[..., torch.nn.Module], **named) -> None:
         super().__init__(*arguments, **named)
@@ -42,7 +45,7 @@ class FeaturedLayer(TransformerLayer):
 
 
 def _add_normed(add: Callable, norm: torch.nn.Module, training: bool, fused: bool) -> Callable:
-    """Return Megatron-Core's function that adds an output to the residual, with a norm of the output before."""
+    """Return a function that normalizes an output and then adds it to the residual by Megatron-Core's function `add`."""
 
     def add_and_norm(output_with_bias: tuple, residual: torch.Tensor, dropout: float) -> torch.Tensor:
         output, bias = output_with_bias
@@ -55,10 +58,10 @@ def _add_normed(add: Callable, norm: torch.nn.Module, training: bool, fused: boo
 def with_features(
     block: TransformerBlockSubmodules, config: TransformerConfig, features: Features, norm: Callable[..., torch.nn.Module]
 ) -> TransformerBlockSubmodules:
-    """Return the spec with the layers and the attention that the features need; of Megatron-Core's modules or of ours.
+    """Return a stage's spec, changed to the layers, experts and attention that the features need. norm: the class of norms.
 
-    Windows, sinks and soft caps are always computed by our attention, with TransformerEngine too: its kernels do not support
-    all of them for packed sequences and context parallelism.
+    Our attention always computes windows, sinks and soft caps, with TransformerEngine too: its kernels do not support all of
+    them for packed sequences and context parallelism.
     """
     layers: dict[int, Any] = {id(spec): spec for spec in block.layer_specs or ()}  # submodules are annotated as object
     ours = config.window_size or config.softmax_type != "vanilla" or features.score_softcap is not None
@@ -74,7 +77,7 @@ def with_features(
 
 
 def set_rotary(stage: GPTModel, hf: PreTrainedConfig, features: Features) -> None:
-    """Set the rotary frequencies of a stage to transformers' frequencies."""
+    """Set the rotary frequencies of a stage to those that transformers derives from the config `hf`."""
     if kinds := rotary_kinds(features):
         several: Any = LayerRotary(stage.rotary_pos_emb, hf, kinds)
         stage.rotary_pos_emb = several

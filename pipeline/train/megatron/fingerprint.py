@@ -1,9 +1,9 @@
-"""Fingerprint of a conversion: the content of a checkpoint's files and the conversion's layout, without names and paths.
+"""Compute the fingerprint of a conversion from the content of a checkpoint's files and the conversion's layout.
 
-A file's content is identified by its SHA-256. In the Hugging Face cache it is the file's name, which is trusted because these
-files are read-only. Other files are read once. Their digests are cached in `digests/` of the shared folder, by real path, size,
-modification time and inode. The digest of a file that changed a moment ago is not cached, because the file could change again
-within the same tick of the file system's clock.
+Names and paths of files do not matter: a file's content is identified by its SHA-256. In the Hugging Face cache this is the
+file's name, which is trusted because these files are read-only. Other files are read once. Their digests are cached in
+`digests/` of the shared folder, by real path, size, modification time and inode. The digest of a file that changed a moment ago
+is not cached, because the file could change again within the same tick of the file system's clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTLED_S = 2.0  # seconds; file systems stamp changes in steps of up to about o
 
 
 def content_digests(files: Sequence[Path], cache: Path, group: dist.ProcessGroup) -> list[str]:
-    """Return the SHA-256 of each file in hex. cache: the folder of cached digests. Collective: ranks read different files."""
+    """Return the SHA-256 of each file, in hex. Collective: ranks read different files. cache: the folder of cached digests."""
     rank, size = group.rank(), group.size()
     parts = on_all_ranks(group, lambda: json.dumps([_digest(file, cache) for file in files[rank::size]]))
     digests = [""] * len(files)
@@ -46,10 +46,10 @@ def fingerprint(
     shapes: Mapping[str, tuple[int, ...]],
     chosen: Mapping[str, str],
 ) -> str:
-    """Return 64 hex digits, equal for checkpoints whose files have equal content and that `parameters` converts equally.
+    """Return 64 hex digits, which are equal for checkpoints with equal file contents that `parameters` converts equally.
 
-    shapes: of the checkpoint's tensors. chosen: the digest of the file that each tensor is read from, where files hold copies
-    of a tensor; else empty, so that the fingerprint does not depend on the index. The configuration
+    shapes: {name: shape} of the checkpoint's tensors. chosen: if several files hold the same tensor, {tensor: digest of the
+    file that it is read from}; else empty, so that the fingerprint does not depend on the index. The model's configuration
     matters only through the layout of the parameters' functions.
     """
     combined = hashlib.sha256(json.dumps([CONVERTER, sorted(digests)]).encode())
@@ -89,7 +89,7 @@ def _state(file: Path) -> dict[str, Any]:
 
 
 def _cached_digest(cached: Path, state: dict[str, Any]) -> str | None:
-    """Return the digest in the file `cached`; None if there is none for this state of the file."""
+    """Return the digest in the file `cached`; None if this file does not exist or is for another state of the digested file."""
     try:
         record = json.loads(cached.read_text())
     except FileNotFoundError:

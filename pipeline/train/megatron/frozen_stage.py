@@ -18,7 +18,11 @@ from pipeline.train.megatron.model import PipelineStage
 def freeze_stage(
     stage: PipelineStage, policy: PolicyConfig, local: Mapping[str, LocalTensor], parameters: Mapping[str, Parameter]
 ) -> None:
-    """Freeze the parameters of `freeze_parameters`. parameters: of the whole model. Raises RecipeError, on all ranks alike."""
+    """Freeze the parameters of this stage that policy.freeze_parameters names.
+
+    local: this rank's tensors by global name. parameters: {global name: parameter} of the whole model. Raises RecipeError, on
+    all ranks alike, as `freeze` does.
+    """
     trained = {name: parameter.sources for name, parameter in parameters.items() if not name.endswith("expert_bias")}
     tensors = [
         (tensor.tensor, trained[name]) for name, tensor in local.items() if isinstance(tensor.tensor, torch.nn.Parameter)

@@ -25,7 +25,7 @@ class HeldBox(msgspec.Struct, array_like=True):
 
     @property
     def box(self) -> Box:
-        """The `Box`, which msgspec does not encode."""
+        """This box as a `Box`, a class that msgspec does not encode."""
         return Box(self.offset, self.size)
 
 
@@ -42,10 +42,10 @@ class WeightGatherer:
         group: dist.ProcessGroup,
         device: torch.device,
     ):
-        """local: tensors of this rank and their pieces of Hugging Face tensors; replicas may be left out.
+        """local: (tensor, its pieces of Hugging Face tensors) of this rank. Tensors that another rank passes may be left out.
 
-        shapes: of all Hugging Face tensors, in the order of `tensors`. Collective. Raises ValueError if the ranks' boxes do not
-        cover every tensor.
+        shapes: {name: shape} of all Hugging Face tensors, in the order in which `tensors` yields them. Collective. Raises
+        ValueError if the ranks' boxes do not cover every tensor.
         """
         self._shapes = shapes
         self._group = group
@@ -73,7 +73,10 @@ class WeightGatherer:
                 )
 
     def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor) on rank 0, with an empty tensor on other ranks. Collective: all ranks must exhaust it."""
+        """Yield (name, whole tensor) on rank 0 and (name, empty tensor) on other ranks.
+
+        Collective: all ranks must exhaust it. precision: the dtype of all tensors but those served in another dtype.
+        """
         rank = self._group.rank()
         for name, shape in self._shapes.items():
             dtype = served_dtype(name, precision)

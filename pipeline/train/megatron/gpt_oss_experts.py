@@ -35,7 +35,7 @@ class TransposedLinear(torch.nn.Module):
 
 
 class AlternatingExpert(MegatronModule):
-    """One gated MLP, of tokens [t, H] with the router's weights [t]."""
+    """One expert, a gated MLP. It maps tokens [t, H] and the router's weights [t] to weighted outputs [t, H]."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -53,7 +53,7 @@ class AlternatingExpert(MegatronModule):
 
 
 class AlternatingExperts(MegatronModule):
-    """This rank's experts, in place of Megatron-Core's: one matrix product for each expert."""
+    """This rank's experts, which replace Megatron-Core's module of experts. They are computed one after the other."""
 
     def __init__(self, count: int, config: TransformerConfig, submodules=None, pg_collection=None) -> None:
         super().__init__(config=config)
@@ -61,7 +61,10 @@ class AlternatingExperts(MegatronModule):
 
     @override
     def forward(self, hidden, tokens_per_expert, probs) -> tuple[torch.Tensor, None]:
-        """Return outputs [t, H] of tokens [t, H] that are sorted by expert, with the router's weights [t]; and no bias."""
+        """Return (weighted outputs [t, H], None for no bias).
+
+        hidden [t, H]: tokens, sorted by expert. tokens_per_expert [E]. probs [t]: the router's weights of these tokens.
+        """
         counts = tokens_per_expert.tolist()
         parts = zip(self.local_experts, hidden.split(counts), probs.split(counts), strict=True)
         return torch.cat([expert(x, weights) for expert, x, weights in parts]), None

@@ -1,10 +1,10 @@
 """Compute the norm of the whole gradient, in which each element counts once, by the layout that the model's family describes.
 
-Megatron-Core decides by two flags of each parameter, `tensor_model_parallel` and `shared`, that its modules and
-TransformerEngine's set. Some set them wrongly, such as TransformerEngine for MLA's replicated weights
-(https://github.com/ROCm/TransformerEngine/pull/715), or for fewer groups than are used, as with experts under tensor
+Megatron-Core decides which elements count by two flags of each parameter, `tensor_model_parallel` and `shared`. Its modules and
+TransformerEngine's modules set these flags, some of them wrongly: TransformerEngine for MLA's replicated weights
+(https://github.com/ROCm/TransformerEngine/pull/715), others for fewer groups than are used, as with experts under tensor
 parallelism (https://github.com/NVIDIA/Megatron-LM/issues/5916, 6080, 6470, 7452). A norm that counts an element twice or never
-changes the length of every clipped step and shows in nothing else.
+changes the length of every clipped step, and nothing else shows the mistake.
 """
 
 from __future__ import annotations
@@ -24,39 +24,42 @@ from pipeline.train.megatron.groups import expert_tensor_group, tensor_group
 from pipeline.train.megatron.local_tensors import LocalTensor
 
 SAME = 0.01
-"""Largest relative difference of norms that should be equal, of gradients that kernels compute in another order."""
+"""The largest accepted relative difference between norms that should be equal; kernels may sum in another order."""
 
 Gradient = tuple[torch.nn.Parameter, torch.nn.Parameter, torch.Tensor]
 """(parameter of the model, the optimizer's flat range of it, the gradient of that range)."""
 
 
 def set_flags(local: Mapping[str, LocalTensor]) -> None:
-    """Set the flags by which Megatron-Core counts, before its optimizer copies them."""
+    """Set the flags by which Megatron-Core decides which elements count. Call it before its optimizer copies the flags."""
     for local_tensor in local.values():
         setattr(local_tensor.tensor, "tensor_model_parallel", local_tensor.first)  # noqa: B010 - no attribute of a tensor
         setattr(local_tensor.tensor, "shared", not local_tensor.first)  # noqa: B010
 
 
 class GradientNorm:
-    """The norm over the ranks of a component, which has one model."""
+    """Computes the norm of a model's gradient over all ranks of the train component, and checks Megatron-Core's norm."""
 
     def __init__(self, local: Mapping[str, LocalTensor], group: dist.ProcessGroup, device: torch.device):
-        """local: the tensors of this rank's stage. group: the train component."""
+        """local: the tensors of this rank's stage, by global name. group: the train component."""
         self._local = {id(local_tensor.tensor): (name, local_tensor) for name, local_tensor in local.items()}
         self._group, self._device = group, device
 
     def norm(self, gradients: Iterable[Gradient]) -> float:
-        """Return the norm. Squares and sums are float64; Megatron-Core's are float32. Collective over the component."""
+        """Return the norm of the whole gradient. Collective over the component.
+
+        gradients: those of the ranges that this rank updates. Squares and sums are float64; Megatron-Core's are float32.
+        """
         counted = (gradient for parameter, _, gradient in gradients if self._local[id(parameter)][1].first)
         mine = squared_norm(counted, self._device)
         dist.all_reduce(mine, group=self._group)
         return math.sqrt(mine.item())
 
     def check(self, gradients: Iterable[Gradient], norm: float, of_megatron: Callable[[], float]) -> None:
-        """Compare replicas of gradients, the parameters that Megatron-Core counts, and its norm, with what the layout says.
+        """Raise RuntimeError, on all ranks, if gradients or Megatron-Core's norm contradict the layout of the parameters.
 
-        norm: of `norm`. of_megatron: returns Megatron-Core's norm. Collective over the component. Raises RuntimeError with the
-        parameters' names, on all ranks.
+        Replicas must have equal gradients, Megatron-Core must count each element once, and its norm must equal `norm`, the
+        result of the method `norm`. of_megatron: a function that returns Megatron-Core's norm. Collective over the component.
         """
         gradients = list(gradients)
         reference = of_megatron()
@@ -86,9 +89,10 @@ class GradientNorm:
             )
 
     def _with_float32_sums(self, gradients: Iterable[Gradient]) -> float:
-        """Return the norm as torch.norm sums it, which Megatron-Core calls on CPUs. Collective over the component.
+        """Return the norm as torch.norm computes it, which Megatron-Core calls on CPUs. Collective over the component.
 
-        One thread adds many squares in a row: the norm of 134 million elements is 1.4% too small, that of more even smaller.
+        In torch.norm one thread adds many squares in a row, so the norm of 134 million elements is 1.4% too small, and the norm
+        of more elements is even smaller.
         """
         norms = [torch.norm(gradient).double() for parameter, _, gradient in gradients if self._local[id(parameter)][1].first]
         mine = sum((norm * norm for norm in norms), start=torch.zeros((), dtype=torch.float64))
@@ -96,7 +100,7 @@ class GradientNorm:
         return math.sqrt(mine.item())
 
     def _unequal(self, gradients: Iterable[Gradient]) -> list[str]:
-        """Return the names of whole parameters whose gradients differ between tensor-parallel ranks."""
+        """Return the names of the uncut parameters whose gradients differ between tensor-parallel ranks."""
         squares_of: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
         for parameter, _, gradient in gradients:
             name, local_tensor = self._local[id(parameter)]

@@ -58,7 +58,7 @@ def tensor_group() -> dist.ProcessGroup:
 
 
 def expert_tensor_group() -> dist.ProcessGroup:
-    """Return this rank's group of experts' tensor parallelism."""
+    """Return this rank's tensor-parallel group for experts."""
     return _existing(parallel_state.get_expert_tensor_parallel_group())
 
 

@@ -2,9 +2,9 @@
 
 A mixer is attention, a state space or a delta net.
 
-Layers are Megatron-Core's transformer layers, with nothing in the place of what a layer does not have. So pipeline stages,
-recomputation, experts and heads are those of other models. Megatron-Core's own hybrid stack (`megatron.core.ssm`) has no
-recomputation of layers, and no modules without TransformerEngine and mamba_ssm.
+Layers are Megatron-Core's transformer layers, in which identity functions replace the parts that a layer does not have. So
+pipeline stages, recomputation, experts and heads work as in other models. Megatron-Core's own hybrid stack
+(`megatron.core.ssm`) cannot recompute layers, and has modules only with TransformerEngine and mamba_ssm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.train.megatron.state_space import StateSpaceMixer
 def with_layers(
     block: TransformerBlockSubmodules, config: TransformerConfig, layers: tuple[Layer, ...]
 ) -> TransformerBlockSubmodules:
-    """Return the spec of a stage with the kinds of `layers`, of the whole model."""
+    """Return a stage's spec, changed to the kinds of its layers. layers: the kinds of all layers of the model."""
     first = get_transformer_layer_offset(config)
     specs: list[Any] = list(block.layer_specs or ())  # submodules are annotated as object
     mine = layers[first : first + len(specs)]

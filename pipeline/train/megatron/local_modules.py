@@ -32,11 +32,11 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def of(cls, packing: Packing, on_host: bool = False) -> PackedSequences:
-        """Return Megatron-Core's description of a packing. on_host: `cu_seqlens` lie in host memory; see `kernels_read_starts`.
+        """Return Megatron-Core's description of a packing. on_host: have `cu_seqlens` on the host; see `kernels_read_starts`.
 
-        Padding counts as tokens of its sequence, so nothing lies between sequences and `cu_seqlens_q_padded` would be equal.
-        TransformerEngine takes None for that; up to 2.17, it compares two tensors in every layer, and waits for the device
-        (`torch.equal` in DotProductAttention.forward).
+        Padding counts as tokens of its sequence, so nothing lies between sequences, and `cu_seqlens_q_padded` would equal
+        `cu_seqlens_q`. It is None, which TransformerEngine takes as equal. If it were a tensor, TransformerEngine up to 2.17
+        would compare the two in every layer, and wait for the device (`torch.equal` in DotProductAttention.forward).
         """
         starts, longest = packing.starts_on_host() if on_host else packing.cu_seqlens, packing.max_length
         return cls(
@@ -64,9 +64,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None, zero_centered: bool) -> torch.Tensor:
-    """Return x [..., H] normed and multiplied by weight [H], or by 1 + weight.
+    """Return the RMSNorm of x [..., H], multiplied by weight [H] or, if `zero_centered`, by 1 + weight.
 
-    1 + weight is rounded to float32, as in transformers: half precision would lose most of a small weight.
+    1 + weight is computed in float32 or wider, as in transformers: half precision would lose most of a small weight.
     """
     if not zero_centered:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -75,19 +75,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None, zero_cent
 
 
 def module_device(config: TransformerConfig) -> torch.device:
-    """Return the device of new parameters."""
+    """Return the device on which modules create their parameters."""
     on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def mark_as_cut(parameter: torch.nn.Parameter) -> None:
-    """Tell Megatron-Core that tensor-parallel ranks have different parts of a parameter, all of which count in a norm."""
+    """Tell Megatron-Core that tensor-parallel ranks have different parts of a parameter, which all count in the norm."""
     attributes: Any = parameter
     attributes.tensor_model_parallel, attributes.partition_dim, attributes.partition_stride = True, 0, 1
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Return how many keys a query of a layer sees, its own included; None for all."""
+    """Return how many keys a query of this layer sees, its own included; None: all keys up to its own."""
     every: Any = config.window_attn_skip_freq  # None is allowed too, against the annotation
     if config.window_size is None or not is_layer_window_attention(config.window_size, every, layer_number):
         return None
@@ -140,9 +140,10 @@ class PackedAttention(MegatronModule):
 
 
 def kernels_read_starts(stage: torch.nn.Module, config: TransformerConfig) -> bool:
-    """Return whether kernels read `cu_seqlens`: fused rotary embeddings do, and attention that is not ours.
+    """Return whether kernels read `cu_seqlens`, as fused rotary embeddings and attention other than ours do.
 
-    Megatron-Core's unfused rotary embeddings read them on the host: from the device, that would take four waits a layer.
+    Megatron-Core's unfused rotary embeddings read `cu_seqlens` on the host. If these were on the device, each layer would wait
+    for the device four times.
     """
     attention = [module for name, module in stage.named_modules() if name.endswith(".core_attention")]
     return config.apply_rope_fusion or not all(isinstance(module, PackedAttention) for module in attention)

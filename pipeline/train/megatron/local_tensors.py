@@ -45,8 +45,8 @@ def local_tensors(
 ) -> dict[str, LocalTensor]:
     """Return the stage's tensors by global Megatron name.
 
-    parameters: of the family; shapes: of the Hugging Face tensors on disk. Raises RecipeError if the stage has a tensor that
-    the family does not describe, or describes with another shape.
+    parameters: {global name: parameter} as the model's family describes them. shapes: {name: shape} of the Hugging Face tensors
+    on disk. Raises RecipeError if the stage has a tensor that the family does not describe, or describes with another shape.
     """
     tensors = {}
     for name, tensor in _tensors(stage):
@@ -107,7 +107,10 @@ def _tensors(stage: PipelineStage) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def global_name(stage: PipelineStage, name: str) -> str:
-    """Return the name of a stage's tensor without pipeline and expert parallelism and without TransformerEngine."""
+    """Return the global name of a stage's tensor: its name without pipeline and expert parallelism and TransformerEngine.
+
+    name: its name in this rank's stage.
+    """
     if name == "output_layer.weight" and stage.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)

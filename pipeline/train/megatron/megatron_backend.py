@@ -2,8 +2,8 @@
 
 Weights are in the recipe's precision. Megatron-Core's DistributedDataParallel sums gradients, and its distributed optimizer
 keeps float32 weights and state cut over data-parallel ranks. Checkpoints hold boxes of Hugging Face tensors, so they load with
-any layout. With adapters (adapters.py) only these are trained and saved; `weights` and `local_tensor` return merged weights, or
-the adapters for a role that serves these (served_weights.py).
+any layout. With adapters (adapters.py) only the adapters and a value head are trained and saved; `weights` and `local_tensor`
+return merged weights, or the adapters for a role that serves these (served_weights.py).
 
 Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FSDP.
 """
@@ -180,7 +180,8 @@ class MegatronBackend(TrainBackend):
     ) -> None:
         """Run Megatron-Core's pipeline schedule over the microbatches.
 
-        finish(batch, outputs): called on the last stage; its result is differentiated, unless gradients are disabled.
+        finish: a function of (batch, outputs) that the last stage calls for each microbatch. Its result is differentiated,
+        unless gradients are disabled.
         """
         if not batches:
             return
@@ -284,7 +285,7 @@ class MegatronBackend(TrainBackend):
 
     @contextlib.contextmanager
     def _weights_of(self, model: str) -> Iterator[None]:
-        """Have the weights of "policy" or "reference" in the model's tensors, on the device, within this context."""
+        """Within this context, the model's tensors hold the weights of `model` ("policy" or "reference") on the device."""
         if model == "reference" and self._adapters is not None and self._role.reference:
             with self._adapters.disabled():
                 yield
@@ -317,7 +318,10 @@ class MegatronBackend(TrainBackend):
         self._fill(read, lambda local: local.whole, self._base)
 
     def _fill(self, read: ReadBox, pieces_of: Callable[[LocalTensor], list[Piece]], of: Mapping[str, LocalTensor]) -> None:
-        """Fill these tensors and the optimizer's float32 ranges of them with what `read` returns for their pieces."""
+        """Fill the tensors `of`, and the optimizer's float32 ranges of these, with the boxes that `read` returns.
+
+        pieces_of: a function from a tensor to its pieces, whose names `read` knows.
+        """
         for local in of.values():
             tensor = local.tensor.detach()
             tensor.zero_()  # padding of the vocabulary has no piece

@@ -1,11 +1,12 @@
-"""Mixers in the place of attention that carry a state along the sequence: what state spaces and delta nets share.
+"""The common part of state spaces and delta nets: mixers that replace attention and carry a state along the sequence.
 
-A joint projection gives what is convolved along the sequence, one or two numbers for each head, and a gate. The mixer convolves
-and mixes, multiplies by the gate in a norm, and projects. Convolution and state start anew at each sequence. Tensor parallelism
-cuts heads and groups.
+A joint projection gives channels to convolve along the sequence, one or two numbers for each head, and a gate. The mixer
+convolves and mixes, applies a norm with the gate, and projects. Convolution and state start anew at each sequence. Tensor
+parallelism cuts heads and groups.
 
-Under context parallelism, ranks exchange tokens for heads: each computes whole sequences for its share of the heads, then gets
-the outputs of all heads for its own tokens. Ranks with heads of one group all compute the parts that the group shares.
+Under context parallelism, a rank first holds some tokens of all heads. Ranks exchange these, so that each rank computes whole
+sequences for its share of the heads. Then they exchange the outputs, so that each rank has all heads for its own tokens. Ranks
+with heads of the same group all compute the parts that the group shares.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ Sizes = TypeVar("Sizes", StateSpace, DeltaNet)
 
 
 def by_runs(compute: Callable[..., torch.Tensor], packing: Packing, *tensors: torch.Tensor) -> torch.Tensor:
-    """Return compute(*tensors) of tensors [T, ...] -> [T, ...].
+    """Apply `compute` to each run of neighbouring sequences of equal length, and return the results as [T, ...].
 
-    `compute` gets neighbouring sequences of equal length as [S, L, ...].
+    tensors: [T, ...] each. compute: gets the run's part of each tensor as [S, L, ...], and returns [S, L, ...].
     """
     tokens = [count * length for count, length in packing.runs]
     pieces = zip(*(tensor.split(tokens) for tensor in tensors), strict=True)
@@ -42,7 +43,7 @@ def by_runs(compute: Callable[..., torch.Tensor], packing: Packing, *tensors: to
 
 
 def chunks(tensor: torch.Tensor, padding: int, size: int) -> torch.Tensor:
-    """Pad [S, L, ...] with zeros and cut it: [S, K, size, ...]."""
+    """Append `padding` zeros along L of [S, L, ...], and cut it into chunks of `size` tokens: [S, K, size, ...]."""
     widths = (0, 0) * (tensor.dim() - 2)
     return F.pad(tensor, (*widths, 0, padding)).unflatten(1, (-1, size))
 
@@ -50,7 +51,8 @@ def chunks(tensor: torch.Tensor, padding: int, size: int) -> torch.Tensor:
 def decay_between(decay: torch.Tensor) -> torch.Tensor:
     """Return exp(decay[j + 1] + ... + decay[i]) for j <= i, else 0: [..., Q] -> [..., Q (i), Q (j)].
 
-    Sums of terms, not differences of sums, whose rounding would grow with the length.
+    Each entry is the sum of its own terms. A difference of two cumulative sums would have a rounding error that grows with the
+    length.
     """
     size = decay.size(-1)
     rows = decay[..., None].expand(*decay.shape, size)
@@ -61,7 +63,7 @@ def decay_between(decay: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads that a context-parallel rank computes: rows of the mixer's parameters, and the groups they belong to."""
+    """The heads that a context-parallel rank computes: their rows of the mixer's parameters, and the number of their groups."""
 
     channels: torch.Tensor  # [C'] int64: of the convolution
     heads: torch.Tensor  # [R'] int64
@@ -69,7 +71,7 @@ class HeadShare:
 
     @staticmethod
     def of(sizes: StateSpace | DeltaNet, tensor_ranks: int, ranks: int, rank: int, device: torch.device) -> HeadShare:
-        """Return the share of rank `rank` of `ranks` context-parallel ranks."""
+        """Return the share of context-parallel rank `rank`, of `ranks` ranks."""
         count, groups = sizes.heads // tensor_ranks, sizes.groups // tensor_ranks
         heads = torch.arange(count, device=device).chunk(ranks)[rank]
         first, last = (int(head) * groups // count for head in (heads[0], heads[-1]))
@@ -84,7 +86,7 @@ class HeadShare:
 
 
 def check_ranks(sizes: StateSpace | DeltaNet, tensor_ranks: int, ranks: int) -> None:
-    """Raise ValueError unless tensor-parallel ranks can share the groups, and context-parallel `ranks` the heads of these."""
+    """Raise ValueError if groups cannot be divided over tensor-parallel ranks, or heads over context-parallel `ranks`."""
     if sizes.groups % tensor_ranks or sizes.heads % sizes.groups:
         raise ValueError(f"{tensor_ranks} tensor-parallel ranks do not divide a mixer of {sizes.groups} groups")
     heads, groups = sizes.heads // tensor_ranks, sizes.groups // tensor_ranks
@@ -101,7 +103,7 @@ class MixerSubmodules:
 
 
 class Mixer(MegatronModule, Generic[Sizes]):
-    """A mixer in the place of attention: hidden states [t, 1, H] -> ([t, 1, H], None)."""
+    """A module that replaces attention: hidden states [t, 1, H] -> ([t, 1, H], None)."""
 
     def __init__(
         self,
@@ -142,11 +144,11 @@ class Mixer(MegatronModule, Generic[Sizes]):
         self.dt_bias, self.A_log = self._cut(sizes.heads), self._cut(sizes.heads)
 
     def _whole(self, *shape: int) -> torch.nn.Parameter:
-        """Return a new parameter."""
+        """Return a new, uninitialized parameter of this shape."""
         return torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=module_device(self.config)))
 
     def _cut(self, rows: int, *shape: int) -> torch.nn.Parameter:
-        """Return this rank's part of a new parameter whose first dimension tensor parallelism cuts."""
+        """Return this rank's part of a new, uninitialized parameter [rows, *shape], whose rows tensor parallelism cuts."""
         parameter = self._whole(rows // self._ranks, *shape)
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         return parameter
@@ -163,7 +165,7 @@ class Mixer(MegatronModule, Generic[Sizes]):
         return output, None
 
     def _mix_heads(self, convolved: torch.Tensor, of_heads: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Return the outputs of all heads for this context-parallel rank's tokens [t, R D]."""
+        """Return the outputs [t, R D] of all heads for this context-parallel rank's t tokens."""
         context = packing.context
         assert context is not None
         ranks = context.group.size()
@@ -181,17 +183,17 @@ class Mixer(MegatronModule, Generic[Sizes]):
         return returned.transpose(0, 1).flatten(1)
 
     def parts(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the parts of a projection [t, rows]: what is convolved [t, C], numbers of heads [t, n, R], gate [t, R D]."""
+        """Return (channels to convolve [t, C], n numbers for each head [t, n, R], gate [t, R D]) of a projection [t, rows]."""
         raise NotImplementedError
 
     def mix(
         self, convolved: torch.Tensor, of_heads: torch.Tensor, packing: Packing, share: HeadShare | None = None
     ) -> torch.Tensor:
-        """Return the outputs of heads [t, R D]. share: of the heads; None for all of this tensor-parallel rank."""
+        """Return the outputs of heads [t, R D]. share: the heads to compute; None: all heads of this tensor-parallel rank."""
         raise NotImplementedError
 
     def norm(self, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Return the gated norm of the outputs of heads, both [t, R D]."""
+        """Return the norm of the heads' outputs `mixed` [t, R D], with the gate [t, R D] applied."""
         raise NotImplementedError
 
     @override

@@ -1,8 +1,8 @@
 """Build one pipeline stage of a Megatron-Core GPTModel from a Hugging Face config.
 
-With a GPU and TransformerEngine, its modules are used. Otherwise these are Megatron-Core's local modules with our norm and
-attention (`local_modules.py`), with a warning on a GPU. Fused kernels are used where they are available, unless the recipe
-turns them off.
+With a GPU and TransformerEngine, the stage consists of TransformerEngine's modules. Otherwise it consists of Megatron-Core's
+local modules with our norm and attention (`local_modules.py`); on a GPU, a warning says so. Fused kernels are used where they
+are available, unless the recipe turns them off.
 
 transformers derives the rotary frequencies from the config, so every scaling that does not depend on the sequence is supported.
 YaRN's factor on queries and keys is applied to the softmax scale, which is equivalent. Multi-latent attention has its own
@@ -64,7 +64,7 @@ ACTIVATIONS = {
     "quick_gelu": quick_gelu,
     "relu2": squared_relu,
 }
-"""The activation functions of families. relu2: max(x, 0)^2."""
+"""{name in the families' descriptions: activation function}. relu2: max(x, 0)^2."""
 
 
 class PipelineStage(GPTModel):
@@ -124,7 +124,10 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
 
 
 def _set_latent_norms(stage: PipelineStage) -> None:
-    """Set the epsilon of latent norms, because Megatron-Core has one for all. TransformerEngine fuses them into projections."""
+    """Set the epsilon of the norms of latents, because Megatron-Core has one epsilon for all norms of a model.
+
+    TransformerEngine fuses these norms into the projections after them.
+    """
     for name, module in stage.named_modules():
         norm = name.endswith(("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"))
         if norm and hasattr(module, "eps"):
@@ -132,7 +135,7 @@ def _set_latent_norms(stage: PipelineStage) -> None:
 
 
 def transformer_engine() -> bool:
-    """Return whether to use TransformerEngine: with a GPU, if Megatron-Core could import it. Warns if it could not."""
+    """Return whether to use TransformerEngine: on a GPU, if Megatron-Core could import it. Warn on a GPU if it could not."""
     if not torch.cuda.is_available():
         return False
     if not HAVE_TE:
@@ -208,7 +211,7 @@ def _layout(megatron: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _fusions(megatron: MegatronConfig, engine: bool) -> dict[str, bool]:
-    """Return which fusions to use. Where the recipe has null, they are on if their dependencies are available."""
+    """Return {fusion: whether to use it}. Fusions that are null in the recipe are on if their dependencies are available."""
     needs_engine = {"apply_rope_fusion": megatron.apply_rope_fusion, "moe_permute_fusion": megatron.moe_permute_fusion}
     for name, enabled in needs_engine.items():
         if enabled and not engine:
@@ -263,7 +266,7 @@ def _needs_engine(name: str, value: str, alternative: str) -> RecipeError:
 
 
 def _spec(config: TransformerConfig, features: Features, engine: bool) -> TransformerBlockSubmodules:
-    """Return the modules of a stage: TransformerEngine's or Megatron-Core's local ones, and ours."""
+    """Return the spec of a stage's modules: TransformerEngine's or Megatron-Core's local modules, some replaced by ours."""
     block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
     if not engine:
         block = _with_our_modules(block)
@@ -273,7 +276,7 @@ def _spec(config: TransformerConfig, features: Features, engine: bool) -> Transf
 
 
 def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Return a local spec with our norm and attention, which support more layouts."""
+    """Return a local spec in which our norm and attention, which support more layouts, replace Megatron-Core's."""
     layers: dict[int, Any] = {id(spec): spec for spec in block.layer_specs or ()}  # submodules are annotated as object
     for layer in layers.values():
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -297,7 +300,7 @@ def data_parallel(
 ) -> DistributedDataParallel:
     """Wrap a stage that is trained, so that gradients are summed over data-parallel ranks.
 
-    then: called after that, to sum further gradients.
+    then: a function that is called after this sum, to sum gradients over other ranks.
     """
     settings = policy.megatron_cfg.distributed_data_parallel_config
     model = DistributedDataParallel(

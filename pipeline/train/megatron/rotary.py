@@ -16,7 +16,8 @@ from pipeline.models.family import Features, unsupported_model
 def rotary(hf: PreTrainedConfig, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
     """Return (inverse frequencies [R / 2] float32, factor on queries and on keys), as transformers derives them.
 
-    R: the rotated entries of each head, the first ones. layer_type: a key of rope_parameters, where layers differ.
+    R: the number of rotated entries of each head, which are its first entries. layer_type: a key of rope_parameters, if layers
+    differ.
     """
     parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
@@ -28,9 +29,9 @@ def rotary(hf: PreTrainedConfig, layer_type: str | None = None) -> tuple[torch.T
 
 
 def softmax_factor(hf: PreTrainedConfig, features: Features) -> float:
-    """Return the factor of the scores that equals YaRN's factors on queries and keys.
+    """Return the factor on attention scores that has the same effect as YaRN's factors on queries and keys.
 
-    Raises RecipeError where there is none: a factor on a part of each head, or on some layers only.
+    Raises RecipeError if there is no such factor: if YaRN's factor is on a part of each head, or on some layers only.
     """
     kinds = set(features.layer_rotary or [None])
     factors = {rotary(hf, kind)[1] for kind in kinds}
@@ -44,7 +45,7 @@ def softmax_factor(hf: PreTrainedConfig, features: Features) -> float:
 
 
 class LayerRotary(torch.nn.Module):
-    """Rotary embeddings of several kinds: the angles of all of them [kinds, s, 1, 1, R], of which each layer takes its own."""
+    """Rotary embeddings of several kinds. It returns the angles [kinds, s, 1, 1, R], of which a layer takes its kind's."""
 
     def __init__(self, like: torch.nn.Module, hf: PreTrainedConfig, kinds: list[str]) -> None:
         super().__init__()

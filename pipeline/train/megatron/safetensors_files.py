@@ -43,7 +43,7 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file from its header. Raises ValueError if it is truncated or a dtype is not floating-point."""
+    """Return {name: StoredTensor} of a file. Raises ValueError if it is truncated or a dtype is not floating-point."""
     try:
         return readable_tensors(weight_files.read_header(path).items())
     except ValueError as error:
@@ -51,7 +51,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def readable_tensors(tensors: Iterable[tuple[str, weight_files.TensorEntry]]) -> dict[str, StoredTensor]:
-    """Return tensors to load, by name. Raises ValueError if a dtype is not floating-point."""
+    """Return {name: StoredTensor}, from which tensors are loaded. Raises ValueError if a dtype is not floating-point."""
     readable = {}
     for name, stored in tensors:
         if stored.dtype not in weight_files.FLOATS:
@@ -63,7 +63,7 @@ def readable_tensors(tensors: Iterable[tuple[str, weight_files.TensorEntry]]) ->
 def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
     """Write `make(name)` for every name of `tensors`, one at a time, and wait until the file is on the disk.
 
-    tensors: shapes and dtypes; may be meta tensors.
+    tensors: {name: a tensor with the shape and dtype}; may be meta tensors.
     """
     header, names = header_of(tensors)
     with open(path, "wb") as file:

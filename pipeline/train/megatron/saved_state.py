@@ -1,6 +1,6 @@
-"""This rank's part of a checkpoint: boxes of Hugging Face tensors of the weights that train, and of the optimizer's state.
+"""This rank's part of a checkpoint: boxes of Hugging Face tensors for weights and for the optimizer's state.
 
-Without adapters these are all weights, with those that do not train. With adapters they are these and a value head.
+Without adapters, the weights are all weights, frozen ones included. With adapters, they are the adapters and a value head.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ class SavedState:
     def of(
         cls, local: Mapping[str, LocalTensor], shapes: Mapping[str, Shape], adapters: StageAdapters | None, head: Head
     ) -> SavedState:
-        """Return the saved state of a backend. local: all tensors of this rank; shapes: of the base's tensors on disk."""
+        """Return the saved state of a backend.
+
+        local: all tensors of this rank by global name. shapes: {name: shape} of the tensors on disk, without adapters.
+        """
         if adapters is None:
             return cls(local, shapes, {})
         trained = {name: local_tensor for name, local_tensor in local.items() if local_tensor.tensor.requires_grad}
         return cls(trained, ({SCORE: shapes[SCORE]} if head == "values" else {}) | adapters.shapes, adapters.copies)
 
     def entries(self, ranges: Iterable[ParameterRange], random: Mapping[str, torch.Tensor]) -> Iterator[Entry]:
-        """Yield this rank's part of a checkpoint. ranges: of the optimizer; random: states of generators."""
+        """Yield this rank's part of a checkpoint. ranges: the optimizer's; random: {name: state} of random generators."""
         of = self._by_tensor()
         for part in ranges:
             local = of[id(part.parameter)]
@@ -77,7 +80,7 @@ class SavedState:
     def optimizer_states(
         self, ranges: Iterable[ParameterRange], reader: BoxReader
     ) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
-        """Return the optimizer's state of each parameter of `ranges` from a checkpoint."""
+        """Return {parameter: {state: this rank's range of it}} for the parameters of `ranges`, read from a checkpoint."""
         of = self._by_tensor()
         kinds = sorted({name.split(".", 2)[1] for name in reader.shapes if name.startswith("optimizer.")})
         return {part.parameter: {kind: _state(reader, kind, part, of[id(part.parameter)]) for kind in kinds} for part in ranges}
@@ -105,7 +108,7 @@ class SavedState:
 
 
 def stored_name(name: str) -> str:
-    """Return the name of a tensor on disk in a checkpoint."""
+    """Return the name in our checkpoints of a Hugging Face tensor or of an adapter's tensor."""
     return (PREFIX if layer_of(name) else "model.") + name
 
 
@@ -118,7 +121,7 @@ def boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, tor
 
 
 def layout_of(config: TransformerConfig) -> list[int]:
-    """Return the sizes of a layout. With the number of ranks, they decide whether random states can be restored."""
+    """Return the sizes of a layout. A checkpoint's random states are restored if these and the number of ranks are the same."""
     return [
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -128,7 +131,7 @@ def layout_of(config: TransformerConfig) -> list[int]:
 
 
 def is_data_parallel_leader(name: str) -> bool:
-    """Return whether this rank is the first of its data-parallel peers, which hold the same part of this parameter."""
+    """Return whether this rank is the first of its data-parallel peers, which hold the same part of the parameter `name`."""
     if ".local_experts." in name:
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0

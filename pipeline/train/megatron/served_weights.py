@@ -1,6 +1,7 @@
 """The tensors of a rank that refits and exports read: weights, with adapters merged into them, or the adapters' own tensors.
 
-An A that several projections share is one parameter here. It is read under the name of each of them, as peft and vLLM have it.
+An A that several projections share is one parameter here. It is served once under the name of each projection, as peft and vLLM
+expect.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class ServedWeights:
         group: dist.ProcessGroup,
         device: torch.device,
     ):
-        """local: all tensors of this rank; base: those without the adapters; shapes: of the model's tensors on disk.
+        """local: all tensors of this rank; base: these without the adapters; shapes: {name: shape} of the model on disk.
 
-        serves_adapters: `layout`, `shapes` and `tensors` are those of the adapters, if there are any. Collective without
-        adapters, and raises ValueError then if the ranks do not hold every weight.
+        serves_adapters: whether `layout`, `shapes` and `tensors` return the adapters, if there are any. Without adapters the
+        constructor is collective, and raises ValueError if the ranks do not hold every weight.
         """
         self._local, self._base, self._adapters = local, base, adapters
         self._group, self._device = group, device
@@ -52,7 +53,7 @@ class ServedWeights:
 
     @property
     def merged(self) -> list[torch.Tensor]:
-        """The merged weights, in memory of their own; none before the first read of them."""
+        """The merged weights, which have memory of their own; empty until they are read for the first time."""
         return list(self._merged.values())
 
     def read(self) -> list[torch.Tensor]:
@@ -60,11 +61,11 @@ class ServedWeights:
         return [self.tensor(name) for name in self._served]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of this rank by its name, without a graph; a weight that has adapters once they are merged."""
+        """Return a tensor of this rank by its name, without a graph. It is the merged weight if there is one."""
         return self._merged[name] if name in self._merged else self._local[name].tensor.detach()
 
     def layout(self) -> list[Region]:
-        """Return every entry that this rank serves. Collective with DoRA."""
+        """Return the regions of the served tensors that this rank holds. Collective with DoRA."""
         self.merge()
         return [
             region(piece, name, local_tensor.tensor.stride())
@@ -80,22 +81,22 @@ class ServedWeights:
             yield from self.model_tensors(precision)
 
     def model_tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole weight, merged, also where adapters are served. Collective."""
+        """Yield every whole weight of the model, merged with its adapters, even if adapters are served. Collective."""
         self.merge(always=True)
         yield from self._of_model.tensors(precision)
 
     # ---- merged weights -------------------------------------------------------------------------------------------------
 
     def merge(self, always: bool = False) -> None:
-        """Merge adapters for a reader of the weights, and from now on at every `refresh`. Collective with DoRA.
+        """Merge the adapters into separate tensors for a reader of the weights, which `refresh` then updates.
 
-        always: even if adapters are served.
+        It does nothing if adapters are served, unless `always` is True. Collective with DoRA.
         """
         if self._adapters and not self._merged and (always or not self._serves_adapters):
             self._merged = dict(self._adapters.merged())
 
     def refresh(self) -> None:
-        """Merge the current adapters, after the weights were read for the first time. Collective with DoRA."""
+        """Merge the current adapters again, if `merge` has merged them before. Collective with DoRA."""
         if self._adapters and self._merged:
             for name, tensor in self._adapters.merged():
                 self._merged[name].copy_(tensor)
@@ -110,14 +111,14 @@ class ServedWeights:
         return {name: local_tensor for name, local_tensor in self._local.items() if name not in self._base}
 
     def _pieces(self, local_tensor: LocalTensor) -> list[Piece]:
-        """Return a tensor's pieces of tensors on disk, under all names of each."""
+        """Return a tensor's pieces of tensors on disk, once under each name of a tensor on disk."""
         copies = self._adapters.copies if self._adapters else {}
         names = ((piece, name) for piece in local_tensor.hugging_face for name in (piece.name, *copies.get(piece.name, ())))
         return [Piece(name, piece.source, piece.target) for piece, name in names]
 
     @functools.cached_property
     def _of_model(self) -> WeightGatherer:
-        """Gathers the weights. With adapters it must be made after they are merged for the first time."""
+        """Gathers the model's weights. With adapters, use it only after they are merged for the first time."""
         return self._gatherer(self._base, self._model_shapes)
 
     @functools.cached_property

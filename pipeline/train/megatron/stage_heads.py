@@ -1,4 +1,4 @@
-"""Heads of the last pipeline stage: from hidden states to outputs of every token, in the batch's order."""
+"""Heads of the last pipeline stage, which map hidden states to outputs of every token in the batch's order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.types import Outputs, PackedBatch, TopK
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """The output layer, or the embedding where it is tied to it."""
+    """The head for log-probs: the output layer, or the embedding if the output layer is tied to it."""
 
     vocabulary: int  # size without padding
     temperature: float
@@ -50,7 +50,7 @@ class VocabularyHead:
         return packed_outputs(hidden[:, 0], weight, batch, *options)
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
-        """Return zero outputs, to receive the last stage's on another stage."""
+        """Return outputs of zeros, into which another stage receives the last stage's outputs."""
         tokens, columns = len(batch.tokens), top_k or (batch.teacher.tokens.size(1) if batch.teacher else 0)
         new = batch.generate_logprobs.new_zeros
         return Outputs(
@@ -61,7 +61,7 @@ class VocabularyHead:
         )
 
     def _weight(self, stage: PipelineStage) -> tuple[torch.Tensor, VocabularyShard | None]:
-        """Return (this rank's rows of the output layer, their shard of the vocabulary)."""
+        """Return (this rank's rows of the output layer, the shard of the vocabulary that they are; None: all of it)."""
         group = tensor_group()
         tied = stage.share_embeddings_and_output_weights
         weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
@@ -73,7 +73,7 @@ class VocabularyHead:
 
 @dataclass(frozen=True)
 class ValueHead:
-    """One value for each state."""
+    """The head for values: one value after each token."""
 
     def untruncated(self) -> ValueHead:
         """Return the head itself: values do not depend on sampling."""
@@ -86,7 +86,7 @@ class ValueHead:
         return packed_values(hidden[:, 0], stage.value_head.weight, batch)
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
-        """Return zero outputs, to receive the last stage's on another stage."""
+        """Return outputs of zeros, into which another stage receives the last stage's outputs."""
         return Outputs(values=batch.generate_logprobs.new_zeros(len(batch.tokens)))
 
 

@@ -45,7 +45,8 @@ def scan(
 ) -> torch.Tensor:
     """Return y [T, H, P] of x [T, H, P], step [T, H], a and d [H], b and c [T, G, N], in float32.
 
-    Neighbouring sequences of equal length are computed together. chunk: tokens that are computed by matrix products.
+    Neighbouring sequences of equal length are computed together. chunk: the number of tokens that are computed together by
+    matrix products.
     """
     x, step, a, b, c = (tensor.float() for tensor in (x, step, a, b, c))
     result = by_runs(lambda x, step, b, c: _chunked_scan(x, step, a, b, c, chunk), packing, x, step, b, c)
@@ -55,7 +56,10 @@ def scan(
 def _chunked_scan(
     x: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, chunk: int
 ) -> torch.Tensor:
-    """Return h C of sequences of one length: x [S, L, H, P], step [S, L, H], a [H], b and c [S, L, G, N] -> [S, L, H, P]."""
+    """Return h C [S, L, H, P] of S sequences of equal length L.
+
+    x [S, L, H, P], step [S, L, H], a [H], b and c [S, L, G, N].
+    """
     length, groups = x.size(1), b.size(2)
     size = min(chunk, length)
     padding = -length % size
@@ -89,7 +93,7 @@ def _kernels() -> tuple[ModuleType, ModuleType] | None:
 
 
 class StateSpaceMixer(Mixer[StateSpace]):
-    """A Mamba-2 mixer. Its numbers of each head are the steps."""
+    """A Mamba-2 mixer. The projection's one number for each head gives the step."""
 
     def __init__(self, config: TransformerConfig, submodules: MixerSubmodules, layer_number: int, **named: Any) -> None:
         super().__init__(config, submodules, layer_number, **named)
@@ -152,7 +156,7 @@ class StateSpaceMixer(Mixer[StateSpace]):
 
     @override
     def norm(self, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Return RMSNorm of each group's gated outputs."""
+        """Return the RMSNorm of each group's outputs, which are multiplied by SiLU of the gate before."""
         gated = mixed.float() * F.silu(gate.float())
         grouped = gated.unflatten(-1, (self._sizes.groups // self._ranks, -1))
         normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self._sizes.epsilon).flatten(1)
