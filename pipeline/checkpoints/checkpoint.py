@@ -52,8 +52,8 @@ COMPLETE = "complete.json"
 ROLLOUTS = "buffer.msgpack"
 NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
 VERSION = 3
-"""Version of the contents. Since 2 a schedule counts steps of the algorithm; in 1 it counted optimizer updates. Since 3 each
-file has a digest."""
+"""Version of a checkpoint's contents. In version 1 a schedule counted optimizer updates; since 2 it counts steps of the
+algorithm. Since 3 each file has a digest."""
 SCHEDULES, DIGESTS = 2, 3
 CIPHER = "AES-256-GCM"
 

@@ -19,7 +19,7 @@ from pipeline.files.stored_files import FileKey, fitting
 
 SHOWN = 4
 WITHOUT_DIGEST = ("README.md", digests.ORIGIN)
-"""Files of an export that are written after it: the card, which people edit, and lineage.json, which holds hashes itself."""
+"""Files of an export that have no digest: the model card, which people edit, and lineage.json, which holds the hashes."""
 WHOLE = (0, 1)
 
 

@@ -302,7 +302,7 @@ class CodeEpisode:
 
 
 def _execute(session: PythonSession, code: str, timeout_s: float) -> ExecutionResult:
-    """Run code and return its result; an error of the interpreter becomes the result's error."""
+    """Run code and return its result. An error of the interpreter is returned as the result's error."""
     try:
         return session.execute(code, timeout_s)
     except (ToolError, TimeoutError) as error:

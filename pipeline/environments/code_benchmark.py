@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 PROCESS, NUMPY = (FOLDER / "code_process.py").read_bytes(), (FOLDER / "numpy_stand_in.py").read_bytes()
 ENDS = {"wall time": "timeouts", "cpu time": "timeouts", "memory": "memory"}
-"""Metrics by the cause of a program's end."""
+"""Cause of a program's end -> metric that counts it."""
 DECODED_BYTES = 1 << 30
 """Largest size of a task's private tests."""
 PLAIN_PICKLE = {
@@ -80,7 +80,7 @@ class TestsResult:
 
 
 class CodeBenchmark(BuiltinEnvironment):
-    """Reward 1 if an answer passes all tests, else 0. After a test that fails no other test runs.
+    """Rewards an answer that passes all tests with 1, else 0. The first test that fails ends the tests.
 
     `timeout_s` and `wall_s` are for one answer. Metrics: `accuracy`; `unparsed`, 1 if the text has no code; `timeouts`,
     `memory` and `crashes`, 1 if the answer's program ended in this way.
@@ -175,7 +175,7 @@ class CodeBenchmark(BuiltinEnvironment):
 
 
 class _Wrong(Exception):
-    """The answer failed: it raised, ended, took too long, or sent a malformed reply."""
+    """Raised if the answer failed: it raised an exception, ended, took too long, or sent a malformed reply."""
 
 
 class _Program:

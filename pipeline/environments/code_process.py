@@ -105,7 +105,7 @@ class Frames:
             unsent = unsent[os.write(self._output, unsent) :]
 
     def close(self) -> None:
-        """Close both ends, in a fork that must not use them."""
+        """Close the descriptors of both directions. For a fork that must not use them."""
         os.close(self._input)
         os.close(self._output)
 

@@ -34,7 +34,7 @@ REPLACED = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-"""Replacements, in this order, which precede REMOVED."""
+"""(Text, replacement) pairs, applied in this order before the texts in REMOVED are removed."""
 
 WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds"
@@ -45,7 +45,7 @@ REMOVED = (
     *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
     *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
-"""Removed in this order: units and words of the question, their LaTeX forms, spaces and marks."""
+"""Texts that are removed, in this order: units and words of the question, their LaTeX forms, spaces and marks."""
 
 UNWRAPPED = (
     (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # only the first formula

@@ -41,7 +41,7 @@ class Outcome:
 
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Those of the last turn count, and a step reports their means. `accuracy` is shown beside the reward."""
+    """The metrics of the last turn count, and a training step reports their means. `accuracy` is shown beside the reward."""
     observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
 
@@ -53,7 +53,7 @@ class JudgeLimits:
     call_s: float | None = None  # of one call; None: `timeout_s`, and a little more to end what the call started
     memory_bytes: int | None = None  # of address space, beyond what the environment has loaded
     suspect_s: float | None = None
-    """CPU seconds of a call. A judge is replaced after a call that fails or takes longer."""
+    """CPU seconds of a call. A judge is replaced after a call that fails or takes more."""
     variables: tuple[str, ...] | None = None  # variables of the process environment that a judge keeps; None: all
 
 
@@ -107,7 +107,7 @@ class Configurable:
     """A built-in environment or tool. It describes its kwargs, so that they are checked before submission."""
 
     Arguments: ClassVar[type] = NoArguments
-    """A dataclass with type, range, default and description of each of the kwargs at its field.
+    """A dataclass with a field for each of the kwargs: its type, range, default and description.
 
     A field without a default is a required argument: submission refuses a recipe that lacks it. A field `judge` names the
     environment that judges the final answer.
@@ -134,9 +134,9 @@ class BuiltinEnvironment(Configurable, Environment):
     """An environment with a name in KINDS of pipeline/config/environments.py."""
 
     checked_at_start: ClassVar[int] = 20_000
-    """How many of a data set's expected answers `check_answer` checks before the run; it checks the others at their use."""
+    """Number of a data set's expected answers that `check_answer` checks before the run. It checks the others when used."""
     is_final: ClassVar[bool] = True
-    """True if this environment can judge the final answer of another one, such as one with tools."""
+    """True if this environment can judge final answers for another environment, such as one with tools."""
 
     def __init__(self, arguments: Any, context: EnvironmentContext) -> None:
         """Build the environment. Raises ValueError for arguments that this machine cannot serve."""

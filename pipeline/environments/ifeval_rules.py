@@ -17,9 +17,9 @@ RELATIONS = ("less than", "at least")
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 Rule = Callable[..., bool]
-"""(response, analysis, **arguments) -> whether the response follows the instruction."""
+"""A function (response, analysis, **arguments) -> whether the response follows the instruction."""
 RULES: dict[str, Rule] = {}
-"""The rules by the id of their instruction."""
+"""Id of an instruction -> its rule."""
 
 
 def rule(name: str) -> Callable[[Rule], Rule]:

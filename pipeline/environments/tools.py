@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipeline.types import Prompt
 
 TOOLS: dict[str, type[Calculator] | type[PythonTool]] = {"calculator": Calculator, "python": PythonTool}
-"""Built-in tools by name; users' tools have dotted paths."""
+"""Name -> class of each built-in tool. Users' tools are named by dotted paths instead."""
 WORKERS = 16
 CALL_SHARE = 0.9  # share of the remaining time that a call may take; its thread is abandoned when all of that time is over
 MAX_ABANDONED = 64  # threads of unfinished calls in a judge; when there are as many, no call begins

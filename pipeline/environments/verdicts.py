@@ -23,7 +23,7 @@ LOWEST, HIGHEST = 1.0, 10.0
 
 Value = TypeVar("Value")
 Read = Callable[[str], Value | None]
-"""Returns the value of a text, such as the text after the colon; None if it is not a value."""
+"""A function that returns the value of a text, such as the text after the colon; None if it has none."""
 
 
 def read_verdict(reply: str, word: str, value_of: Read[Value]) -> Value | None:

@@ -35,7 +35,7 @@ from pipeline.environments.environment import ProcessStuck
 Message = dict[str, Any]
 START_S = 60.0
 LOOP_S = 1.0
-"""Seconds in which the loop must respond after a task exceeds its time. If it does not, another task blocks it."""
+"""Seconds in which the event loop must respond after a task exceeds its time. If it does not, another task blocks the loop."""
 
 
 @dataclass

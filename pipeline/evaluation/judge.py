@@ -171,7 +171,7 @@ class Judging:
 
 
 SHOWN = 300
-"""Characters of a reply in a failure."""
+"""Number of a reply's last characters that a failure shows."""
 
 
 def require_judge(judge: Judge | None, task: str) -> Judge:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNIT = 32
-"""Questions that an engine scores together, so that the scores depend on the data alone."""
+"""Number of questions that an engine scores together. It is fixed, so that the scores depend on the data alone."""
 SECTIONS = {
     "chat": ("alpacaeval-easy", "alpacaeval-length", "alpacaeval-hard", "mt-bench-easy", "mt-bench-med"),
     "chat_hard": (
@@ -51,7 +51,7 @@ SECTIONS = {
     "safety": ("refusals-dangerous", "refusals-offensive", "xstest-should-refuse", "xstest-should-respond", "donotanswer"),
     "reasoning": ("math-prm", "hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust"),
 }
-"""RewardBench's sections and their subsets."""
+"""RewardBench's section -> its subsets."""
 MATH = "math-prm"
 """The subset that weighs as much as all other subsets of its section together."""
 SECTION_OF = {subset: section for section, subsets in SECTIONS.items() for subset in subsets}

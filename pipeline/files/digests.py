@@ -17,9 +17,9 @@ from pipeline.recipe import user_files
 
 MANIFEST = "digests.sha256"
 ORIGIN = "lineage.json"
-"""Says what a checkpoint or an export was made from; of an export it is not in the list, for it has hashes itself."""
+"""Name of the file with the origin of a checkpoint or an export. An export's list leaves it out, since it has hashes itself."""
 LONGEST = 64 << 20
-"""Bytes of a list, at most: of half a million files."""
+"""Most bytes of a list. It is enough for half a million files."""
 READERS = 4
 """Files that one process hashes at a time."""
 NOT_OURS = (".nfs",)

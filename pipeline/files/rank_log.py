@@ -27,7 +27,7 @@ from typing_extensions import override
 from pipeline.recipe import secrets
 
 PACKAGE = "pipeline"
-"""The parent of all loggers that get the handler; libraries' loggers keep theirs."""
+"""Name of the parent of all loggers that use the handler. Libraries' loggers keep their own handlers."""
 
 
 def set_up() -> None:

@@ -24,13 +24,13 @@ from pipeline.recipe.problems import Problem, RecipeError
 Value = TypeVar("Value")
 
 LONGEST = 32 << 20
-"""Bytes of a file, or of one of its lines: JSON takes up to twenty times as much memory."""
+"""Most bytes of a file, or of a line of JSON lines. Decoded JSON takes up to twenty times as much memory."""
 LONGEST_YAML = 4 << 20
-"""Bytes of a file of YAML, which takes a second a megabyte to read."""
+"""Most bytes of a YAML file. Reading YAML takes a second per megabyte."""
 REMEDY = "Try to restore it from a copy, or to delete it"
 
 LAST_MOMENT = 1e11
-"""Unix seconds in the year 5138: a later time is none."""
+"""Unix seconds in the year 5138. A later time is refused."""
 Moment = Annotated[float, msgspec.Meta(ge=0, le=LAST_MOMENT)]
 """Unix seconds."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]

@@ -25,11 +25,11 @@ from pipeline.recipe.problems import RecipeError
 
 FOLDER, RUN, INPUTS, HASHES, EXPORTS = "lineage", "run.json", "inputs.json", "hashes.jsonl", "exports.jsonl"
 MARK = digests.ORIGIN
-"""In a checkpoint and beside an exported model: where it comes from."""
+"""Name of the file in a checkpoint, and beside an exported model, that has its origin."""
 KINDS = ("checkpoint", "export")
-"""Values of `kind` in it."""
+"""Values of `kind` in a lineage.json."""
 MOST_FILES = 10_000
-"""Files of one input that are listed; of a larger folder the first ones by name."""
+"""Most files of an input that are listed. Of a larger folder, the first files by name are listed."""
 
 
 class InputEntry(TypedDict):

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 RESOURCES = "resources/"
-"""Prefix of the resource monitor's keys. They are not in the log, for there are many."""
+"""Prefix of the resource monitor's keys. They are too many to be shown in the log."""
 NOT_REPRODUCIBLE = ("time", "throughput/", "idle/", RESOURCES)
 """Prefixes of the keys whose values differ between equal runs. All other values must be equal."""
 

@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 QUIET_RANKS_PER_S = 64
-"""Ranks of a run that rewrite an unchanged activity per second."""
+"""Number of ranks of a run that rewrite an unchanged activity in the same second."""
 DOUBLING_BYTES = 8 << 20
 MOST_UNWRITTEN = 10_000
-"""Lines kept while the disk fails; older ones are dropped."""
+"""Most lines that are kept while the disk fails. Older lines are dropped."""
 CLOSE_S = 5.0
 """Seconds that the end of a run waits for a hanging disk."""
 

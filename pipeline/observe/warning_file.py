@@ -16,11 +16,11 @@ from typing import Any
 from pipeline.recipe.secrets import redacted
 
 FILE = Path("resources/warnings.jsonl")
-"""In an attempt's folder."""
+"""Path of the warnings in an attempt's folder."""
 MEMORY_CHECKS = ("full_memory", "host_leak")
 """Checks of `pipeline/monitor/resource_warnings.py` that warn of host memory."""
 AGAIN_STEPS = 20
-"""Steps until a warning that still holds is given again."""
+"""Number of steps after which a warning that still holds is repeated."""
 
 
 def warning(step: int, check: str, rank: int, node: str, message: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pipeline.sandbox.limits import SandboxError
 SCRATCH = "/tmp"
 USER = 65534  # user and group id of the program, `nobody` in most systems
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Without /dev/zero: a shared mapping of it is memory that no process's size shows."""
+"""Device files of the sandbox. /dev/zero is left out: a shared mapping of it is memory that no process's size shows."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",

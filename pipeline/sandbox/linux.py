@@ -20,7 +20,7 @@ CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 MAX_PENDING_SIGNALS = 64
-"""Pending signals and timers per program. A user's bound on them covers all of that user's programs together."""
+"""Pending signals and timers of a program, at most. The system's limit for a user covers all programs of the user together."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

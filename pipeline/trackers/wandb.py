@@ -27,7 +27,7 @@ from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun
 from pipeline.trackers.transaction_log import TransactionLog
 
 WRITTEN_S = 30.0
-"""Seconds until W&B's process must have written a step, or have ended after the process that started it."""
+"""Seconds in which W&B's process must write a step, or end after the end of the process that started it."""
 POLL_S = 0.2
 
 

@@ -17,7 +17,7 @@ from pipeline.trackers.tracker import LoggedStep, Tracker
 
 FILES = ("recipe.yaml", "report.html")
 SAMPLES = 16
-"""Rollouts of a step that are sent, at most."""
+"""Most rollouts of a step that are sent."""
 
 
 class _Metric(TypedDict):

@@ -25,7 +25,7 @@ from pipeline.tracking.step_lines import StepLines
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 200
-"""Steps that are sent together, at most."""
+"""Most steps that are sent together."""
 
 
 def enabled(recipe: Recipe) -> list[str]:

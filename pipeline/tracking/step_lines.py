@@ -11,7 +11,7 @@ from pipeline.observe.metrics import StepLine
 from pipeline.recipe import user_files
 
 READ_AT_ONCE = 1 << 22
-"""Bytes of one read, at most, but for a longer line."""
+"""Bytes after which one call of `StepLines.lines` stops reading lines."""
 
 
 class StepLines:
