@@ -298,7 +298,7 @@ def problems(suite: Suite) -> Iterator[Problem]:
 
 
 def bad_name(key: str, name: str) -> Problem:
-    """Return the problem of a name that cannot be the name of a folder."""
+    """Return the problem of a name that no folder can have."""
     return Problem(key, "bad-format", f"got '{name}'; expected letters, digits, '.', '_' and '-', since it names a folder")
 
 
@@ -371,7 +371,7 @@ def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) ->
     """Yield the problems of a gate that reads the score of an evaluation."""
     for name in ("value", "speed"):
         if getattr(gate, name) is not None:
-            yield Problem(f"{key}.{name}", "contradiction", "got evaluation too; expected one of them")
+            yield Problem(f"{key}.{name}", "contradiction", f"got {name} and evaluation; expected one of the two")
     if evaluation.not_worse_than is None:
         if evaluation.margin is not None:
             yield Problem(f"{key}.evaluation.margin", "has-no-effect", "only not_worse_than reads it")

@@ -166,7 +166,7 @@ def find_needs(tree: ConfigMapping) -> list[Problem]:
 
 
 def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
-    """Add the folders of the recipe's file and of files that name user code to `module_folders`, in place.
+    """Add to `module_folders`, in place, the folders of the recipe's file and of files that name user code.
 
     Nothing is added if no key names user code.
     """

@@ -166,7 +166,7 @@ class RecordReader:
             answers = [answer[len(record_with_prompt[self.dataset.input_key]) :] for answer in answers]
         for key, answer in zip(keys, answers, strict=True):
             if not answer.strip():
-                raise ValueError(f"'{key}' is {'contained in the other' if begun_alike else 'empty'}")
+                raise ValueError(f"'{key}' is {'contained in the other answer' if begun_alike else 'empty'}")
         chosen, rejected = answers
         _refuse_same(keys, chosen, rejected)
         if not self.data.apply_chat_template:

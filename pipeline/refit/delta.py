@@ -60,7 +60,7 @@ def encode(new: torch.Tensor, base: torch.Tensor | None, out: torch.Tensor) -> i
 
 
 def encoded_bytes(code: int, count: int, itemsize: int) -> int:
-    """Return the bytes of an encoded item of `count` entries. Raises RefitError for an invalid code."""
+    """Return the number of bytes of an encoded item of `count` entries. Raises RefitError for an invalid `code`."""
     entries, mode = divmod(code, _MODES)
     if not 0 <= entries <= count or (mode == FULL and entries != count):
         raise RefitError(f"delta: a message announces {entries} of {count} entries")

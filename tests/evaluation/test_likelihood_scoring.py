@@ -314,7 +314,11 @@ def test_formats():
     [
         ("winogrande", {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "expected a blank"),
         ("winogrande", {"sentence": "a _ b", "option1": "a", "option2": "b", "answer": ""}, "answer ''; expected a blank"),
-        ("piqa", {"goal": "g", "sol1": "a", "sol2": "b", "label": -1}, "got right choice -1; expected 0 to 1"),
+        (
+            "piqa",
+            {"goal": "g", "sol1": "a", "sol2": "b", "label": -1},
+            "got -1 as the index of the right choice; expected 0 to 1",
+        ),
         ("arc", {"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"}, "'B'; expected one of A"),
         ("mmlu", {"question": "q", "subject": "s", "choices": ["a"], "answer": 0}, "has 1 choices; expected 4"),
     ],

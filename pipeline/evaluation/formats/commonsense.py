@@ -92,7 +92,7 @@ class Lambada(Format):
 def choice_question(prompt: str, choices: Sequence[str], right: int, group: str = "", description: str = "") -> Question:
     """Return a question whose choices continue its prompt. Raises ValueError unless `right` is the index of a choice."""
     if not 0 <= right < len(choices):
-        raise ValueError(f"got right choice {right}; expected 0 to {len(choices) - 1}")
+        raise ValueError(f"got {right} as the index of the right choice; expected 0 to {len(choices) - 1}")
     return Question(
         "",
         prompt,

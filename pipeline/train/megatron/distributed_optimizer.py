@@ -211,7 +211,7 @@ class TorchLRSchedule:
         self.advance(1)
 
     def advance(self, steps: int) -> None:
-        """Advance by that many steps."""
+        """Advance the schedule by `steps` steps."""
         self._schedule.advance(steps)
         self._apply()
 
@@ -256,7 +256,7 @@ class MegatronLRSchedule:
         self.advance(1)
 
     def advance(self, steps: int) -> None:
-        """Advance by that many steps."""
+        """Advance the schedule by `steps` steps."""
         self.steps += steps
         self._scheduler.step(increment=steps)
 

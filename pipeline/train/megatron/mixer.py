@@ -91,7 +91,7 @@ def check_ranks(sizes: StateSpace | DeltaNet, tensor_ranks: int, ranks: int) -> 
         raise ValueError(f"{tensor_ranks} tensor-parallel ranks do not divide a mixer of {sizes.groups} groups")
     heads, groups = sizes.heads // tensor_ranks, sizes.groups // tensor_ranks
     if heads % ranks or (groups % ranks and ranks % groups):
-        raise ValueError(f"{ranks} context-parallel ranks do not divide {heads} heads of a mixer in {groups} groups")
+        raise ValueError(f"{ranks} context-parallel ranks cannot share a mixer with {heads} heads and {groups} groups")
 
 
 @dataclass
