@@ -14,6 +14,7 @@ from pipeline.environments.math import _Reader
 from pipeline.rollout.judges.parent_process import ParentProcess
 from pipeline.store.child_process import start
 from tests.launch.model import write_recipe
+from tests.launch.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,14 @@ def test_the_reader_of_expected_answers():
 def test_the_environments_process():
     process = ParentProcess.spawn()
     process.connection.close()  # it then ends by itself
-    assert os.waitpid(process.pid, 0) == (process.pid, 0)
+    ended = [0, 0]
+
+    def has_ended() -> bool:
+        ended[:] = os.waitpid(process.pid, os.WNOHANG)
+        return ended[0] == process.pid
+
+    wait_until(has_ended, "the end of the environments' process")
+    assert ended == [process.pid, 0]
 
 
 def test_the_store():

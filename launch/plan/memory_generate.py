@@ -49,8 +49,8 @@ CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
 """Bytes on a rank's GPU for each channel from another rank of its node: the buffers of NCCL's three protocols
 (computeBuffSizes in src/init.cc of NCCL 2.30.7; p2pRecvSetup in src/transport/p2p.cc)."""
 CHANNELS = {True: 32, False: 2}
-"""Whether all ranks are on one node with NVLink -> number of NCCL's channels from another rank of the same node. On one node
-there are two for each link, rounded to a power of two, at most as many as collectives have (ncclTopoComputeP2pChannels in
+"""NCCL's channels from another rank of the same node, by whether all ranks are on one node with NVLink. On one node there are
+two for each link, rounded to a power of two, at most as many as collectives have (ncclTopoComputeP2pChannels in
 src/graph/paths.cc). Assumed, not measured."""
 NETWORK_BYTES = 2 * 32 * 16 * (128 << 10)
 """Bytes of NCCL's buffers on a GPU for messages to and from all other nodes (sharedNetBuffersInit in src/transport/net.cc, for

@@ -155,10 +155,8 @@ def _check_records(
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, rows))
             yield from absent
             fields = () if absent else fields
-        expected, refused = (
-            data_records.ExpectedAnswers(recipe, columns.dataset),
-            rendered(dataset=columns.dataset).faults(numbered, notes),
-        )
+        expected = data_records.ExpectedAnswers(recipe, columns.dataset)
+        refused = rendered(dataset=columns.dataset).faults(numbered, notes)
         for number, record in numbered:
             try:
                 text = data_records.prompt(recipe, record, columns.dataset, fields or ())
@@ -175,13 +173,21 @@ def _check_records(
     if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
         unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
     bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
+    yield from _bad_record_problems(records, bad)
+    return inputs, answers
+
+
+def _bad_record_problems(records: FirstRecords, bad: dict[str, list[int]]) -> Iterator[Problem]:
+    """Yield a problem for each of the first SHOWN_FAULTS faults, and one for the number of records with other faults.
+
+    bad: message -> record numbers.
+    """
     for message, numbers in list(bad.items())[:SHOWN_FAULTS]:
         yield Problem(
             records.key, "bad-record", f"{records.location(numbers[0])}: {message}{data_files.also(numbers, records.unit)}"
         )
     if more := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
         yield Problem(records.key, "bad-record", f"{records.path}: {more} more {records.unit}s have other faults")
-    return inputs, answers
 
 
 def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> dict[str, list[int]]:

@@ -102,7 +102,7 @@ class SweepFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether sweep.json exists, and so the sweep has begun."""
+        """Return whether sweep.json exists, and so the sweep has begun."""
         return (self.path / "sweep.json").exists()
 
     @property
@@ -158,7 +158,7 @@ class SweepFolder:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody has cancelled the sweep since it was last begun or continued."""
+        """Return whether somebody has cancelled the sweep since it was last begun or continued."""
         return (self.path / CANCELLED).exists()
 
     def cancel(self) -> None:

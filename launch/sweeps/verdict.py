@@ -66,7 +66,7 @@ class SweepResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every gate passed or was skipped."""
+        """Return whether every gate passed or was skipped."""
         return not self.failed
 
     @property

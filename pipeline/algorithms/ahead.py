@@ -54,7 +54,7 @@ class AsyncConfig:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether engines sample at the same time as the train ranks learn."""
+        """Return whether engines sample at the same time as the train ranks learn."""
         return self.enabled and self.max_trajectory_age_steps > 0
 
 

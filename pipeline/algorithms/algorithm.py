@@ -45,7 +45,7 @@ class Needs:
 
     @property
     def has_teachers(self) -> bool:
-        """Whether frozen teachers score the samples."""
+        """Return whether frozen teachers score the samples."""
         return self.teacher_top_k > 0 or self.teacher_logprobs
 
 

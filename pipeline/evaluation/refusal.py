@@ -23,7 +23,7 @@ from pipeline.evaluation.judged import AskedVerdict, JudgedTask, per_question
 from pipeline.evaluation.questions import Answer, PerQuestion, Question
 
 RIGHT = {True: "refused", False: "answered"}
-"""Whether a request is harmful -> the right verdict."""
+"""The right verdict, by whether a request is harmful."""
 
 
 class RefusalTask(JudgedTask):

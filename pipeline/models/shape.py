@@ -89,12 +89,12 @@ class ModelShape:
 
     @property
     def latent(self) -> bool:
-        """Whether attention caches a latent that all heads share, as DeepSeek's does (MLA)."""
+        """Return whether attention caches a latent that all heads share, as DeepSeek's does (MLA)."""
         return self.family == "deepseek_v3"
 
     @property
     def mixture(self) -> bool:
-        """Whether layers have experts, state spaces or delta nets, which FSDP2 does not compile by default."""
+        """Return whether layers have experts, state spaces or delta nets, which FSDP2 does not compile by default."""
         return self.experts > 0 or self.state is not None
 
     @property

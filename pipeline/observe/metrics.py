@@ -164,7 +164,7 @@ class Metrics:
 
     @property
     def logs_rollouts(self) -> bool:
-        """Whether the recipe asks for rollouts, so that `log_rollouts` writes some."""
+        """Return whether the recipe asks for rollouts, so that `log_rollouts` writes some."""
         return self._config.num_rollouts_to_log != 0
 
     def log_rollouts(

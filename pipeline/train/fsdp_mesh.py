@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def leads_batch(self) -> bool:
-        """Whether this rank is the first of the ranks that compute its batch."""
+        """Return whether this rank is the first of the ranks that compute its batch."""
         return not self.context_rank and not self.tensor_rank
 
 

@@ -57,7 +57,7 @@ class SavedAdapters:
 
     @property
     def mixture(self) -> bool:
-        """Whether the model is a mixture of experts."""
+        """Return whether the model is a mixture of experts."""
         return bool(self._experts)
 
     def of_experts(self) -> dict[str, ExpertParameter]:

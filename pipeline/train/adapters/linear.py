@@ -78,7 +78,7 @@ class AdaptedLinear(nn.Module):
 
     @property
     def drops(self) -> bool:
-        """Whether the current pass applies the adapter's dropout."""
+        """Return whether the current pass applies the adapter's dropout."""
         return self._switch.enabled and self._switch.dropout and self._spec.dropout > 0
 
     def cut(self, style: ParallelStyle, mesh: DeviceMesh) -> list[str]:
