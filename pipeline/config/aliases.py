@@ -180,7 +180,7 @@ def hint(
     key = key.lower().replace("-", "_")
     if keys := equivalents(key, algorithm, rank):
         if why := unread(keys[0]):
-            return f"it would be '{equivalents(key, ONLINE[0], rank)[0]}', but {why}; leave it out"
+            return f"its name here is '{equivalents(key, ONLINE[0], rank)[0]}', but {why}; leave it out"
         return f"did you mean {' or '.join(repr(one) for one in keys)}?"
     return next((instead for pattern, instead in NOT_HERE if re.search(pattern, key)), None)
 

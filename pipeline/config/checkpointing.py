@@ -35,21 +35,22 @@ class EncryptionConfig:
     enabled: Annotated[
         Bool,
         Field(
-            description="Encrypt what the run writes. false with a key: read what is encrypted, write plain files; older"
-            " plain ones stay plain."
+            description="Encrypt new checkpoints, rollouts and answers of evaluations. Files that are already plain stay plain."
+            " false with a key: read encrypted files, but write plain ones."
         ),
     ] = False
     key_file: Annotated[
-        Line | None, Field(description="File of the key, which every node can read and only you, outside of the run folder.")
+        Line | None,
+        Field(description="File with the key, outside the run folder. Every node must be able to read it, and no other user."),
     ] = None
     key_command: Annotated[
         Line | None,
         Field(
-            description="Command that prints the key, run once by each rank that needs it, without a shell, and never at"
-            " submission, as in `vault kv get -field=key secret/hetstep`. In place of key_file."
+            description="Command that prints the key, such as `vault kv get -field=key secret/hetstep`; an alternative to"
+            " key_file. Each rank that needs the key runs it once, without a shell. Submission never runs it."
         ),
     ] = None
-    key_timeout_s: Annotated[Seconds, Field(description="Time limit of key_command.")] = 60.0
+    key_timeout_s: Annotated[Seconds, Field(description="Time limit of key_command, in seconds.")] = 60.0
 
 
 @dataclass
@@ -61,13 +62,13 @@ class CheckpointingConfig:
     keep_top_k: Annotated[
         Positive | None,
         LIVE,
-        Field(description="Number of checkpoints to keep: the best by metric_name, and the latest. null: all."),
+        Field(description="Number of best checkpoints to keep, by metric_name. The latest is always kept too. null: keep all."),
     ] = 3
     metric_name: Annotated[
         Text | None,
         Field(
-            description="Metric that ranks checkpoints, as metrics.jsonl names it, such as `val/accuracy`; `val:accuracy` is"
-            " the same. null: keep the latest keep_top_k."
+            description="Metric that ranks checkpoints, by its name in metrics.jsonl, such as `val/accuracy`; `val:accuracy` is"
+            " the same. null: keep the latest keep_top_k checkpoints."
         ),
     ] = None
     higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
@@ -92,9 +93,10 @@ class CheckpointingConfig:
     verify: Annotated[
         Verify,
         Field(
-            description="What is verified before a checkpoint or an export is read. full: the SHA-256 of every file, which"
-            " reads it once more, at 0.5 to 2 GB/s per rank. size: names and sizes, and the list of digests; of an export its"
-            " names. off: names and sizes of a checkpoint's listed files."
+            description="What to verify before a checkpoint or an export is read. full: the checks of size, and the SHA-256 of"
+            " every file, which reads all files once more, at 0.5 to 2 GB/s per rank. size: names and sizes of a checkpoint's"
+            " files, and its list of digests; for an export, only names. off: names and sizes of the files that a checkpoint"
+            " lists."
         ),
     ] = "full"
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
@@ -113,10 +115,10 @@ def check_encryption(checkpointing: CheckpointingConfig, run_dir: str) -> Iterat
         message = "got true without a key; expected key_file or key_command. Try (umask 077; openssl rand -hex 32 > KEY_FILE)"
         yield Problem(f"{SECTION}.enabled", "missing-value", message)
     if given.enabled and checkpointing.save_consolidated:
-        message = "got true with encryption, but hf/ would be plain; expected false. Try launch/export.py out=DIR afterwards"
+        message = "got true with encryption; expected false, since hf/ is not encrypted. Try launch/export.py out=DIR instead"
         yield Problem("checkpointing.save_consolidated", "contradiction", message)
     if given.key_file is not None and Path(os.path.realpath(run_dir)) in Path(os.path.realpath(given.key_file)).parents:
-        message = "got a file in the run folder, beside what it encrypts; expected another folder"
+        message = "got a file in the run folder, beside the files that it encrypts; expected a file outside the run folder"
         yield Problem(f"{SECTION}.key_file", "contradiction", message)
     if given.key_file is not None and _KEY_FORM.fullmatch(Path(given.key_file).name):
         message = "got what looks like the key itself; expected the path of its file, since recipes are written to disk"

@@ -39,7 +39,8 @@ class TimeoutsConfig:
     save: Annotated[
         Seconds,
         Field(
-            description="Saving a checkpoint. Before that, rank 0 waits equally long for rollouts that are still being written."
+            description="Saving a checkpoint. Before, rank 0 waits up to the same time for rollouts that are still being"
+            " written."
         ),
     ] = 3600.0
     storage: Annotated[
@@ -65,7 +66,7 @@ class ComponentConfig:
         Line,
         Field(
             description="The GPU model: a file in recipes/hardware/, without .yaml, or a path to one. The plan uses it."
-            " Its compute_capability decides whether flash_attention=3 is possible, and sets"
+            " Its compute_capability decides whether flash_attention=3 is possible, and the value of"
             " CUDA_DEVICE_MAX_CONNECTIONS for Megatron-Core."
         ),
     ] = "h100"
@@ -115,7 +116,10 @@ class ComponentConfig:
     ] = None
     container_mounts: Annotated[
         list[Line] | None,
-        Field(description="Mounts, as SOURCE:TARGET[:FLAGS]. Submission checks that they cover all that the component opens."),
+        Field(
+            description="Mounts, as SOURCE:TARGET[:FLAGS]. Submission checks that they cover all paths that the component"
+            " opens."
+        ),
     ] = None
     container_workdir: Annotated[Line | None, Field(description="Working directory in the container.")] = None
     container_env: Annotated[
@@ -187,7 +191,7 @@ class NetworkConfig:
     ] = 450.0
     latency_us: Annotated[Float, Field(ge=0, description="Latency of one message, in microseconds.")] = 20.0
     memory_gb_per_s: Annotated[
-        Bandwidth, Field(description="Rate at which a rank gathers what it sends and scatters what it receives, in GB/s.")
+        Bandwidth, Field(description="Rate at which a rank gathers data to send and scatters received data, in GB/s.")
     ] = 1500.0
 
 
@@ -245,9 +249,9 @@ class ClusterConfig:
         Line,
         Check(_audit_error),
         Field(
-            description="Folder of the audit log, to which submissions, cancellations, changes of live runs and exports are"
-            " appended. auto: the highest folder above the run that is named runs, else the folder that holds the run's."
-            " none: no log. If it cannot be written, nothing is submitted."
+            description="Folder of the audit log of submissions, cancellations, changes of live runs, and exports. auto: the"
+            " first of these that has a log or that you may write: folders named runs above the run folder (topmost first), its"
+            " parent, the run folder. none: no log. If the log cannot be written, nothing is submitted."
         ),
     ] = AUDIT_AUTO
     share_nodes: Annotated[

@@ -114,7 +114,7 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
         return Columns(dataset)
     rendered = ""
     if recipe.data.apply_chat_template and isinstance(column(record, found[0].get("input_key", "")), str):
-        rendered = ", rendered by the chat template; with data.apply_chat_template=false as bare text, as TRL takes texts"
+        rendered = ", rendered by the chat template; data.apply_chat_template=false uses plain text, as TRL does"
     return Columns(replace(dataset, **keys), _described(found[0]) + rendered)
 
 
@@ -234,10 +234,10 @@ def parse_conversation(value: Any, key: str) -> list[Message]:
     messages = value
     if isinstance(value, list) and value and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
         if unknown := [str(m["from"]) for m in value if m["from"] not in SHAREGPT]:
-            raise ValueError(f"'{key}' has a turn from '{unknown[0]}'; expected one of {', '.join(SHAREGPT)}")
+            raise ValueError(f"'{key}' has a turn from '{unknown[0]}'; expected one of: {', '.join(SHAREGPT)}")
         messages = [{"role": SHAREGPT[m["from"]], "content": m["value"]} for m in value]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ValueError(f"'{key}' is not a list of {{role, content}} with texts in them")
+        raise ValueError(f"'{key}' is not a list of {{role, content}} messages whose values are texts")
     return messages
 
 
@@ -255,7 +255,7 @@ DESCRIPTIONS = {
     "input_key": "'{}' as the prompt",
     "output_key": "'{}' as the answer",
     "messages_key": "'{}' as a conversation",
-    "text_key": "'{}' as a text of which every token is learned",
+    "text_key": "'{}' as a text (every token counts in the loss)",
 }
 
 
@@ -286,7 +286,7 @@ def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], 
             " ".join(f"{key}.{name}={column}" for name, column in reading.items() if column != DEFAULTS[name])
             for reading in found
         ]
-        readings = [reading or "without the other columns in the file" for reading in readings]
+        readings = [reading or "a file without the other columns" for reading in readings]
         return f"its columns ({columns}) can be read in {len(found)} ways; expected one. Try {' or '.join(readings)}"
     paired = recipe.algorithm in PAIRED
     keys = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
@@ -296,7 +296,7 @@ def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], 
     hint = " ".join(f"{key}.{name}={column}" for name, column in guess.items())
     bare = ""
     if paired and lacking == ["input_key"] and isinstance(column(record, key_columns["chosen_key"]), str):
-        bare = "; with data.apply_chat_template=false their common beginning is the prompt"
+        bare = ", or data.apply_chat_template=false, which takes the common beginning of both answers as the prompt"
     what = " or ".join(f"'{key_columns[name]}'" for name in lacking)
     conversation = next((name for name in CONVERSATIONS if _is_conversation(record.get(name))), None)
     if conversation and not paired:  # keys of the recipe hide it, mostly those of one that it inherits from

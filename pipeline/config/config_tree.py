@@ -202,7 +202,7 @@ def load_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[ConfigMapping]:
     origin = parents.origin or ""
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RecipeError(Problem("defaults", "wrong-type", "expected a file's name, or a list of them", origin))
+        raise RecipeError(Problem("defaults", "wrong-type", "expected a file name or a list of file names", origin))
     layers: list[ConfigMapping] = []
     for name in names:
         if (parent := other_recipe(name, path.parent, path)) is None:
@@ -294,7 +294,7 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
 def _insist_on_plain(value: Any, origin: str, key: str = "", depth: int = 0) -> None:
     """Raise RecipeError for values that a recipe cannot have: sets, bytes and the like, and values nested too deeply."""
     if depth > DEEPEST:
-        message = f"got a value that is nested more than {DEEPEST} deep; expected a flatter one"
+        message = f"got a value nested more than {DEEPEST} levels deep; expected a flatter value"
         raise RecipeError(Problem(key, "too-large", message, origin))
     if isinstance(value, list | dict):
         for item in value if isinstance(value, list) else [*value, *value.values()]:

@@ -127,7 +127,7 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
             text = f"got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
             yield Problem(f"{key}.text_key", "unsupported", text)
         if dataset.margin_key and recipe.algorithm != "rm":
-            text = f"got '{dataset.margin_key}'; expected null: {recipe.algorithm} has no margin, which rm alone learns from"
+            text = f"got '{dataset.margin_key}'; expected null: {recipe.algorithm} does not use margins, only rm does"
             yield Problem(f"{key}.margin_key", "unsupported", text)
         if recipe.algorithm in PAIRED:
             yield from _check_pairs(recipe, key, dataset)
@@ -138,34 +138,33 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"{recipe.algorithm}.max_num_steps",
             "missing-value",
-            "got 0, which validates once and learns nothing; expected a data set to validate on. Try"
-            " data.validation.data_path=FILE.jsonl",
+            "got 0, which only validates; expected a validation data set. Try data.validation.data_path=FILE.jsonl",
         )
     if (tokens := data.max_input_seq_length) > (longest := recipe.policy.max_total_sequence_length):
-        text = f"got {tokens}; expected at most policy.max_total_sequence_length {longest}, the most that a batch has room for"
+        text = f"got {tokens} tokens; expected at most policy.max_total_sequence_length, {longest} tokens"
         yield Problem("data.max_input_seq_length", "too-large", text)
 
 
 def _check_pairs(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     if dataset.chosen_key == dataset.rejected_key:
-        text = f"got '{dataset.rejected_key}', which is {key}.chosen_key too; expected another column"
+        text = f"got '{dataset.rejected_key}', which is also {key}.chosen_key; expected another column"
         yield Problem(f"{key}.rejected_key", "contradiction", text)
     if dataset.dataset_name == "scratchpad_addition":
-        text = f"got scratchpad_addition; expected pairs, which {recipe.algorithm} learns from. Try scratchpad_preferences"
+        text = f"got scratchpad_addition; expected pairs of answers for {recipe.algorithm}. Try scratchpad_preferences"
         yield Problem(f"{key}.dataset_name", "unsupported", text)
 
 
 def _no_environment(recipe: Recipe, key: str, name: str | None) -> Problem:
     got = "null" if name is None else f"'{name}'"
-    why = f"got {got}, but {recipe.algorithm} samples answers, and an environment judges them; expected"
+    why = f"got {got}, but an environment must score the answers that {recipe.algorithm} samples; expected"
     if not recipe.env:
         name = name or "math"
         text = (
-            f"{why} the name of one under env, which has none. Try {key}={name} env.{name}.kind=math (or another kind:"
-            " exact_match, code, the dotted path of your own ...)"
+            f"{why} a key of env, which is empty. Try {key}={name} env.{name}.kind=math, or another kind such as exact_match,"
+            " code or the dotted path of your own class"
         )
     else:
-        text = f"{why} one of env's: {', '.join(recipe.env)}. Try {key}={next(iter(recipe.env))}"
+        text = f"{why} a key of env: {', '.join(recipe.env)}. Try {key}={next(iter(recipe.env))}"
     return Problem(key, "missing-value" if got == "null" else "not-a-choice", text)
 
 
@@ -176,24 +175,24 @@ def _check_several(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.train", "missing-value", text)
     for single, default, several in (("train", DatasetConfig(), "datasets"), ("validation", None, "validations")):
         if getattr(data, several) and getattr(data, single) not in (None, default):
-            text = f"data.{several} takes its place. Try data.{single}=null, or leave data.{several} out"
+            text = f"got a data set, but data.{several} replaces it. Try data.{single}=null, or leave data.{several} out"
             yield Problem(f"data.{single}", "contradiction", text)
     for key, dataset in keyed_sets(data).items():
         if not NAME.fullmatch(key.rpartition(".")[2]):
-            text = "expected a name of letters, digits, _ and - alone: it becomes a part of metrics' names"
+            text = "expected a name of only letters, digits, _ and -, since the names of metrics contain it"
             yield Problem(key, "bad-format", text)
         if dataset.weight is not None and not key.startswith("data.datasets."):
-            yield Problem(f"{key}.weight", "has-no-effect", "only what is in data.datasets is mixed. Leave it out")
+            yield Problem(f"{key}.weight", "has-no-effect", "only data sets in data.datasets have a weight. Leave it out")
         if dataset.split_validation_size and key.startswith("data.validation"):
-            text = "nothing is held out of what is validated on. Leave it at 0"
+            text = "only training data sets hold records out for validation. Leave it at 0"
             yield Problem(f"{key}.split_validation_size", "has-no-effect", text)
     without = [name for name, dataset in data.datasets.items() if dataset.weight is None]
     if 0 < len(without) < len(data.datasets):
-        text = "got null, but others have one. Try a number, or none anywhere, which weighs by the number of records"
+        text = "got null, but other data sets have a weight. Try a number, or leave out all weights to use numbers of records"
         yield Problem(f"data.datasets.{without[0]}.weight", "missing-value", text)
     for name in held_out_sets(data):
         if name in data.validations:
-            text = "a training data set that holds records out is validated on under this name. Try another one"
+            text = "the records held out of a training data set already have this name in validation. Try another name"
             yield Problem(f"data.validations.{name}", "ambiguous", text)
 
 
@@ -212,7 +211,7 @@ def _check_named(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[P
     default = {field.name: field.default for field in fields(DatasetConfig)}
     for column in COLUMNS:
         if getattr(dataset, column) != default[column] and not (column == "output_key" and named.output_key):
-            text = f"{name} has columns of its own. Leave it out, or choose columns with {key}.dataset_name={named.repository}"
+            text = f"{name} has fixed columns. Leave it out, or choose columns with {key}.dataset_name={named.repository}"
             yield Problem(f"{key}.{column}", "has-no-effect", text)
     if named.conversations and not recipe.data.apply_chat_template:
         text = f"{name} has conversations, which need data.apply_chat_template=true"
@@ -221,5 +220,5 @@ def _check_named(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[P
     if not (named.pairs if paired else named.answers):
         fit = [other for other, known in NAMED_DATASETS.items() if (known.pairs if paired else known.answers)]
         lacks = "no pairs of answers" if paired else "only pairs of answers"
-        text = f"{name} has {lacks}, which {recipe.algorithm} cannot learn from; expected one of: {', '.join(fit)}"
+        text = f"{name} has {lacks}, so {recipe.algorithm} cannot learn from it; expected one of: {', '.join(fit)}"
         yield Problem(f"{key}.dataset_name", "unsupported", text)

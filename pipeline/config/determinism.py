@@ -91,8 +91,8 @@ def _check_engine(recipe: Recipe, component: ComponentConfig) -> Iterator[Proble
     if recipe.policy.generation.backend != "vllm":
         key = "policy.generation.backend"
         message = (
-            f"got true with {key}=transformers on GPUs, whose answers depend on the other answers of a batch; expected vllm."
-            f" Try {key}=vllm, or {KEY}=false"
+            f"got true with {key}=transformers on GPUs; expected vllm, since an answer of transformers depends on the other"
+            f" answers of its batch. Try {key}=vllm, or {KEY}=false"
         )
         yield Problem(KEY, "contradiction", message)
     elif (capability := hardware.gpu_value(component.gpu, "compute_capability")) < LEAST_CAPABILITY:
@@ -117,7 +117,7 @@ def named_operators() -> Iterator[None]:
         if not (found := NO_KERNEL.search(str(error))):
             raise
         message = (
-            f"got true, but torch has no deterministic kernel of {found[1]}, which this run computes; expected another operator"
+            f"got true, but this run needs {found[1]}, for which torch has no deterministic kernel; expected another operator"
             f" in its place. Try {KEY}=false"
         )
         raise RecipeError(Problem(KEY, "unsupported", message)) from error

@@ -55,8 +55,8 @@ def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
         capability = hardware.gpu_value(component.gpu, "compute_capability")
         if third and component.gpus_per_node and int(capability) != hardware.HOPPER:
             message = (
-                f"got 3 with cluster.{name}.gpu={component.gpu}, of compute capability {capability}; expected Hopper,"
-                f" {hardware.HOPPER}.0. Try {flash}=2"
+                f"got 3 with cluster.{name}.gpu={component.gpu}, of compute capability {capability}; expected a Hopper"
+                f" GPU, of compute capability {hardware.HOPPER}.0. Try {flash}=2"
             )
             yield Problem(flash, "unsupported", message)
 
@@ -81,6 +81,6 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{key}.target_modules", "contradiction", message)
     if not lora.match_all_linear and not lora.target_modules:
         message = (
-            f"got none with {key}.match_all_linear=false; expected names of layers to train. Try {key}.match_all_linear=true"
+            f"got none with {key}.match_all_linear=false; expected names of layers to adapt. Try {key}.match_all_linear=true"
         )
         yield Problem(f"{key}.target_modules", "missing-value", message)

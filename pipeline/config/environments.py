@@ -85,8 +85,8 @@ class EnvironmentConfig:
     served_by: Annotated[
         Literal["train", "reward"],
         Field(
-            description="train: the train ranks compute it, with the policy's parallel layout. reward: ranks of its own,"
-            " cluster.reward."
+            description="Ranks that compute the reward model. train: the train ranks, with the policy's parallel layout."
+            " reward: separate ranks, those of cluster.reward."
         ),
     ] = "train"
     cpu_offload: Annotated[
@@ -159,7 +159,7 @@ def check_environments(environments: Environments) -> Iterator[Problem]:
 
 
 def _as_secret(problem: Problem) -> Problem:
-    text = f"expected a secret in an environment variable, not in a recipe; this {problem.message}"
+    text = f"secrets belong in environment variables, not in a recipe; this {problem.message}"
     return Problem(problem.key, "secret-in-recipe", text)
 
 
@@ -174,4 +174,4 @@ def _check_judge(environments: Environments, key: str, judge: str) -> Iterator[P
 def _check_workers(key: str, asking: EnvironmentConfig, name: str, judge: EnvironmentConfig | None) -> Iterator[Problem]:
     most = judge.workers if judge else None
     if asking.workers is not None and most is not None and asking.workers > most:
-        yield Problem(key, "too-large", f"got {asking.workers}; expected at most env.{name}.workers {most}, its judge's")
+        yield Problem(key, "too-large", f"got {asking.workers}; expected at most env.{name}.workers of the judge, {most}")

@@ -104,15 +104,16 @@ class GenerationConfig:
     stop_token_ids: Annotated[
         list[Int] | None,
         Field(
-            description="Token ids that end an answer, in addition to the model's own: those of tokenizer, config.json,"
-            " generation_config.json and chat template, which submit.py show=true lists."
+            description="Token ids that end an answer, in addition to the model's end tokens from tokenizer, config.json,"
+            " generation_config.json and chat template. submit.py show=true lists the model's."
         ),
     ] = None
     stop_strings: Annotated[
         list[Annotated[Text, Field(min_length=1)]] | None,
         Field(
-            description="Texts that end an answer, or a turn, at the token that completes one. The answer keeps its tokens;"
-            " its text, which environments get, ends before the text. Needed if a chat template ends turns with several tokens."
+            description="Texts that end an answer, or a turn, at the token that completes the text. The answer's tokens include"
+            " it; the answer's text, which environments get, ends before it. Needed if a chat template ends turns with several"
+            " tokens."
         ),
     ] = None
     max_num_seqs: Annotated[

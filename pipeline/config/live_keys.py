@@ -140,7 +140,7 @@ def _fixed(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
         near = difflib.get_close_matches(key, same or known, 1, 0.0 if same else schema_validation.SIMILAR)
         message = "is read only when a run starts" + (f"; did you mean {near[0]}?" if near else "")
         if there_are:
-            message, there_are = f"{message}{'' if near else '.'} These may change: {', '.join(known)}", False
+            message, there_are = f"{message}{'' if near else '.'} Live keys: {', '.join(known)}", False
         yield Problem(key, "not-live", message, config_tree.COMMAND_LINE)
 
 
@@ -165,7 +165,7 @@ def _unmet(started: Recipe, then: Recipe) -> list[Problem]:
         if getattr(needs, need) and not getattr(had, need):
             problems.append(Problem(key, "not-live", f"got {value_at(then, key)}, {why} {what}; expected 0"))
     if section(then).max_num_steps < 1:
-        message = "got 0; expected at least 1. Try the number of the step that is to be the last, or stop the run"
+        message = "got 0; expected at least 1. Try the number of the last step to run, or stop the run"
         problems.append(Problem(f"{then.algorithm}.max_num_steps", "too-small", message))
     return problems
 

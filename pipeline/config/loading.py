@@ -166,7 +166,7 @@ def find(name: str) -> Path:
     """Return the file of a recipe. Raise RecipeError with the names of the recipes."""
     path = config_tree.find_file(name, RECIPES, "recipe")
     if path.stem in (".", ".."):
-        message = f"got a file called {path.name}; expected a name for the run's folder. Rename the file"
+        message = f"got a file called {path.name}; expected a file name that can also name the run's folder. Rename the file"
         raise RecipeError(Problem("recipe", "bad-format", message))
     return path
 

@@ -31,9 +31,9 @@ MEGATRON_MODEL_TYPES = (
 """The `model_type`s of pipeline/models/."""
 IGNORED = "Has no effect: "
 RECOMPUTE = (
-    "Recompute activations in the backward pass. null: submit.py chooses the fastest setting that fits by the plan, prints it"
-    " and stores it, and a continued run keeps it while it fits. Without GPUs, or for a model without a plan, it takes the one"
-    " with the least memory."
+    "Recompute activations in the backward pass. null: submit.py chooses the fastest setting that fits according to the plan,"
+    " prints it and stores it. A continued run keeps the setting while it fits. Without GPUs, or for a model without a plan,"
+    " submit.py chooses the setting with the least memory."
 )
 
 
@@ -68,7 +68,7 @@ class MegatronOptimizerConfig:
             description=f"{IGNORED}with float32 state it computes the same, and checkpoints need the main weights as they are."
         ),
     ] = False
-    bf16: Annotated[Bool | None, Field(description="Whether policy.precision is bfloat16. Other values are refused.")] = None
+    bf16: Annotated[Bool | None, Field(description="Must be policy.precision == bfloat16, or null.")] = None
     fp16: Annotated[Bool, OnlyDefault("float16 trains with FSDP2 alone, see policy.precision")] = False
     params_dtype: Annotated[Text, OnlyDefault("main weights are float32")] = "float32"
     use_distributed_optimizer: Annotated[
@@ -120,7 +120,7 @@ class MegatronDDPConfig:
     ] = True
     overlap_grad_reduce: Annotated[Bool, Field(description="Reduce gradients during the backward pass.")] = True
     overlap_param_gather: Annotated[
-        Bool, Field(description=f"{IGNORED}a refit reads every weight before the next forward pass could wait for it.")
+        Bool, Field(description=f"{IGNORED}a refit reads all gathered weights before the next forward pass starts.")
     ] = True
     use_custom_fsdp: Annotated[
         Bool, OnlyDefault("policy.dtensor_cfg.enabled=true shards parameters over data-parallel ranks")
@@ -149,9 +149,9 @@ class MegatronLoRAConfig:
     target_modules: Annotated[
         list[Text],
         Field(
-            description="Modules to adapt: last parts of names (linear_qkv, linear_proj, linear_fc1, linear_fc2; linear_q,"
-            " linear_k, linear_v, linear_fc1_gate, linear_fc1_up), or whole names with *. Empty: all linear layers of the"
-            " decoder, fused."
+            description="Modules to adapt, by the last part of their names (linear_qkv, linear_proj, linear_fc1, linear_fc2;"
+            " linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up), or by whole names with *. Empty: all linear layers"
+            " of the decoder, by their fused names."
         ),
     ] = field(default_factory=list)
     exclude_modules: Annotated[
@@ -175,7 +175,7 @@ class MegatronLoRAConfig:
         Field(description=f"{IGNORED}adapters are in policy.precision, in float32 in the optimizer."),
     ] = None
     use_dora: Annotated[
-        Bool, Field(description="Train a magnitude for each row of W besides (DoRA, https://arxiv.org/abs/2402.09353).")
+        Bool, Field(description="Also train a magnitude for each row of W (DoRA, https://arxiv.org/abs/2402.09353).")
     ] = False
     use_rslora: Annotated[
         Bool, Field(description="Scale adapters by alpha / sqrt(dim) (rsLoRA, https://arxiv.org/abs/2312.03732).")
@@ -193,8 +193,8 @@ class MegatronConfig:
         Bool,
         Field(
             description="Convert the Hugging Face weights again, even if the conversion is cached. The first job that needs a"
-            " model converts it, for all jobs, in HETSTEP_MEGATRON_CHECKPOINT_DIR, else NRL_MEGATRON_CHECKPOINT_DIR, else"
-            " $HF_HOME/hetstep."
+            " model converts it for all later jobs. The cache is HETSTEP_MEGATRON_CHECKPOINT_DIR, else"
+            " NRL_MEGATRON_CHECKPOINT_DIR, else $HF_HOME/hetstep."
         ),
     ] = False
     tensor_model_parallel_size: Annotated[Positive, Field(description="Tensor-parallel ranks.")] = 1
@@ -211,7 +211,7 @@ class MegatronConfig:
         Positive | None,
         Field(
             description="Tensor-parallel ranks of each expert. null: tensor_model_parallel_size without expert"
-            " parallelism, else 1. NeMo-RL's default of 1 would silently be wrong in the first case."
+            " parallelism, else 1. NeMo-RL's default of 1 would silently give wrong gradients without expert parallelism."
         ),
     ] = None
     sequence_parallel: Annotated[
@@ -237,8 +237,8 @@ class MegatronConfig:
     recompute_num_layers: Annotated[
         Positive | None,
         Field(
-            description="recompute_granularity=full: layers per group; with block, the layers of a stage that are recomputed."
-            " null: 1."
+            description="recompute_granularity=full: number of layers per group (uniform), or of recomputed layers per stage"
+            " (block). null: 1."
         ),
     ] = None
     recompute_modules: Annotated[
@@ -268,7 +268,7 @@ class MegatronConfig:
 
     moe_grouped_gemm: Annotated[
         Bool | None,
-        Field(description="Use one kernel for all experts. null: if it is installed. true fails if it is not."),
+        Field(description="Use one kernel for all experts. null: use it if it is installed. true: fail if it is not."),
     ] = None
     moe_permute_fusion: Annotated[
         Bool | None, Field(description="Use the fused kernel; see moe_grouped_gemm for the values.")
@@ -302,7 +302,7 @@ class MegatronConfig:
         Int | None, OnlyDefault("interleaved pipeline stages are not supported")
     ] = None
     moe_token_dispatcher_type: Annotated[
-        Text, OnlyDefault("the others do not accept sequences of varying length, or need DeepEP")
+        Text, OnlyDefault("other dispatchers do not accept sequences of varying length, or need DeepEP")
     ] = "alltoall"
     moe_router_load_balancing_type: Annotated[
         Text, OnlyDefault("a balancing loss would be divided by a different count than the policy's loss")

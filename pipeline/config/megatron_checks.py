@@ -57,20 +57,21 @@ def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
 def _check_adapters(peft: MegatronLoRAConfig, precision: str) -> Iterator[Problem]:
     key = f"{KEY}.peft"
     if peft.target_modules and peft.exclude_modules:
-        message = f"got names with {key}.target_modules; expected one of the two. Try target_modules=[]"
+        message = f"got names, and {key}.target_modules has names too; expected only one of the two. Try target_modules=[]"
         yield Problem(f"{key}.exclude_modules", "contradiction", message)
     names = set(peft.target_modules)  # patterns with * are compared with the modules, by the backend
     for fused, parts in FUSED.items():
         if fused in names and (both := sorted(names.intersection(parts))):
             message = (
-                f"got {fused} and {both[0]}; expected one of the two: {fused} gives its parts one A, {both[0]} has its own"
+                f"got {fused} and {both[0]}; expected one of the two: the parts of {fused} share one A, while {both[0]} has a"
+                " separate A"
             )
             yield Problem(f"{key}.target_modules", "contradiction", message)
     if peft.lora_dtype not in (None, "None", precision):
         message = f"got {peft.lora_dtype}; expected null or policy.precision, {precision}. Try without it"
         yield Problem(f"{key}.lora_dtype", "unsupported", message)
     if peft.use_dora and peft.dropout:
-        message = f"got true with {key}.dropout={peft.dropout}; expected 0, since magnitudes would scale what is not dropped"
+        message = f"got true with {key}.dropout={peft.dropout}; expected 0, since DoRA also scales W's output, without dropout"
         yield Problem(f"{key}.use_dora", "contradiction", message)
 
 
@@ -102,7 +103,10 @@ def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
     belongs_to = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
     for name, granularity in belongs_to.items():
         if getattr(megatron, name) is not None and megatron.recompute_granularity not in (None, granularity):
-            message = f"got a value with {KEY}.recompute_granularity={megatron.recompute_granularity}; expected {granularity}"
+            message = (
+                f"got a value with {KEY}.recompute_granularity={megatron.recompute_granularity}; expected null, or"
+                f" recompute_granularity={granularity}"
+            )
             yield Problem(f"{KEY}.{name}", "contradiction", message)
     given = [name for name in belongs_to if getattr(megatron, name)]
     if megatron.recompute_granularity == "selective":

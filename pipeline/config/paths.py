@@ -129,7 +129,7 @@ def _name(key: str, folder: Path, name: str) -> str:
     if os.path.isdir(folder / name):
         return _from(folder, name)
     if os.path.isdir(name) and not os.path.isabs(name):
-        message = f"got '{name}', a folder in the working directory; expected a path from the recipe's file, in {folder}"
+        message = f"got '{name}', a folder in the working directory; expected a path relative to the recipe's folder, {folder}"
         raise RecipeError(Problem(key, "ambiguous", f"{message}. Try {os.path.abspath(name)}"))
     return name
 

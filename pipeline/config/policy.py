@@ -50,8 +50,8 @@ class LoRAConfig:
     target_modules: Annotated[
         list[Text],
         Field(
-            description="Names, or ends of names, of the layers to adapt, as in transformers; * matches any text. Routed"
-            " experts are gate_up_proj and down_proj, experts.down_proj those alone. Empty with match_all_linear."
+            description="Names, or ends of names, of the layers to adapt, as in transformers; * matches any text. gate_up_proj"
+            " and down_proj include routed experts; experts.down_proj means only experts. Must be empty with match_all_linear."
         ),
     ] = field(default_factory=list)
     exclude_modules: Annotated[
@@ -68,8 +68,8 @@ class LoRAConfig:
         Field(
             ge=0,
             lt=1,
-            description="Dropout probability of adapters in optimizer steps; other layouts drop other entries. Log-probs are"
-            " computed without.",
+            description="Dropout probability of adapters in optimizer steps. The dropped entries depend on the parallel layout."
+            " Log-probs are computed without dropout.",
         ),
     ] = 0.0
     dropout_position: Annotated[
@@ -79,7 +79,7 @@ class LoRAConfig:
         Literal["xavier", "gaussian", "kaiming"], Field(description="Initialization of A. B starts at 0.")
     ] = "xavier"
     use_dora: Annotated[
-        Bool, Field(description="Train a magnitude for each row of W besides (DoRA, https://arxiv.org/abs/2402.09353).")
+        Bool, Field(description="Also train a magnitude for each row of W (DoRA, https://arxiv.org/abs/2402.09353).")
     ] = False
     use_rslora: Annotated[
         Bool, Field(description="Scale adapters by alpha / sqrt(dim) (rsLoRA, https://arxiv.org/abs/2312.03732).")
@@ -95,15 +95,15 @@ class DTensorConfig:
     ] = None
     data_parallel_replicate_size: Annotated[
         Positive,
-        Field(description="Replicas of the weights (HSDP), each sharded over the other ranks. 1: shard over all ranks."),
+        Field(description="Replicas of the weights (HSDP). The ranks of a replica shard it. 1: shard over all ranks."),
     ] = 1
     tensor_parallel_size: Annotated[
         Positive,
         Field(
             description="Tensor-parallel ranks. They do not split mixers with a recurrent state (Nemotron-H, Qwen3.5,"
-            " Qwen3-Next, LFM2, Bamba, Granite 4, Jamba, Zamba2, OLMo Hybrid, Mamba), but"
-            " divide a microbatch's sequences among themselves, so one long sequence keeps one rank busy. Without"
-            " sequence_parallel the projections of Qwen3.5's and Qwen3-Next's delta nets are split."
+            " Qwen3-Next, LFM2, Bamba, Granite 4, Jamba, Zamba2, OLMo Hybrid, Mamba). They divide the sequences of a"
+            " microbatch instead, so one long sequence keeps only one rank busy. The exception: without sequence_parallel, the"
+            " projections of Qwen3.5's and Qwen3-Next's delta nets are split."
         ),
     ] = 1
     sequence_parallel: Annotated[
@@ -128,8 +128,8 @@ class DTensorConfig:
         Bool,
         Field(
             description="Keep the reference policy's weights, in policy.precision, in page-locked host memory while it is idle."
-            " While its log-probs are computed they take GPU memory, 2 bytes for each parameter of a rank in bfloat16. With"
-            " adapters the reference is the model without them, and takes none."
+            " While its log-probs are computed, the weights take GPU memory: in bfloat16, 2 bytes for each parameter of a rank."
+            " With adapters, the reference is the model without them and takes no extra memory."
         ),
     ] = True
     use_liger_kernel: Annotated[
@@ -144,8 +144,8 @@ class DTensorConfig:
         Field(
             ge=2,
             le=3,
-            description="2: PyTorch's own. 3: FlashAttention-3, on Hopper GPUs with flash_attn_interface installed. null: 3"
-            " there unless policy.deterministic, else 2.",
+            description="Attention kernels. 2: PyTorch's. 3: FlashAttention-3, which needs Hopper GPUs and the package"
+            " flash_attn_interface. null: 3 if it is available and policy.deterministic is false, else 2.",
         ),
     ] = None
     compile: Annotated[
@@ -168,13 +168,13 @@ class SequencePackingConfig:
     enabled: Annotated[
         Bool,
         Field(
-            description="Fill microbatches by number of tokens. false: by train_micro_batch_size sequences, which are"
-            " packed end to end too."
+            description="Fill microbatches up to a number of tokens. false: a microbatch has train_micro_batch_size sequences,"
+            " also packed end to end."
         ),
     ] = True
     train_mb_tokens: Annotated[
         Positive | None,
-        Field(description="Maximum tokens of a microbatch in training. null: submit.py chooses, as activation_checkpointing."),
+        Field(description="Maximum tokens of a microbatch in training. null: submit.py chooses; see activation_checkpointing."),
     ] = 8192
     logprob_mb_tokens: Annotated[Positive, Field(description="Maximum tokens of a microbatch in log-prob passes.")] = 8192
 
@@ -197,22 +197,24 @@ class OptimizerConfig:
 
 DETERMINISTIC = (
     "On GPUs, compute the same bits in each run with the same images, GPUs and layout, so that a resumed run equals the"
-    " uninterrupted one to the last bit. Deterministic kernels are slower; plan=true counts them. CPUs need no such switch."
+    " uninterrupted one to the last bit. Deterministic kernels are slower; plan=true accounts for it. Runs on CPUs are"
+    " deterministic without this key."
 )
 
 
 SCHEDULER = (
-    "Learning-rate schedule: one {name, kwargs}, or NeMo-RL's list of them ending in {milestones: [...]}. It advances once per"
-    " step of the algorithm, however many optimizer updates a step has. null: a constant rate."
+    "Learning-rate schedule: one {name, kwargs}, or, as in NeMo-RL, a list of them that ends with {milestones: [...]}. It"
+    " advances once per step of the algorithm, however many optimizer updates a step has. null: a constant rate."
 )
 
 
 FREEZE = (
-    "Patterns of the names of tensors on disk that are not trained, such as model.embed_tokens.* or model.layers.[0-7].*; *"
-    " matches any text. They get no gradient, no optimizer state and no weight decay, and grad_norm leaves them out. Tensors"
-    " that are one parameter in memory are frozen together: all experts of a layer and, with Megatron-Core, queries with keys"
-    " and values, and gates with up projections. Their values stay the same to the bit, in policy.precision. The plan counts no"
-    " gradients and no optimizer state for them; its times do not change. Not with adapters, which freeze all other weights."
+    "Tensors that are not trained: patterns of their names in the model's files, such as model.embed_tokens.* or"
+    " model.layers.[0-7].*; * matches any text. Frozen tensors get no gradient, no optimizer state and no weight decay, and"
+    " grad_norm leaves them out. Tensors that are one parameter in memory are frozen together: all experts of a layer and, with"
+    " Megatron-Core, queries with keys and values, and gates with up projections. Frozen values stay the same to the bit, in"
+    " policy.precision. The plan counts no gradients and no optimizer state for frozen tensors; its times do not change. Must"
+    " be empty with adapters, which freeze all other weights."
 )
 
 
@@ -242,8 +244,8 @@ class PolicyConfig:
     precision: Annotated[
         Precision,
         Field(
-            description="Precision of weights and activations. Master weights are float32. float16, under FSDP2 alone, has 8"
-            " times the resolution of bfloat16, so engines and training differ less; losses are scaled."
+            description="Precision of weights and activations. Master weights are float32. float16 needs FSDP2 and scales the"
+            " loss. Its resolution is 8 times that of bfloat16, so engines and training differ less."
         ),
     ] = "bfloat16"
     deterministic: Annotated[Bool, Field(description=DETERMINISTIC)] = False
@@ -273,7 +275,7 @@ class ValueConfig:
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
     freeze_parameters: Annotated[
-        list[Text], Field(description="See policy.freeze_parameters; of the critic, whose head is score.weight.")
+        list[Text], Field(description="See policy.freeze_parameters. The name of the critic's head is score.weight.")
     ] = field(default_factory=list)
     max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -306,11 +308,11 @@ class TeachersConfig:
     teachers: Annotated[
         dict[str, TeacherConfig],
         Field(
-            description="The teacher of each environment, by its key under `env`. Teachers with equal keys are loaded once."
-            " In place of `teacher`."
+            description="Teachers by the key of their environment under `env`; an alternative to `teacher`. Teachers with equal"
+            " settings are loaded once."
         ),
     ] = field(default_factory=dict)
     default_teacher_alias: Annotated[
         Text | None,
-        Field(description="Key of `teachers` whose teacher scores the other environments. null: each has its own."),
+        Field(description="Key in `teachers` of the teacher for all other environments. null: each environment has a teacher."),
     ] = None

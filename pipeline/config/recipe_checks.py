@@ -71,7 +71,7 @@ def _check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[Problem]:
         yield from _check_sampling(recipe)
     elif algorithm.needs.head == "logprobs" and (temperature := recipe.policy.generation.temperature) != 1:
         message = (
-            f"got {temperature}; expected 1, since {recipe.algorithm} learns the model's own log-probs and samples nothing"
+            f"got {temperature}; expected 1, since {recipe.algorithm} samples nothing and trains on log-probs at temperature 1"
         )
         yield Problem("policy.generation.temperature", "contradiction", message)
 
@@ -154,7 +154,10 @@ def _check_served_engines(recipe: Recipe) -> Iterator[Problem]:
     engines = ranks(recipe.cluster.generate) // per_engine
     if engines and engine_models(recipe, engines)[0] != "policy" and len(served := engine_models(recipe, 0)) >= engines:
         needed = (len(served) + 1) * per_engine
-        message = f"got {engines} engines, of which {', '.join(served)} need {len(served)}; expected at least {needed} ranks"
+        message = (
+            f"got {engines} engines, but {', '.join(served)} need {len(served)}, and the policy needs at least one; expected at"
+            f" least {needed} ranks"
+        )
         yield Problem("cluster.generate.ranks_per_node", "too-small", message)
 
 
@@ -182,7 +185,7 @@ def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, "contradiction", message)
         return
     for name, component in components(recipe).items():
-        yield from _as_train_has(recipe, name, component, OF_NODES, f"{key}=true puts them on the same nodes", key)
+        yield from _as_train_has(recipe, name, component, OF_NODES, f"{key}=true puts all components on the same nodes", key)
 
 
 def _as_train_has(
@@ -191,13 +194,13 @@ def _as_train_has(
     """Yield a problem for each setting of a component that differs from cluster.train's. key: the key that forbids it."""
     for setting in settings:
         if (given := getattr(component, setting)) != (shared := getattr(recipe.cluster.train, setting)):
-            message = f"got {given}; expected {shared}, as cluster.train has, since {why}. Try without it, or {key}=false"
+            message = f"got {given}; expected {shared}, the value of cluster.train, since {why}. Try without it, or {key}=false"
             yield Problem(f"cluster.{name}.{setting}", "contradiction", message)
 
 
 def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
     key, on = COLOCATED, f"{COLOCATED}=true"
-    why = f"with {on} the generate ranks are on its nodes and GPUs"
+    why = f"with {on} the generate ranks use its nodes and GPUs"
     yield from _as_train_has(recipe, "generate", recipe.cluster.generate, SHARED, why, key)
     environment = f"env.{reward_environment(recipe)}"
     if serves_rewards(recipe):
@@ -219,7 +222,7 @@ def _check_engine(recipe: Recipe) -> Iterator[Problem]:
     sizes = {name: getattr(generation.vllm_cfg, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     yield from check_divides(key, sizes, recipe.cluster.generate, "generate")
     if expert not in (1, tensor):
-        message = f"got {expert}; expected 1 or tensor_parallel_size, {tensor}, over whose ranks vLLM spreads experts"
+        message = f"got {expert}; expected 1 or tensor_parallel_size, {tensor}: vLLM spreads experts over all of its ranks"
         yield Problem(f"{key}.expert_parallel_size", "not-a-choice", message)
 
 
@@ -228,12 +231,12 @@ def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
     if generation.vllm_cfg.precision != "fp8":
         if generation.vllm_cfg.quantization_ignored_layer_kws:
             ignored = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
-            yield Problem(ignored, "has-no-effect", f"got layers, but nothing is quantised. Try {key}=fp8, or null here")
+            yield Problem(ignored, "has-no-effect", f"got layers, but nothing is quantized. Try {key}=fp8, or null here")
         return
     if generation.backend != "vllm":
-        yield Problem(key, "contradiction", "got fp8; expected auto. Try policy.generation.backend=vllm")
+        yield Problem(key, "contradiction", "got fp8, which needs vLLM; expected auto. Try policy.generation.backend=vllm")
     if recipe.policy.precision != "bfloat16":
-        message = "got fp8; expected auto, since vLLM quantises bfloat16 models alone. Try policy.precision=bfloat16"
+        message = "got fp8; expected auto, since vLLM quantizes only bfloat16 models. Try policy.precision=bfloat16"
         yield Problem(key, "contradiction", message)
     if recipe.cluster.generate.gpus_per_node == 0:
         yield Problem(key, "needs-gpu", "got fp8 with cluster.generate.gpus_per_node=0; expected auto")
@@ -242,7 +245,7 @@ def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
 def _check_validation(recipe: Recipe) -> Iterator[Problem]:
     wanted = [key for key in ("val_period", "val_at_start", "val_at_end") if getattr(section(recipe), key)]
     if wanted and not validates(recipe):
-        message = "got validation without data; expected a data set at data.validation"
+        message = "got validation without a validation data set; expected one at data.validation"
         yield Problem(f"{recipe.algorithm}.{wanted[0]}", "missing-value", message)
     if isinstance(keys := section(recipe), EarlyStopConfig):
         during = bool(validates(recipe) and (keys.val_period or keys.val_at_start))
@@ -253,7 +256,7 @@ def _check_sampling(recipe: Recipe) -> Iterator[Problem]:
     generation, key = recipe.policy.generation, "policy.generation"
     if (sampled := generation.vllm_cfg.max_model_len) != (trained := recipe.policy.max_total_sequence_length):
         message = (
-            f"got {sampled}; expected policy.max_total_sequence_length, {trained}, since whole answers are trained on. Try"
+            f"got {sampled}; expected policy.max_total_sequence_length, {trained}, since training uses whole answers. Try"
             " without it"
         )
         yield Problem(f"{key}.vllm_cfg.max_model_len", "contradiction", message)

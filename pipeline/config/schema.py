@@ -52,7 +52,7 @@ class DatasetConfig:
         ),
     ] = None
     data_path: Annotated[
-        Line | None, Field(description="A JSONL file. It and dataset_name replace each other in recipes that inherit.")
+        Line | None, Field(description="A JSONL file. In recipes that inherit, data_path and dataset_name replace each other.")
     ] = None
     subset: Annotated[Text | None, Field(description="Configuration of the repository. null: the data set's default.")] = None
     split: Annotated[Text | None, Field(description="Split of the data set. null: its default, mostly `train`.")] = None
@@ -100,7 +100,7 @@ class DatasetConfig:
     prompt_file: Annotated[
         Line | None,
         Field(
-            description="File of a text around the input, with `{}` in its place. With messages it applies to the first"
+            description="File of a prompt template, whose `{}` is replaced by the input. With messages, it applies to the first"
             " message of the user."
         ),
     ] = None
@@ -109,7 +109,7 @@ class DatasetConfig:
     weight: Annotated[
         Float | None,
         Live(within="data.datasets."),
-        Field(gt=0, description="data.datasets: relative sampling weight (Live). null, in all of them: the number of records."),
+        Field(gt=0, description="Relative sampling weight in data.datasets (Live). null in all of them: number of records."),
     ] = None
     kwargs: Annotated[
         dict[str, Any], Field(description="Arguments of a generated data set, of `datasets`, or of your own callable.")
@@ -140,22 +140,22 @@ class DataConfig:
         Literal["error", "keep", "drop"],
         Field(
             description="What to do with a record whose text the tokenizer can only partly represent, using its unknown token."
-            " The longest and the first texts of a data_path are checked before submission, all when the job reads them."
+            " The longest and the first texts of a data_path are checked before submission; all texts, when the job reads them."
         ),
     ] = "error"
     bad_records: Annotated[
         Literal["error", "drop"],
         Field(
             description="What to do with an unusable record, such as one without an answer or a pair of identical answers."
-            " error: end with its file and line (of Parquet: row). drop: skip it; the metric data/records_dropped counts these."
-            " The first records are checked before submission, the first 20,000 when the job begins."
+            " error: fail and name its file and line (Parquet: row). drop: skip it and count it in the metric"
+            " data/records_dropped. The first records are checked before submission, the first 20,000 when the job begins."
         ),
     ] = "error"
     learn_prefilled: Annotated[
         Bool,
         Field(
-            description="SFT, DPO, RM: also count the reasoning marks that the generation prompt already has, such as an"
-            " empty <think> block, as TRL's training templates do."
+            description="SFT, DPO, RM: include in the loss the reasoning marks that the generation prompt already has, such as"
+            " an empty <think> block, as TRL's training templates do."
         ),
     ] = False
     shuffle: Annotated[Bool, Field(description="Shuffle every epoch, with the algorithm's seed.")] = True
@@ -179,8 +179,8 @@ class EvaluationConfig:
     cluster: Annotated[
         dict[str, Any],
         Field(
-            description="Keys of `cluster` for the jobs, as in {time_min: 30, generate: {nodes: 1}, partition: small}, in place"
-            " of the run's. One that only components have, such as partition, is of cluster.generate."
+            description="Keys of `cluster` for the evaluation jobs, as in {time_min: 30, generate: {nodes: 1}, partition:"
+            " small}. They override the run's. A key that only components have, such as partition, sets cluster.generate's."
         ),
     ] = field(default_factory=dict)
     overrides: Annotated[
@@ -217,7 +217,7 @@ TRACKERS = _trackers()
 
 
 def _switch(tracker: type[Any]) -> Any:
-    text = f"Send metrics, samples and scores to {tracker.title}, from a process beside the run."
+    text = f"Send metrics, samples and scores to {tracker.title}, from a separate process."
     return Annotated[Bool, Field(description=text)]
 
 
@@ -256,15 +256,15 @@ class PlanConfig:
     longest_tokens: Annotated[
         Positive | None,
         Field(
-            description="Tokens of the longest sequence of an offline algorithm's data, which bounds memory. null: as read if"
-            " all records are in small JSONL files here, else data.max_input_seq_length, which the run enforces."
+            description="Tokens of the longest sequence in an offline algorithm's data, which bounds memory. null: read from"
+            " the data if all records are in small local JSONL files, else data.max_input_seq_length, which the run enforces."
         ),
     ] = None
     hardware: Annotated[
         Line | None,
         Field(
-            description="A file that `make gpu-check` wrote on such GPUs. The plan takes its measurements in place of what"
-            " recipes/hardware assumes."
+            description="A file that `make gpu-check` wrote on the same kind of GPU. The plan uses its measurements in place of"
+            " the assumptions in recipes/hardware."
         ),
     ] = None
 

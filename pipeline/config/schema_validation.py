@@ -156,7 +156,7 @@ def _instead(whole: type, section: type, advice: Advice, prefix: str, name: str)
 def _suggestion(key: str, candidates: list[str], advice: Advice) -> str:
     nearest = _nearest(key, candidates, advice)
     why = advice.unread(nearest)
-    return f"it would be '{nearest}', but {why}; leave it out" if why else f"did you mean '{nearest}'?"
+    return f"the nearest key is '{nearest}', but {why}; leave it out" if why else f"did you mean '{nearest}'?"
 
 
 def _nearest(key: str, candidates: list[str], advice: Advice) -> str:

@@ -77,9 +77,9 @@ class Readers:
             return None
         for backend, section in SECTIONS.items():
             if self.backend not in (None, backend) and _within(key, (section,)):
-                return f"{NAMES[self.backend]} trains, which does not read it"
+                return f"the backend is {NAMES[self.backend]}, which does not read it"
         if self.backend == "megatron" and (own := [name for name in self.own if _within(key, (f"policy.{name}",))]):
-            return f"Megatron-Core trains, which reads {MEGATRON}.{own[0]} instead, as the recipe has that"
+            return f"the backend is Megatron-Core, which reads {MEGATRON}.{own[0]} instead, since the recipe has that section"
         if self.algorithm and self.algorithm not in read_by(key):
             return f"the algorithm is {self.algorithm}, which does not read it"
         if self.algorithm and _within(key, (self.algorithm,)) and not _may_have(key):
@@ -151,7 +151,7 @@ def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: Re
         )
         for key in given:
             if _within(key, fields):
-                why = f"{section}.data_path is a file, which has none; leave it out, or give a {section}.dataset_name"
+                why = f"a file ({section}.data_path) does not use it; leave it out, or set {section}.dataset_name"
                 yield Problem(key, "has-no-effect", why, origins[key])
 
 
@@ -161,7 +161,7 @@ def notes(recipe: Recipe, origins: Mapping[str, str], references: References, fi
     given = list(_given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file))
     if readers.backend:
         unread = [key for key in given if _within(key, SECTIONS.values()) and readers.unread(key)]
-        yield from _note(file, unread, f"{NAMES[readers.backend]} trains")
+        yield from _note(file, unread, f"the backend is {NAMES[readers.backend]}")
     unread = [key for key in given if readers.algorithm not in read_by(key)]
     yield from _note(file, unread, f"the algorithm is {readers.algorithm}")
 

@@ -12,7 +12,7 @@ CONDITION = re.compile(r"policy\.deterministic|\bCPUs?\b")
 WITHOUT_ARITHMETIC = (  # claims on values that are only copied
     "Hugging Face to Megatron and back, to the last bit",
     "convert its checkpoint to Megatron-Core and back, whole and split in two, to the last bit",
-    "Their values stay the same to the bit",
+    "Frozen values stay the same to the bit",
 )
 
 

@@ -27,11 +27,11 @@ def examined(folder, algorithm: str, rows: list[dict] | str, *overrides: str) ->
     ("algorithm", "row", "overrides", "told"),
     [
         ("sft", {"prompt": "a", "completion": "b"}, (), "'prompt' as the prompt and 'completion' as the answer"),
-        ("sft", {"text": "a"}, (), "'text' as a text of which every token is learned"),
+        ("sft", {"text": "a"}, (), "'text' as a text (every token counts in the loss)"),
         ("sft", {"messages": [USER, ASSISTANT]}, CHAT, "'messages' as a conversation"),
         ("sft", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, CHAT, "'conversations'"),
         ("sft", {"prompt": [USER], "completion": [ASSISTANT]}, CHAT, "'prompt' as the prompt"),
-        ("sft", {"prompt": "a", "completion": "b"}, CHAT, "rendered by the chat template; with data.apply_chat_template=false"),
+        ("sft", {"prompt": "a", "completion": "b"}, CHAT, "rendered by the chat template; data.apply_chat_template=false uses"),
         ("grpo", {"prompt": "a", "answer": "b"}, (), "'prompt' as the prompt and 'answer' as the answer"),
         ("grpo", {"question": "a", "solution": "s", "answer": 4}, ANY_ANSWER, "'question' as the prompt and 'answer' as"),
         ("grpo", {"messages": [USER, ASSISTANT]}, (*ANY_ANSWER, *CHAT), "'messages' as a conversation"),
@@ -67,7 +67,7 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
         ("sft", [{"messages": [USER, ASSISTANT]}], (), "F:1: 'messages' is a conversation, which needs a chat template"),
         ("dpo", [{"question": "a", "better": "b", "worse": "c"}], (), "Try data.train.input_key=question"
          " data.train.chosen_key=better data.train.rejected_key=worse"),
-        ("dpo", [{"chosen": "a b", "rejected": "a c"}], CHAT, "=false their common beginning"),
+        ("dpo", [{"chosen": "a b", "rejected": "a c"}], CHAT, "=false, which takes the common beginning"),
         ("grpo", [{"question": "a", "solution": "b"}], (), "no column 'input' or 'answer' with a text or messages; there are:"
          " question, solution. Try data.train.input_key=question data.train.output_key=solution"),
         ("sft", [{"prompt": "a", "completion": "b"}, *[{"text": "a"}] * 2, {"prompt": "a", "completion": "b"}, {"text": "a"}],

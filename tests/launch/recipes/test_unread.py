@@ -75,9 +75,9 @@ def test_a_file_may_have_the_sections_of_both(tmp_path):
     own = str(tmp_path / "both.yaml")
     problems, (note,) = unread(own)
     keys = [f"policy.megatron_cfg.{key}" for key in ("optimizer.lr", "optimizer.weight_decay", "empty_unused_memory_level")]
-    assert problems == [] and note == f"{own}: {', '.join(keys)}: not read, because FSDP2 trains"
+    assert problems == [] and note == f"{own}: {', '.join(keys)}: not read, because the backend is FSDP2"
     problems, (note,) = unread(own, MEGATRON)
-    assert problems == [] and "policy.dtensor_cfg.activation_checkpointing: not read, because Megatron-Core" in note
+    assert problems == [] and "policy.dtensor_cfg.activation_checkpointing: not read, because the backend is Megatron" in note
     assert unread(str(tmp_path / "child.yaml")) == ([], [])
 
 
@@ -100,7 +100,7 @@ def test_on_the_command_line_of_a_recipe_of_nemo_rls():
     assert backends == (True, False)
     (problem,) = set(given.problems) - set(before.problems)
     assert str(problem).startswith(
-        "the command line: policy.megatron_cfg.optimizer.lr: FSDP2 trains, which does not read it; try pol"
+        "the command line: policy.megatron_cfg.optimizer.lr: the backend is FSDP2, which does not read it; try"
     )
 
 
