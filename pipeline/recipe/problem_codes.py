@@ -20,15 +20,15 @@ RECIPES = {
         "Give the longer form that the message shows, or turn one of the two keys off.",
     ),
     "bad-format": ProblemCode(
-        "A value or a file has another form than expected.",
-        "Compare it with the form after `expected`.",
+        "A value or a file does not have the expected format.",
+        "Compare it with the format after `expected`.",
     ),
     "bad-interpolation": ProblemCode(
         "A `${...}` cannot be computed, or names an unknown resolver.",
         "Use `${another.key}`, `mul`, `add`, `div`, `max`, `${if:test,a,b}` or OmegaConf's `oc.*`.",
     ),
     "circular": ProblemCode(
-        "Recipes or keys refer to each other in a circle.",
+        "Recipes or keys refer to themselves, directly or through others.",
         "Remove one of the references.",
     ),
     "contradiction": ProblemCode(
@@ -36,7 +36,7 @@ RECIPES = {
         "Change one of the two keys.",
     ),
     "given-twice": ProblemCode(
-        "A YAML mapping has a key twice, or a list a seed twice.",
+        "A key is given twice in a YAML mapping, or a value twice in a list of distinct values, such as seeds.",
         "Remove one of the two.",
     ),
     "has-no-effect": ProblemCode(
@@ -44,7 +44,7 @@ RECIPES = {
         "Remove it, or turn on what reads it.",
     ),
     "missing-value": ProblemCode(
-        "A key or an environment variable of the recipe has no value.",
+        "A key has no value, or an environment variable that the recipe uses is not set.",
         "Set the key, or export the variable.",
     ),
     "nemo-rl-recipe": ProblemCode(
@@ -56,7 +56,7 @@ RECIPES = {
         "Choose one that the message lists.",
     ),
     "not-divisible": ProblemCode(
-        "A size does not divide another, such as tensor parallelism the heads.",
+        "A size does not divide another: for example, the tensor-parallel size and the number of attention heads.",
         "Choose a divisor that the message lists.",
     ),
     "secret-in-recipe": ProblemCode(
@@ -69,10 +69,10 @@ RECIPES = {
     ),
     "too-small": ProblemCode(
         "A number is below its bound, which may depend on other keys.",
-        "Reach the bound.",
+        "Raise it at least to the bound.",
     ),
     "unknown-key": ProblemCode(
-        "No section has this key.",
+        "The section of the recipe does not have this key.",
         "Check the spelling. `python launch/submit.py help=SECTION` lists all keys.",
     ),
     "unknown-reference": ProblemCode(
@@ -84,25 +84,25 @@ RECIPES = {
         "Use the alternative after `Try`.",
     ),
     "wrong-type": ProblemCode(
-        "A value has another type than its key.",
-        "Give the type after `expected`.",
+        "A value does not have the type of its key.",
+        "Give a value of the type after `expected`.",
     ),
 }
 """The recipe and the command line."""
 
 FILES = {
     "already-exists": ProblemCode(
-        "The output folder exists.",
-        "Name another folder, or remove this one.",
+        "The output folder already exists.",
+        "Give another folder, or remove the existing one.",
     ),
     "bad-record": ProblemCode(
-        "A line of a data file has no usable record, such as one with a missing column or a too long prompt.",
+        "A line of a data file has no usable record, such as one with a missing column or a prompt that is too long.",
         "Correct the line, or set `data.train.input_key` and `output_key` to the file's columns; in an evaluation,"
         " `evaluate.tasks.NAME.format_kwargs`.",
     ),
     "file-not-found": ProblemCode(
         "A file, folder or recipe does not exist.",
-        "Check the path. In a recipe it starts at the recipe's folder, on the command line at the working directory.",
+        "Check the path. Paths in a recipe are relative to its folder; on the command line, to the working directory.",
     ),
     "missing-column": ProblemCode(
         "A reward function or an environment needs a column that the records do not have.",
@@ -125,7 +125,7 @@ FILES = {
         "Choose your own, or ask the owner.",
     ),
     "too-few-records": ProblemCode(
-        "The training data, in all epochs together, fill no step.",
+        "The training data of all epochs together are too few for one step.",
         "Add records, raise `max_num_epochs`, or lower `policy.train_global_batch_size` or `num_prompts_per_step`.",
     ),
     "unavailable-dataset": ProblemCode(
@@ -141,7 +141,7 @@ FILES = {
         "Copy or download it again.",
     ),
     "unwritable": ProblemCode(
-        "The file system refuses to write: full, over quota, read-only, or broken.",
+        "The file system refuses writes: it is full, over quota, read-only or broken.",
         "Free space or choose another folder. The same command tries again.",
     ),
 }
@@ -149,21 +149,22 @@ FILES = {
 
 RUNS = {
     "damaged": ProblemCode(
-        "A file of a checkpoint, an export or rollouts is not as it was written.",
+        "A file of a checkpoint, an export or rollouts has changed since it was written.",
         "Restore the file, or move the folder away: the run then continues from an earlier step. `sha256sum -c digests.sha256`"
         " compares all files.",
     ),
     "in-use": ProblemCode(
-        "Another job or command writes into this folder, or another process listens on the service's port.",
+        "Another job or command writes into this folder, another process listens on the service's port, or the service already"
+        " computes its maximum number of plans or exports.",
         "Follow the job with `python launch/submit.py follow=RUN_DIR`, wait for its end, or give another `run_dir` or `port`.",
     ),
     "no-access": ProblemCode(
-        "A request to the REST service has no valid token, or its role or the settings do not allow it.",
+        "A request to the REST service has no valid token, or the token's role or the service's settings do not allow it.",
         "Send the header `Authorization: Bearer TOKEN`. Ask the service's owner for a role, or for `writable: true`.",
     ),
     "no-checkpoint": ProblemCode(
-        "The run has no complete checkpoint, or none of this step.",
-        "Choose a step that the message lists, or run further.",
+        "The run has no complete checkpoint, or no checkpoint of the requested step.",
+        "Choose a step that the message lists, or continue the run.",
     ),
     "no-locks": ProblemCode(
         "The file system has no file locks, so two jobs could write one run folder.",
@@ -183,10 +184,10 @@ RUNS = {
     ),
     "not-ended": ProblemCode(
         "A run, evaluation or sweep has not ended within the `timeout` of a call.",
-        "Wait longer: it continues.",
+        "Wait longer. It continues to run.",
     ),
     "not-live": ProblemCode(
-        "A run reads this key only at its start, or the value needs what it did not load then.",
+        "A run reads this key only at its start, or the value needs a model or an output that the run did not start with.",
         "Choose a key that the message lists, or start a new run from these weights.",
     ),
     "not-running": ProblemCode(
@@ -202,9 +203,9 @@ RUNS = {
         "Read the failure and the logs. The same submission continues from the last checkpoint.",
     ),
     "wrong-key": ProblemCode(
-        "A checkpoint or rollouts are encrypted, and the key is missing or another one.",
-        "Give the key with the fingerprint in the message by `checkpointing.encryption`, or to commands that read a run folder"
-        " by the variable HETSTEP_KEY_FILE.",
+        "A checkpoint or rollouts are encrypted, and the key is missing or wrong.",
+        "Use the key whose fingerprint the message shows. Set it in `checkpointing.encryption`; for commands that read a run"
+        " folder, set the environment variable HETSTEP_KEY_FILE.",
     ),
     "tampered": ProblemCode(
         "A line or file with a recorded hash was changed, added or lost, as in an audit log.",
@@ -224,22 +225,22 @@ CLUSTERS = {
     ),
     "not-mounted": ProblemCode(
         "A component opens a path that its container does not mount.",
-        "Add the mount of the message to `cluster.<component>.container_mounts`.",
+        "Add the mount that the message shows to `cluster.<component>.container_mounts`.",
     ),
     "out-of-memory": ProblemCode(
-        "By the plan the model does not fit the GPUs.",
+        "According to the plan, the model does not fit into the GPUs' memory.",
         "Use more parallelism, more or larger GPUs, recomputation or offloading. `plan=true` shows the memory by part.",
     ),
     "over-limit": ProblemCode(
-        "A request is above what the partition, the QOS, the account or the allocation allows.",
-        "Ask for less, or choose another partition.",
+        "A request exceeds a limit of the partition, the QOS, the account or the allocation.",
+        "Request less, or choose another partition.",
     ),
     "refused-by-slurm": ProblemCode(
         "Slurm refuses the job for another reason, which the message quotes.",
         "Change what Slurm names. `dry_run=true` prints the batch script.",
     ),
     "timed-out": ProblemCode(
-        "A plan of the REST service took longer than `plan_s`, or its process ended.",
+        "A plan of the REST service took longer than `plan_s` seconds, or its process ended.",
         "Make the plan in a shell: `python launch/submit.py recipe=NAME plan=true`.",
     ),
     "unreachable": ProblemCode(

@@ -66,7 +66,7 @@ def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.enviro
         if len(keys) > 1 and keys[-2] == "env_vars" and is_secret(keys[-1]):
             why = f"a recipe is written to disk and shown, so it may not hold a secret; {ADVICE}"
         elif variable:
-            why = f"holds the value of the variable {variable}; a recipe may not hold a secret, and ranks have the variable"
+            why = f"holds the value of the variable {variable}; a recipe may not hold a secret. Ranks inherit the variable"
         elif VALUES.search(value) or ASSIGNMENT.search(value):
             why = f"looks like a secret, and a recipe is written to disk and shown; {ADVICE}"
         else:

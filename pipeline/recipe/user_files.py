@@ -31,9 +31,9 @@ KINDS = {
 OTHER_FORMATS = {
     b"PAR1": ("a Parquet file", "dataset_name=FOLDER with its folder, in place of data_path"),
     b"ARROW1": ("an Arrow file", "dataset_name=FOLDER with the folder that `save_to_disk` wrote, in place of data_path"),
-    b"\x1f\x8b": ("a file that gzip compressed", "gunzip"),
+    b"\x1f\x8b": ("a file in gzip format", "gunzip"),
     b"PK\x03\x04": ("a zip archive", "unzip"),
-    b"\x28\xb5\x2f\xfd": ("a file that zstd compressed", "zstd -d"),
+    b"\x28\xb5\x2f\xfd": ("a file in zstd format", "zstd -d"),
 }
 """First bytes of a file that is no JSON lines -> (what it is, what to try)."""
 
@@ -41,7 +41,7 @@ OTHER_FORMATS = {
 def other_format(first: bytes) -> str | None:
     """Return the error of a data file in another format than JSON lines, by its first bytes; None if they show no other."""
     found = next((kind for mark, kind in OTHER_FORMATS.items() if first.startswith(mark)), None)
-    return f"got {found[0]}; expected one JSON object a line. Try {found[1]}" if found else None
+    return f"got {found[0]}; expected one JSON object per line. Try {found[1]}" if found else None
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
@@ -94,7 +94,7 @@ def lines(file: BinaryIO, longest: int = MAX_LINE, cut: bool = False) -> Iterato
         number += 1
         if len(line) > longest:
             if not cut:
-                why = f"line {number} has more than {_size(longest)}; expected one record a line"
+                why = f"line {number} has more than {_size(longest)}; expected one record per line"
                 raise OSError(errno.EFBIG, why, file.name if isinstance(file.name, str) else None)
             rest = line
             while rest and not rest.endswith(b"\n"):

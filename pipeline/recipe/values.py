@@ -18,15 +18,15 @@ MISSING = "???"
 
 
 HF_OVERRIDES = (
-    "Values that replace keys of the model's config.json. Those of a *_config and of RoPE (rope_scaling, rope_parameters or"
-    " rope_theta) are merged with the file's: a new scaling keeps the model's rope_theta, and null removes the scaling."
+    "Values that replace keys of the model's config.json. Keys of a *_config and of RoPE (rope_scaling, rope_parameters or"
+    " rope_theta) are merged with the file: a new scaling keeps the model's rope_theta, and null removes the scaling."
 )
 """Description of `hf_config_overrides`, of every model."""
 
 CHAT_TEMPLATE = (
-    "A Jinja template; the path of a file with one, or of a folder whose tokenizer has one; or the name of one of the"
-    " tokenizer's templates. null, default: the tokenizer's own. On the command line, a template that begins with { needs"
-    " YAML's quotes inside the shell's."
+    "A Jinja template; the path of a template file, or of a folder whose tokenizer has a template; or the name of one of the"
+    " tokenizer's templates. null, default: the tokenizer's default template. On the command line, a template that begins"
+    " with { needs YAML quotes inside the shell's quotes."
 )
 """Meaning of a key `chat_template`."""
 
@@ -116,11 +116,11 @@ def not_a_kind(kind: str, kinds: Iterable[str]) -> str | None:
     near = difflib.get_close_matches(kind.lower(), list(kinds), 1, 0.75)
     hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
     if ".py" in kind:
-        hint = "For `right` in my_reward.py beside the recipe, my_reward.right"
+        hint = "For `right` in my_reward.py beside the recipe, give my_reward.right"
     module = kind.removeprefix("./").removesuffix(".py").partition(".")[0]
     if "-" in module and ("." in kind or "/" in kind):
         renamed = f"{module.replace('-', '_')}.py"
-        hint = f"'{module}' has a hyphen, which no module's name can have. Try to rename the file to {renamed}"
+        hint = f"'{module}' has a hyphen, which no module's name can have. Rename the file to {renamed}"
     return f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {hint}"
 
 
@@ -175,7 +175,7 @@ def seconds(text: str) -> int:
 
 def _duration_error(text: str) -> str | None:
     try:
-        return None if seconds(text) else f"got '{text}', which is no time; expected more, or null"
+        return None if seconds(text) else f"got '{text}', which is 0 seconds; expected a longer time, or null"
     except ValueError as error:
         return str(error)
 
