@@ -247,7 +247,7 @@ def _malformed(key: str, value: Any) -> Problem | None:
     try:
         OmegaConf.create({"value": value})
     except GrammarParseError as error:
-        return Problem(key, "bad-interpolation", f"got '{value}'; expected an interpolation: {_first_line(error)}")
+        return Problem(key, "bad-interpolation", f"got '{value}'; expected a valid interpolation: {_first_line(error)}")
     return None
 
 

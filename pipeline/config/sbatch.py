@@ -36,7 +36,7 @@ OF_THE_JOB = {  # option -> the key that sets it
 REFUSED = {
     "signal": "the job sets its own, so that ranks save before the time limit",
     "open-mode": "every start of the job appends to the log",
-    "kill-on-invalid-dep": "a job is cancelled if a run that it needs failed",
+    "kill-on-invalid-dep": "the launcher sets it, so that a job is cancelled if a run that it needs fails",
     "array": "Slurm has no arrays of heterogeneous jobs; try launch/sweep.py",
     "wrap": "the job has its own script",
     "export": "ranks need the variables of the shell that submits",
