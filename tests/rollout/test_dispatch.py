@@ -95,7 +95,7 @@ def test_a_series_of_wholly_failed_groups_ends_the_run_and_one_judged_episode_re
     for rollouts in ((bad, bad, bad), (bad, cut), (bad, bad, good), (cut, cut, cut), (bad, bad), (good,), (bad,), (bad,)):
         failures.record(RolloutGroup(prompt, rollouts))
     out = caplog.text
-    assert "env.addition, prompt 5: 2 of 3 episodes failed; they are not trained on; episode 0: TimeoutError: 10 s" in out
+    assert "env.addition, prompt 5: 2 of 3 episodes failed and are not trained on; episode 0: TimeoutError: 10 s" in out
     assert len(caplog.messages) == 6
     failures.record(RolloutGroup(prompt, (cut, cut)))
     with pytest.raises(
