@@ -36,9 +36,9 @@ class AsyncConfig:
     stragglers: Annotated[
         Literal["wait", "keep", "cut"],
         Field(
-            description="wait: train on the oldest prompts. keep: train on the complete prompts; half of the maximum age"
-            " remains for the others. cut: train on the oldest prompts and truncate the last straggler_share"
-            " of their answers."
+            description="wait: train on the oldest prompts. keep: train on the oldest complete prompts; sampling runs half as"
+            " far ahead, so half of the maximum age remains for unfinished prompts. cut: train on the oldest prompts and"
+            " truncate the last straggler_share of their answers."
         ),
     ] = "wait"
     straggler_share: Annotated[
@@ -47,8 +47,8 @@ class AsyncConfig:
     max_generation_failures: Annotated[
         NotNegative,
         Field(
-            description="Consecutive groups that the environment may fail to score. One more ends the run. Read also"
-            " while `enabled` is false."
+            description="Number of consecutive groups whose episodes may all fail. One more ends the run. This key also"
+            " applies while `enabled` is false."
         ),
     ] = 10
 
@@ -82,25 +82,25 @@ def problems(recipe: Recipe, name: str) -> Iterator[Problem]:
     loss = recipe.loss_fn
     if ahead and not (loss.use_importance_sampling_correction or loss.use_generation_logprobs):
         message = (
-            f"got false; expected true with {key}.max_trajectory_age_steps={age}, since a step trains on what weights up to"
-            f" {age} steps older have sampled. Try true, loss_fn.use_generation_logprobs=true, or {key}.enabled=false"
+            f"got false; expected true with {key}.max_trajectory_age_steps={age}, since the weights that sampled a rollout"
+            f" can be {age} steps older than the policy. Try true, loss_fn.use_generation_logprobs=true, or {key}.enabled=false"
         )
         yield Problem("loss_fn.use_importance_sampling_correction", "contradiction", message)
     if ahead and recipe.policy.generation.colocated.enabled:
         message = (
-            f"got {age}, so engines sample while others train; expected 0 with policy.generation.colocated.enabled=true,"
-            f" where both use the same GPUs in turn. Try {key}.enabled=false (recipes whose names end in _sync have it), or"
+            f"got {age}; expected 0 with policy.generation.colocated.enabled=true, since engines and train ranks then use the"
+            f" same GPUs in turn. Try {key}.enabled=false (recipes whose names end in _sync have it), or"
             " policy.generation.colocated.enabled=false"
         )
         yield Problem(f"{key}.max_trajectory_age_steps", "contradiction", message)
     if section.use_dynamic_sampling and not ahead:
-        message = f"got 0, which samples whole batches as dynamic sampling; expected at least 1. Try {key}.enabled=false"
+        message = f"got 0, with which dynamic sampling samples whole batches; expected at least 1. Try {key}.enabled=false"
         yield Problem(f"{key}.max_trajectory_age_steps", "too-small", message)
     if section.batch_multiplier != 1:
         message = f"got {section.batch_multiplier}; expected 1 with {key}.enabled=true, where groups are replaced one by one"
         yield Problem(f"{name}.batch_multiplier", "has-no-effect", message)
     if config.recompute_kv_cache_after_weight_updates and not config.in_flight_weight_updates:
-        message = f"got true; expected false without {key}.in_flight_weight_updates, as nothing is under way then"
+        message = f"got true; expected false with {key}.in_flight_weight_updates=false, as all rollouts are finished at a refit"
         yield Problem(f"{key}.recompute_kv_cache_after_weight_updates", "has-no-effect", message)
     yield from _stragglers(config, key, name, share * prompts, prompts)
 
@@ -110,7 +110,7 @@ def _stragglers(config: AsyncConfig, key: str, name: str, groups: float, prompts
     if config.stragglers != "cut":
         return
     if not config.runs_ahead:
-        message = f"got cut; expected wait with {key}.max_trajectory_age_steps=0, which cuts nothing. Try an age above 0"
+        message = f"got cut; expected wait with {key}.max_trajectory_age_steps=0, which has no stragglers. Try an age above 0"
         yield Problem(f"{key}.stragglers", "has-no-effect", message)
     if groups < 1:
         message = (

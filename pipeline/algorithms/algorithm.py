@@ -121,7 +121,7 @@ class PairedAlgorithm(Algorithm):
         packing, longest = self.recipe.policy.sequence_packing, self.recipe.policy.max_total_sequence_length
         for key in ("train_mb_tokens", "logprob_mb_tokens") if packing.enabled else ():
             if (tokens := getattr(packing, key)) is not None and tokens < 2 * longest:
-                message = f"got {tokens}; expected at least {2 * longest}, two of policy.max_total_sequence_length for a pair"
+                message = f"got {tokens}; expected at least {2 * longest}, twice policy.max_total_sequence_length, for a pair"
                 yield Problem(f"policy.sequence_packing.{key}", "too-small", message)
 
 

@@ -21,15 +21,15 @@ class EarlyStopConfig:
         Text | None,
         LIVE,
         Field(
-            description="Metric of validations that may end the run early, as metrics.jsonl names it, such as `val/accuracy`;"
-            " `val:accuracy` is the same. The run is then complete: its last step is saved; with another rule the same command"
-            " continues it. If the first validation lacks the metric, the run ends with an error. null: never."
+            description="Validation metric that may end the run early, by its name in metrics.jsonl, such as `val/accuracy`;"
+            " `val:accuracy` is the same. The run is then complete, and its last step is saved. With another rule, the same"
+            " command continues the run. If the first validation lacks the metric, the run ends with an error. null: never."
         ),
     ] = None
     stop_at_validation_threshold: Annotated[
         Float | None,
         LIVE,
-        Field(description="Stop once the metric is at least this; at most this, if lower is better. null: none."),
+        Field(description="Stop once the metric is at least this value. If lower is better: at most. null: never."),
     ] = None
     stop_patience: Annotated[
         Positive | None,
@@ -37,7 +37,7 @@ class EarlyStopConfig:
         Field(description="Stop after this many validations in a row without an improvement. null: never."),
     ] = None
     stop_min_delta: Annotated[
-        Float, LIVE, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
+        Float, LIVE, Field(ge=0, description="Least change from the best value that counts as an improvement. 0: any.")
     ] = 0.0
     stop_higher_is_better: Annotated[
         Bool, LIVE, Field(description="Whether a higher value of the metric is better; false for a loss.")
@@ -74,7 +74,7 @@ class EarlyStop:
             return
         if self.metric not in values:
             names = ", ".join(sorted(name for name in values if name.startswith("val/")))
-            message = f"got {self._config.stop_at_validation_metric}, which validations do not have; expected one of {names}"
+            message = f"got {self._config.stop_at_validation_metric}, which no validation reports; expected one of {names}"
             raise RecipeError(Problem(f"{self._algorithm}.stop_at_validation_metric", "not-a-choice", message))
         value = values[self.metric]
         self._last = None if math.isnan(value) else value  # nothing was scored, or the loss diverged
@@ -138,7 +138,7 @@ def check_early_stop(algorithm: str, config: EarlyStopConfig, validates: bool) -
         yield Problem(direction, "contradiction", message)
     if not rules:
         message = (
-            f"got {metric} without a rule; expected {algorithm}.stop_at_validation_threshold, or {algorithm}.stop_patience"
+            f"got {metric} without a rule; expected {algorithm}.stop_at_validation_threshold or {algorithm}.stop_patience too"
         )
         yield Problem(key, "missing-value", message)
     if not validates:

@@ -82,8 +82,8 @@ class TaskDataConfig:
     dataset_name: Annotated[
         Line | None,
         Field(
-            description="A name or folder for `datasets`, read from the local cache, or the dotted path of your own callable"
-            " (split, seed=, **kwargs)."
+            description="Data set that `datasets` loads: a name in the local cache, or a folder. Or the dotted path of your own"
+            " callable (split, seed=, **kwargs)."
         ),
     ] = None
     data_path: Annotated[
@@ -92,16 +92,16 @@ class TaskDataConfig:
     ] = None
     subset: Annotated[
         Text | None,
-        Field(description="Configuration of the repository; several, with commas, are joined. null: its default."),
+        Field(description="Configuration of the data set. Several, separated by commas, are joined. null: the default."),
     ] = None
     split: Annotated[Text, Field(description="Split of the questions.")] = "test"
     few_shot_split: Annotated[
         Text | None,
-        Field(description="Split of the few-shot examples. null: the format's own, else `split` without the question itself."),
+        Field(description="Split of the few-shot examples. null: the format's examples, else `split` without the question."),
     ] = None
     max_samples: Annotated[
         Positive | None,
-        Field(description="Number of questions, drawn with `seed`. A larger number keeps those of a smaller one. null: all."),
+        Field(description="Number of questions, drawn with `seed`. A larger number includes the same questions. null: all."),
     ] = None
     bad_records: Annotated[
         Literal["error", "drop"],
@@ -136,7 +136,7 @@ class TaskConfig:
         Field(description="Key under `env` of the environment that scores sampled answers (kind generate, instructions)."),
     ] = None
     apply_chat_template: Annotated[Bool, Field(description="Render questions with the model's chat template.")] = True
-    system_prompt: Annotated[Text | None, Field(description="Text of the system's message.")] = None
+    system_prompt: Annotated[Text | None, Field(description="Text of the system message.")] = None
     num_few_shot: Annotated[NotNegative, Field(description="Few-shot examples before the question.")] = 0
     few_shot_choice: Annotated[
         Literal["random", "first"],
@@ -146,12 +146,12 @@ class TaskConfig:
         ),
     ] = "random"
     few_shot_as_turns: Annotated[
-        Bool, Field(description="With the chat template: few-shot examples are turns. false: all are in the user's message.")
+        Bool, Field(description="With the chat template: few-shot examples are turns. false: all are in the user message.")
     ] = True
     answer_prefix: Annotated[
         Text | None, Field(description="Beginning of the answer, which the model continues. null: none.")
     ] = None
-    num_samples: Annotated[Positive, Field(description="Answers of each question.")] = 1
+    num_samples: Annotated[Positive, Field(description="Answers sampled for each question.")] = 1
     temperature: Annotated[Float, Field(ge=0, description="Sampling temperature. 0: greedy.")] = 0.0
     top_p: Annotated[Float, Field(gt=0, le=1, description="Nucleus sampling.")] = 1.0
     top_k: Annotated[Positive | None, Field(description="Number of most likely tokens to sample from. null: all.")] = None
@@ -163,9 +163,9 @@ class TaskConfig:
     thinking_tokens: Annotated[
         Positive | None,
         Field(
-            description="Maximum tokens before thinking_end; then the end is inserted, and the answer begins, with"
-            " max_new_tokens of its own. Only the answer is scored. If the model ends its turn without thinking_end, its text"
-            " is the answer; if it is cut while it thinks, it has none. null: no bound."
+            description="Maximum tokens of thinking. Then thinking_end is inserted, and the model answers with up to"
+            " max_new_tokens more tokens. Only the answer is scored. If the model ends its turn without thinking_end, its whole"
+            " text is the answer. If no room is left after the thinking, the answer is empty. null: no limit."
         ),
     ] = None
     thinking_end: Annotated[Text, Field(min_length=1, description="Text that ends the model's thinking.")] = "</think>"
@@ -175,16 +175,16 @@ class TaskConfig:
     )
     judge_prompt_file: Annotated[
         Line | None,
-        Field(description="kind=comparison, multi_turn_rating, refusal: file of the judge's prompt. null: one of the kind."),
+        Field(description="kind=comparison, multi_turn_rating, refusal: file of the judge's prompt. null: the kind's default."),
     ] = None
     majority: Annotated[
         Bool,
         Field(
-            description="Report the accuracy of the most frequent answer, maj@num_samples. Equally frequent answers share the"
-            " point; unparsed ones do not vote."
+            description="Report the accuracy of the most frequent answer, maj@num_samples. Answers in a tie share the point."
+            " Answers that cannot be parsed do not vote."
         ),
     ] = False
-    metric: Annotated[Text | None, Field(description="The metric that stands for the task. null: the kind's.")] = None
+    metric: Annotated[Text | None, Field(description="Main metric of the task. null: the kind's default.")] = None
     seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the few-shot examples.")] = (
         interpolation("${evaluate.seed}")
     )
@@ -199,17 +199,21 @@ class LmEvalConfig:
     ] = field(default_factory=list)
     num_fewshot: Annotated[NotNegative | None, Field(description="Few-shot examples. null: as each task defines.")] = None
     limit: Annotated[
-        Float | None, Field(gt=0, description="Documents of each task; below 1: the fraction of them. null: all.")
+        Float | None, Field(gt=0, description="Maximum documents of each task. Below 1: a fraction of them. null: all.")
     ] = None
     include_path: Annotated[Line | None, Field(description="A folder with more tasks, in lm-evaluation-harness's YAML.")] = None
     gen_kwargs: Annotated[
         dict[str, Any],
-        Field(description="Sampling over the tasks' own: until, max_gen_toks, do_sample, temperature, top_p, top_k."),
+        Field(
+            description="Sampling settings in place of the tasks': until, max_gen_toks, do_sample, temperature, top_p, top_k."
+        ),
     ] = field(default_factory=dict)
     max_gen_toks: Annotated[Positive, Field(description="Maximum tokens of an answer for tasks that define none.")] = 256
     apply_chat_template: Annotated[Bool, Field(description="Render prompts with the model's chat template.")] = False
     fewshot_as_multiturn: Annotated[Bool, Field(description="With the chat template: each few-shot example is a turn.")] = True
-    system_instruction: Annotated[Text | None, Field(description="Text before the prompt, or of the system's message.")] = None
+    system_instruction: Annotated[
+        Text | None, Field(description="With the chat template: the system message. Without: text before the prompt.")
+    ] = None
     think_end_token: Annotated[
         Text | None, Field(description="Text that ends the model's thinking; only what follows is scored.")
     ] = None
@@ -238,8 +242,8 @@ class EvaluateConfig:
         Line | None,
         Field(description="A run's checkpoint whose weights to evaluate. null: the weights of policy.model_name."),
     ] = None
-    run: Annotated[Line | None, Field(description="Folder of the run that the checkpoint is of. null: none.")] = None
-    step: Annotated[Int | None, Field(description="Step of the checkpoint, for curves. null: none.")] = None
+    run: Annotated[Line | None, Field(description="Folder of the run that wrote the checkpoint. null: none.")] = None
+    step: Annotated[Int | None, Field(description="Step of the checkpoint, for curves over steps. null: none.")] = None
     seed: Annotated[NotNegative, Field(description="Default of the tasks' seed, and the seed of random weights.")] = 42
 
 
@@ -257,11 +261,11 @@ class Evaluate(OnlineAlgorithm):
     @override
     def problems(self) -> Iterator[Problem]:
         if not self.section.tasks and not self.section.lm_eval.tasks:
-            yield Problem("evaluate.tasks", "missing-value", "got none; expected at least one task. Try suite=NAME")
+            yield Problem("evaluate.tasks", "missing-value", "got no tasks; expected at least one. Try suite=NAME")
         for name, task in self.section.tasks.items():
             if task.kind in SAMPLED and task.env_name not in self.recipe.env:
                 environments = ", ".join(self.recipe.env) or "none"
-                message = f"got {task.env_name}; expected an environment of env, since it scores the answers: {environments}"
+                message = f"got {task.env_name}; expected an environment in env that scores the answers: {environments}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
             metrics = METRICS.get(task.kind, ())
             if metrics and task.metric not in (None, *metrics):
@@ -274,7 +278,7 @@ class Evaluate(OnlineAlgorithm):
     def _judge_problems(self) -> Iterator[Problem]:
         judge, judged = self.section.judge, [name for name, task in self.section.tasks.items() if task.kind in JUDGED]
         if judge.env_name is not None and judge.model_name is not None:
-            message = "got env_name and model_name; expected one of them: an endpoint, or a model of the job"
+            message = "got env_name and model_name; expected one of them: env_name for an endpoint, or model_name for a model"
             yield Problem("evaluate.judge", "contradiction", message)
         elif judge.env_name is not None:
             environments = {name: environment.kind for name, environment in self.recipe.env.items()}
@@ -283,16 +287,16 @@ class Evaluate(OnlineAlgorithm):
                 message = f"got {judge.env_name}; expected a key of env of kind llm_judge: {judges}"
                 yield Problem("evaluate.judge.env_name", "not-a-choice", message)
         elif judge.model_name is None and judged and not only_scores(self.recipe):
-            message = f"got null; expected a judge of {', '.join(judged)}: a model, or evaluate.judge.env_name"
+            message = f"got null; expected a model that judges the tasks {', '.join(judged)}, or evaluate.judge.env_name"
             yield Problem("evaluate.judge.model_name", "missing-value", message)
 
     def _reward_model_problems(self) -> Iterator[Problem]:
         preference = [task.kind == "preference" for task in self.section.tasks.values()]
         if preference and all(preference) and self.section.reward_model.model_name is None:
-            message = "got null, and all tasks are of kind preference. Try ${policy.model_name} to evaluate a reward model"
+            message = "got null; expected a reward model, as all tasks are of kind preference. Try ${policy.model_name}"
             yield Problem("evaluate.reward_model.model_name", "missing-value", message)
         if only_scores(self.recipe) and not any(preference):
-            message = "got policy.model_name, so that only tasks of kind preference are asked; expected one"
+            message = "got policy.model_name, which then is a reward model; expected a task of kind preference"
             yield Problem("evaluate.reward_model.model_name", "contradiction", message)
         if only_scores(self.recipe) and self.section.checkpoint is not None:
             message = "got a checkpoint of a reward model; expected null. Try its hf/ folder as policy.model_name"
@@ -308,11 +312,11 @@ def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:
     """Yield the problems of metrics that need several different answers to a question."""
     for k in task.pass_at:
         if k > task.num_samples:
-            message = f"got {k}; expected at most num_samples {task.num_samples}"
+            message = f"got {k}; expected at most num_samples={task.num_samples}"
             yield Problem(f"{key}.pass_at", "too-large", message)
     if task.majority and task.num_samples == 1:
-        message = "got 1, but majority counts the answers of several; expected at least 2"
+        message = "got 1; expected at least 2 with majority=true, which compares several answers"
         yield Problem(f"{key}.num_samples", "too-small", message)
     if task.kind in SAMPLED and task.num_samples > 1 and task.temperature == 0:
-        message = f"got 0, which makes all num_samples {task.num_samples} answers the same; expected more, or num_samples=1"
+        message = f"got 0, with which all num_samples={task.num_samples} answers are equal; expected above 0, or num_samples=1"
         yield Problem(f"{key}.temperature", "contradiction", message)

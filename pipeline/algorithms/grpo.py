@@ -46,7 +46,7 @@ class AdvantageConfig:
 
     name: Annotated[
         Literal["grpo", "reinforce_plus_plus", "opd"],
-        Field(description="Advantage estimator. opd: the log-probs of on_policy_distillation's teachers, and no reward."),
+        Field(description="Advantage estimator. opd: the log-probs of on_policy_distillation.teachers, without rewards."),
     ] = "grpo"
     normalize_rewards: Annotated[Bool, Field(description="See grpo.normalize_rewards.")] = interpolation(
         "${grpo.normalize_rewards}"
@@ -69,8 +69,8 @@ class GRPOConfig(RewardedConfig):
     use_leave_one_out_baseline: Annotated[
         Bool,
         Field(
-            description="Subtract the mean reward of the other answers in the group, as NeMo-RL does. false: the mean of"
-            " the whole group. With normalize_rewards a single right answer then counts least."
+            description="Subtract the mean reward of the other answers in the group, as NeMo-RL does. With"
+            " normalize_rewards=true, a single right answer then counts least. false: subtract the mean of the whole group."
         ),
     ] = True
     adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -153,7 +153,7 @@ class GRPO(RewardedAlgorithm):
             yield Problem("grpo.num_generations_per_prompt", "too-small", message + without)
         if not self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
             message = (
-                f"got true with grpo.adv_estimator.name={estimator.name}, whose advantage has no rewards of single tokens;"
+                f"got true with grpo.adv_estimator.name={estimator.name}, whose advantages use no per-token rewards;"
                 " expected false. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo"
             )
             yield Problem("loss_fn.use_kl_in_reward", "contradiction", message)
@@ -166,21 +166,21 @@ class GRPO(RewardedAlgorithm):
         name = self.section.adv_estimator.name
         if not self._has_teachers:
             if teachers:
-                message = f"got teachers with grpo.adv_estimator.name={name}, which asks none. Try grpo.adv_estimator.name=opd"
+                message = f"got teachers with grpo.adv_estimator.name={name}, which uses none. Try grpo.adv_estimator.name=opd"
                 yield Problem(f"{SECTION}.teachers", "has-no-effect", message)
             return
         if not teachers:
-            message = f"got none with grpo.adv_estimator.name={name}; expected a teacher of each environment"
+            message = f"got none with grpo.adv_estimator.name={name}; expected a teacher for each environment"
             yield Problem(f"{SECTION}.teachers", "missing-value", message)
             return
         yield from problems(self.recipe)
         if self.recipe.loss_fn.use_generation_logprobs:
-            message = "got true with grpo.adv_estimator.name=opd, which compares teachers with pi_old of the train ranks"
+            message = "got true with grpo.adv_estimator.name=opd, which needs the train ranks' log-probs of pi_old"
             yield Problem("loss_fn.use_generation_logprobs", "contradiction", f"{message}; expected false")
         for key, neutral in (("top_p", 1.0), ("top_k", None)):
             if (value := getattr(generation, key)) != neutral:
                 message = (
-                    f"got {value} with grpo.adv_estimator.name={name}; expected {'null' if neutral is None else 1}, since whole"
-                    " distributions of policy and teacher are compared"
+                    f"got {value} with grpo.adv_estimator.name={name}; expected {'null' if neutral is None else 1}, since"
+                    " opd compares policy and teacher over the whole vocabulary"
                 )
                 yield Problem(f"policy.generation.{key}", "contradiction", message)

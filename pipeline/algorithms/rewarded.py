@@ -107,7 +107,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
         scales, shapes = f"{self.name}.reward_scaling", f"{self.name}.reward_shaping"
         coefficient = shaping.stop_properly_penalty_coef
         if config.use_dynamic_sampling and config.num_generations_per_prompt < 2:
-            message = f"got true with {self.name}.num_generations_per_prompt=1; expected at least 2. Try false"
+            message = f"got true with {self.name}.num_generations_per_prompt=1; expected at least 2 answers, or false"
             yield Problem(f"{self.name}.use_dynamic_sampling", "contradiction", message)
         if config.batch_multiplier != 1 and not config.use_dynamic_sampling:
             message = f"got {config.batch_multiplier}; expected 1, or {self.name}.use_dynamic_sampling=true"
@@ -119,8 +119,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
             return
         if coefficient is not None and coefficient < 1 and scaling.enabled and scaling.target_min < 0:
             message = (
-                f"got {coefficient}; expected 1 with {scales}.target_min={scaling.target_min:g}, since a cut wrong answer would"
-                f" get a larger reward than another wrong one. Try {scales}.target_min=0"
+                f"got {coefficient}; expected 1 with {scales}.target_min={scaling.target_min:g}, since a truncated wrong answer"
+                f" would get a larger reward than a complete one. Try {scales}.target_min=0"
             )
             yield Problem(f"{shapes}.stop_properly_penalty_coef", "contradiction", message)
         if coefficient is None and (buffer := shaping.overlong_buffer_length) >= (longest := shaping.max_response_length):
@@ -174,16 +174,16 @@ class RewardedAlgorithm(OnlineAlgorithm):
                 "loss_fn.use_importance_sampling_correction",
                 loss.use_importance_sampling_correction,
                 False,
-                "the ratio corrects by itself",
+                "the ratio includes this correction",
             ),
-            ("loss_fn.force_on_policy_ratio", loss.force_on_policy_ratio, False, "it takes the current policy as the old one"),
-            ("loss_fn.disable_ppo_ratio", loss.disable_ppo_ratio, False, "then the loss has no ratio to correct with"),
-            ("loss_fn.use_kl_in_reward", loss.use_kl_in_reward, False, "it reads the train ranks' log-probs of the old policy"),
+            ("loss_fn.force_on_policy_ratio", loss.force_on_policy_ratio, False, "it uses the current policy as the old one"),
+            ("loss_fn.disable_ppo_ratio", loss.disable_ppo_ratio, False, "without a ratio, the loss corrects nothing"),
+            ("loss_fn.use_kl_in_reward", loss.use_kl_in_reward, False, "it needs the train ranks' log-probs of the old policy"),
             (
                 f"{self.name}.seq_logprob_error_threshold",
                 threshold,
                 None,
-                "it compares engines with the train ranks' old policy",
+                "it needs the train ranks' log-probs of the old policy",
             ),
         ):
             if value != required:
@@ -198,12 +198,12 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if kind is None:
             for name, value in (("ratio", high), ("ratio_min", low)):
                 if value is not None:
-                    message = f"got {value}; expected null without {key}_type. Try {key}_type=tis, icepop or seq-mask-tis"
+                    message = f"got {value}; expected null with {key}_type=null. Try {key}_type=tis, icepop or seq-mask-tis"
                     yield Problem(f"{key}_{name}", "has-no-effect", message)
             return
         if not loss.use_importance_sampling_correction:
             cure = "null" if loss.use_generation_logprobs else f"{kind} with loss_fn.use_importance_sampling_correction=true"
-            message = f"got {kind}; expected null, as no weights are used. Try {key}_type={cure}"
+            message = f"got {kind}; expected null, since the loss has no importance weights. Try {key}_type={cure}"
             yield Problem(f"{key}_type", "has-no-effect", message)
         if high is None:
             yield Problem(f"{key}_ratio", "missing-value", f"got null; expected a bound above 0 with {key}_type={kind}")
@@ -212,7 +212,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if low is not None and high is not None and low > high:
             yield Problem(f"{key}_ratio_min", "too-large", f"got {low}; expected at most {key}_ratio={high}")
         if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-            message = f"got seq-mask-tis, of tokens; expected tis or icepop with {sequences}=true, of whole sequences"
+            message = f"got seq-mask-tis, which weights tokens; expected tis or icepop with {sequences}=true"
             yield Problem(f"{key}_type", "contradiction", message)
 
 

@@ -73,19 +73,19 @@ class OnlineConfig(EarlyStopConfig):
         LIVE,
         Field(
             description="Maximum passes over each data set. The run ends here or at max_num_steps, whichever comes first."
-            " From 1000000: no limit."
+            " 1000000 or more: no limit."
         ),
     ] = UNBOUNDED
     val_period: Annotated[NotNegative, LIVE, Field(description="Steps between two validations. 0: never validate.")] = 0
     val_start_at: Annotated[
         NotNegative,
         LIVE,
-        Field(description="First step that val_period may validate after. val_at_start and val_at_end do not read it."),
+        Field(description="First step after which val_period may validate. It does not affect val_at_start and val_at_end."),
     ] = 0
     val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False
     val_at_end: Annotated[Bool, LIVE, Field(description="Whether to validate after the last step.")] = False
     val_num_generations_per_prompt: Annotated[
-        Positive, Field(description="Answers n sampled for each validation prompt. pass@k is logged for k = 1, 2, 4, ..., n.")
+        Positive, Field(description="Number n of answers to each validation prompt. pass@k is logged for k = 1, 2, 4, ..., n.")
     ] = 1
     max_val_samples: Annotated[
         Positive,
@@ -106,20 +106,20 @@ class RewardedConfig(OnlineConfig):
     ] = False
     dynamic_sampling_max_gen_batches: Annotated[
         Positive,
-        Field(description="Batches of dynamic sampling that may be drawn for one step. The run fails if they do not fill it."),
+        Field(description="Maximum batches of dynamic sampling for one step. The run fails if they do not fill the step."),
     ] = 10
     batch_multiplier: Annotated[
         Float, Field(ge=1, description="Prompts in a batch of dynamic sampling, as a multiple of num_prompts_per_step.")
     ] = 1.0
     overlong_filtering: Annotated[
-        Bool, Field(description="Leave truncated answers out of the loss. Nothing limits lengths then.")
+        Bool, Field(description="Leave truncated answers out of the loss. Truncation then does not discourage long answers.")
     ] = False
     seq_logprob_error_threshold: Annotated[
         Float | None,
         Field(
             ge=1,
-            description="Leave sequences out of the loss if their mean of exp|log pi_old - log pi_generate| exceeds this."
-            " null: keep all.",
+            description="Leave sequences out of the loss if their mean of exp|log pi_old - log pi_generate| exceeds this"
+            " value. null: keep all.",
         ),
     ] = None
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
@@ -132,7 +132,7 @@ class GAEConfig:
 
     name: Annotated[Literal["gae"], Field(description="Advantage estimator.")] = "gae"
     gae_gamma: Annotated[Float, Field(ge=0, le=1, description="Discount factor gamma.")] = 1.0
-    gae_lambda: Annotated[Float, Field(ge=0, le=1, description="Lambda of both estimates.")] = 0.95
+    gae_lambda: Annotated[Float, Field(ge=0, le=1, description="Lambda of returns and advantages.")] = 0.95
     gae_lambda_value: Annotated[
         Float | None, Field(ge=0, le=1, description="Lambda of the critic's returns. null: gae_lambda. VAPO: 1.")
     ] = None
@@ -159,8 +159,8 @@ class OfflineConfig(EarlyStopConfig):
         Positive,
         LIVE,
         Field(
-            description="Maximum passes over the data. The run ends here or at max_num_steps, whichever comes first. From"
-            " 1000000: no limit."
+            description="Maximum passes over the data. The run ends here or at max_num_steps, whichever comes first."
+            " 1000000 or more: no limit."
         ),
     ] = UNBOUNDED
     val_period: Annotated[NotNegative, LIVE, Field(description="Steps between two validations. 0: never validate.")] = 0
@@ -199,8 +199,8 @@ class LossConfig:
     reference_policy_kl_gradient: Annotated[
         Literal["kl", "estimate"],
         Field(
-            description="Gradient of the KL in the loss. kl: that of the KL itself (arXiv 2506.09477), as in NeMo-RL."
-            " estimate: that of the estimate alone, as in the GRPO paper and TRL."
+            description="Gradient of the KL in the loss. kl: of the KL itself (arXiv 2506.09477), as in NeMo-RL."
+            " estimate: of the estimate alone, as in the GRPO paper and TRL."
         ),
     ] = "kl"
     use_on_policy_kl_approximation: Annotated[Bool, Field(description="Weight the KL in the loss by pi / pi_generate.")] = False
@@ -219,14 +219,14 @@ class LossConfig:
         Bool, Field(description="REINFORCE: use advantage * log pi in place of the clipped ratio.")
     ] = False
     force_on_policy_ratio: Annotated[
-        Bool, Field(description="Use pi as pi_old, which saves its forward pass. Needs one update per step.")
+        Bool, Field(description="Use pi as pi_old, which saves a forward pass. Needs one update per step.")
     ] = False
     use_generation_logprobs: Annotated[
         Bool,
         Field(
-            description="Use the engines' own log-probs as those of pi_old, which saves a forward pass over the step's samples."
-            " The ratio then also covers older weights and different rounding in the engines, so no other weights are used;"
-            " its clip bounds them too. Metrics of the mismatch then compare the engines with the current policy."
+            description="Use the engines' log-probs as the log-probs of pi_old, which saves a forward pass over the step's"
+            " samples. The clipped ratio then also corrects for older weights and different rounding in the engines, so there"
+            " are no other importance weights. Metrics of the mismatch compare the engines with the current policy."
         ),
     ] = False
     use_cispo: Annotated[Bool, Field(description="CISPO's loss: clipped ratios, without a gradient, weight log pi.")] = False

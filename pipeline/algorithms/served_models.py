@@ -31,7 +31,7 @@ class ServedModelConfig:
     precision: Annotated[
         Literal["float32", "bfloat16", "float16"], Field(description="Precision of weights and activations.")
     ] = interpolation("${policy.precision}")
-    engines: Annotated[Positive, Field(description="Number of the generate component's engines that serve it.")] = 1
+    engines: Annotated[Positive, Field(description="Number of the generate component's engines that serve this model.")] = 1
     max_total_sequence_length: Annotated[Int, Field(ge=2, description="Maximum tokens of a prompt and its answer.")] = (
         interpolation("${policy.max_total_sequence_length}")
     )
@@ -43,16 +43,16 @@ class JudgeConfig(ServedModelConfig):
 
     env_name: Annotated[
         Text | None,
-        Field(description="Key under `env` of an llm_judge environment, whose endpoint judges, in place of model_name."),
+        Field(description="In place of model_name: key under `env` of an llm_judge environment. Its endpoint is the judge."),
     ] = None
-    max_new_tokens: Annotated[Positive, Field(description="model_name: maximum tokens of a reply.")] = 1024
+    max_new_tokens: Annotated[Positive, Field(description="With model_name: maximum tokens of a reply.")] = 1024
     temperature: Annotated[
         Float,
-        Field(ge=0, description="model_name: sampling temperature. 0: greedy. A prompt asked again has 0.7 at least."),
+        Field(ge=0, description="With model_name: sampling temperature. 0: greedy. A repeated prompt gets at least 0.7."),
     ] = 0.0
-    top_p: Annotated[Float, Field(gt=0, le=1, description="model_name: nucleus sampling.")] = 1.0
+    top_p: Annotated[Float, Field(gt=0, le=1, description="With model_name: nucleus sampling.")] = 1.0
     tries: Annotated[
-        Positive, Field(description="Times that a prompt is asked, with other seeds, until its reply has a verdict.")
+        Positive, Field(description="Maximum tries of a prompt, with different seeds, until a reply has a verdict.")
     ] = 3
 
 

@@ -72,9 +72,9 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     environments = training_environments(recipe)
     for name, key in environments.items():
         if name not in teachers and default is None:
-            message = f"got no teacher of {name}, the environment of {key}. Try {SECTION}.default_teacher_alias"
+            message = f"got no teacher for {name}, the environment of {key}. Try {SECTION}.default_teacher_alias"
             yield Problem(f"{SECTION}.teachers", "missing-value", message)
     assigned = {name if name in teachers else default for name in environments}
     for name in teachers.keys() - assigned:
-        message = f"got a teacher of {name}; expected an environment of the training data: {', '.join(environments)}"
+        message = f"got a teacher for {name}; expected an environment of the training data: {', '.join(environments)}"
         yield Problem(f"{SECTION}.teachers.{name}", "has-no-effect", message)

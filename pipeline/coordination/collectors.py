@@ -316,7 +316,7 @@ class AsyncCollector(Collector):
         values = resumed_metrics(groups)
         kept, redone, tokens, unsent = map(int, values.values())
         logger.info(
-            f"resumed: {kept} finished rollouts kept, {redone} redone (of which {tokens} tokens had been drawn), {unsent} not"
+            f"resumed: {kept} finished rollouts kept, {redone} sampled again (their {tokens} tokens are lost), {unsent} not"
             " begun yet"
         )
         return values

@@ -76,7 +76,7 @@ class RunProgress:
         supply = epochs.of_ended_data(self._recipe, left_over)
         if step == 0 and (problem := supply.problem()):
             raise RecipeError(problem)
-        message = "the data end after step %d; the last %d records fill no step of %d and are not used"
+        message = "the data end after step %d; the last %d records are too few for a step of %d and are not used"
         logger.info(message, step, left_over, supply.per_step)
         return {LEFT_OVER: float(left_over)} if left_over else {}
 

@@ -122,6 +122,6 @@ class RunSaver:
             self._warned.add(note)
             logger.warning(
                 "checkpointing.metric_name: got %s, but the metrics of step %d%s have no %s, so its checkpoint ranks last."
-                " There are: %s", name, step, note, key, ", ".join(sorted(values))
+                " Its metrics: %s", name, step, note, key, ", ".join(sorted(values))
             )  # fmt: skip
         return values.get(key)

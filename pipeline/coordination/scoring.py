@@ -123,7 +123,9 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, policy: PreT
     if _same_tokens(policy, reward, recipe.policy.tokenizer, model.tokenizer, chat):
         return lambda prompt, rollout: np.concatenate([prompt.tokens, rollout.tokens])
     if chat and not reward.chat_template:
-        message = f"got null, and {model.tokenizer.name} has no chat template; expected one, as the policy's tokenizer differs"
+        message = (
+            f"got null, and {model.tokenizer.name} has none; expected a chat template, since the policy's tokenizer differs"
+        )
         raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
     if chat:
         check_template(reward, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
@@ -176,8 +178,8 @@ class _Retokenizer:
     def _task(self, prompt: Prompt, key: str) -> Any:
         if key not in prompt.task:
             message = (
-                f"got prompt {prompt.index} with {', '.join(prompt.task)}; expected also {key}, as the reward model has another"
-                " tokenizer than the policy. Try a reward model with the policy's tokenizer"
+                f"got prompt {prompt.index} with {', '.join(prompt.task)}; expected {key} too, since the reward model's"
+                " tokenizer differs from the policy's. Try a reward model with the policy's tokenizer"
             )
             raise RecipeError(Problem(f"env.{self.environment}", "missing-column", message))
         return prompt.task[key]

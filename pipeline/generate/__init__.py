@@ -29,7 +29,7 @@ def build(
 
         return VLLMBackend(policy, engine_ranks, rank_in_engine, seed, adapters)
     if adapters:
-        message = "got adapter for the transformers engine, which serves merged weights; expected merged, or vllm"
+        message = "got adapter with policy.generation.backend=transformers; expected merged. Try policy.generation.backend=vllm"
         raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
     from pipeline.generate.transformers import TransformersBackend  # only the reference needs it
 

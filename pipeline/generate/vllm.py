@@ -203,7 +203,9 @@ class VLLMBackend(GenerateBackend):
         self._state.check_serves()
         self._finish_in_flight()
         if self._adapters:
-            raise RuntimeError("likelihoods: an engine that serves adapters has none; evaluations serve merged weights")
+            raise RuntimeError(
+                "likelihoods: an engine that serves adapters cannot compute them; evaluations serve merged weights"
+            )
         check_likelihoods(requests, self._max_model_len, self.pending)
         return likelihoods(self._engine, self._runner, self._model, requests)
 

@@ -36,7 +36,7 @@ def engine_arguments(adapters: ServedAdapters) -> dict[str, Any]:
     """
     ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapters.dim]
     if not ranks:
-        message = f"got adapter for adapters of rank {adapters.dim}; vLLM has at most {max(get_args(MaxLoRARanks))}. Try merged"
+        message = f"got adapter with LoRA rank {adapters.dim}; vLLM has at most {max(get_args(MaxLoRARanks))}. Try merged"
         raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
     kinds = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters.shapes})
     served = {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks), "lora_target_modules": kinds}

@@ -96,7 +96,7 @@ def record(model: VLLMModel, shapes: Mapping[str, Shape], precision: torch.dtype
     if unseen := [
         n for n in (loaded or set()) & live & before if n not in written and n.rpartition(".")[0] not in recorder.opaque
     ]:
-        raise ValueError(f"vLLM loaded '{min(unseen)}' by other means than a copy into it, which cannot be traced")
+        raise ValueError(f"vLLM loaded '{min(unseen)}' without a copy into it; only copies can be traced")
     for (module, tensor), writes in recorder.writes.items():
         if writes.entries > math.prod(geometry[module, tensor][0]):
             recorder.opaque[module] |= writes.names()
@@ -142,7 +142,7 @@ def restore_raw_parameters(layer: torch.nn.Module) -> None:
     """Give a module its raw parameters on meta, and keep its live tensors for `restore_live_tensors`."""
     info = get_layerwise_info(layer)
     if info.can_load() or info.kernel_tensors is not None:
-        raise RuntimeError(f"{type(layer).__name__}: its reload by vLLM has begun and not ended")
+        raise RuntimeError(f"{type(layer).__name__}: vLLM has begun to reload it and has not finished")
     info.kernel_tensors = get_layer_params_buffers(layer)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
     restore_layer_on_meta(layer, info)

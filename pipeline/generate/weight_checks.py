@@ -28,7 +28,7 @@ def checked_weights(
         if name not in missing:
             raise ValueError(f"weights: '{name}' is given twice")
         if tensor.shape != shapes[name]:
-            raise ValueError(f"weights: '{name}' has shape {list(tensor.shape)}, the model expects {list(shapes[name])}")
+            raise ValueError(f"weights: '{name}' has shape {list(tensor.shape)}; expected {list(shapes[name])}")
         del missing[name]
         yield name, tensor
     if missing:

@@ -36,7 +36,7 @@ def family(model_type: str) -> ModuleType:
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise unsupported_model(
-            f"Megatron-Core models of type '{model_type}' are not described; expected one of {known}. Try the FSDP2 backend:"
+            f"models of type '{model_type}' do not run on Megatron-Core; expected one of {known}. Try the FSDP2 backend:"
             " policy.megatron_cfg.enabled=false"
         )
     return FAMILIES[model_type]

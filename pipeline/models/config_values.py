@@ -55,11 +55,11 @@ def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in given.items():
         if name in (*SIZES, *COUNTS) and not (listed and isinstance(value, list)):
             if type(value) is not int or value < (name in SIZES):
-                yield name, "a whole number above 0" if name in SIZES else "a whole number from 0 on"
+                yield name, "a whole number above 0" if name in SIZES else "a whole number of at least 0"
         elif name in SWITCHES and not isinstance(value, bool):
             yield name, "true or false"
         elif name in NUMBERS and not (_is_number(value) and 0 <= value < math.inf):
-            yield name, "a number from 0 on"
+            yield name, "a number of at least 0"
         elif name in MAPPINGS and not isinstance(value, Mapping):
             yield name, "a mapping or null"
         elif name in ("model_type", "hidden_act") and not isinstance(value, str):

@@ -25,7 +25,7 @@ def require(config: PreTrainedConfig, **values: Any) -> None:
     for name, value in values.items():
         found = getattr(config, name)
         if found != value:
-            raise unsupported_model(f"{config.model_type} with {name}={found!r} is not described; expected {value!r}")
+            raise unsupported_model(f"{config.model_type} with {name}={found!r} is not supported; expected {value!r}")
 
 
 def rotary(config: PreTrainedConfig, *kinds: str, partial: bool = False) -> dict[str, Any]:
@@ -42,11 +42,11 @@ def _check_rotary(config: PreTrainedConfig, parameters: dict[str, Any], kinds: t
     kind = parameters.get("rope_type", "default")
     if kind not in kinds:
         described = ", ".join(kinds)
-        raise unsupported_model(f"{config.model_type} with RoPE of type '{kind}' is not described; expected one of {described}")
+        raise unsupported_model(f"{config.model_type} with RoPE of type '{kind}' is not supported; expected one of {described}")
     share = parameters.get("partial_rotary_factor", 1.0)
     if share != 1.0 and (kind != "default" or not partial):
         raise unsupported_model(
-            f"{config.model_type} with a partial_rotary_factor and RoPE of type '{kind}' is not described; expected 1.0"
+            f"{config.model_type} with a partial_rotary_factor and RoPE of type '{kind}' is not supported; expected 1.0"
         )
 
 

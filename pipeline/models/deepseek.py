@@ -52,7 +52,7 @@ def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
     mscale = (parameters.get("mscale") or 0.0) if all_dimensions else 1.0
     if not mscale or parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
         raise unsupported_model(
-            "deepseek_v3 with YaRN's attention_factor, mscale_all_dim but no mscale, or truncate=false is not described"
+            "deepseek_v3 does not support YaRN with attention_factor, truncate=false, or mscale_all_dim without mscale"
         )
     return {
         "rope_type": "yarn",
@@ -73,14 +73,14 @@ def mixture(config: PreTrainedConfig) -> dict[str, Any]:
     limited = chosen < groups
     if limited and topk // chosen != 2:
         raise unsupported_model(
-            f"{config.model_type} with num_experts_per_tok={topk} and topk_group={chosen} is not described: transformers scores"
-            " a group by its two best experts, Megatron-Core by its num_experts_per_tok // topk_group best; expected that these"
-            " are two"
+            f"{config.model_type} with num_experts_per_tok={topk} and topk_group={chosen} is not supported: transformers scores"
+            " a group by its two best experts, and Megatron-Core by its num_experts_per_tok // topk_group best experts;"
+            " expected 2 for this quotient"
         )
     sparse = sparse_layers(config)
     if not config.n_shared_experts or not any(sparse):
         raise unsupported_model(
-            f"{config.model_type} without a shared expert or without a layer that has experts is not described"
+            f"{config.model_type} without a shared expert or without a layer that has experts is not supported"
         )
     return {
         "num_moe_experts": config.n_routed_experts,

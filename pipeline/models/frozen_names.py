@@ -46,14 +46,14 @@ def problems(
             yield Problem(key, "not-a-choice", message)
     frozen = matched(patterns, names)
     if frozen and len(frozen) == len(names):
-        yield Problem(key, "contradiction", "got patterns that match all tensors; expected some left to train")
+        yield Problem(key, "contradiction", "got patterns that match all tensors; expected at least one tensor to train")
     for parameter, sources in groups.items():
         inside = [name for name in sources if name in frozen]
         if inside and len(inside) < len(sources):
             other = next(name for name in sources if name not in frozen)
             message = (
-                f"got patterns that match {inside[0]} but not {other}; expected both or neither, since they are one parameter,"
-                f" {parameter}"
+                f"got patterns that match {inside[0]} but not {other}; expected both or neither, since both are in the"
+                f" parameter {parameter}"
             )
             yield Problem(key, "contradiction", message)
             return  # other layers have the same

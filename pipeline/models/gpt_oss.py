@@ -25,7 +25,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     decoder.require(config, hidden_act="silu", attention_bias=True, swiglu_alpha=1.702)  # quick_gelu's factor
     if config.num_experts_per_tok == 1:
         raise unsupported_model(
-            "gpt_oss with num_experts_per_tok=1 is not described: the router would get no gradient, since its weight is 1"
+            "gpt_oss with num_experts_per_tok=1 is not supported: the router would get no gradient, since its weight is 1"
         )
     return {
         **decoder.block(config),

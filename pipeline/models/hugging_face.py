@@ -91,7 +91,7 @@ def _overridden(base: PreTrainedConfig, policy: PolicyConfig) -> PreTrainedConfi
     try:
         return _without_alias(type(base).from_dict(merged))
     except (KeyError, TypeError, ValueError) as error:
-        message = f"got {given}, which a {base.model_type} configuration refuses: {error}"
+        message = f"got {given}, which the {base.model_type} configuration refuses: {error}"
         raise RecipeError(Problem(key, "bad-format", message)) from error
 
 

@@ -21,12 +21,12 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     normalized = config.norm_topk_prob if qwen else True  # a token's weights sum to 1
     if normalized and config.num_experts_per_tok == 1:
         raise unsupported_model(
-            f"{config.model_type} with num_experts_per_tok=1 and normalized weights is not described: the router would get no"
+            f"{config.model_type} with num_experts_per_tok=1 and normalized weights is not supported: the router would get no"
             " gradient"
         )
     sparse = sparse_layers(config)
     if not any(sparse):
-        raise unsupported_model(f"{config.model_type} without a layer that has experts is not described")
+        raise unsupported_model(f"{config.model_type} without a layer that has experts is not supported")
     return {
         **decoder.transformer(config),
         **decoder.grouped_query_attention(config),

@@ -67,7 +67,7 @@ def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
     decoder.require(config, norm_topk_prob=topk > 1)  # Megatron-Core's rule for sigmoid scores
     if chosen < groups:
         raise unsupported_model(
-            f"nemotron_h with n_group={groups} and topk_group={chosen} is not described; expected all groups"
+            f"nemotron_h with n_group={groups} and topk_group={chosen} is not supported; expected topk_group=n_group"
         )
     return {
         "num_moe_experts": config.n_routed_experts,

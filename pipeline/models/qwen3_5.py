@@ -67,7 +67,7 @@ def _sparse(config: PreTrainedConfig) -> bool:
 
 def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
     if config.num_experts_per_tok == 1:
-        raise unsupported_model(f"{config.model_type} with num_experts_per_tok=1 is not described: the router gets no gradient")
+        raise unsupported_model(f"{config.model_type} with num_experts_per_tok=1 is not supported: the router gets no gradient")
     return {
         "ffn_hidden_size": config.moe_intermediate_size,
         "num_moe_experts": config.num_experts,

@@ -144,7 +144,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     Example: the range [3, 14) of a tensor of shape [4, 5] is the end of row 0, row 1, and the start of row 2.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"entries {start} to {stop} of a tensor of shape {list(shape)}")
+        raise ValueError(f"entries {start} to {stop} are no range of a tensor of shape {list(shape)}")
     if start == stop:
         return []
     if not shape:

@@ -108,7 +108,7 @@ def merge(config: Mapping[str, Any], overrides: Mapping[str, Any], key: str = "h
         }
         return merged
     if LOCAL_THETA in given:
-        what = f"got {given[LOCAL_THETA]!r} for a model whose layers have one RoPE. Try {THETA}"
+        what = f"got {given[LOCAL_THETA]!r} for a model whose layers all have the same RoPE. Try {THETA}"
         raise RecipeError(Problem(f"{key}.{LOCAL_THETA}", "has-no-effect", what))
     in_parameters = bool(present) and not merged.get(SCALING)
     before = dict(present if in_parameters else merged.get(SCALING) or {})
@@ -139,7 +139,7 @@ def _given_scaling(given: Mapping[str, Any], key: str) -> Any:
             raise RecipeError(Problem(f"{key}.{name}", "wrong-type", f"got {given[name]!r}; expected a mapping or null"))
     if len(names) == 2 and given[SCALING] != given[PARAMETERS]:
         raise RecipeError(
-            Problem(f"{key}.{SCALING}", "contradiction", f"got another value than {PARAMETERS}. Leave one of them out")
+            Problem(f"{key}.{SCALING}", "contradiction", f"got a value that differs from {PARAMETERS}. Leave one of them out")
         )
     scaling = given[names[0]] if names else _ABSENT
     theta = given.get(THETA)
@@ -179,7 +179,7 @@ def _layers_of(config: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]
     Raises RecipeError for other families, whose layers have one RoPE.
     """
     if not str(config.get("model_type")).startswith("gemma3"):
-        what = f"got the RoPE of kinds of layers, and a {config.get('model_type')} model has one RoPE. Try {SCALING}"
+        what = f"got RoPE by kind of layer, but all layers of a {config.get('model_type')} model have the same. Try {SCALING}"
         raise RecipeError(Problem(f"{key}.{PARAMETERS}", "unsupported", what))
     theta, local = config.get(THETA) or 1e6, config.get(LOCAL_THETA) or 1e4
     scaling = {name: value for name, value in (config.get(SCALING) or {}).items() if name != "type"}

@@ -131,7 +131,7 @@ class ModelShape:
         try:
             return _shape(sizes.sizes(config), tensors(config), decoder.windows(parse_config(config)))
         except KeyError as error:
-            why = f"config.json of this {config['model_type']} has no {error}. Try to download the model again"
+            why = f"config.json of this {config['model_type']} model has no {error}. Try to download the model again"
             raise RecipeError(Problem(key, "missing-value", why)) from None
         except ValueError as error:
             raise UnknownShape(Problem(key, "unsupported", str(error))) from None

@@ -132,7 +132,7 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     """
     family = ALIASES.get(config.get("model_type", ""), config.get("model_type"))
     if family not in _DEFAULTS:
-        raise ValueError(f"the tensors of '{family}' models are not described; expected one of {', '.join(MODEL_TYPES)}")
+        raise ValueError(f"the tensors of '{family}' models are not known; expected one of {', '.join(MODEL_TYPES)}")
     if family == "nemotron_h":
         config = {**config, **_hybrid(config)}
     elif family in QWEN3_5:

@@ -91,4 +91,4 @@ def _dimension(stride: int, shape: Shape) -> tuple[int, int]:
     for dim, unit in enumerate(contiguous_strides(shape)):
         if shape[dim] > 1 and stride % unit == 0:
             return dim, stride // unit
-    raise ValueError(f"a stride of {stride} in a tensor of shape {list(shape)}")
+    raise ValueError(f"a stride of {stride} is along no dimension of a tensor of shape {list(shape)}")

@@ -129,8 +129,8 @@ def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[
     for name, lacking in absent.items():
         total = sum(file == name for file in weight_map.values())
         found.faults[name] = (
-            f"lacks {len(lacking)} of its {total} tensors in the index, first {lacking[0]}; index and weights are of different"
-            " downloads: fetch them again"
+            f"lacks {len(lacking)} of the {total} tensors that the index assigns to it, first {lacking[0]}; index and weights"
+            " are from different downloads: fetch both again"
         )
     unlisted, copies = [], []
     for name, header in headers.items():
@@ -148,7 +148,7 @@ def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[
         found.copied = True
         found.notes.append(f"weights have copies that are not read, since {INDEX} names another file: {some(copies)}")
     if unlisted:
-        found.notes.append(f"weights are read that {INDEX} does not list: {some(unlisted)}")
+        found.notes.append(f"weights that {INDEX} does not list are read too: {some(unlisted)}")
 
 
 def some(names: list[str]) -> str:
@@ -167,10 +167,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST_HEADER or size < 8:
-            raise ValueError("is no safetensors file; fetch it again")
+            raise ValueError("is not a safetensors file; fetch it again")
         text = file.read(length)
     if len(text) < length:
-        raise ValueError(f"is cut off: it has {size} bytes, and its header alone {8 + length}; fetch it again")
+        raise ValueError(f"is cut off: it has {size} bytes, and its header alone needs {8 + length}; fetch it again")
     try:
         header = json.loads(text, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
@@ -178,7 +178,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except _Contradiction as error:
         raise ValueError(f"has a header that contradicts itself: {error}; fetch it again") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError("is no safetensors file; fetch it again") from None
+        raise ValueError("is not a safetensors file; fetch it again") from None
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if stored.start != end:
@@ -227,9 +227,9 @@ def file_fault(path: Path) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if start.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the file; `git lfs pull` there fetches it"
+        return "is a Git LFS pointer, not the file; run `git lfs pull` there"
     if start.startswith(b"/annex/objects/"):
-        return "is a git-annex pointer, not the file; `git annex get` there fetches it"
+        return "is a git-annex pointer, not the file; run `git annex get` there"
     return None if start else "is empty; fetch it again"
 
 
@@ -237,9 +237,9 @@ def _why_absent(path: Path) -> str:
     target = path.resolve()
     places = (target.parent.glob(f"{target.name}*.incomplete"), path.parent.glob(f".cache/huggingface/download/{path.name}*"))
     if any(partial.suffix == ".incomplete" for place in places for partial in place):
-        return "has not been downloaded to its end (there is an .incomplete file); fetch it again"
+        return "has not been downloaded completely (there is an .incomplete file); fetch it again"
     if path.is_symlink():
         if "annex" in target.parts or ".git" in target.parts:
-            return "is a git-annex link without its content; `git annex get` there fetches it"
+            return "is a git-annex link without its content; run `git annex get` there"
         return f"is a link to {target}, which is not there; fetch it again"
     return "is missing; fetch it again"

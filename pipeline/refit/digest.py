@@ -137,7 +137,7 @@ def compare(
         return
     tensors = np.unique(np.concatenate([unreported, *wrong.values()]))
     differences = [f"generate rank {rank} differs in {_list_names(names, of_rank)}" for rank, of_rank in sorted(wrong.items())]
-    differences += [f"no rank of one end reports {_list_names(names, unreported)}"] * bool(len(unreported))
+    differences += [f"train ranks or generate ranks do not report {_list_names(names, unreported)}"] * bool(len(unreported))
     raise RefitError(
         f"digest of version {version}: {len(tensors)} of {len(np.unique(plan.key_tensor))} tensors did not arrive as they were"
         f" sent: {'; '.join(differences)}"

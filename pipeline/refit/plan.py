@@ -108,7 +108,7 @@ def _sizes(bucket_bytes: int, itemsize: int, send_bytes: float, receive_bytes: f
     limit = min(bucket // (_CHUNKS_OF_BUCKET * members), max(int(send_bytes) // _CHUNKS_OF_RANK, _LEAST_CHUNK))
     limit = max(limit, itemsize)
     if bucket // members < 2 * limit:
-        message = f"got {bucket_bytes}; expected at least {2 * itemsize * members}"
+        message = f"got {bucket_bytes}; expected at least {2 * itemsize * members} bytes"
         raise RecipeError(Problem(KEY, "too-small", message))
     return bucket, limit
 

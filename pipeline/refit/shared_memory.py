@@ -88,7 +88,7 @@ def _log_unmapped(world: World, problems: Mapping[int, str]) -> None:
     if near:
         logger.info(
             f"refit: rank {world.rank} sends to ranks {_rank_list(near)} of its node through host memory"
-            f" (policy.generation.colocated.refit=host), as they cannot map its memory: {next(iter(near.values()))}"
+            f" (policy.generation.colocated.refit=host), since they cannot map its memory: {next(iter(near.values()))}"
         )
 
 
@@ -135,7 +135,7 @@ def _map_memory(handle: MemoryHandle, device: torch.device, node: str) -> torch.
             raise OSError(f"{path} is another file here, as the two ranks have different PID namespaces")
         with open(path, "r+b", buffering=0) as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), handle.size), dtype=torch.uint8)
-    raise OSError(handle.problem or f"expected memory of a {device.type}")
+    raise OSError(handle.problem or f"expected memory of a {device.type} device")
 
 
 @contextmanager

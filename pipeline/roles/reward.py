@@ -31,7 +31,7 @@ class Scorer:
         try:
             self._backend = train.build(model, group, seed, ModelRole(head="values", trained=False, offload=offload))
         except ValueError as error:  # it names keys of policy.*, which describes every model
-            raise ValueError(f"of the reward model: {error}") from error
+            raise ValueError(f"in the reward model: {error}") from error
         self.place = DataParallelRank(self._backend.data_rank, self._backend.data_size)
 
     @named_operators()

@@ -44,14 +44,14 @@ class FailureMonitor:
         location = _location(group)
         sample, cause = failures[0]
         logger.warning(
-            f"{location}: {len(failures)} of {len(group.rollouts)} episodes failed; they are not trained on;"
+            f"{location}: {len(failures)} of {len(group.rollouts)} episodes failed and are not trained on;"
             f" episode {sample}: {cause}"
         )
         self._consecutive = self._consecutive + 1 if len(failures) == len(rollouts) else 0
         if self._consecutive > self._limit:
             raise RuntimeError(
                 f"{location}: {cause}. With this group, all episodes of {self._consecutive} consecutive groups failed;"
-                f" {self._limit} may fail ({self._key})"
+                f" at most {self._limit} may fail ({self._key})"
             )
 
     def _record_broken(self, group: RolloutGroup, rollouts: list[Rollout]) -> None:
@@ -65,7 +65,7 @@ class FailureMonitor:
         if self._broken[name] > FIRST_GROUPS:
             raise RuntimeError(
                 f"{_location(group)}: {causes[0]}; it could judge no answer of its first {self._broken[name]} groups."
-                " Try its code on one of them: an answer in an unexpected form must get a reward too"
+                " Try the environment's code on such an answer: an answer in an unexpected form must get a reward too"
             )
 
 

@@ -96,7 +96,7 @@ class GlooAuthenticator:
         """
         timeout = min(timedelta(seconds=WAIT_S), timedelta(seconds=self.store.timeout_s / 2))  # less than cluster.timeouts.join
         rank, size = group.rank(), group.size()
-        with self.phase(f"prove the {size} ranks of a gloo group"):
+        with self.phase(f"authenticate the {size} ranks of a gloo group"):
             nonce = store.get("proof")
             receives: list[tuple[int, int, torch.Tensor, dist.Work]] = []
             sends: list[tuple[int, torch.Tensor, dist.Work]] = []  # keeps each tensor until it is sent
@@ -131,5 +131,5 @@ class GlooAuthenticator:
         peer_name = self.describe(int(store.get(f"proof/{peer}")))
         return AuthenticationError(
             f"{peer_name} did not authenticate to {self.describe(self.rank)} in a gloo group of {size} ranks: {why}."
-            " A stranger may have connected in its place. Try again, on a network that only the cluster reaches"
+            " Another program may have connected in its place. Try again, on a network that only the cluster reaches"
         )

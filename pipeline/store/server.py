@@ -78,7 +78,7 @@ class Server(ABC):
         if (host, reason) in self._logged or len(self._logged) >= MAX_LOGGED:
             return
         self._logged.add((host, reason))
-        note = "; further ones are not logged" if len(self._logged) == MAX_LOGGED else ""
+        note = "; further refusals are not logged" if len(self._logged) == MAX_LOGGED else ""
         logger.warning("refused a connection from %s: %s%s", host, reason, note)
 
     @abstractmethod

@@ -72,7 +72,7 @@ def _fits_flex(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) ->
 
     It is called where `_fits_kernel` returned False.
     """
-    reason = f"heads are {query.size(-1)} and {value.size(-1)} wide"
+    reason = f"query heads are {query.size(-1)} wide and value heads {value.size(-1)}"
     if kind.softcap is not None or kind.chunk is not None or query.dtype not in HALF:
         reason = lacking(query, value)
     if reason is not None:

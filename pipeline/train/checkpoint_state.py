@@ -105,7 +105,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 def other_model(folder: Path, stored: Mapping[str, Shape], expected: Mapping[str, Shape]) -> RecipeError:
     """Return the error for a checkpoint in `folder` whose tensors `stored` differ from the tensors of policy.model_name."""
     wrong = sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
-    message = f"{folder} is a checkpoint of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
+    message = f"{folder} is a checkpoint of another model; {len(wrong)} tensors differ, first {wrong[:4]}"
     return RecipeError(Problem("policy.model_name", "contradiction", message))
 
 

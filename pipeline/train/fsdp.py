@@ -239,8 +239,8 @@ class FSDPBackend(TrainBackend):
             offload.offload(weights, frozen=True)
         except (torch.cuda.CudaError, OSError) as error:
             message = (
-                f"got true, but {size / 1e9:.1f} GB of host memory cannot be page-locked ({error}); expected as much for every"
-                " rank of the node. Try false, which keeps the reference on the GPU, or a larger cluster.train.mem"
+                f"got true, but {size / 1e9:.1f} GB of host memory cannot be page-locked ({error}); every rank of the node"
+                " needs as much. Try false, which keeps the reference on the GPU, or a larger cluster.train.mem"
             )
             raise RecipeError(Problem("policy.dtensor_cfg.reference_cpu_offload", "out-of-memory", message)) from error
         self._offloaded = offload

@@ -101,7 +101,7 @@ def checkpoint_files(model_name: str) -> WeightFiles:
     config = cached_file(model_name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
     files = WeightFiles() if config is None else read_weight_files(Path(config).parent)
     if not files.files and not files.faults:
-        raise _mismatch(f"{model_name} has neither {SINGLE} nor {INDEX}; is it downloaded?")
+        raise _mismatch(f"{model_name} has neither {SINGLE} nor {INDEX}. Try to download it first")
     if files.faults:
         raise _mismatch("; ".join(f"{model_name}: {name} {fault}" for name, fault in list(files.faults.items())[:_SHOWN]))
     for note in files.notes:

@@ -137,7 +137,7 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, Expe
             if not matches or not set(matches) <= allowed:
                 available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
                 matched = ", ".join(matches[:2]) or "no layer"
-                message = f"got '{pattern}', which is {matched} of {type(hf).__name__}; expected names of {available}"
+                message = f"got '{pattern}', which is {matched} of {type(hf).__name__}; expected some of: {available}"
                 raise _problem(key, "not-a-choice", message)
     if config.match_all_linear == bool(config.target_modules):
         count = len(config.target_modules)
@@ -147,13 +147,13 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, Expe
     if config.match_all_linear and (names := _other_experts(hf, experts)):
         message = (
             f"got true for {type(hf).__name__}, whose experts ({names}) transformers does not dispatch by token, so they cannot"
-            " have adapters; expected false. Try false, with layers in target_modules"
+            " have adapters; expected false, with layers in target_modules"
         )
         raise _problem("match_all_linear", "unsupported", message)
     targets = layers if config.match_all_linear else [n for n in layers if any(_matches(n, t) for t in config.target_modules)]
     targets = [name for name in targets if not any(_matches(name, excluded) for excluded in config.exclude_modules)]
     if not targets:
-        message = f"got {config.exclude_modules}, which excludes all layers; expected at least one left"
+        message = f"got {config.exclude_modules}, which excludes all layers; expected at least one layer to remain"
         raise _problem("exclude_modules", "contradiction", message)
     return targets
 

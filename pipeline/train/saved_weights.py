@@ -49,7 +49,7 @@ def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "log
     expected = {name: shapes.get(name) for name in tensors} if adapters else shapes  # other weights are policy.model_name's
     if tensors != expected:
         wrong = sorted(name for name in tensors.keys() | expected.keys() if tensors.get(name) != expected.get(name))
-        message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
+        message = f"{checkpoint} is of another model; {len(wrong)} tensors differ, first {wrong[:4]}"
         raise RecipeError(Problem("policy.model_name", "contradiction", message))
     base = initial_weights(policy, config, record["random_seed"] or 0, head) if record else None
 

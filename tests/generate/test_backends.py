@@ -186,7 +186,7 @@ def broken_off(weights):
     [
         (missing, "1 tensors are missing; .*k_proj"),
         (unknown, "no tensor 'model.layers.1.mlp.extra.weight'"),
-        (misshapen, r"up_proj.weight' has shape \[95, 64\], the model expects \[96, 64\]"),
+        (misshapen, r"up_proj.weight' has shape \[95, 64\]; expected \[96, 64\]"),
         (twice, "'model.norm.weight' is given twice"),
         (broken_off, "did not arrive"),
     ],

@@ -97,7 +97,7 @@ def test_a_reward_model_is_exported_as_a_classifier(finished, run, capsys):
     assert (cases.eager_scores(folder) - values[last]).abs().max() < 1e-5
     # The policy of before is no reward model.
     assert export.main([f"run={run}", "step=20"]) == 2
-    assert "these tensors differ: ['lm_head.weight', 'score.weight'] (2) [contradiction]" in capsys.readouterr().err
+    assert "2 tensors differ, first ['lm_head.weight', 'score.weight'] [contradiction]" in capsys.readouterr().err
 
 
 def test_wrong_requests_are_refused(run, tmp_path, capsys):

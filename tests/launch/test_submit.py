@@ -139,9 +139,9 @@ def test_a_model_that_cannot_be_planned_may_still_run(here, command, dry_run):
     described = json.loads((here / "model/config.json").read_text())
     (here / "model/config.json").write_text(json.dumps(described | {"model_type": "phi3"}))
     status, out, _ = dry_run()
-    assert status == 0 and "# no plan: policy.model_name: the tensors of 'phi3' models are not described" in out
+    assert status == 0 and "# no plan: policy.model_name: the tensors of 'phi3' models are not known" in out
     status, _, err = command("recipe=tiny", "plan=true")
-    assert status == 2 and "'phi3' models are not described" in err
+    assert status == 2 and "'phi3' models are not known" in err
 
 
 def test_works_where_the_package_is_not_installed(here):

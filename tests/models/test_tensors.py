@@ -157,7 +157,7 @@ def test_cuts_equal_the_families(name):
 
 
 def test_an_unsupported_family_is_named():
-    with pytest.raises(ValueError, match="'bloom' models are not described; expected one of llama, mistral"):
+    with pytest.raises(ValueError, match="'bloom' models are not known; expected one of llama, mistral"):
         tensors({"model_type": "bloom"})
 
 

@@ -149,7 +149,10 @@ def test_train_ranks_add_up_and_generate_ranks_agree():
             {2: report(k0=1, k1=4), 3: report(k0=1, k2=6, k3=9)},
             ("2 of 3 tensors", "generate rank 2 differs in embed, q; generate rank 3 differs in embed"),
         ),
-        ({2: report(k0=2, k1=5), 3: report(k0=2, k2=6)}, ("1 of 3 tensors", "no rank of one end reports norm")),
+        (
+            {2: report(k0=2, k1=5), 3: report(k0=2, k2=6)},
+            ("1 of 3 tensors", "train ranks or generate ranks do not report norm"),
+        ),
     ],
     ids=["one", "several", "silence"],
 )

@@ -162,7 +162,7 @@ def test_a_restart_keeps_finished_groups_and_trains_once_on_each(caplog):
     values = again.load_state_dict(kept, 3)
     whole, half = len(complete), 4 - len(complete)
     assert caplog.messages[-1] == (
-        f"resumed: {2 * whole + half} finished rollouts kept, {half} redone (of which {7 * half} tokens had been drawn), 0 not"
+        f"resumed: {2 * whole + half} finished rollouts kept, {half} sampled again (their {7 * half} tokens are lost), 0 not"
         " begun yet"
     )
     assert list(values.values()) == [2 * whole + half, half, 7 * half, 0]

@@ -95,11 +95,11 @@ def test_a_series_of_wholly_failed_groups_ends_the_run_and_one_judged_episode_re
     for rollouts in ((bad, bad, bad), (bad, cut), (bad, bad, good), (cut, cut, cut), (bad, bad), (good,), (bad,), (bad,)):
         failures.record(RolloutGroup(prompt, rollouts))
     out = caplog.text
-    assert "env.addition, prompt 5: 2 of 3 episodes failed; they are not trained on; episode 0: TimeoutError: 10 s" in out
+    assert "env.addition, prompt 5: 2 of 3 episodes failed and are not trained on; episode 0: TimeoutError: 10 s" in out
     assert len(caplog.messages) == 6
     failures.record(RolloutGroup(prompt, (cut, cut)))
     with pytest.raises(
-        RuntimeError, match=r"prompt 5: .* all episodes of 3 consecutive groups failed; 2 may .*generation_failures"
+        RuntimeError, match=r"prompt 5: .* all episodes of 3 consecutive groups failed; at most 2 may .*generation_failures"
     ):
         failures.record(RolloutGroup(prompt, (bad, cut)))
 
@@ -116,5 +116,5 @@ def test_answers_that_break_their_judge_end_no_run_but_a_judge_that_never_judges
         failures.record(RolloutGroup(other, (broke, broke)))
     with pytest.raises(RuntimeError, match=r"env\.other, prompt 5: .*mine\.py:3; it could judge no answer of its first 11"):
         failures.record(RolloutGroup(other, (broke, rollout(failure=NOTHING_SAID))))
-    with pytest.raises(RuntimeError, match=r"all episodes of 1 consecutive groups failed; 0 may"):
+    with pytest.raises(RuntimeError, match=r"all episodes of 1 consecutive groups failed; at most 0 may"):
         failures.record(RolloutGroup(prompt, (rollout(failure="no connection"),) * 2))

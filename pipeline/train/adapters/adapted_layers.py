@@ -85,9 +85,9 @@ def not_served(
     adapters. folded: the name by which this section's target_modules select the layer FOLDED.
     """
     if (expert := next(iter(experts), None)) is not None:
-        why, left_out = f"experts ({expert}); expected merged, since engines are sent those of linear layers alone", "experts"
+        why, left_out = f"experts ({expert}); expected merged, since engines get only the adapters of linear layers", "experts"
     elif (layer := next((layer for layer in linear if layer.endswith(f".{FOLDED}")), None)) is not None:
-        why, left_out = f"{layer}; expected merged, since vLLM takes its weight apart once, without adapters", folded
+        why, left_out = f"{layer}; expected merged, since vLLM splits its weight when it loads it, without adapters", folded
     else:
         return
     message = f"got adapter with adapters of {why}. Try merged, or {key}.target_modules without {left_out}"

@@ -57,7 +57,7 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
         message = f"got '{name}', which no linear layer of the model matches; expected some of: {', '.join(sorted(names))}"
         raise RecipeError(Problem(f"{KEY}.{key}", "not-a-choice", message))
     if not modules:
-        message = f"got {config.exclude_modules}, which excludes all layers; expected at least one left"
+        message = f"got {config.exclude_modules}, which excludes all layers; expected at least one layer to remain"
         raise RecipeError(Problem(f"{KEY}.exclude_modules", "contradiction", message))
     _check_experts(config, modules)
     return modules
@@ -117,7 +117,7 @@ def _choices(config: MegatronLoRAConfig, module: str, sources: int) -> tuple[tup
     matching = matches.union(*of_parts)
     if matches and len(matching) > len(matches):
         message = (
-            f"got {', '.join(sorted(matching))}, which give {module} both a shared A and an own one; expected one of the two"
+            f"got {', '.join(sorted(matching))}, which give {module} both a shared A and separate ones; expected only one kind"
         )
         raise RecipeError(Problem(f"{KEY}.target_modules", "contradiction", message))
     if matches:

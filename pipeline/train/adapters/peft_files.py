@@ -44,14 +44,14 @@ def export_adapters(
     reader, records = read_shards(checkpoint, key)
     record = records[0].get("lora")
     if not record:
-        raise RecipeError(Problem("adapter", "contradiction", f"got true, but {checkpoint} has no adapters. Try without it"))
+        raise RecipeError(Problem("adapter", "contradiction", f"got true, but {checkpoint} has no adapters. Try adapter=false"))
     if policy.random_init:
-        message = "got true for a run whose base has random weights, which no file holds. Try without it: merged weights"
+        message = "got true, but no file holds the random base weights of this run. Try adapter=false, which merges weights"
         raise RecipeError(Problem("adapter", "contradiction", message))
     saved = SavedAdapters(reader, record, meta_model(model_config(policy, head), head))
     shapes, _ = checkpoint_shapes(model_config(policy, head), head)
     if wrong := sorted(name for name, shape in saved.weights(shapes).items() if shapes.get(name) != shape):
-        message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
+        message = f"{checkpoint} is of another model; {len(wrong)} tensors differ, first {wrong[:4]}"
         raise RecipeError(Problem("policy.model_name", "contradiction", message))
     modules = _modules(policy, head)
     config = _config(saved, policy, modules, head)
@@ -96,20 +96,18 @@ def _config(saved: SavedAdapters, policy: PolicyConfig, modules: Mapping[str, st
     linear = [layer for layer in saved.layers if not _is_of(layer, experts)]
     if unknown := sorted(layer for layer in linear if layer not in modules):
         message = (
-            f"got true for {unknown[0]} and {len(unknown) - 1} other layers with an A of their own, which transformers keeps in"
-            " one parameter with others, so peft has one A for all. Try without it: merged weights"
+            f"got true, but {unknown[0]} and {len(unknown) - 1} other layers have separate As. transformers joins these layers"
+            " in one parameter, for which peft has one A. Try adapter=false, which merges weights"
         )
         raise RecipeError(Problem("adapter", "unsupported", message))
     if saved.spec.dora and experts:
-        message = "got true for experts with DoRA, which peft does not have for them. Try without it: merged weights"
+        message = "got true, but peft has no DoRA for experts. Try adapter=false, which merges weights"
         raise RecipeError(Problem("adapter", "unsupported", message))
     # In a mixture of experts peft takes these names for those of experts, which once were layers.
     names = {modules[layer] for layer in linear}
     confused = {name for name in names if saved.mixture and name.rpartition(".")[2] in _OF_EXPERTS}
     if saved.spec.dora and confused:
-        message = (
-            f"got true for DoRA of {min(confused)}, whose name peft takes for that of experts. Try without it: merged weights"
-        )
+        message = f"got true, but peft treats {min(confused)} as experts, which have no DoRA. Try adapter=false"
         raise RecipeError(Problem("adapter", "unsupported", message))
     parameters = [*experts, *(f"{name}.weight" for name in confused)]
     return LoraConfig(

@@ -73,7 +73,7 @@ class StageAdapters:
             if (layer := modules.get(target.module)) is None:
                 continue  # of another stage or expert-parallel rank
             if not hasattr(layer, "weight"):
-                message = "got adapters of experts that one kernel computes; expected false. Try without it"
+                message = "got true with adapters of experts, which one kernel then computes together; expected false"
                 raise RecipeError(Problem("policy.megatron_cfg.moe_grouped_gemm", "unsupported", message))
             adapter = ModuleAdapter(layer, target, self.spec, self._switch)
             layer.add_module(SUBMODULE, adapter)

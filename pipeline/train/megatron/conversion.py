@@ -65,7 +65,7 @@ def open_conversion(
     conversion takes too long.
     """
     if getattr(config, "quantization_config", None):
-        raise unsupported_model(f"{policy.model_name} is quantised; expected a checkpoint that is not")
+        raise unsupported_model(f"{policy.model_name} is quantised; expected an unquantised checkpoint")
     root = folder or shared_folder()
     files = checkpoint_files(policy.model_name)
     parameters = family(config.model_type).parameters(config, head)
@@ -167,5 +167,5 @@ def _check_visible(folder: Path) -> None:
     # The parent is listed because NFS clients cache that a single name does not exist.
     if not folder.parent.is_dir() or folder.name not in os.listdir(folder.parent):
         host = socket.gethostname()
-        message = f"got {folder}, which does not exist on {host}, but on the first train rank's node; expected a shared folder"
+        message = f"got {folder}, which exists on the first train rank's node but not on {host}; expected a shared folder"
         raise RecipeError(Problem(VARIABLE, "file-not-found", message))

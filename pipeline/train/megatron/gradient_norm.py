@@ -77,7 +77,7 @@ class GradientNorm:
         miscounted, unequal = (sorted({name for report in reports for name in report[i]}) for i in (0, 1))
         if unequal:
             raise RuntimeError(
-                f"tensor-parallel ranks have different gradients of {_name_list(unequal)}, which each of them holds"
+                f"tensor-parallel ranks have different gradients of {_name_list(unequal)}, although all of them hold copies"
             )
         if miscounted:
             raise RuntimeError(f"Megatron-Core's gradient norm counts {_name_list(miscounted)} twice or never")
@@ -85,7 +85,7 @@ class GradientNorm:
             norm = self._with_float32_sums(gradients)
         if not math.isclose(norm, reference, rel_tol=SAME):
             raise RuntimeError(
-                f"Megatron-Core's gradient norm is {reference:.6g}; by the layout of the parameters it is {norm:.6g}"
+                f"Megatron-Core's gradient norm is {reference:.6g}; the layout of the parameters gives {norm:.6g}"
             )
 
     def _with_float32_sums(self, gradients: Iterable[Gradient]) -> float:

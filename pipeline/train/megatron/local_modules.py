@@ -115,7 +115,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout or config.softmax_type == "off-by-one":
-            raise ValueError("packed attention supports no dropout and no softmax offset that is fixed")
+            raise ValueError("packed attention supports no dropout and no fixed softmax offset")
         self._kind = AttentionKind(softmax_scale, _window(config, layer_number), softcap)
         self.softmax_offset: torch.nn.Parameter | None = None  # the sinks of this rank's heads
         if config.softmax_type == "learnable":

@@ -38,7 +38,7 @@ def softmax_factor(hf: PreTrainedConfig, features: Features) -> float:
     parameters: Any = hf.rope_parameters
     if factors != {1.0} and (len(factors) > 1 or parameters.get("partial_rotary_factor", 1.0) != 1.0):
         raise unsupported_model(
-            f"{hf.model_type} with YaRN's factor on some layers or on a part of each head is not described; expected a factor"
+            f"{hf.model_type} with YaRN's factor on some layers or on a part of each head is not supported; expected a factor"
             " of 1, or one for all layers and whole heads"
         )
     return factors.pop() ** 2

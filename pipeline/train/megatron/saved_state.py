@@ -98,8 +98,8 @@ class SavedState:
             for copy in copies:
                 if not torch.equal(first, reader.read(stored_name(copy), box)):
                     message = (
-                        f"{folder} has other values in {name} than in {copy}, so these were trained with an A each; linear_qkv"
-                        " and linear_fc1 share one. Try linear_q, linear_k, linear_v, linear_fc1_gate and linear_fc1_up"
+                        f"{folder} has different values in {name} and {copy}, so they were trained with separate As; linear_qkv"
+                        " and linear_fc1 have a shared A. Try linear_q, linear_k, linear_v, linear_fc1_gate and linear_fc1_up"
                     )
                     raise RecipeError(Problem(f"{KEY}.target_modules", "contradiction", message))
 

@@ -145,7 +145,7 @@ NOTED = {  # fault -> how to make it, the beginning of the note
     "a stale copy": (wrong.stored(SHARDS[0], lambda w: {**w, HEAD: np.zeros((40, 16), np.float32)}), "weights have copies"),
     "a tensor that the index lacks": (
         wrong.mapped(lambda m: {name: file for name, file in m.items() if name != "model.norm.weight"}),
-        "weights are read that",
+        "weights that model.safetensors.index.json does not list are read too",
     ),
     "a whole file and shards": (wrong.whole_beside, "MODEL has model.safetensors and"),
     "code of its own": (wrong.change("auto_map", {"AutoConfig": "x.Y"}), f"{MODEL}: MODEL comes with code of its own"),

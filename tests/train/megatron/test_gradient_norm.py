@@ -80,7 +80,7 @@ def check_replicas(layout: Layout, folder: Path, family: str) -> None:
                 one.tensor.main_grad.mul_(1 + tensor_group().rank())
 
     trained._stage.config.finalize_model_grads_func = differ
-    with pytest.raises(RuntimeError, match=f"different gradients of {NORM}, which each of them holds"):
+    with pytest.raises(RuntimeError, match=f"different gradients of {NORM}, although all of them hold copies"):
         trained.step(layouts.batches(trained, layout), cases.loss)
 
 
@@ -94,7 +94,7 @@ def check_groups(layout: Layout, folder: Path, family: str) -> None:
     measure = trained._optimizer._core.get_grad_norm
     trained._optimizer._core.get_grad_norm = lambda: 1.1 * measure()
     before = [part.main.clone() for part in trained._optimizer.ranges()]
-    with pytest.raises(RuntimeError, match=r"Megatron-Core's gradient norm is .*; by the layout of the parameters it is"):
+    with pytest.raises(RuntimeError, match=r"Megatron-Core's gradient norm is .*; the layout of the parameters gives"):
         trained.step(layouts.batches(trained, layout), cases.loss)
     assert all(torch.equal(part.main, old) for part, old in zip(trained._optimizer.ranges(), before, strict=True))
 
