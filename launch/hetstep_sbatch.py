@@ -24,13 +24,13 @@ if __name__ == "__main__":
 
 COMPONENTS = ("train", "generate", "reward")
 NO_EFFECT = {
-    "COMMAND": "the recipe of this command line runs: recipe=NAME key=value ...",
-    "SETUP_COMMAND": "no command runs in the containers before the ranks; put its setup into the images",
-    "BASE_LOG_DIR": "logs are in attempts/ of the run folder; set that with run_dir=...",
-    "UV_CACHE_DIR_OVERRIDE": "there is no uv; ranks use the packages of the image",
-    "DEDICATED_RAY_HEAD": "there is no Ray, so no node is reserved for its head; rank 0 is a train rank",
-    "RAY_LOG_SYNC_FREQUENCY": "there are no Ray logs; ranks write logs into the run folder",
-    "SANDBOX_CONTAINER": "no sandbox container is started; environments run on the generate ranks",
+    "COMMAND": "not used; the command line names the recipe that runs: recipe=NAME key=value ...",
+    "SETUP_COMMAND": "not used; no command runs in the containers before the ranks. Put the setup into the images",
+    "BASE_LOG_DIR": "not used; logs are in attempts/ of the run folder. Set the run folder with run_dir=...",
+    "UV_CACHE_DIR_OVERRIDE": "not used; ranks use the packages of the image, without uv",
+    "DEDICATED_RAY_HEAD": "not used; without Ray no node is reserved for a head. Rank 0 is a train rank",
+    "RAY_LOG_SYNC_FREQUENCY": "not used; there are no Ray logs. Ranks write logs into the run folder",
+    "SANDBOX_CONTAINER": "not used; no sandbox container is started. Environments run on the generate ranks",
 }
 
 
@@ -50,14 +50,16 @@ def translated(environment: Mapping[str, str], arguments: list[str], shares_node
         values["container_mounts"] = json.dumps([mount for mount in mounts.split(",") if mount])
     if gpus := environment.get("GPUS_PER_NODE"):
         if shares_nodes:
-            lines.append("GPUS_PER_NODE: not used; with cluster.share_nodes=true each component has its own gpus_per_node")
+            lines.append("GPUS_PER_NODE: not used; with cluster.share_nodes=true set gpus_per_node of every component")
         else:
             values["gpus_per_node"] = gpus
     if cpus := environment.get("CPUS_PER_WORKER"):
         if gpus and gpus.isdigit() and int(gpus) and cpus.isdigit():
             values["cpus_per_task"] = max(1, int(cpus) // int(gpus))
         else:
-            lines.append("CPUS_PER_WORKER: not used; GPUS_PER_NODE, which divides it among the ranks of a node, is not set")
+            lines.append(
+                "CPUS_PER_WORKER: not used; expected CPUS_PER_WORKER and GPUS_PER_NODE as whole numbers, GPUS_PER_NODE above 0"
+            )
     given = [argument.partition("=")[0] for argument in arguments]
     overrides = []
     for component in COMPONENTS:
@@ -65,7 +67,7 @@ def translated(environment: Mapping[str, str], arguments: list[str], shares_node
             name = f"cluster.{component}.{key}"
             if not any(name == key or name.startswith(f"{key}.") for key in given):
                 overrides.append(f"{name}={value}")
-    lines += [f"{override}, from the environment, as ray.sub has it" for override in overrides if ".reward." not in override]
+    lines += [f"{override}, from the environment, as in ray.sub" for override in overrides if ".reward." not in override]
     lines += [f"{name}: {why}" for name, why in NO_EFFECT.items() if environment.get(name)]
     return overrides, lines
 
@@ -85,7 +87,7 @@ def main(arguments: list[str]) -> int:
     if batch_job() is None:
         why = "launch/hetstep_sbatch.py runs only in `sbatch launch/hetstep.sbatch recipe=...`. Try launch/submit.py"
     elif "detach=true" in arguments:
-        why = "detach: got true; expected false, since the job ends with its batch script, which sbatch has detached"
+        why = "detach: got true; expected false, because the job ends with its batch script, which sbatch has detached"
     if why:
         print(f"error: {why}", file=sys.stderr)
         return 2

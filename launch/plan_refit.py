@@ -73,7 +73,7 @@ class PlanRefitRequest:
         if self.out and not self.out.parent.is_dir():
             yield Problem("out", "file-not-found", f"there is no folder {self.out.parent}")
         if self.out and self.out.suffix != ".svg":
-            yield Problem("out", "bad-format", f"got {self.out}; expected a .svg")
+            yield Problem("out", "bad-format", f"got {self.out}; expected a file name that ends in .svg")
 
 
 def main(arguments: list[str]) -> int:
@@ -178,18 +178,18 @@ def _table(predicted: RefitPrediction) -> list[str]:
         ("staging memory of a generate rank", staged[train:], _size),
     ]
     members = sorted({len(group) for group in schedule.groups})
-    sharing = f"none: the train ranks send each of {_plural(len(schedule.engines), 'engine')} all its bytes"
+    sharing = f"none: the train ranks send all bytes separately to {_plural(len(schedule.engines), 'engine')}"
     if members[-1] > 1:
         sharing = (
             f"{_plural(len(schedule.engines), 'engine')} in {_plural(len(schedule.groups), 'group')} of"
-            f" {' or '.join(map(str, members))}; the train ranks send each byte once to each group"
+            f" {' or '.join(map(str, members))}; the train ranks send a byte once to every group"
         )
     requested = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
     return [
         f"{'':36s}{'min':>12s}{'mean':>12s}{'max':>12s}",
         *(f"{name:36s}{show(v.min()):>12s}{show(v.mean()):>12s}{show(v.max()):>12s}" for name, v, show in rows),
-        f"{'rounds':14s}{schedule.rounds}, in each of which a rank sends at most {_size(schedule.bucket_bytes)} and receives"
-        f" at most as much (bucket_bytes: {_size(requested)})",
+        f"{'rounds':14s}{schedule.rounds}; per round a rank sends at most {_size(schedule.bucket_bytes)} and receives at"
+        f" most the same (bucket_bytes: {_size(requested)})",
         f"{'sharing':14s}{sharing}",
     ]
 

@@ -121,7 +121,7 @@ def show(name: str, overrides: list[str]) -> int:
     print(secrets.redacted(config.format_with_origins(loaded)), end="")
     run_dir = Path(loaded.recipe.run_dir).absolute()
     for line in run_changes.lines(RunFolder.at(run_dir)) if (run_dir / steer_files.ANSWERS).exists() else ():
-        print(f"# changed while the run in {run_dir} went on, and kept when it continues: {line}")
+        print(f"# changed during the run in {run_dir}, and kept when the run continues: {line}")
     if not loaded.problems:
         print("\n".join(f"# {on_one_line(line)}" for line in model_readings.describe_models(loaded.recipe)))
     refuse(loaded.problems)

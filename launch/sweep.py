@@ -127,7 +127,7 @@ def begin(request: SweepRequest) -> int:
     if loaded.suite.search is not None:
         return search.begin(loaded, folder, request.dry_run, request.update_baseline)
     if baseline.read(loaded.baseline) is None and not request.update_baseline:
-        note = f"no baseline yet, {loaded.baseline}: gates that need it fail; update_baseline=true writes it"
+        note = f"no baseline yet ({loaded.baseline}): gates that need a baseline fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
     if request.dry_run:
         return show(loaded, folder)
@@ -181,7 +181,7 @@ def _submit(folder: SweepFolder, own: str | None = None) -> bool:
         return True
     waits_for = folder.live_job_ids(Queue("slurm"))
     print(
-        f"the check: Slurm job {job_submission.submit_check(folder, waits_for)}, when {len(waits_for)} jobs have ended",
+        f"Slurm job {job_submission.submit_check(folder, waits_for)} checks the gates when {len(waits_for)} jobs have ended",
         flush=True,
     )
     return True
@@ -242,7 +242,7 @@ def follow(folder: SweepFolder) -> int:
         if not folder.check_job(queue) and not verdict.read(folder.path):
             time.sleep(POLL_S)  # it may have submitted the next check, or be writing the verdict
             if not folder.check_job(Queue("slurm")) and not verdict.read(folder.path):
-                print(f"error: the check ended without a verdict: {folder.path}/check.log", file=sys.stderr)
+                print(f"error: the check ended without a verdict. See {folder.path}/check.log", file=sys.stderr)
                 return 1
         time.sleep(POLL_S)
     print(plain((folder.path / "report.md").read_text()))

@@ -120,7 +120,7 @@ def test_the_plan_counts_slower_kernels(name):
     assert 1.05 < times["train"] <= deterministic_cost.TRAINING and 1.2 < times["rollout"] <= deterministic_cost.GENERATION
     assert times["refit"] == 1
     assert slow.validation > 1.2 * fast.validation
-    assert "policy.deterministic: kernels take 1.15 times as long in training and 1.5 times in engines" in table(slow)
+    assert "policy.deterministic: kernels take 1.15 times as long in training and 1.5 times as long in engines" in table(slow)
     assert "policy.deterministic" not in table(fast)
 
 
@@ -129,7 +129,7 @@ def test_so_does_the_plan_of_an_evaluation():
     fast, slow = (evaluation.plan(config.load("suites/math", [*overrides, *more]), reads=False) for more in ((), (ON,)))
     took = [sum(found.task_seconds(dataclasses.replace(task, questions=100)) for task in found.tasks) for found in (fast, slow)]
     assert 1.2 < took[1] / took[0] <= deterministic_cost.GENERATION
-    assert "1.5 times in engines" in evaluation.text(slow) and "in training" not in evaluation.text(slow)
+    assert "1.5 times as long in engines" in evaluation.text(slow) and "in training" not in evaluation.text(slow)
 
 
 # ---- operators without a deterministic kernel ----------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def assign(requested: int, keys: Sequence[str]) -> list[str]:
         devices = [str(i) for i in range(requested)]
     if len(devices) < requested:
         why = (
-            f"got {requested} GPUs in all ({' + '.join(keys)}, times nodes); expected at most {len(devices)}, which this"
-            f" machine has according to {source}. Try fewer (0: on CPUs), or cluster.executor=slurm"
+            f"got {requested} GPUs in all ({' + '.join(keys)}, times nodes); expected at most {len(devices)},"
+            f" the GPUs of this machine according to {source}. Try fewer (0 runs on CPUs), or cluster.executor=slurm"
         )
         raise RecipeError(Problem(keys[0], "too-large", why))
     return devices[:requested]

@@ -348,7 +348,7 @@ class HetLocalJob(local.LocalJob):
 
         The reason is a disk error in a log, a disk that is full now, or else that the controller was killed.
         """
-        run_dir, what = self.paths.folder.parent, "the controller ended without writing its end"
+        run_dir, what = self.paths.folder.parent, "the controller ended without recording how the job ended"
         logs = sorted(run_dir.glob(f"attempts/local-{self.job_id}-*/rank*.log"))
         for log in (*logs, self.paths.folder / "controller.log"):
             if line := disk_error(log):

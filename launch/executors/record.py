@@ -14,7 +14,7 @@ from launch.executors.slurm_client import cluster_name
 from pipeline.config import Problem, RecipeError
 from pipeline.files import small_files
 
-REMEDY = "Try to delete it, once no job writes into the folder: the same submission then goes on from the last checkpoint"
+REMEDY = "Try to delete the file when no job writes into the folder. The same command then continues from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class JobRecord:
         if self.executor == "slurm":
             here = cluster_name() if self.cluster else None
             if here not in (None, self.cluster):
-                whose = f"Slurm job {self.job_id} of the cluster {self.cluster}, and this is the cluster {here}"
+                whose = f"Slurm job {self.job_id} on the cluster {self.cluster}, but this is the cluster {here}"
                 raise RecipeError(_elsewhere(run_dir, whose))
             return HetSlurmJob(run_dir / "submitit", self.job_id)
         if self.host != socket.gethostname():
@@ -48,8 +48,8 @@ class JobRecord:
 
 
 def _elsewhere(run_dir: Path, whose: str) -> Problem:
-    hint = f"Try the same command there, or, if that job has ended, delete {run_dir}/job.json"
-    return Problem("run_dir", "unreachable", f"the last job to write into {run_dir} is {whose}. {hint}")
+    hint = f"Try the same command there. If the job has ended, delete {run_dir}/job.json"
+    return Problem("run_dir", "unreachable", f"the last job that wrote into {run_dir} is {whose}. {hint}")
 
 
 def read_record(run_dir: Path) -> JobRecord | None:

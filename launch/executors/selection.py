@@ -37,10 +37,10 @@ def choose(recipe: Recipe) -> ExecutorChoice:
     if (named := recipe.cluster.executor) != "auto":
         return ExecutorChoice(named)
     if job_id := allocation.current():
-        reason = f"this is inside Slurm job {job_id}; cluster.executor=slurm submits another job"
+        reason = f"this is inside Slurm job {job_id}; set cluster.executor=slurm to submit another job"
         return ExecutorChoice("allocation", reason)
     if why := slurm_client.unreachable():
-        insist = "" if why == slurm_client.NOT_INSTALLED else "; cluster.executor=slurm requires Slurm"
+        insist = "" if why == slurm_client.NOT_INSTALLED else "; with cluster.executor=slurm this is an error"
         return ExecutorChoice("local", f"{why}{insist}")
     step = os.environ.get("SLURM_JOB_ID")
     inside = f", and this is a step of Slurm job {step}, which cannot start other steps" if step else ""

@@ -27,9 +27,9 @@ REMEMBERED_S = 30.0
 """How long an unreachable controller is cached. Without the cache a command that lists many runs waits for each of them."""
 
 NOT_INSTALLED = "Slurm is not installed here (there is no scontrol)"
-NOT_CONFIGURED = "Slurm's commands are here, but no cluster is configured (`scontrol ping`: {})"
+NOT_CONFIGURED = "Slurm's commands are installed here, but no cluster is configured (`scontrol ping`: {})"
 DOWN = "Slurm's controller does not answer (`scontrol ping`: {})"
-LATE = "Slurm's controller does not answer (`scontrol ping`: nothing within {:g} s)"
+LATE = "Slurm's controller does not answer (`scontrol ping`: no answer within {:g} s)"
 
 # A state that is not listed counts as live: Slurm adds states (SIGNALING ...), and a live job must never count as ended.
 TERMINAL = frozenset(
@@ -74,9 +74,9 @@ def run_command(*command: str, timeout_s: float | None = None, script: str | Non
             command, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout, env=environment
         )
     except FileNotFoundError:
-        raise SlurmError(f"there is no {command[0]} here", "missing") from None
+        raise SlurmError(f"{command[0]} is not installed here", "missing") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"`{' '.join(command)}` gave no answer in {timeout:g} s", "late") from None
+        raise SlurmError(f"`{' '.join(command)}` did not answer within {timeout:g} s", "late") from None
     if answer.returncode:
         output = f"{answer.stdout}\n{answer.stderr}".strip()
         last = output.splitlines()[-1] if output else f"status {answer.returncode}"

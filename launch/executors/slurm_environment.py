@@ -114,14 +114,14 @@ def notes(hosts: dict[str, ComponentConfig]) -> Iterator[str]:
     """Yield a note on the effect of each of Slurm's environment variables. hosts: the components with nodes of their own."""
     for name, value in wishes().items():
         takers = [f"cluster.{component}" for component, host in hosts.items() if name in chosen_wishes(host)]
-        what = f"{variable(name)}={value} of the environment"
+        what = f"{variable(name)}={value} from the environment"
         yield f"{what}: used for {' and '.join(takers)}" if takers else f"{what}: not used, because the recipe sets {name}"
     known = {variable(name) for name in WISHES}
     for name in _of_sbatch():
         if name not in known:
-            yield f"{name}={os.environ[name]} of the environment: not used, because {_instead(name)}"
+            yield f"{name}={os.environ[name]} from the environment: not used, because {_instead(name)}"
     if "SLURM_JOB_ID" not in os.environ and (step_variables := [name for name in STEP_VARIABLES if name in os.environ]):
-        yield f"{', '.join(step_variables)} of the environment: not used, because the recipe decides about the job's steps"
+        yield f"{', '.join(step_variables)} from the environment: not used, because the recipe sets options of the job's steps"
 
 
 def _instead(name: str) -> str:
@@ -131,8 +131,8 @@ def _instead(name: str) -> str:
     if option in REFUSED:
         return REFUSED[option]
     if option in OF_A_COMPONENT:
-        return f"{OF_A_COMPONENT[option]} of a component decides"
+        return f"{OF_A_COMPONENT[option]} of a component sets this option"
     if option in OF_THE_JOB:
-        return f"{OF_THE_JOB[option]} decides"
+        return f"{OF_THE_JOB[option]} sets this option"
     instead = f". Try cluster.sbatch_options={{{option}: VALUE}}" if OPTION.fullmatch(option) else ""
-    return f"the recipe decides{instead}"
+    return f"only the recipe sets options of sbatch{instead}"

@@ -49,7 +49,7 @@ def _generate_advice(recipe: Recipe, memory_needed: GenerateMemory, room: float)
     for text, variant in _generate_changes(recipe, memory_needed.shape):
         memory_after = generate(variant, memory_needed.shape)
         if memory_after.sequences >= 1 and memory_after.total <= room:
-            texts.append(f"{text}: room for {memory_after.sequences:,.0f} sequences of the greatest length")
+            texts.append(f"{text}: room for {memory_after.sequences:,.0f} sequences of max_model_len tokens")
     return texts[:MOST]
 
 

@@ -48,7 +48,7 @@ def _row(mode: Mode) -> str:
     plan, cluster = mode.plan, mode.plan.recipe.cluster
     cells = [plan.gpus, seconds(plan.step), f"{mode.cost if plan.gpu_hours is None else plan.gpu_hours:,.0f}"]
     if config.colocated(plan.recipe):
-        cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for the change of turns"]
+        cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for switching turns"]
     else:
         sizes = [*split.sizes(plan.recipe)]
         if config.serves_rewards(plan.recipe):

@@ -133,8 +133,8 @@ def _by_keys(recipe: Recipe) -> BackendChoice | None:
     dtensor = _first_change("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
     if megatron and dtensor:
         message = (
-            f"got this key of Megatron-Core and {dtensor} of FSDP2; expected one backend. Try policy.megatron_cfg.enabled=true"
-            " or policy.dtensor_cfg.enabled=true"
+            f"got this key, which Megatron-Core reads, and {dtensor}, which FSDP2 reads; expected keys of one backend. Try"
+            " policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true"
         )
         raise RecipeError(Problem(megatron, "ambiguous", message))
     if megatron or dtensor:
@@ -205,10 +205,10 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     train_models = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)
     limit, fsdp, megatron = MAX_STATE * memory_gb * 1e9, fsdp_bytes(train_models, count), megatron_bytes(train_models, count, 1)
-    models_text, gpus = _describe(train_models), f"GB on each of {count} GPUs with {memory_gb:g}"
+    models_text, gpus = _describe(train_models), f"GB on each of {count} GPUs with {memory_gb:g} GB"
     if train_models[0].shape.experts >= MANY_EXPERTS and megatron <= limit:
         return BackendChoice(
-            "megatron", f"{models_text} take {megatron / 1e9:.1f} {gpus}, and need no gathering layer by layer"
+            "megatron", f"{models_text} take {megatron / 1e9:.1f} {gpus}, and Megatron-Core does not gather them layer by layer"
         )
     if fsdp <= limit:
         return BackendChoice("dtensor", f"{models_text} take {fsdp / 1e9:.1f} {gpus}")
@@ -218,13 +218,13 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(train_models, count, cut) <= limit]
     if not cuts:
         message = (
-            f"{reason}; under Megatron-Core no layout brings them below {MAX_STATE:.0%} of that either. Try more GPUs,"
-            " or policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true"
+            f"{reason}; under Megatron-Core no layout needs less than {MAX_STATE:.0%} of a GPU's memory. Try more GPUs, or"
+            " choose the backend by policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true"
         )
         raise RecipeError(Problem("cluster.train", "out-of-memory", message))
     message = (
-        f"{reason}; under Megatron-Core they fit if at least {cuts[0]} GPUs split the model. Try tensor_model_parallel_size,"
-        " pipeline_model_parallel_size or expert_model_parallel_size"
+        f"{reason}; under Megatron-Core they fit if at least {cuts[0]} GPUs split the model. Try a larger"
+        " tensor_model_parallel_size, pipeline_model_parallel_size or expert_model_parallel_size"
     )
     raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", message))
 

@@ -89,8 +89,8 @@ def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
     run = read_run(before)
     if run is None:
         message = (
-            f"{before} has no complete step to calibrate by (metrics.jsonl with time/step, beside a recipe.yaml). Try the"
-            " folder of a run that made some steps"
+            f"got {before}; expected a run folder with recipe.yaml and with time/step in metrics.jsonl. Try the folder of a"
+            " run that has completed steps"
         )
         raise RecipeError(Problem("plan_from", "no-records", message))
     return run

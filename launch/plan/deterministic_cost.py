@@ -29,5 +29,5 @@ def generation(policy: PolicyConfig) -> float:
 def assumed_factors(recipe: Recipe) -> str:
     """Return the plan's line about the factors that it assumes for a recipe with policy.deterministic."""
     factors = [f"{TRAINING:g} times as long in training"] if trains(recipe) else []
-    factors += [f"{GENERATION:g} times in engines"] if generates(recipe) else []
-    return f"policy.deterministic: kernels take {' and '.join(factors)}, measured by others: deterministic_cost.py"
+    factors += [f"{GENERATION:g} times as long in engines"] if generates(recipe) else []
+    return f"policy.deterministic: kernels take {' and '.join(factors)} (sources in launch/plan/deterministic_cost.py)"

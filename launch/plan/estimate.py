@@ -189,19 +189,19 @@ class Plan:
             yield f"a train rank may need {_of_gpu(self.train.total, cluster.train, self.train.phase)}"
         if generate and cluster.generate.gpus_per_node and generate.sequences < 1:  # vLLM may refuse to start
             yield (
-                f"an engine's KV cache may hold {max(0.0, generate.tokens):,.0f} tokens, and one sequence of"
+                f"an engine's KV cache may hold only {max(0.0, generate.tokens):,.0f} tokens; a sequence of"
                 f" policy.generation.vllm_cfg.max_model_len has {self.recipe.policy.generation.vllm_cfg.max_model_len:,}"
             )
         elif generate and _exceeds(cluster.generate, generate.total):
             yield f"a generate rank may need {_of_gpu(generate.total, cluster.generate)}"
         if self.reward and _exceeds(cluster.reward, self.reward.total):
-            more = "Try more cluster.reward.nodes or gpus_per_node"
+            more = "Try a larger cluster.reward.nodes or cluster.reward.gpus_per_node"
             yield f"a reward rank may need {_of_gpu(self.reward.total, cluster.reward)}. {more}"
         for turn in self.turns:
             if _exceeds(cluster.train, turn.total):
                 yield (
                     f"a GPU may need {turn.total / GIGA:.0f} GB in the {turn.name} ({turn.train / GIGA:.0f} of the train rank,"
-                    f" {turn.generate / GIGA:.0f} of the generate rank), and has {hardware.memory_gb(cluster.train):g}"
+                    f" {turn.generate / GIGA:.0f} of the generate rank), and has {hardware.memory_gb(cluster.train):g} GB"
                 )
 
     def advice(self) -> list[str]:
@@ -226,7 +226,7 @@ def _exceeds(component: config.ComponentConfig, count: float) -> bool:
 
 
 def _of_gpu(count: float, component: config.ComponentConfig, phase: str = "") -> str:
-    return f"{count / GIGA:.0f} GB{f' in {phase}' if phase else ''}, and its GPU has {hardware.memory_gb(component):g}"
+    return f"{count / GIGA:.0f} GB{f' in {phase}' if phase else ''}, and its GPU has {hardware.memory_gb(component):g} GB"
 
 
 def plan(
@@ -421,4 +421,4 @@ def _cut_key(recipe: Recipe) -> tuple[str, str]:
     """Return (the key that divides the train ranks' state further, words for what to try)."""
     if not uses_megatron(recipe.policy) or ranks(recipe.cluster.train) == 1:
         return "cluster.train.nodes", "more nodes"
-    return "policy.megatron_cfg.pipeline_model_parallel_size", "a larger one, or a larger tensor_model_parallel_size"
+    return "policy.megatron_cfg.pipeline_model_parallel_size", "a larger value, or a larger tensor_model_parallel_size"

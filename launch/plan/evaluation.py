@@ -119,7 +119,7 @@ class EvaluationPlan:
         if self.gpus and self.memory.sequences < 1 and not any(self.problems()):
             longest = self.recipe.policy.generation.vllm_cfg.max_model_len
             yield (
-                f"an engine's KV cache may hold {max(0.0, self.memory.tokens):,.0f} tokens, and one sequence of"
+                f"an engine's KV cache may hold only {max(0.0, self.memory.tokens):,.0f} tokens; a sequence of"
                 f" policy.generation.vllm_cfg.max_model_len has {longest:,}"
             )
         total = self.recipe.policy.max_total_sequence_length
@@ -128,7 +128,7 @@ class EvaluationPlan:
             least = task.prompt * LEAST[task.source]
             if task.samples and least + max_new_tokens > total:
                 yield (
-                    f"{task.name}: prompts of at least {least:,.0f} tokens leave less than max_new_tokens={max_new_tokens:,} of"
+                    f"{task.name}: prompts of at least {least:,.0f} tokens and max_new_tokens={max_new_tokens:,} exceed"
                     f" policy.max_total_sequence_length={total:,}; longer answers are cut"
                 )
 
@@ -271,11 +271,14 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
         yield from _row(
             "run",
             f"{seconds(plan.seconds)} on {plural(plan.gpus, 'GPU')}: {plan.gpus * plan.seconds / 3600:.3g}"
-            " GPU-hours, without the start and the queue",
+            " GPU-hours, without startup and waiting in the queue",
         )
     elif not plan.is_timed:
         yield from _row(
-            "run", "its time is unknown: no GPUs in cluster.generate" if not plan.gpus else "no room for a KV cache"
+            "run",
+            "its time is unknown: no GPUs in cluster.generate"
+            if not plan.gpus
+            else "its time is unknown: no room for a KV cache",
         )
     else:
         yield from _row("run", f"its time is unknown: the data of {', '.join(unknown)} are not read here. Try plan=true")
@@ -288,7 +291,7 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
     yield from _row(
         "assumed",
         f"prompts of {_sources(plan.tasks)} tokens, {answers}; set plan.prompt_tokens and plan.answer_tokens to"
-        " change it. Not counted: loading weights, environments and judges, further turns",
+        " change the lengths. Not counted: loading weights, environments and judges, further turns",
     )
 
 

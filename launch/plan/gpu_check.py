@@ -105,7 +105,7 @@ def read(path: str) -> GPUCheck:
     try:
         modified_ns = os.stat(path).st_mtime_ns
     except (OSError, ValueError) as error:
-        raise _refusal(path, f"cannot be read ({error})", "the file that make gpu-check writes", "file-not-found") from None
+        raise _refusal(path, f"an unreadable file ({error})", "the file that make gpu-check writes", "file-not-found") from None
     return _read(path, modified_ns)
 
 
@@ -114,7 +114,7 @@ def _read(path: str, _changed: int) -> GPUCheck:
     try:
         record = json.loads(user_files.read_text(path, user_files.MAX_JSON))
     except (OSError, ValueError, RecursionError) as error:
-        raise _refusal(path, f"no JSON ({error})", "the file that make gpu-check writes") from None
+        raise _refusal(path, f"invalid JSON ({error})", "the file that make gpu-check writes") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         version = record.get("format") if isinstance(record, dict) else None
         raise _refusal(path, f"format {version!r}", f"format {FORMAT}, which this version's make gpu-check writes")
@@ -129,9 +129,7 @@ def _read(path: str, _changed: int) -> GPUCheck:
     numbers = {name: parts[name][0] for name in NUMBERS if name in parts and parts[name][0]}
     unmeasured = {name: parts[name][2] for name in NUMBERS if name in parts and parts[name][2]}
     if not numbers:
-        message = "; ".join(
-            ["no measurement that a plan takes", *(f"{name} {outcome}" for name, outcome in unmeasured.items())]
-        )
+        message = "; ".join(["no measurement that a plan uses", *(f"{name} {outcome}" for name, outcome in unmeasured.items())])
         raise _refusal(path, message, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
     decoded = _read_decode(path, parts[DECODE][1]) if DECODE in numbers else None
     rates = {name: _rate(path, name, of, hardware.gpu(gpu)) for name, of in numbers.items() if "MFU" in of}
@@ -148,7 +146,7 @@ def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
     base = hardware.of_device(str(gpus[0]))
     if base is None:
         names = sorted(file.stem for file in HARDWARE.glob("*.yaml"))
-        raise _refusal(path, f"the GPU {gpus[0]!r}", f"one of recipes/hardware: {', '.join(names)}")
+        raise _refusal(path, f"the GPU {gpus[0]!r}", f"a GPU of recipes/hardware: {', '.join(names)}")
     return base, min(memory)
 
 
@@ -199,7 +197,7 @@ def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> 
     spent, optimizer = numbers["step, s"], TRAINED * OPTIMIZER_BYTES / (GIGA * spec.hbm_gb_per_s * spec.assumed.bandwidth)
     rate = numbers["MFU"] * spent / (spent - optimizer) if spent > optimizer else math.inf
     if rate > 1:
-        expected = f"a step in which matrix products have time beside the optimizer, {optimizer:.2g} s"
+        expected = f"an MFU that leaves {optimizer:.2g} s of the step to the optimizer"
         raise _refusal(path, f"{part}: step, s {spent:.3g} with MFU {numbers['MFU']:.3g}", expected)
     return rate
 
@@ -210,7 +208,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 def _refusal(path: str, got: str, expected: str, code: str = "bad-format", again: str = "") -> RecipeError:
     again = again or 'make gpu-check ARGS="out=FILE"'
-    return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. Try {again} on that GPU"))
+    return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. Try {again} on the GPU to measure"))
 
 
 def _again(path: Path | str, parts: Iterable[str]) -> str:
@@ -234,7 +232,7 @@ def of_recipe(recipe: Recipe) -> GPUCheck | None:
     if components and check.gpu not in components.values():
         named = " ".join(f"cluster.{name}.gpu={gpu}" for name, gpu in components.items())
         change = " ".join(f"cluster.{name}.gpu={check.gpu}" for name in components)
-        message = f"got {check.path}, measurements of {check.gpu}; expected those of {named}. Try {change}"
+        message = f"got {check.path} with measurements of {check.gpu}; expected a GPU of {named}. Try {change}"
         raise RecipeError(Problem(KEY, "contradiction", message))
     return check
 
@@ -328,8 +326,8 @@ SHOWN = {
     "dense_training": "matrix products reach {:.1%} of the peak",
     "engine_step_ms": "{:.2g} ms overhead per engine step",
     "page_locked": "page-locked copies reach {:.0%} of the host link",
-    "ipc_gb_per_s": "a refit {:.3g} GB/s a rank by CUDA IPC",
-    "gloo_gb_per_s": "a refit {:.3g} GB/s a rank through host memory",
+    "ipc_gb_per_s": "a refit reaches {:.3g} GB/s per rank by CUDA IPC",
+    "gloo_gb_per_s": "a refit reaches {:.3g} GB/s per rank through host memory",
 }
 
 
@@ -346,11 +344,11 @@ def describe(recipe: Recipe, component: ComponentConfig) -> str:
     texts.append(f"{check.memory_gb:g} GB (machine)")
     if numbers := check.numbers.get(_train_part(recipe)):
         share = numbers["GB"] / numbers["plan's GB"]
-        texts.append(f"the memory of a step is {share:.2f} of the planned one ({_train_part(recipe)})")
+        texts.append(f"a step uses {share:.2f} times its planned memory ({_train_part(recipe)})")
     assumed = [name for name in hardware.assumptions() if name not in {value.field for value in measured}]
     source = f"{check.gpu} by {check.path} of {check.date}, with small models"
     lines = f"{source}: {'; '.join(texts)}. Still assumed: {', '.join(assumed)}"
     if not check.unmeasured:
         return lines
     failures = "; ".join(f"{part} {outcome}" for part, outcome in check.unmeasured.items())
-    return f"{lines}. Not measured: {failures}. Try {_again(check.path, check.unmeasured)} on that GPU"
+    return f"{lines}. Not measured: {failures}. Try {_again(check.path, check.unmeasured)} on the GPU to measure"

@@ -137,7 +137,7 @@ def _longest_source(recipe: Recipe) -> str:
     """Return a text with the key that sets the longest sequence, for which memory is estimated."""
     longest = longest_sequence(recipe)
     if longest == recipe.policy.max_total_sequence_length:
-        hint = "; if no record is as long, set data.max_input_seq_length or plan.longest_tokens" * (not generates(recipe))
+        hint = "; if all records are shorter, set data.max_input_seq_length or plan.longest_tokens" * (not generates(recipe))
         return f"policy.max_total_sequence_length{hint}"
     limited = longest == recipe.data.max_input_seq_length
     return "data.max_input_seq_length" if limited else "plan.longest_tokens, or the longest record"

@@ -234,7 +234,7 @@ class FSDPMemory:
         yield "backward of the last layer", add_parts(at_layer, {"activations": last.backward}, missing)
         if recomputes and self.model.shape.layers > 1:  # while the last layer's gradients are reduced
             before = {"activations": last.backward - last.input, "buffers": self._reducing}
-            yield "backward of the layer before", add_parts(at_layer, before, missing)
+            yield "backward of the next-to-last layer", add_parts(at_layer, before, missing)
         if not self.plain:
             yield "reduction of the last layer", self._reduction(saved_bytes - (0 if recomputes else last.saved), missing)
             yield "reduction of the first layer", self._reduction(0.0, {})

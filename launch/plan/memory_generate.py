@@ -159,9 +159,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     uncounted = (
         "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if arguments.get("quantization") else ""
     )
-    assumptions = (
-        [f"an engine's weights as if none were quantized: the effect of {uncounted} is not counted"] if uncounted else []
-    )
+    assumptions = [f"an engine's weights without quantization: the plan does not count {uncounted}"] if uncounted else []
     if cuda:
         budget = arguments.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
         working = rank.working(batched, sequences)
@@ -169,7 +167,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
         cache = budget - rank.weights - working - graphs
         parts |= {"activations": working, "runtime": RUNTIME + graphs}
         assumptions.append(
-            f"{RUNTIME / 2**30:g} GiB for CUDA's context and NCCL, {graphs / 2**30:g} GiB for CUDA graphs; a profiled pass of"
+            f"{RUNTIME / 2**30:g} GiB for CUDA's context and NCCL, {graphs / 2**30:g} GiB for CUDA graphs; a profiling pass of"
             f" {batched:,} tokens"
         )
     else:

@@ -159,7 +159,7 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
             yield split.values("gpus_per_node", *[train.gpus_per_node + generate.gpus_per_node] * 2)
             return
         if not split.alike(recipe):
-            message = "got nodes that differ from cluster.train's; expected the same kind"
+            message = "got nodes of another kind than cluster.train; expected the same kind"
             raise RecipeError(Problem("cluster.generate", "contradiction", message))
         nodes = train.nodes + generate.nodes
         node_counts = {size for sizes in split.halves(nodes) for size in sizes}
@@ -174,7 +174,7 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
     elif train.gpus_per_node > 1 and train.ranks_per_node is None:
         yield from (SHARE | split.values("gpus_per_node", *sizes) for sizes in split.halves(train.gpus_per_node))
     else:
-        message = "got 1; expected at least one GPU for each component"
+        message = "cannot divide one train node; expected at least two train nodes, or two GPUs per node without ranks_per_node"
         raise RecipeError(Problem("cluster.train.gpus_per_node", "too-small", message))
 
 
@@ -197,7 +197,7 @@ def _keys(recipe: Recipe, name: str) -> Changes:
         return keys | ({f"{key}.enabled": False} if config.runs_ahead(recipe) else {})
     section = settings(recipe)
     if section is None:
-        message = f"got {recipe.algorithm}; expected grpo or ppo, which sample ahead (grpo.async_grpo, ppo.async_ppo)"
+        message = f"got {recipe.algorithm}; expected grpo or ppo, which can sample ahead (grpo.async_grpo, ppo.async_ppo)"
         raise RecipeError(Problem("algorithm", "unsupported", message))
     age = max(1, section.max_trajectory_age_steps)
     ahead = {"enabled": True, "in_flight_weight_updates": True, "max_trajectory_age_steps": age}

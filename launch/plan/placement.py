@@ -71,7 +71,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if 0 < len(without) < len(parts):
         having = ", ".join(f"cluster.{name}" for name in parts if name not in without)
         key = f"cluster.{without[0]}.gpus_per_node"
-        message = f"got 0; expected GPUs, as {having} has, since all ranks communicate over NCCL. Try {key}=1"
+        message = f"got 0; expected GPUs, because {having} has GPUs and all ranks communicate over NCCL. Try {key}=1"
         yield Problem(key, "needs-gpu", message)
 
 

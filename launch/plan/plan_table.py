@@ -90,10 +90,10 @@ def _models(plan: Plan) -> Iterator[Line]:
     for name, policy in config.models(plan.recipe).items():
         shape = plan.shapes[name]
         layers = f"{plural(shape.layers, 'layer')}, hidden size {shape.hidden:,}, vocabulary {shape.vocabulary:,}"
-        experts = f", {shape.experts} experts of which {shape.experts_per_token}" if shape.experts else ""
+        experts = f", {shape.experts} experts, {shape.experts_per_token} per token" if shape.experts else ""
         yield (
             _model_name(name)[: LABEL - 1],
-            f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} exactly",
+            f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} parameters",
         )
 
 
@@ -149,7 +149,7 @@ def _refit(plan: Plan) -> Iterator[Line]:
     moved = f"the busiest train rank sends {most_sent}, a generate rank receives {most_received}"
     if plan.turns:
         way = "by CUDA IPC" if config.refits_by_ipc(plan.recipe) else "through host memory"
-        yield "refit", f"{moved}, {way}{f', {took} including the change of turns' if took else ''}"
+        yield "refit", f"{moved}, {way}{f', {took} including switching turns' if took else ''}"
         return
     floor, limit = refit.floor
     took = f"; {plan.recipe.policy.generation.refit_transport}: {took}" if took else ""
@@ -186,16 +186,19 @@ def _step_range(plan: Plan) -> str:
         if (spec := hardware.gpu(component.gpu))
     }
     unknown = [name for name, assumed in specs.items() if math.isnan(assumed.shortest_step + assumed.longest_step)]
-    measure = "A plan that is calibrated by a run (plan_from=RUN_DIR) is nearer"
+    measure = "A plan calibrated by a run (plan_from=RUN_DIR) is more accurate"
     if unknown:
-        return f"no published steps on {' and '.join(unknown)} are known, so a step may take several times as long. {measure}"
+        return (
+            f"no published steps on {' and '.join(unknown)} are known, so a step may take several times as long as planned."
+            f" {measure}"
+        )
     if _measured_lines(plan):
-        return f"how far this is from steps on many GPUs is not known: one machine was measured. {measure}"
+        return f"the accuracy for many GPUs is unknown, because one machine was measured. {measure}"
     low = min(assumed.shortest_step for assumed in specs.values())
     high = max(assumed.longest_step for assumed in specs.values())
     ends = f"{seconds(low * plan.step)} to {seconds(high * plan.step)} a step"
-    quotients = f"published steps of GRPO on {' and '.join(specs)} took {low:g} to {high:g} times as long as planned"
-    return f"{ends}, and every other time by the same factors: {quotients}. {measure}"
+    quotients = f"Published steps of GRPO on {' and '.join(specs)} took {low:g} to {high:g} times as long as planned"
+    return f"{ends}; all other times change by the same factors. {quotients}. {measure}"
 
 
 def _under_way(recipe: Recipe) -> str:
@@ -220,7 +223,7 @@ def _run(plan: Plan) -> Iterator[Line]:
         per_checkpoint = "adapters and their optimizer's state" if nbytes is None else f"{size(nbytes)} each"
         about = "" if plan.checkpoints is None else f"about {plan.checkpoints}, "
         every = f"every {plan.recipe.checkpointing.save_period} steps (checkpointing.save_period)"
-        yield "checkpoints", f"{per_checkpoint}, {about}{every}; the time of the file system is unknown"
+        yield "checkpoints", f"{per_checkpoint}, {about}{every}; the time to write them is unknown"
 
 
 def _whole(plan: Plan) -> Iterator[str]:
@@ -230,7 +233,7 @@ def _whole(plan: Plan) -> Iterator[str]:
         checks = f", {seconds(plan.validation)} a validation" if plan.validation else ""
         yield f"{seconds(plan.step)} a step{checks} on {plan.gpus} GPUs"
         epochs = plural(section(plan.recipe).max_num_epochs, "epoch")
-        yield f"it ends after {epochs} of its data; set {algorithm}.max_num_steps to see the total"
+        yield f"the run ends after {epochs} of its data; set {algorithm}.max_num_steps to see the total"
     else:
         checks = ""
         if plan.validations and plan.validation:
@@ -243,11 +246,11 @@ def _whole(plan: Plan) -> Iterator[str]:
 def _within_limit(plan: Plan) -> str:
     limit = 60 * plan.recipe.cluster.time_min
     if plan.total is not None and plan.submissions == 1:
-        return f"enough; {_hours(limit - plan.total)} are left for the rest"
+        return f"enough; {_hours(limit - plan.total)} are left for what is not counted"
     holds = f"holds about {plural(int(limit / plan.step), 'step')}"
     if plan.total is None or not plan.submissions:
         return holds
-    return f"{holds}; the run takes {plan.submissions} submissions, or cluster.time_min={int(plan.total / 60) + 1}"
+    return f"{holds}; the run takes {plan.submissions} submissions, or one with cluster.time_min={int(plan.total / 60) + 1}"
 
 
 def _hours(duration: float) -> str:
@@ -276,8 +279,8 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         yield "", text
     if plan.measured:
         source = plan.measured.where
-        times = f"by {source}: a clock's seconds are multiplied by measured / predicted there"
-        lengths = f"only lengths, by {source}; the times of that run cannot be compared with predicted ones"
+        times = f"by {source}: the seconds of all clocks are multiplied by the run's measured / predicted"
+        lengths = f"only lengths, by {source}; the run's times cannot be compared with predicted times"
         yield "calibrated", times if plan.ratios else lengths
     elif is_priced(recipe):
         yield "calibrated", "no: run_dir has no earlier run. Try plan_from=RUN_DIR"
@@ -296,16 +299,16 @@ def _hardware(plan: Plan, component: str) -> str:
     share = assumed.mixture_training if sparse else assumed.dense_training
     return (
         f"{gpu.name}: {gpu.bf16_tflops:g} TFLOP/s in BF16 ({gpu.fp8_tflops:g} in FP8, {gpu.fp32_tflops:g} in FP32), of which"
-        f" matrix products reach {share:.0%}; HBM {gpu.hbm_gb_per_s:g} GB/s, of which {assumed.bandwidth:.0%}; NVLink"
-        f" {gpu.nvlink_gb_per_s:g} GB/s among {hardware.nvlink_gpus(on)}; {assumed.engine_step_ms:.3g} ms overhead per"
-        " engine step"
+        f" matrix products reach {share:.0%}; HBM {gpu.hbm_gb_per_s:g} GB/s, of which kernels reach {assumed.bandwidth:.0%};"
+        f" NVLink {gpu.nvlink_gb_per_s:g} GB/s among {hardware.nvlink_gpus(on)} GPUs; {assumed.engine_step_ms:.3g} ms overhead"
+        " per engine step"
     )
 
 
 def _why_unpriced(recipe: Recipe) -> str:
     uncounted = ["the run's start", "checkpoints", "packing on the CPU"]
     if not uses_megatron(recipe.policy):
-        uncounted.append("what policy.dtensor_cfg.compile, use_liger_kernel and flash_attention save")
+        uncounted.append("savings by policy.dtensor_cfg.compile, use_liger_kernel and flash_attention")
     if generates(recipe):
         uncounted.append("environments on the CPU")
         if getattr(section(recipe), "use_dynamic_sampling", False):

@@ -96,10 +96,10 @@ def choose(
     best, fitting = fastest(tried, (1 - spare(shapes)) * memory_gb * 1e9)
     used = f"{best.nbytes / 1e9:.1f} of {memory_gb:g} GB"
     if not fitting:
-        return best.recipe, _line(best.setting, f"which needs the least memory: {used}. None leaves {spare(shapes):.0%}")
-    of = f"the fastest of the {len(fitting)} settings of {len(tried)} that leave"
-    of = of if len(fitting) > 1 else f"the only setting of {len(tried)} that leaves"
-    return best.recipe, _line(best.setting, f"{of} {spare(shapes):.0%} of a GPU's memory: {used}")
+        return best.recipe, _line(best.setting, f"which needs the least memory: {used}. None leaves {spare(shapes):.0%} free")
+    of = f"the fastest of {len(fitting)} settings ({len(tried)} tried) that leave"
+    of = of if len(fitting) > 1 else f"the only setting ({len(tried)} tried) that leaves"
+    return best.recipe, _line(best.setting, f"{of} {spare(shapes):.0%} of a GPU's memory free: {used}")
 
 
 def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape], lengths: Lengths) -> Recipe:

@@ -231,7 +231,7 @@ def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Para
     parameters = models.family(of.model_type).parameters(of)
     sources = {source for parameter in parameters.values() for source in parameter.sources}
     if undescribed := [name for name in shapes if name not in sources]:
-        message = f"this {of.model_type} has {undescribed[0]}, which its family does not describe"
+        message = f"the {of.model_type} model has the tensor {undescribed[0]}, which the description of its family lacks"
         raise RecipeError(Problem(_MODEL, "unsupported", message))
     return parameters
 

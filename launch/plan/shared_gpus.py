@@ -141,12 +141,12 @@ def assumed_rates(recipe: Recipe) -> str:
         else ""
     )
     within = (
-        f"{gpu.assumed.ipc_gb_per_s:.3g} GB/s a rank by CUDA IPC"
+        f"{gpu.assumed.ipc_gb_per_s:.3g} GB/s per rank by CUDA IPC"
         if refits_by_ipc(recipe)
-        else f"{gpu.assumed.gloo_gb_per_s:.3g} GB/s a rank through host memory"
+        else f"{gpu.assumed.gloo_gb_per_s:.3g} GB/s per rank through host memory"
     )
     copies = f"{gpu.assumed.page_locked:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s"
     return (
-        f"ranks that share a GPU: page-locked copies reach {copies}, a refit {within}{between}; no time for an engine to sleep"
-        " and wake"
+        f"ranks that share a GPU: page-locked copies reach {copies}, a refit reaches {within}{between}; the time in which an"
+        " engine sleeps and wakes is not counted"
     )

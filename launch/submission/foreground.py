@@ -50,7 +50,7 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
 def _submit_detached(prepared: list[Prepared]) -> int:
     if len(prepared) > 1 and (name := prepared[-1].executor.name) != "slurm":
         names = ", ".join(run.recipe.name for run in prepared[:-1])
-        why = f"the {name} executor cannot wait for the runs that are needed first ({names}). Try to run them, or detach=false"
+        why = f"the {name} executor cannot wait for the needed runs ({names}). Try to submit them first, or detach=false"
         raise RecipeError(Problem("detach", "unsupported", why))
     job_ids: dict[str, str] = {}
     for run in prepared:
@@ -163,6 +163,6 @@ def cancel(run_dir: Path, job: RunJob, evaluates: bool = False) -> int:
         signal.signal(number, signal.SIG_IGN)  # a second signal does not interrupt the cancellation
     print(f"\ncancelling {job.name()} ...", flush=True)
     status = run_control.cancel(run_dir, job)
-    how = "with the answers that are missing" if evaluates else "from the last checkpoint"
+    how = "with the missing answers" if evaluates else "from the last checkpoint"
     print(f"{job.name()}: {status}; the same command continues {how}" if status.ended else f"{job.name()} is still {status}")
     return CANCELLED

@@ -46,7 +46,7 @@ def inspect(need: str, own_overrides: list[str], requested: Loaded, command_line
         fitting = [argument for argument in cluster_arguments if argument.partition("=")[0].rpartition(".")[2] not in left_out]
         loaded = reading.inspect(need, [*own_overrides, *where, *fitting])
         dropped = ", ".join(argument for argument in cluster_arguments if argument not in fitting)
-        note = f"{dropped}: not inherited by {loaded.recipe.name}, which it does not fit: {new[0]}"
+        note = f"{dropped}: not inherited by {loaded.recipe.name}, because of this problem: {new[0]}"
         tried.append(replace(loaded, notes=[*loaded.notes, note], inherited=(*where, *fitting)))
     return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
 

@@ -251,7 +251,7 @@ def site_problems_of(
     notes += placement.notes(recipe)
     notes += cuda_variables.notes(recipe) if config.trains(recipe) else ()
     if unreachable:
-        why = f"got slurm; {unreachable}. Try a machine where a controller answers, or cluster.executor=local"
+        why = f"got slurm; {unreachable}. Try a machine where Slurm's controller answers, or cluster.executor=local"
         problem = Problem("cluster.executor", "unreachable", why)
         notes += [str(problem), *slurm_request.notes(recipe)] if dry else []
         yield from [] if dry else [problem]
@@ -285,5 +285,5 @@ def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: 
         yield from allocated.problems(recipe, job_id, notes)
         yield from slurm_job.container_problems(recipe, notes)
     else:
-        why = "got allocation, outside of an allocation (salloc) or inside one of its steps (srun). Try slurm"
+        why = "got allocation, but this shell is outside an allocation (salloc), or inside a step (srun). Try slurm"
         yield Problem("cluster.executor", "unreachable", why)

@@ -71,7 +71,7 @@ def _print_submission(prepared: list[Prepared], problems: list[Problem]) -> None
     if problems:
         print("# cannot be submitted yet: the problems are below")
     if config.trains(recipe):
-        print(f"# {choice or 'the train backend depends on the size of the model, which is not here'}")
+        print(f"# {choice or 'the train backend depends on the size of the model, which is unknown here'}")
     if choice and choice.recomputation:
         print(f"# recomputation: {choice.recomputation}")
     if choice and choice.warning:

@@ -49,8 +49,8 @@ def completion_message(recipe: Recipe, run_dir: Path) -> str | None:
     steered = run.changed_values.get(f"{key}.max_num_steps")
     if steered is not None and record["step"] >= steered and bounds.max_num_steps == run.value(f"{key}.max_num_steps"):
         return (
-            f"{complete}: launch/steer.py set {key}.max_num_steps to {steered}; give another one than"
-            f" {bounds.max_num_steps}, with which it was submitted, to continue"
+            f"{complete}: launch/steer.py set {key}.max_num_steps to {steered}. To continue, try a value"
+            f" other than {bounds.max_num_steps}, the submitted value"
         )
     recipe_before = run_setup.earlier(recipe)
     if recipe_before is None:
@@ -172,7 +172,7 @@ def _cancel(job: RunJob) -> None:
         pass
     except (PermissionError, slurm_client.SlurmError) as error:
         if isinstance(error, PermissionError) or "permission denied" in error.output.lower():
-            why = f"got {job.name()}, which this user may not cancel: {error}; expected a job of this user. Try its owner"
+            why = f"got {job.name()}, which this user may not cancel: {error}; expected a job of this user. Try as its owner"
             raise RecipeError(Problem("run", DENIED, why)) from error
 
 
@@ -194,7 +194,7 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
             elif status.state == "PENDING":
                 _cancel(job)
         if deadline is not None and time.monotonic() >= deadline:
-            raise TimeoutError(f"{job.name()} has not saved and stopped within {timeout_s:g} s; the request stays")
+            raise TimeoutError(f"{job.name()} has not saved and stopped within {timeout_s:g} s; the request to stop remains")
         time.sleep(STOP_POLL_S)
     return status
 

@@ -118,7 +118,9 @@ def _statistic(name: str, metric: str, numbers: list[float], windows: list[tuple
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise ValueError(f"got '{name}'; expected a statistic: {', '.join(STATISTICS)}. {hint}".rstrip())
     if len(numbers) != (name in WITH_ARGUMENT):
-        expected = f"needs {WITH_ARGUMENT[name]}" if name in WITH_ARGUMENT else "takes no number; a window is last=, from=, to="
+        expected = (
+            f"needs {WITH_ARGUMENT[name]}" if name in WITH_ARGUMENT else "takes no number; for a window use last=, from= or to="
+        )
         raise ValueError(f"{name} {expected}: {name}({metric}{', ...' if name in WITH_ARGUMENT else ''})")
     if name == "quantile" and not 0 <= numbers[0] <= 1:
         raise ValueError(f"got {numbers[0]:g}; expected a quantile between 0 and 1")

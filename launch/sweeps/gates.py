@@ -265,7 +265,7 @@ class GateCase:
         if stored is None or not stored.seeds:
             raise GateFailed(f"the baseline does not have this gate; {UPDATE}")
         if stored.value != self.expression:
-            raise GateFailed(f"the baseline has {stored.value}; expected {self.expression}; {UPDATE}")
+            raise GateFailed(f"the baseline stores {stored.value}; expected {self.expression}; {UPDATE}")
         if stored.relative_to != self.relative_to:
             before, now = (f"relative to {run}" if run else "absolute" for run in (stored.relative_to, self.relative_to))
             raise GateFailed(f"the baseline is {before}; expected {now}; {UPDATE}")
@@ -320,7 +320,7 @@ class GateCase:
         if evaluation.margin is None and change.verdict == "worse":
             raise GateFailed(f"{message}; expected no loss")
         if evaluation.margin is not None and not (change.high if lower else -change.low) <= evaluation.margin:  # NaN fails
-            raise GateFailed(f"{message}; expected a loss of at most {evaluation.margin:g}, in the whole interval")
+            raise GateFailed(f"{message}; expected a loss of at most {evaluation.margin:g} in the whole confidence interval")
         return message
 
     # ---- to the last bit ------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class GateCase:
                 value, other_value = (values.get(step, "missing") for values in texts[name])
                 raise GateFailed(f"seed {seed}: {name} is {value} at step {step}, and {other_value} in {reference}")
             compared += sum(len(curve.steps) for curve in curves.values())
-        return f"{compared} values equal those of {reference}, to the last bit"
+        return f"{compared} values are bitwise equal to the values of {reference}"
 
 
 def _texts(curve: Curve) -> dict[int, str]:

@@ -63,7 +63,7 @@ def why_failed(job_state: JobState) -> list[str]:
     if job_state.record is None:
         return [f"was not submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was not submitted"]
     if job.needs and latest(run_dir) is None:
-        return [f"did not start, because {', '.join(job.needs)}, which it needs, did not succeed ({job_state.status})"]
+        return [f"did not start, because it needs {', '.join(job.needs)} to succeed ({job_state.status})"]
     return failure(run_dir, job_state.record.attach(run_dir), job_state.status or JobStatus("UNKNOWN"))
 
 

@@ -32,7 +32,7 @@ def find(run_dir: Path, gate: EvaluationGateConfig) -> EvaluationFolder:
     step, name = _step(run_dir, gate), suites.find(gate.suite)[0]
     evaluations = [folder for folder in evaluation_folder.of_run(run_dir) if folder.suite == name and folder.step == step]
     if not evaluations:
-        raise NoValue(f"{run_dir} has no evaluation by {name}" + ("" if step is None else f" of step {step}"))
+        raise NoValue(f"{run_dir} has no evaluation with the suite {name}" + ("" if step is None else f" at step {step}"))
     return _with_task(evaluations[-1], gate)
 
 

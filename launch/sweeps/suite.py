@@ -315,7 +315,7 @@ def _override_problems(key: str, overrides: dict[str, Any]) -> Iterator[Problem]
         if name in SET_BY_SWEEP:
             yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each run")
         if re.fullmatch(r"\w+\.seed", name):
-            yield Problem(f"{key}.{name}", "contradiction", "expected the seeds in `seeds`")
+            yield Problem(f"{key}.{name}", "contradiction", "expected no seed in overrides. Try the key `seeds`")
 
 
 def _is_run(suite: Suite, key: str, run: str) -> Iterator[Problem]:
@@ -337,7 +337,7 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
     elif " and " in kinds:
         yield Problem(key, "contradiction", f"got {kinds}; expected one of them per gate")
     if gate.equals is not None and bounds != (None, None):
-        yield Problem(f"{key}.equals", "contradiction", "got at_least or at_most too; expected only one of them")
+        yield Problem(f"{key}.equals", "contradiction", "got at_least or at_most too; expected equals alone, or only bounds")
     if gate.at_least is not None and gate.at_most is not None and gate.at_least > gate.at_most:
         message = f"got {gate.at_least:g}, which is above at_most; expected at most {gate.at_most:g}"
         yield Problem(f"{key}.at_least", "contradiction", message)
@@ -348,7 +348,9 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
     if gate.same_as is not None:
         for name in ("value", "over"):
             if getattr(gate, name) is not None:
-                yield Problem(f"{key}.{name}", "has-no-effect", "same_as compares every metric of every seed")
+                yield Problem(
+                    f"{key}.{name}", "has-no-effect", "same_as compares all metrics of all seeds, and does not read this key"
+                )
         if gate.evaluation:
             yield Problem(f"{key}.evaluation", "contradiction", "got same_as too; expected one of them")
     elif gate.evaluation is not None:
@@ -374,9 +376,9 @@ def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) ->
             yield Problem(f"{key}.{name}", "contradiction", f"got {name} and evaluation; expected one of the two")
     if evaluation.not_worse_than is None:
         if evaluation.margin is not None:
-            yield Problem(f"{key}.evaluation.margin", "has-no-effect", "only not_worse_than reads it")
+            yield Problem(f"{key}.evaluation.margin", "has-no-effect", "only a gate with not_worse_than reads this key")
     elif gate.over is not None:
-        yield Problem(f"{key}.over", "has-no-effect", "not_worse_than compares all seeds together")
+        yield Problem(f"{key}.over", "has-no-effect", "not_worse_than compares all seeds together, and does not read this key")
     try:
         evaluation_suites.find(evaluation.suite)
     except RecipeError as error:

@@ -172,9 +172,7 @@ class SweepFolder:
     def refuse_cancelled(self) -> None:
         """Raise RecipeError if the sweep has been cancelled."""
         if self.cancelled:
-            message = (
-                f"got {self.path}, which was cancelled; expected a sweep that goes on. Try the same command, to continue it"
-            )
+            message = f"{self.path} was cancelled. Try the command that began the sweep, to continue it"
             raise RecipeError(Problem("id", "not-running", message))
 
     # ---- submissions ----------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def _without_blanks(arguments: list[str], problems: list[Problem], suggested: se
             rest.append(first)
         else:
             key, value = first.rstrip("="), "".join(left[1:count]).lstrip("=")
-            message = f"got '{' '.join(left[:count])}'; expected {key}={value}, without blanks around `=`"
+            message = f"got '{' '.join(left[:count])}'; expected {key}={value}, without spaces around `=`"
             problems.append(_problem(key, "bad-format", _clip(message, 3 * MAX_CHARACTERS)))
             suggested.add(key)
         left = left[count:]
@@ -238,7 +238,7 @@ def _read(kind: Any, text: str) -> Any:
         return text
     if get_origin(kind) is Literal:
         raise ValueError(" or ".join(get_args(kind)))
-    raise ValueError({bool: "true or false", int: "a whole number, 0 at least", float: "a number above 0"}[kind])
+    raise ValueError({bool: "true or false", int: "a whole number, at least 0", float: "a number above 0"}[kind])
 
 
 def _number(text: str) -> float:
@@ -264,7 +264,7 @@ def _unknown(argument: str, keys: dict[str, Key]) -> Problem:
     near = difflib.get_close_matches(name, keys, 1)
     hint = f"did you mean {near[0]}=? " if near else ""
     known = ", ".join(f"{word}={key.value}" for word, key in keys.items())
-    return _problem(name, "unknown-key", f"is not a key; {hint}there are: {known}")
+    return _problem(name, "unknown-key", f"is not a key; {hint}the keys are: {known}")
 
 
 def _no_key(argument: str, following: list[str], keys: dict[str, Key]) -> tuple[Problem, str]:
@@ -274,7 +274,7 @@ def _no_key(argument: str, following: list[str], keys: dict[str, Key]) -> tuple[
     """
     option, equals, value = argument.partition("=")
     name = option.lstrip(FOREIGN)
-    why = f"begins with '{argument[0]}', as no key does" if equals else "is not key=value"
+    why = f"begins with '{argument[0]}', but no key does" if equals else "is not key=value"
     if name == option:
         key = next((word for word in ("recipe", "sweep") if word in keys), "")
         suggestion = f"{key}={_clip(argument)}" if key else "key=value"

@@ -275,7 +275,7 @@ def test_a_job_that_cannot_be_queried_is_reported(run, tmp_path, monkeypatch, ca
     small_files.write(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     monkeypatch.setattr(slurm_client, "ANSWER_S", 0.2)
-    assert "gave no answer in 0.2 s" in asked(capsys, run)[1]
+    assert "did not answer within 0.2 s" in asked(capsys, run)[1]
 
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
     assert "Unable to contact slurm controller" in asked(capsys, run)[1]

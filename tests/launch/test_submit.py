@@ -109,7 +109,7 @@ def test_dry_run_shows_the_submission_despite_missing_files(here, command, dry_r
     monkeypatch.setenv("PATH", str(here))  # no sbatch here
     monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
     status, out, err = dry_run("cluster.executor=slurm", *overrides)
-    assert status == 2 and problem in err and "max_num_steps: 3" in out and "# SBATCH_TIMELIMIT=1 of the environment" in out
+    assert status == 2 and problem in err and "max_num_steps: 3" in out and "# SBATCH_TIMELIMIT=1 from the environment" in out
     assert out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n") and "\nfinish_job\n" in out and f"# {choice}" in out
     status, _, err = command("recipe=tiny", "cluster.executor=local", *overrides)
     assert status == 2 and problem in err and not (here / "run").exists()

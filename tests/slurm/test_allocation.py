@@ -190,7 +190,7 @@ def test_equivalent_variables_become_overrides(tmp_path):
         assert component.container_mounts == ["/lustre:/lustre", "/home/me:/home/me:ro"]
         assert component.container_workdir == "/lustre/me"
         assert (component.python, component.gpus_per_node, component.cpus_per_task) == ("python3", 8, 16)
-    assert "cluster.train.gpus_per_node=8, from the environment, as ray.sub has it" in lines
+    assert "cluster.train.gpus_per_node=8, from the environment, as in ray.sub" in lines
 
 
 def test_the_command_line_precedes_the_environment(tmp_path):

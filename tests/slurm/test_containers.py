@@ -196,7 +196,7 @@ def test_the_batch_wrapper_takes_container_and_mounts_from_the_environment(clust
     _, out = sbatch(here, "-N2", "write_steps", f"cluster.generate.container_image={here}/generate image.sqsh", *python)
     wait_for("done: step 3", out)
     assert f"# cluster.train.container_image={here}/train image.sqsh, from the environment" in out()
-    assert "# COMMAND: the recipe of this command line runs" in out()
+    assert "# COMMAND: not used; the command line names the recipe" in out()
     train, generate = sorted(pyxis.tasks(cluster), key=lambda task: task["container-image"], reverse=True)
     assert train["container-image"] == f"{here}/train image.sqsh"
     assert generate["container-image"] == f"{here}/generate image.sqsh"

@@ -269,7 +269,7 @@ def test_a_variable_of_the_site_counts_where_the_recipe_says_nothing(cluster, mo
     options = {request.key: request.partitions for request in requests(both)}
     assert options == {"cluster.train": ("big",), "cluster.generate": ("all",)} and examined(both) == set()
     notes = [*slurm_request.notes(both)]
-    assert notes == ["SBATCH_PARTITION=all of the environment: used for cluster.generate"]
+    assert notes == ["SBATCH_PARTITION=all from the environment: used for cluster.generate"]
     script = batch_script(Path("/tmp/x"), "x", both.cluster, {"train": both.cluster.train, "generate": both.cluster.generate})
     assert re.findall("--partition=(.*)", script) == ["big", "all"]
 
@@ -309,9 +309,9 @@ def test_no_variable_beats_the_script_and_each_is_told(cluster, monkeypatch, tmp
     asked = recipe(train=ComponentConfig(nodes=1, cpus_per_task=1))
     notes = []
     assert list(slurm_job.problems(asked, notes)) == []
-    told = [re.split("[= ]", note)[0] for note in notes if " of the environment: not used" in note]
+    told = [re.split("[= ]", note)[0] for note in notes if " from the environment: not used" in note]
     assert sorted(told) == sorted([*BEATS, "SLURM_TIMELIMIT"])
-    assert next(note for note in notes if "MEM_PER_NODE" in note).endswith("because mem of a component decides")
+    assert next(note for note in notes if "MEM_PER_NODE" in note).endswith("because mem of a component sets this option")
     assert next(note for note in notes if "SIGNAL" in note).endswith(
         "because the job sets its own, so that ranks save before the time limit"
     )
@@ -360,7 +360,7 @@ def test_queries_that_slurm_does_not_answer_are_noted(cluster, monkeypatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     notes.clear()
     assert list(slurm_job.problems(recipe(train=ComponentConfig(nodes=99)), notes)) == []
-    assert notes == ["partitions, nodes and accounts were not checked: there is no scontrol here"]
+    assert notes == ["partitions, nodes and accounts were not checked: scontrol is not installed here"]
 
 
 # ---- accounts -----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ class ParameterConfig:
 
     low: Annotated[Float | None, Field(description="Lower end of a range, included.")] = None
     high: Annotated[Float | None, Field(description="Upper end of a range, included.")] = None
-    log: Annotated[Bool, Field(description="Draw from the range by logarithm.")] = False
-    step: Annotated[Float | None, Field(gt=0, description="Distance of values, from `low` on. null: any value.")] = None
+    log: Annotated[Bool, Field(description="Draw from the range on a logarithmic scale.")] = False
+    step: Annotated[Float | None, Field(gt=0, description="Step between values, starting at `low`. null: any value.")] = None
     choices: Annotated[list[Any] | None, Field(description="Texts, numbers, true, false or null, in place of a range.")] = None
 
 
@@ -37,7 +37,7 @@ class SearchConfig:
     """A search of hyperparameters by Optuna. Each trial is a run of one recipe with values of its own."""
 
     recipe: Annotated[Text, Field(description="The recipe of every trial: a name in recipes/, or a path.")] = MISSING
-    overrides: Annotated[dict[str, Any], Field(description="Values of every trial, over the suite's.")] = field(
+    overrides: Annotated[dict[str, Any], Field(description="Values of every trial. They override the suite's.")] = field(
         default_factory=dict
     )
     parameters: Annotated[dict[str, ParameterConfig], Field(description="Ranges and choices by dotted key.")] = field(
@@ -46,8 +46,8 @@ class SearchConfig:
     metric: Annotated[
         Text,
         Field(
-            description="What to optimize: a metric, whose last value counts, or an expression over metrics as in gates. For"
-            " pruning it is evaluated at each step over the steps so far."
+            description="What to optimize: a metric, of which the last value counts, or an expression over metrics as in gates."
+            " Pruning evaluates it at every step, over the steps so far."
         ),
     ] = MISSING
     direction: Annotated[
@@ -59,21 +59,21 @@ class SearchConfig:
     sampler: Annotated[
         Literal["random", "tpe", "grid", "cmaes"],
         Field(
-            description="How to choose values: at random, by a tree-structured Parzen estimator, every combination of choices"
-            " and of ranges with a step, or by CMA-ES (ranges only)."
+            description="How to choose values. random: at random. tpe: by a tree-structured Parzen estimator. grid: every"
+            " combination of choices and of ranges with a step. cmaes: by CMA-ES (ranges only)."
         ),
     ] = "tpe"
     pruner: Annotated[
         Literal["none", "asha", "hyperband", "median"],
         Field(
-            description="Which trials to stop early: none; those that are not among the best 1 / reduction_factor at step"
-            " min_steps * reduction_factor^k (asynchronous successive halving); that in several brackets; those worse than"
-            " the median."
+            description="Which trials to stop early. none: no trial. asha: trials that are not among the best 1 /"
+            " reduction_factor at step min_steps * reduction_factor^k (asynchronous successive halving). hyperband: as asha,"
+            " in several brackets. median: trials worse than the median."
         ),
     ] = "none"
     min_steps: Annotated[Positive, Field(description="No trial is pruned before this step.")] = 1
-    reduction_factor: Annotated[Int, Field(ge=2, description="asha, hyperband: one trial of so many goes on.")] = 3
-    parallel: Annotated[Positive, Field(description="Trials at once.")] = 1
+    reduction_factor: Annotated[Int, Field(ge=2, description="asha, hyperband: one of this many trials continues.")] = 3
+    parallel: Annotated[Positive, Field(description="Number of trials that run at once.")] = 1
     seed: Annotated[NotNegative, Field(description="Seed of the sampler. The recipe's own seed is the same in all trials.")] = 0
     budget_gpu_hours: Annotated[
         Float | None,

@@ -50,7 +50,7 @@ def problems(search: SearchConfig, price: Price | None) -> Iterator[Problem]:
     if budget is None:
         return
     if price is None:
-        message = "the plan has no GPU-hours of a trial: without GPUs, without a known model or without a last step. Try null"
+        message = "the plan cannot price a trial without GPUs, a known model and a last step. Try null"
         yield Problem(KEY, "has-no-effect", message)
     elif price.gpu_hours > budget:
         most = int(budget / price.trial_gpu_hours)

@@ -134,7 +134,13 @@ def _steps(search: SearchConfig, max_steps: int | None) -> Iterator[Problem]:
     if search.pruner == "none":
         return
     if max_steps is not None and search.min_steps >= max_steps:
-        message = f"got {search.min_steps}; expected below the {max_steps} steps of a trial, or nothing is pruned"
+        message = (
+            f"got {search.min_steps}; expected less than the {max_steps} steps of a trial, because otherwise no trial is pruned"
+        )
         yield Problem("search.min_steps", "too-large", message)
     if max_steps is None and search.pruner == "hyperband":
-        yield Problem("search.pruner", "unsupported", "hyperband needs trials with a last step. Try asha, or max_num_steps")
+        yield Problem(
+            "search.pruner",
+            "unsupported",
+            "hyperband needs trials with a last step. Try search.pruner=asha, or set max_num_steps",
+        )

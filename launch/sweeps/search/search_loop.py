@@ -99,7 +99,9 @@ class SearchLoop:
         live = any(state.state == "live" for state in states)
         if not live and not ready and (failed := [state for state in states if state.state != "done"]):
             reason = main_line(job_submission.why_failed(failed[0]))
-            raise RecipeError(Problem("search.recipe", "run-failed", f"{failed[0].job.name}, which it needs, failed: {reason}"))
+            raise RecipeError(
+                Problem("search.recipe", "run-failed", f"the run {failed[0].job.name}, which the trials need, failed: {reason}")
+            )
         return live or bool(ready)
 
     # ---- trials -------------------------------------------------------------------------------------------------------------

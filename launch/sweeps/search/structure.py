@@ -29,13 +29,13 @@ def problems(
     """
     for key, value in suite.items():
         if key not in READ and value != default[key]:
-            yield Problem(key, "contradiction", f"got search too, which does not read it. Try a suite without {key}")
+            yield Problem(key, "contradiction", f"a suite with search does not read this key. Try a suite without {key}")
     for key, overrides in (("overrides", suite["overrides"]), ("search.overrides", search.overrides)):
         for name in flat(overrides) if overrides else ():
             if name in set_by_sweep:
                 yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each trial")
             elif name in search.parameters:
-                yield Problem(f"{key}.{name}", "has-no-effect", "it is a parameter of the search")
+                yield Problem(f"{key}.{name}", "has-no-effect", "search.parameters sets this key for every trial")
     if not search.parameters:
         example = "such as policy.optimizer.kwargs.lr: {low: 1.0e-6, high: 1.0e-4, log: true}"
         yield Problem("search.parameters", "missing-value", f"got none; expected at least one, {example}")
@@ -46,7 +46,7 @@ def problems(
             yield Problem(path, "contradiction", "the sweep sets this for each trial")
         for inner in search.parameters:
             if inner.startswith(f"{key}."):
-                yield Problem(path, "contradiction", f"got {inner} too, which is inside; expected one of them")
+                yield Problem(path, "contradiction", f"got {inner} too, which is part of this key; expected one of them")
         faults = list(_choices(path, parameter) if parameter.choices is not None else _range(path, key, parameter))
         wrong = wrong or bool(faults)
         yield from faults
@@ -70,7 +70,9 @@ def _choices(path: str, parameter: ParameterConfig) -> Iterator[Problem]:
         if getattr(parameter, name) is not None:
             yield Problem(f"{path}.{name}", "contradiction", "got choices too; expected a range or choices")
     if parameter.log:
-        yield Problem(f"{path}.log", "has-no-effect", "choices are drawn as they are")
+        yield Problem(
+            f"{path}.log", "has-no-effect", "only a range is drawn on a logarithmic scale; this parameter has choices"
+        )
 
 
 def _range(path: str, key: str, parameter: ParameterConfig) -> Iterator[Problem]:
@@ -87,7 +89,7 @@ def _range(path: str, key: str, parameter: ParameterConfig) -> Iterator[Problem]
     if parameter.log and step is not None:
         yield Problem(f"{path}.step", "contradiction", f"got {step:g}; expected null, as log is true. Try a list of choices")
     if step is not None and space.count(parameter) < 2:
-        yield Problem(f"{path}.step", "too-large", f"got {step:g}; expected at most the range, {high - low:g}")
+        yield Problem(f"{path}.step", "too-large", f"got {step:g}; expected at most {high - low:g}, the width of the range")
     if space.is_whole(key, parameter):
         for name, value in {"low": low, "high": high, "step": step}.items():
             if value is not None and not float(value).is_integer():
@@ -108,7 +110,11 @@ def _sampler(search: SearchConfig) -> Iterator[Problem]:
     if search.sampler == "grid":
         yield from _grid(search)
     elif search.trials is None:
-        yield Problem("search.trials", "missing-value", f"got none; expected a number, since the sampler is {search.sampler}")
+        yield Problem(
+            "search.trials",
+            "missing-value",
+            f"got none; expected the number of trials, because the sampler is {search.sampler}",
+        )
     if search.sampler == "cmaes":
         for key, parameter in search.parameters.items():
             if parameter.choices is not None:
@@ -120,7 +126,7 @@ def _sampler(search: SearchConfig) -> Iterator[Problem]:
 def _grid(search: SearchConfig) -> Iterator[Problem]:
     without = [key for key, item in search.parameters.items() if item.choices is None and item.step is None]
     for key in without:
-        message = "got none; expected the distance of the grid's points, or a list of choices in place of the range"
+        message = "got none; expected the step between points of the grid, or a list of choices in place of the range"
         yield Problem(f"search.parameters.{key}.step", "missing-value", message)
     if without:
         return
@@ -128,7 +134,9 @@ def _grid(search: SearchConfig) -> Iterator[Problem]:
     if size > MOST_POINTS:
         yield Problem("search.sampler", "too-large", f"got a grid of {size:,} points; expected at most {MOST_POINTS:,}")
     elif search.trials not in (None, size):
-        yield Problem("search.trials", "contradiction", f"got {search.trials}; expected null or {size}, the points of the grid")
+        yield Problem(
+            "search.trials", "contradiction", f"got {search.trials}; expected null or {size}, the number of points of the grid"
+        )
 
 
 def _pruner(search: SearchConfig) -> Iterator[Problem]:

@@ -68,7 +68,9 @@ def test_the_longest_sequence_bounds_memory_and_the_mean_does_not(written):
     assert found.lengths.sequence == pytest.approx(known.mean)
     source = f"all sequences of a step have {known.longest} tokens (plan.longest_tokens, or the longest record)"
     assert source in " ".join(found.train.assumptions)
-    assert any("policy.max_total_sequence_length; if no record is as long, set" in text for text in without.train.assumptions)
+    assert any(
+        "policy.max_total_sequence_length; if all records are shorter, set" in text for text in without.train.assumptions
+    )
     packed = ("policy.train_global_batch_size=64", "policy.sequence_packing.train_mb_tokens=256")
     full = planned("tiny_sft", *keys("sft", path, *packed))
     assert rank_batches(full.recipe, 1).train_tokens == 256  # short sequences fill a microbatch just as well

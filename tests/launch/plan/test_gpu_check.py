@@ -127,7 +127,7 @@ def test_the_report_says_what_is_measured_and_what_is_assumed():
     told = table(planned("llama8b_grpo_sync", EAGER, MEASURED))
     assert f"measured h100 by {SAMPLE} of 2000-01-01, with small models: matrix products reach 26.1% of the peak" in told
     assert "Still assumed: mixture_training, bandwidth, host, all_reduce_us" in told
-    assert "the memory of a step is 0.95 of the planned one (train: FSDP2 eager)" in told
+    assert "a step uses 0.95 times its planned memory (train: FSDP2 eager)" in told
     assert "published steps" not in told  # their range is of assumed values
     assert "measured h100" not in table(planned("llama8b_grpo_sync"))
 
@@ -139,7 +139,7 @@ def test_a_part_that_failed_leaves_the_others(changed, outcome, note):
     assert gpu_check.gpu(found.recipe, found.recipe.cluster.train).assumed.dense_training == pytest.approx(EAGER_RATE)
     told = table(found)
     assert f"Not measured: train: Megatron-Core {outcome} ({note}). Try" in told
-    assert f"""make gpu-check ARGS="after={path} out={path} 'parts=train: Megatron-Core'" on that GPU""" in told
+    assert f"""make gpu-check ARGS="after={path} out={path} 'parts=train: Megatron-Core'" on the GPU to measure""" in told
     assert "Not measured" not in table(planned("llama8b_grpo_sync", EAGER, MEASURED))
 
 
@@ -176,7 +176,7 @@ def test_only_the_components_of_the_measured_gpu_take_it():
         ("", {"machine": {"gpus": ["NVIDIA H100", "NVIDIA H200"]}}, "machine.gpus"),
         ("", {"machine": {"gpus": ["NVIDIA A10", "NVIDIA A10"]}}, "the GPU 'NVIDIA A10'"),
         ("", {"machine": {"memory_gb": [84.4]}}, "machine.memory_gb"),
-        ("", {"results": []}, "no measurement that a plan takes"),
+        ("", {"results": []}, "no measurement that a plan uses"),
         ("", {"results": [3]}, "the part None"),
         ("", {"date": 3}, "without machine, date or results"),
         ("decode: vllm", {"outcome": "late"}, "the outcome 'late'"),

@@ -337,7 +337,7 @@ def test_weights_count_in_full_if_only_some_layers_are_in_eight_bits(keys, exact
     found = generated(*keys)
     assert found.exact == exact
     assert (found.parts["weights"] == generated().parts["weights"]) == (not exact)
-    assert any("as if none were quantized" in text for text in found.assumptions) == (not exact)
+    assert any("weights without quantization" in text for text in found.assumptions) == (not exact)
 
 
 def test_weights_that_leave_no_room_leave_no_tokens():

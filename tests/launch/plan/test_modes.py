@@ -147,8 +147,8 @@ def test_dynamic_sampling_samples_as_much_in_each_mode():
     ("name", "overrides", "mode", "why"),
     [
         ("qwen3_4b_distill", (), "async", "algorithm: got distillation; expected grpo or ppo"),
-        ("qwen3_1p7b_grpo_single_gpu", (), "sync", "cluster.train.gpus_per_node: got 1; expected at least one GPU"),
-        ("llama8b_grpo", ("cluster.generate.gpu=h200",), "colocated", "cluster.generate: got nodes that differ"),
+        ("qwen3_1p7b_grpo_single_gpu", (), "sync", "cluster.train.gpus_per_node: cannot divide one train node"),
+        ("llama8b_grpo", ("cluster.generate.gpu=h200",), "colocated", "cluster.generate: got nodes of another kind"),
         ("llama8b_grpo", ("policy.generation.vllm_cfg.gpu_memory_utilization=0.94",), "colocated", "a GPU may need"),
     ],
 )

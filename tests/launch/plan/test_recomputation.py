@@ -74,7 +74,7 @@ def test_no_setting_that_fits_is_faster(name, ways, tokens):
 @pytest.mark.parametrize("name", ["llama8b_grpo", "llama8b_sft", "llama8b_ppo", "llama8b_rm", "llama70b_grpo"])
 def test_a_chosen_setting_is_printed_and_no_other_proposed(name):
     printed = table(planned(name))
-    assert "recomputation policy." in printed and "of a GPU's memory: " in printed
+    assert "recomputation policy." in printed and "of a GPU's memory free: " in printed
     assert " would fit and take " not in printed
 
 
@@ -144,7 +144,7 @@ def test_an_engine_that_fills_its_turn_leaves_the_choice_to_training():
         chosen("qwen3_1p7b_grpo_single_gpu", f"policy.generation.vllm_cfg.gpu_memory_utilization={share}")
         for share in (0.95, 0.5)
     )
-    assert full[1].recomputation == roomy[1].recomputation and ", the fastest of the " in full[1].recomputation
+    assert full[1].recomputation == roomy[1].recomputation and ", the fastest of " in full[1].recomputation
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,13 @@ LAYERS = ("policy.dtensor_cfg.activation_checkpointing=true", FULL, "policy.sequ
 def test_deepseek_v3_without_torch():
     done = subprocess.run([sys.executable, "-c", DEEPSEEK], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "671,026,404,352 exactly" in done.stdout and "fits, by these estimates" in done.stdout
+    assert "671,026,404,352 parameters" in done.stdout and "fits, by these estimates" in done.stdout
 
 
 TABLES = {  # (recipe, overrides): (what its table has, what it has not)
     ("llama8b_grpo",): (
         [
-            *("All figures are estimates", "8,030,261,248 exactly", "matrix products reach 40%", "refit", "calibrated"),
+            *("All figures are estimates", "8,030,261,248 parameters", "matrix products reach 40%", "refit", "calibrated"),
             *("rollout ", "train ", "run ", "time limit ", "checkpoints ", "assumed ", "verdict "),
         ],
         ["idle"],
@@ -60,7 +60,7 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
     ("llama8b_grpo_sync",): (["fits, by these estimates"], ["overlap"]),
     ("llama8b_sft",): (["verdict fits"], ["generate", "refit"]),
     ("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2"): (  # as NeMo-RL's rm.yaml has it: -1 is 1,000,000 here
-        ["a step", "a validation on", "it ends after 2 epochs of its data; set rm.max_num_steps to see the total"],
+        ["a step", "a validation on", "the run ends after 2 epochs of its data; set rm.max_num_steps to see the total"],
         ["GPU-hours", "submissions", "000,000", "None"],
     ),
     ("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300"): (["set rm.max_val_samples to see how long"], []),
@@ -70,7 +70,7 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
     ),
     ("llama8b_ppo",): (["value 1.05e9", "updates of the critic", "values of the critic"], []),
     ("tiny_grpo", "policy.model_name=recipes/tiny"): (
-        ["unknown: no GPUs in cluster.train and cluster.generate", "754,816 exactly", "a generate rank receives"],
+        ["unknown: no GPUs in cluster.train and cluster.generate", "754,816 parameters", "a generate rank receives"],
         ["GPU-hours"],
     ),
     ("llama8b_grpo", "policy.generation.vllm_cfg.gpu_memory_utilization=0.2"): (
@@ -212,7 +212,7 @@ def test_the_ranks_of_a_reward_model_are_listed():
     assert "async, as it is 1 + 1 + 1 18" in told and "2 GPUs of the recipe's 18 would stay unused" in told
     small = planned("llama8b_grpo_rm", judge, "cluster.reward.gpu_memory_gb=10")
     assert found.fits and not small.fits
-    assert "a reward rank may need 14 GB, and its GPU has 10" in table(small)
+    assert "a reward rank may need 14 GB, and its GPU has 10 GB" in table(small)
     assert planned("llama8b_grpo_rm", judge, "env.preference.served_by=train").reward is None
 
 

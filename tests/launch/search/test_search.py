@@ -159,7 +159,7 @@ def test_a_cancelled_search_submits_nothing_more_and_goes_on_later(tmp_path, her
     run = api.SweepRun(folder)
     assert run.state() == "running" and run.cancel() == "cancelled"
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "which was cancelled" in output
+    assert process.returncode == 2 and "was cancelled" in output
     assert run.states() == {"trial-0000": "failed"}
     status, output = here(f"sweep={path}", "id=x")
     assert status == 0, output

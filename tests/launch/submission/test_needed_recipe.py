@@ -57,7 +57,7 @@ def test_sizes_are_passed_on_only_if_they_fit(here):
     site = ("cluster.executor=local", "cluster.train.partition=gpu", "cluster.train.cpus_per_task=2")
     assert base.inherited == site
     (note,) = base.notes
-    assert note.startswith("cluster.train.nodes=3: not inherited by base, which it does not fit: policy.dtensor_cfg.tensor")
+    assert note.startswith("cluster.train.nodes=3: not inherited by base, because of this problem: policy.dtensor_cfg.tensor")
 
 
 def test_shared_nodes_are_passed_on_only_if_they_fit(here):

@@ -189,7 +189,7 @@ def test_two_runs_are_compared_bit_for_bit():
     one = run(train__loss=[1.0, 0.1 + 0.2], time__step=[1.0, 2.0], throughput__x=[1.0, 1.0])
     two = run(train__loss=[1.0, 0.1 + 0.2], time__step=[3.0, 4.0], throughput__x=[2.0, 2.0])
     found = verdict(SAME, {"a": [one], "b": [two]})
-    assert found.outcome is PASSED and found.message == "2 values equal those of b, to the last bit"
+    assert found.outcome is PASSED and found.message == "2 values are bitwise equal to the values of b"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_missing_metric_fails_the_gate_by_name(wanted, measured, said):
     [
         (None, "there is no baseline yet; update_baseline=true writes it"),
         (StoredGate("last(loss)"), "the baseline does not have this gate"),
-        (stored(1.0, value="mean(loss)"), "the baseline has mean(loss); expected last(loss)"),
+        (stored(1.0, value="mean(loss)"), "the baseline stores mean(loss); expected last(loss)"),
         (stored(1.0, relative_to="b"), "the baseline is relative to b; expected absolute"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_band_around_scores(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"step": 10}, "has no evaluation by tiny of step 10"),
+        ({"step": 10}, "has no evaluation with the suite tiny at step 10"),
         ({"task": "subtraction"}, "has no task subtraction; it has addition"),
         ({"metric": "pass@8"}, "addition has no pass@8; it has accuracy"),
         ({"not_worse_than": "somewhere/else"}, "somewhere/else has no scores.json"),

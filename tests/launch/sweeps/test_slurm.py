@@ -120,4 +120,4 @@ def test_a_needed_run_is_a_dependency_and_its_failure_is_reported(slurm_cluster,
     assert status == 0, output
     folder = tmp_path / "sweeps/some/x"
     assert sorted(submitted(folder)) == ["a-1", "a-1", "b-1", "b-1", "needed", "needed"]
-    assert "RETRIED: done at try 2; before: did not start, because needed, which it needs, did not succeed (CANCELLED" in output
+    assert "RETRIED: done at try 2; before: did not start, because it needs needed to succeed (CANCELLED" in output

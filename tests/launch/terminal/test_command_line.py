@@ -137,13 +137,13 @@ def test_every_command_explains_its_keys(name, capsys):
     ("arguments", "problems"),
     [
         (["tiny_grpo"], ["tiny_grpo: is not key=value; try recipe=tiny_grpo"]),
-        (["recipe", "=", "tiny"], ["recipe: got 'recipe = tiny'; expected recipe=tiny, without blanks around `=`"]),
+        (["recipe", "=", "tiny"], ["recipe: got 'recipe = tiny'; expected recipe=tiny, without spaces around `=`"]),
         (
             ["recipe=a", "grpo.seed", "=", "3", "x.y", "=4", "a.b=", "c"],
             [
-                "grpo.seed: got 'grpo.seed = 3'; expected grpo.seed=3, without blanks around `=`",
-                "x.y: got 'x.y =4'; expected x.y=4, without blanks around `=`",
-                "a.b: got 'a.b= c'; expected a.b=c, without blanks around `=`",
+                "grpo.seed: got 'grpo.seed = 3'; expected grpo.seed=3, without spaces around `=`",
+                "x.y: got 'x.y =4'; expected x.y=4, without spaces around `=`",
+                "a.b: got 'a.b= c'; expected a.b=c, without spaces around `=`",
             ],
         ),
     ],
