@@ -113,7 +113,7 @@ def test_conversations():
 def test_a_template_that_refuses_a_message_is_named():
     with refused(("evaluate.tasks.quiz.data", "bad-record")) as error:
         encoder(NO_SYSTEM, system_prompt="Be brief.").text(QUESTION)
-    assert "question q: the chat template refuses its messages (system, user): System role" in str(error.value)
+    assert "question q: the chat template refuses messages with the roles system, user: System role" in str(error.value)
 
 
 def test_questions_that_the_template_refuses_are_dropped_and_counted_beside_the_score():
