@@ -158,7 +158,7 @@ def test_prompts_that_leave_too_little_room_for_an_answer(policy: PolicyConfig):
     sizes, warnings = encoded(policy, [10, 12], 20)
     assert warnings == [] and sizes == [10, 12]
     _, warnings = encoded(policy, [10, 25, 30], 20)
-    assert len(warnings) == 1 and "2 of 3 questions have room for fewer than max_new_tokens 20" in warnings[0]
+    assert len(warnings) == 1 and "2 of 3 prompts leave room for fewer tokens than max_new_tokens 20" in warnings[0]
     assert warnings[0].endswith("Try policy.max_total_sequence_length=50")
 
 
