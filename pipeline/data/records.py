@@ -125,7 +125,7 @@ class RecordReader:
         of_messages = [isinstance(value_of(record, key), list) for key in keys]
         if of_messages[0] != of_messages[1]:
             raise ValueError(
-                f"one of '{keys[0]}' and '{keys[1]}' is a list of messages and the other is not; expected two of a kind"
+                f"one of '{keys[0]}' and '{keys[1]}' is a list of messages and the other is not; expected two lists or texts"
             )
         return self._of_messages(record, keys) if of_messages[0] else self._of_texts(record, keys)
 
@@ -245,7 +245,7 @@ def _common_beginning(first: str, second: str) -> str:
     common = first[: sum(itertools.takewhile(bool, (a == b for a, b in zip(first, second, strict=False))))]
     end = max(common.rfind(" "), common.rfind("\n") + 1)
     if not common[: max(end, 0)].strip():
-        raise ValueError("the answers have no common beginning; expected the prompt there, since no column has it")
+        raise ValueError("the answers have no common beginning; expected a common prompt, since no column has it")
     return common[:end]
 
 
