@@ -130,7 +130,7 @@ def test_a_withdrawn_request_and_one_that_came_too_late(tmp_path, recipe):
     assert run.end(1) is None and answered(tmp_path) == []
     steer_files.ask(tmp_path, {STEPS: 8})
     run.steering.run_ended(4)
-    assert answered(tmp_path) == [(1, 4, "the run ended at step 4 before it could take effect")]
+    assert answered(tmp_path) == [(1, 4, "the run ended at step 4 before the change could take effect")]
 
 
 def test_a_request_that_excludes_another_is_refused(tmp_path, recipe):

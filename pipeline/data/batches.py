@@ -17,8 +17,8 @@ def split_batch(
     count items too. Raise ValueError if the samples do not divide into updates.
     """
     if len(samples) % (update_size * sequences_per_item):
-        detail = f" of {sequences_per_item} samples each" if sequences_per_item > 1 else ""
-        raise ValueError(f"{len(samples)} samples cannot be cut into updates of {update_size}{detail}")
+        detail = f" of {sequences_per_item} samples" if sequences_per_item > 1 else ""
+        raise ValueError(f"{len(samples)} samples do not divide into updates of {update_size} items{detail}")
     items = [samples[i : i + sequences_per_item] for i in range(0, len(samples), sequences_per_item)]
     updates = [
         _split_update(items[i : i + update_size], sequences_per_item, policy, ranks[0].size)

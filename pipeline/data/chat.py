@@ -83,7 +83,7 @@ class Encoder(RecordReader):
             text = self.template.text(question, **self.template_options(record), add_generation_prompt=True)
             tokens = self._bare_tokens(text)
         if not tokens:
-            raise ValueError("the prompt is empty: it has no tokens, and the tokenizer puts none before a text")
+            raise ValueError("the prompt is empty: it has no tokens, and the tokenizer adds no token before a text")
         return _int32(tokens)
 
     def conversation(self, record: dict[str, Any]) -> Encoded:
@@ -101,7 +101,7 @@ class Encoder(RecordReader):
             tokens, mask = self._encode_text(example)
         mask[:1] = False
         if not mask.any():
-            raise ValueError("no token remains to learn: the first token of a text has no context")
+            raise ValueError("no token remains to learn, because the loss never counts the first token of a text")
         return _int32(tokens), mask
 
     def count(self, example: Example) -> int:
@@ -144,7 +144,7 @@ class Encoder(RecordReader):
             tokens, mask = tokens_with_text(self.tokenizer, assistant.text, assistant.spans())
         if not mask.any():
             roles = [message["role"] for message in turns.messages]
-            raise ValueError(f"the chat template renders no text of the assistant, in turns {roles}")
+            raise ValueError(f"the chat template renders no text of the assistant; the roles are {roles}")
         return tokens, mask
 
     def _bare_tokens(self, text: str) -> list[int]:

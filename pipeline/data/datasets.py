@@ -52,7 +52,9 @@ def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[
     order = np.random.default_rng(dataset.seed).permutation(len(records))
     held_out = math.ceil(size * len(records)) if size < 1 else int(size)
     if not 0 < held_out < len(records):
-        message = f"split_validation_size {size:g} would hold {held_out} of {len(records)} records out; some must remain"
+        message = (
+            f"split_validation_size {size:g} holds out {held_out} of {len(records)} records; expected at least one to remain"
+        )
         raise RecipeError(Problem("data", "too-large", message))
     return _repeat_records(_Selection(records, order[held_out:]), dataset), _Selection(records, order[:held_out])
 
@@ -168,7 +170,7 @@ class JSONLRecords(Sequence):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self._sizes[index] > user_files.MAX_LINE:
-            raise ValueError(f"the line has more than {user_files.MAX_LINE >> 20} MB; expected one record a line")
+            raise ValueError(f"the line has more than {user_files.MAX_LINE >> 20} MiB; expected one record a line")
         return parse_record(os.pread(self._file.fileno(), self._sizes[index], self._begins[index]))
 
     def place(self, index: int) -> str:
@@ -203,7 +205,7 @@ def _from_callable(path: str, dataset: DatasetConfig, seed: int) -> Sequence[Rec
     try:
         records = make(dataset.split or "train", **{"seed": seed, **dataset.kwargs})
     except TypeError as error:
-        message = f"dataset_name '{path}': called with (split, seed=, **kwargs): {error}"
+        message = f"dataset_name '{path}': the call with (split, seed=, **kwargs) fails: {error}"
         raise RecipeError(Problem("data", "wrong-type", message)) from error
     if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")) or isinstance(records, str | dict):
         message = f"dataset_name '{path}' returned a {type(records).__name__}; expected a sequence of records"

@@ -38,7 +38,7 @@ class Supply:
             return None
         smaller = f", or {self.batch_key}={self.total}" if self.total else ""
         message = (
-            f"got {self.source}; expected at least {self.per_step}, the records of one step ({self.batch_key})."
+            f"got {self.source}; expected at least {self.per_step}, the number for one step ({self.batch_key})."
             f" Try more records, a higher {self.epochs_key}{smaller}"
         )
         return Problem("data", "too-few-records", message)
@@ -51,7 +51,11 @@ def of_records(recipe: Recipe, records: int) -> Supply:
     shortened = [
         f"{prefix}{name}" for name, training_set in training_sets(recipe.data).items() if training_set.split_validation_size
     ]
-    without = f" (without those of {', '.join(f'{name}.split_validation_size' for name in shortened)})" if shortened else ""
+    without = (
+        f" (without the records that go to {', '.join(f'{name}.split_validation_size' for name in shortened)})"
+        if shortened
+        else ""
+    )
     source = f"{records:,} records{without} and {recipe.algorithm}.max_num_epochs={epochs}"
     return _supply(recipe, None if epochs is None else records * epochs, source)
 

@@ -131,7 +131,7 @@ class FileTokenizer:
             if name in template:
                 return template[name]
             if chat_template is None:
-                raise ValueError(f"the tokenizer has no default chat template, but {', '.join(sorted(template))}")
+                raise ValueError(f"the tokenizer has no default chat template; it has: {', '.join(sorted(template))}")
         if (text := chat_template or template) is None or isinstance(text, dict):
             raise ValueError("the tokenizer has no chat template")
         return text
@@ -168,7 +168,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         with user_files.open_file(path) as file:  # the library that reads it would wait for a pipe
             status = os.fstat(file.fileno())
         if status.st_size > user_files.MAX_JSON:
-            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes; expected at most {user_files.MAX_JSON:,}")
+            raise OSError(errno.EFBIG, f"got {status.st_size:,} bytes; expected at most {user_files.MAX_JSON:,} bytes")
     except OSError as error:
         raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
     return _read_tokenizer(str(path), status.st_mtime_ns, status.st_size)

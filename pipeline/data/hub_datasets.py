@@ -35,7 +35,9 @@ def rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
     loaded: Any = datasets.load_from_disk(str(folder))
     splits: Any = loaded if isinstance(loaded, datasets.DatasetDict) else {split: loaded}
     if split not in splits:
-        raise RecipeError(Problem("data", "not-a-choice", f"{folder} has no split '{split}'; there are: {', '.join(splits)}"))
+        raise RecipeError(
+            Problem("data", "not-a-choice", f"{folder} has no split '{split}'; expected one of: {', '.join(splits)}")
+        )
     return splits[split]
 
 

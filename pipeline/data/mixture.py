@@ -116,11 +116,11 @@ class Mixture(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`. Raise RecipeError if it is from other data sets, weights or seeds."""
         if "streams" not in state:
-            message = f"the checkpoint has one data set, this run has {', '.join(self._streams)}"
+            message = f"got the data sets {', '.join(self._streams)}; expected one data set, as in the checkpoint"
             raise RecipeError(Problem("data", "run-exists", message))
         for field, saved, current in (("weights", state["weights"], self._weights), ("seed", state["seed"], self._seed)):
             if saved != current:
-                message = f"got {field} {current}; expected {saved}, which the checkpoint had"
+                message = f"got {field} {current}; expected {saved}, as in the checkpoint"
                 raise RecipeError(Problem("data", "run-exists", message))
         for name, stream in self._streams.items():
             try:

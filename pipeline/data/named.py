@@ -61,7 +61,7 @@ def _gsm8k(row: Record) -> Record:
 def _dapo(row: Record) -> Record:
     judged = row.get("reward_model")
     if not isinstance(judged, dict):
-        raise ValueError("'reward_model' has no 'ground_truth'")
+        raise ValueError("'reward_model' is not an object; expected an object with 'ground_truth'")
     return {"input": messages_of(row, "prompt")[0]["content"], "output": _not_empty(judged, "ground_truth")}
 
 
@@ -78,7 +78,9 @@ def _squad(row: Record) -> Record:
 def _conversation(row: Record) -> Record:
     messages = messages_of(row, "messages")
     if messages[-1]["role"] != "assistant":
-        raise ValueError(f"'messages' does not end in an answer of the assistant's: {[m['role'] for m in messages]}")
+        raise ValueError(
+            f"'messages' does not end in an answer of the assistant; the roles are {[m['role'] for m in messages]}"
+        )
     return {"messages": _plain(messages)}
 
 
@@ -101,7 +103,7 @@ def _helpsteer3(row: Record) -> Record:
 def _tulu3_preference(row: Record) -> Record:
     chosen, rejected = (_plain(messages_of(row, key)) for key in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1] or chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
-        raise ValueError("'chosen' and 'rejected' are not two answers of the assistant's to one conversation")
+        raise ValueError("'chosen' and 'rejected' are not two answers of the assistant to the same conversation")
     return {"context": chosen[:-1], "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
 
 

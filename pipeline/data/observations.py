@@ -111,7 +111,7 @@ class Observations:
                 rendered_as, problem = "user", None
                 logger.info("policy.tokenizer.chat_template has no role tool: tool messages get the role user")
             if problem:
-                message = f"cannot render an environment's {role} after an assistant's turn: {problem}"
+                message = f"cannot render a message of the role {role} after an assistant's turn: {problem}"
                 raise RecipeError(Problem("policy.tokenizer.chat_template", "unsupported", message))
             self._roles[role] = rendered_as
         return self._roles[role]
@@ -122,7 +122,7 @@ class Observations:
             text, begin = self._conversation({"role": role, "content": PLACEHOLDER_REPLY})
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             return str(error)
-        return None if PLACEHOLDER_REPLY in text[begin:] else "it renders no text of it"
+        return None if PLACEHOLDER_REPLY in text[begin:] else "it renders no text of the message"
 
     def _conversation(self, *reply: Message) -> tuple[str, int]:
         """Return (a rendered conversation with a placeholder for the policy's turn, the position after the placeholder).

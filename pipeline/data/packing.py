@@ -36,7 +36,7 @@ def plan_microbatches(
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if max_tokens is not None and lengths[longest_first[0]] > max_tokens:
         raise ValueError(
-            f"sample {longest_first[0]} has {lengths[longest_first[0]]} tokens, more than a microbatch may have ({max_tokens})"
+            f"sample {longest_first[0]} has {lengths[longest_first[0]]} tokens; expected at most {max_tokens} in a microbatch"
         )
     tokens = max_tokens or sum(lengths)
     sequences = max_sequences or len(lengths)

@@ -37,7 +37,9 @@ def encode_pair(encoder: Encoder, position: int, record: dict[str, Any]) -> Pair
     """
     chosen, rejected = (_until_the_answer_ends(*encoder.encode(turns)) for turns in encoder.pair(record))
     if np.array_equal(chosen[0], rejected[0]):
-        raise ValueError(f"'{encoder.dataset.chosen_key}' and '{encoder.dataset.rejected_key}' are the same")
+        raise ValueError(
+            f"'{encoder.dataset.chosen_key}' and '{encoder.dataset.rejected_key}' have the same tokens; expected two answers"
+        )
     return _sample(chosen, encoder.margin(record)), _sample(rejected, 0.0)
 
 

@@ -129,5 +129,7 @@ def _board(draw: random.Random, largest: int, most_moves: int, split: str) -> Bo
             board = draw.choice([after for move in FROM if (after := slid(board, move)) is not None])
         if size == 2 or (split == "validation") == (zlib.crc32(board_line(board).encode()) % VALIDATION_SHARE == 0):
             return board
-    message = f"sliding_puzzle: game_config of size {largest} and {most_moves} moves has too few boards for '{split}'"
+    message = (
+        f"sliding_puzzle: size {largest} with shuffle_moves {most_moves} gives too few boards for '{split}'. Try larger numbers"
+    )
     raise RecipeError(Problem("data", "too-small", message))

@@ -116,7 +116,7 @@ class RecordReader:
         messages = messages_of(record, key)
         roles = [message["role"] for message in messages]
         if "assistant" not in roles or roles[0] == "assistant":
-            raise ValueError(f"'{key}' has no assistant's turn after another's: {roles}")
+            raise ValueError(f"'{key}' has the roles {roles}; expected an assistant's turn, but not as the first turn")
         return Turns(self.complete_messages(messages), options=self.template_options(record))
 
     def pair(self, record: Record) -> tuple[Example, Example]:
@@ -124,7 +124,9 @@ class RecordReader:
         keys = (self.dataset.chosen_key, self.dataset.rejected_key)
         of_messages = [isinstance(value_of(record, key), list) for key in keys]
         if of_messages[0] != of_messages[1]:
-            raise ValueError(f"of '{keys[0]}' and '{keys[1]}' one is a list of messages and the other is not")
+            raise ValueError(
+                f"one of '{keys[0]}' and '{keys[1]}' is a list of messages and the other is not; expected two lists or texts"
+            )
         return self._of_messages(record, keys) if of_messages[0] else self._of_texts(record, keys)
 
     def template_options(self, record: Record) -> dict[str, Any]:
@@ -137,7 +139,7 @@ class RecordReader:
             return 0.0
         value = value_of(record, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"'{key}' is {value!r}, not a number")
+            raise ValueError(f"'{key}' is {value!r}, not a finite number")
         return float(value)
 
     def complete_messages(self, messages: list[Message]) -> list[Message]:
@@ -154,7 +156,7 @@ class RecordReader:
 
     def _refuse_bare(self, key: str) -> None:
         if not self.data.apply_chat_template:
-            raise ValueError(f"'{key}' is a list of messages, and data.apply_chat_template is false")
+            raise ValueError(f"'{key}' is a list of messages; expected a text, since data.apply_chat_template is false")
 
     # ---- pairs ---------------------------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class RecordReader:
             answers = [answer[len(record_with_prompt[self.dataset.input_key]) :] for answer in answers]
         for key, answer in zip(keys, answers, strict=True):
             if not answer.strip():
-                raise ValueError(f"'{key}' is {'contained in the other answer' if begun_alike else 'empty'}")
+                raise ValueError(f"'{key}' is {'the beginning of the other answer' if begun_alike else 'empty'}")
         chosen, rejected = answers
         _refuse_same(keys, chosen, rejected)
         if not self.data.apply_chat_template:
@@ -182,7 +184,7 @@ class RecordReader:
         chosen, rejected = (_messages_with_answer(record, key) for key in keys)
         for key, messages in zip(keys, (chosen, rejected), strict=True):
             if not messages[-1].get("tool_calls") and not messages[-1]["content"].strip():
-                raise ValueError(f"'{key}' does not end in an answer of the assistant: the last turn is empty")
+                raise ValueError(f"'{key}' ends in an empty turn of the assistant; expected an answer")
         if chosen[0]["role"] == rejected[0]["role"] == "assistant":
             prompt = self._prompt(record)
             chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
@@ -192,7 +194,9 @@ class RecordReader:
         first = _count_common_messages(chosen, rejected)
         if any(not messages[first:] or messages[first]["role"] != "assistant" for messages in (chosen, rejected)):
             names = f"'{keys[0]}' and '{keys[1]}'"
-            raise ValueError(f"{names} are not two answers to the same prompt: they do not differ first at an assistant's turn")
+            raise ValueError(
+                f"{names} are not two answers to the same prompt: their first difference is not an assistant's turn"
+            )
         options = self.template_options(record)
         return Turns(chosen, first, options), Turns(rejected, first, options)
 
@@ -217,11 +221,11 @@ def check_prompt_text(text: str) -> str:
     """
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
-        reason = f"it has {fields}"
+        reason = f"got the fields {fields}"
     except ValueError as error:
         fields, reason = [], str(error)
     if fields != [""]:
-        raise ValueError(f"expected one {{}} where the input goes, and {{{{ and }}}} for braces, but {reason}")
+        raise ValueError(f"{reason}; expected one {{}}, for the input. Try {{{{ and }}}} for other braces")
     return text
 
 
@@ -241,7 +245,7 @@ def _common_beginning(first: str, second: str) -> str:
     common = first[: sum(itertools.takewhile(bool, (a == b for a, b in zip(first, second, strict=False))))]
     end = max(common.rfind(" "), common.rfind("\n") + 1)
     if not common[: max(end, 0)].strip():
-        raise ValueError("the answers have no common beginning; expected one, since no column has the prompt")
+        raise ValueError("the answers have no common beginning; expected a common prompt, since no column has it")
     return common[:end]
 
 
@@ -254,14 +258,14 @@ def _count_common_messages(first: list[Message], second: list[Message]) -> int:
 def _messages_with_answer(record: Record, key: str) -> list[Message]:
     messages = messages_of(record, key)
     if messages[-1]["role"] != "assistant":
-        raise ValueError(f"'{key}' does not end in an answer of the assistant: {[m['role'] for m in messages]}")
+        raise ValueError(f"'{key}' does not end in an answer of the assistant; the roles are {[m['role'] for m in messages]}")
     return messages
 
 
 def _messages_without_answer(record: Record, key: str) -> list[Message]:
     messages = messages_of(record, key)
     if messages[-1]["role"] == "assistant":
-        raise ValueError(f"'{key}' must end before the assistant's answer; got an assistant's turn as the last one")
+        raise ValueError(f"'{key}' must end before the assistant's answer; got an assistant's turn as the last turn")
     return messages
 
 
@@ -271,10 +275,10 @@ def parse_record(line: bytes) -> Record:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise ValueError(f"not JSON: {fault}; a data file has one JSON object a line") from None
+        raise ValueError(f"not JSON: {fault}; expected one JSON object a line") from None
     if not isinstance(record, dict):
-        mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
-        raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")
+        mend = ". Try one record a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
+        raise ValueError(f"got a {type(record).__name__}; expected a JSON object{mend}")
     return record
 
 

@@ -81,7 +81,9 @@ class ChatTemplate:
         if options.get("tools") and not self._told_of_tools:
             self._told_of_tools = True
             if text == self._without_tools(messages, options):
-                logger.warning("the chat template of %s renders no tools: records have them", self._tokenizer.name_or_path)
+                logger.warning(
+                    "the chat template of %s does not render the tools that records have", self._tokenizer.name_or_path
+                )
         return text
 
     def _without_tools(self, messages: list[Message], options: dict[str, Any]) -> str | None:
@@ -103,7 +105,7 @@ class ChatTemplate:
             plain = isinstance(error, ValueError) or type(error) is jinja2.TemplateError  # raise_exception's
             reason = str(error) if plain else f"{type(error).__name__}: {error}"
             roles = ", ".join(message["role"] for message in messages)
-            raise TemplateRefusal(f"the chat template refuses its messages ({roles}): {reason}") from error
+            raise TemplateRefusal(f"the chat template refuses messages with the roles {roles}: {reason}") from error
 
     def _choose_form(self, message: Message) -> Message:
         """Return a message in the form that the template renders well. Only messages with tool calls change."""

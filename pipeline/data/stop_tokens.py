@@ -106,11 +106,11 @@ def decide(
             sources.setdefault(id, []).append(source)
         else:
             text = str(tokenizer.convert_ids_to_tokens(id))
-            notes.append(f"eos_token_id {id} of {source} does not end answers: it is {text!r}, no special token")
+            notes.append(f"eos_token_id {id} of {source} does not end answers, because {text!r} is not a special token")
     for text in ends.stops:
         sources.setdefault(_id(tokenizer, text), []).append(TEMPLATE)
     if tokenizer.chat_template and not ends.stops:
-        notes.append(f"the chat template ends no turn: {ends.why}")
+        notes.append(f"the chat template ends no turn with a token: {ends.why}")
     tokens = [
         StopToken(id, str(tokenizer.convert_ids_to_tokens(id)), tuple(dict.fromkeys(sources[id]))) for id in sorted(sources)
     ]

@@ -158,11 +158,11 @@ class Stream(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`. Raise RecipeError if it is from another data set, seed or order."""
         if "streams" in state:
-            message = f"the checkpoint has the data sets {', '.join(state['streams'])}, this run has one"
+            message = f"got one data set; expected the data sets {', '.join(state['streams'])}, as in the checkpoint"
             raise RecipeError(Problem("data", "run-exists", message))
         for key, value in self._identity.items():
             if state[key] != value:
-                message = f"got {key} {value}; expected {state[key]}, which the checkpoint had"
+                message = f"got {key} {value}; expected {state[key]}, as in the checkpoint"
                 raise RecipeError(Problem("data", "run-exists", message))
         self._loader.load_state_dict(state["loader"])
         self._items.dropped = state.get("dropped", 0)
@@ -248,7 +248,7 @@ class _Items(Dataset):
             raise self._refusal(wrong)
         self.dropped += 1
         if self.dropped <= SHOWN_DROPS or self.dropped % SHOWN_DROPS == 0:
-            logger.warning("data.%s=drop: skipped record %d of this run so far: %s", wrong.key, self.dropped, wrong)
+            logger.warning("data.%s=drop: records skipped so far: %d, the last one: %s", wrong.key, self.dropped, wrong)
         return None
 
     def check(self, count: int) -> int:

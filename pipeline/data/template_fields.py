@@ -35,7 +35,9 @@ def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[s
         if not isinstance(variables, dict):
             raise ValueError(f"'{VARIABLES}' is a {type(variables).__name__}, not an object of variables of the chat template")
         if reserved := sorted(RESERVED & variables.keys()):
-            raise ValueError(f"'{VARIABLES}' has {', '.join(reserved)}; expected variables of the chat template alone")
+            raise ValueError(
+                f"'{VARIABLES}' has {', '.join(reserved)}, arguments of apply_chat_template; expected only template variables"
+            )
         options |= variables
     return options
 

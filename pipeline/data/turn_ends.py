@@ -81,7 +81,11 @@ class _TurnEndFinder:
         else:
             last, between, inner = self._at_the_end(tail, self._openers(before))
         text = tail.strip()
-        reason = f"it writes {text[:40]!r} after an answer, which is no token" if text else "it writes nothing after an answer"
+        reason = (
+            f"it writes {text[:40]!r} after an answer, which is not an added token"
+            if text
+            else "it writes nothing after an answer"
+        )
         return TurnEnds(last, between, self._end_of_call(), inner, "" if last or between else reason)
 
     def _at_the_end(self, tail: str, openers: set[str]) -> tuple[str, str, str]:

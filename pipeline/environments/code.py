@@ -134,7 +134,8 @@ class CodeArguments(SandboxArguments):
     reward: Annotated[
         Literal["all", "share"],
         Field(
-            description="all: 1 if all tests pass; the first failing test is the last one run. share: the share that passes."
+            description="all: 1 if all tests pass, else 0; tests with input and output end at the first failure. share: the"
+            " share of tests that pass."
         ),
     ] = "all"
 
@@ -238,7 +239,7 @@ class CodeInterpreterArguments(PythonArguments):
     """The kwargs of `kind: code_interpreter`."""
 
     terminate_on_evaluation: Annotated[
-        Bool, Field(description="End the episode with the first code whose last line is an expression, as NeMo-RL does.")
+        Bool, Field(description="End the episode with the first code that ends in an expression, as NeMo-RL does.")
     ] = True
     role: Annotated[Text, Field(description="Role of the message with the result.")] = "user"
 

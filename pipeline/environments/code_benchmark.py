@@ -67,7 +67,8 @@ class CodeBenchmarkArguments(SandboxArguments):
     """The kwargs of `kind: code_benchmark`."""
 
     test_s: Annotated[
-        Float, Field(gt=0, description="Seconds of wall time of one test with input and output, its program's start included.")
+        Float,
+        Field(gt=0, description="Maximum wall time, in seconds, of a test with input and output and of its program's start."),
     ] = 6.0
 
 
@@ -231,7 +232,7 @@ def _parse(answer: str) -> dict[str, Any]:
     """Return the tests in a task's "answer". Raises ValueError for a text that has neither of the module's two forms."""
     tests = json.loads(answer)
     if not isinstance(tests, dict) or not ({"program", "setup", "entry_point"} <= set(tests) or "tests" in tests):
-        raise ValueError("got tests in an unknown form; expected JSON with program, setup and entry_point, or with tests")
+        raise ValueError("got tests in an unknown form; expected JSON with the keys program, setup and entry_point, or tests")
     return tests
 
 
@@ -242,7 +243,7 @@ def read_cases(tests: dict[str, Any]) -> list[dict[str, str]]:
     """
     cases = [*tests["tests"], *decode_private(tests.get("private") or "[]")]
     if not cases or not all(isinstance(case, dict) and {"input", "output"} <= set(case) for case in cases):
-        raise ValueError("got no tests, or tests without input and output")
+        raise ValueError("got no tests, or a test without input or output; expected a list of {input, output}")
     return cases
 
 
@@ -259,9 +260,9 @@ def decode_private(text: str) -> list[dict[str, str]]:
         unpacker = zlib.decompressobj()
         content = unpacker.decompress(base64.b64decode(text, validate=True), DECODED_BYTES)
         if unpacker.unconsumed_tail:
-            raise ValueError(f"private tests of more than {DECODED_BYTES} bytes")
+            raise ValueError(f"the private tests have more than {DECODED_BYTES} bytes after decompression")
     except (binascii.Error, zlib.error) as error:
-        raise ValueError(f"private tests are neither JSON nor base64 of zlib: {error}") from error
+        raise ValueError(f"the private tests are neither JSON nor base64 of zlib data: {error}") from error
     return json.loads(_text_of_pickle(content))
 
 
@@ -269,11 +270,11 @@ def _text_of_pickle(content: bytes) -> str:
     texts = []
     for opcode, argument, _ in genops(content):
         if opcode.name not in PLAIN_PICKLE:
-            raise ValueError(f"private tests have a pickle with {opcode.name}; expected that of one text")
+            raise ValueError(f"the private tests are a pickle with the opcode {opcode.name}; expected a pickle of a text")
         if isinstance(argument, str):
             texts.append(argument)
     if len(texts) != 1:
-        raise ValueError(f"private tests have a pickle of {len(texts)} texts; expected one")
+        raise ValueError(f"the private tests are a pickle of {len(texts)} texts; expected a pickle of one text")
     return texts[0]
 
 

@@ -348,7 +348,7 @@ def judge(frames: Frames) -> None:
         names |= {name: calls.function(name) for name in answer_names}
         program = compile(task["program"], "tests", "exec")
     except Exception as error:
-        verdict = {"broken": f"the tests cannot be read: {error!r}"}
+        verdict = {"broken": f"cannot load the tests: {error!r}"}
     else:
         try:
             calls.request("load")

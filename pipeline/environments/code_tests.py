@@ -77,7 +77,7 @@ def parse_tests(source: Any) -> Tests:
             pass  # a Python snippet
     if isinstance(source, dict) and isinstance(source.get("test"), str) and isinstance(source.get("entry_point"), str):
         if "def check(" not in source["test"]:
-            raise ValueError("'test' does not define check(candidate); expected it to, since check(<entry_point>) is called")
+            raise ValueError("'test' does not define check(candidate); expected this function, which the judge calls")
         source = f"{source['test']}\n\ncheck({source['entry_point']})\n"
     if isinstance(source, str) and source.strip():
         return Tests(snippets=(_snippet(source),))
@@ -85,7 +85,7 @@ def parse_tests(source: Any) -> Tests:
         function = source.get("fn_name") or ""
         inputs, outputs = source["inputs"], source["outputs"]
         if len(inputs) != len(outputs):
-            raise ValueError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected as many of both")
+            raise ValueError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected equal numbers")
         pairs = zip(inputs, outputs, strict=True)
         tests = Tests(tuple(IOTest(_text(stdin, function), _text(stdout, function), function) for stdin, stdout in pairs))
     elif isinstance(source, list) and all(isinstance(test, str) for test in source):
@@ -94,7 +94,7 @@ def parse_tests(source: Any) -> Tests:
         tests = Tests(tuple(_livecodebench_test(test) for test in source))
     else:
         raise ValueError(
-            "got tests in an unknown form; expected inputs and outputs, a list of {input, output}, test and entry_point, or"
+            "got tests in an unknown form; expected {inputs, outputs}, a list of {input, output}, {test, entry_point}, or"
             " Python snippets"
         )
     if not len(tests):
@@ -193,7 +193,7 @@ def _livecodebench_test(test: dict[str, Any]) -> IOTest:
     if test.get("testtype", "stdin") == "stdin":
         return IOTest(test["input"], test["output"])
     if not (function := test.get("fn_name") or test.get("func_name")):
-        raise ValueError("a functional test lacks fn_name")
+        raise ValueError("a functional test has neither fn_name nor func_name")
     arguments = [json.loads(line) for line in test["input"].splitlines() if line.strip()]
     return IOTest(json.dumps(arguments), json.dumps(json.loads(test["output"])), function)
 

@@ -49,7 +49,7 @@ class RewardFunction(Environment):
         arguments = {name: value for name, value in available.items() if name in names and name not in self._first}
         if missing := [name for name in self._required if name not in arguments]:
             field, function = missing[0], f"{self._function.__module__}.{self._function.__qualname__}"
-            advice = f"Try env.{self._name}.kwargs.{field}=... or a column of that name"
+            advice = f"Try env.{self._name}.kwargs.{field}=... or a column of this name"
             raise Unjudged(f"the record has no '{field}', which {function} needs. {advice}")
         reward = self._function(_last_user_text(task), text, **arguments)
         if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
@@ -83,23 +83,23 @@ def problem(class_or_function: Any, kwargs: Collection[str]) -> str | None:
     if parameters is None:
         return None
     if {"completions", "prompts"} & set(parameters):
-        return "got a function of many answers; expected one of a single answer: (prompt, answer, **fields) -> float"
+        return "got a function of many answers; expected a function of one answer: (prompt, answer, **fields) -> float"
     variable = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values())
     if sum(parameter.kind in POSITIONAL for parameter in parameters.values()) < 2 and not variable:
         return f"got parameters ({', '.join(parameters)}); expected (prompt, answer, **fields)"
     if (names := fields(class_or_function)) is not None and (unknown := [name for name in kwargs if name not in names]):
-        return f"got {unknown[0]} in env's kwargs; expected parameters of the function: {', '.join(names) or 'none'}"
+        return f"got {unknown[0]} in kwargs; expected parameters of the function: {', '.join(names) or 'none'}"
     return None
 
 
 def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
     if missing := [name for name in METHODS if not callable(getattr(kind, name, None))]:
         return (
-            f"the class has no {' and no '.join(missing)}; expected reset(prompt), step(episode, text) and close(). One that"
-            " derives from pipeline.environments.environment.Environment needs only step"
+            f"the class has no {' and no '.join(missing)}; expected reset(prompt), step(episode, text) and close(). A"
+            " subclass of pipeline.environments.environment.Environment needs only step"
         )
     if abstract := sorted(getattr(kind, "__abstractmethods__", ())):
-        return f"the class is abstract; expected it to define {' and '.join(abstract)}"
+        return f"the class is abstract; expected a class that defines {' and '.join(abstract)}"
     try:
         signature = inspect.signature(kind)
     except (TypeError, ValueError):  # it has no signature to check

@@ -156,7 +156,7 @@ def _pattern_error(pattern: str) -> str | None:
         groups = re.compile(pattern).groups
     except re.error as error:
         return f"got '{pattern}'; expected a regular expression: {error}"
-    return f"got '{pattern}' with {groups} groups; expected at most one, whose match is used" if groups > 1 else None
+    return f"got '{pattern}' with {groups} groups; expected at most one group" if groups > 1 else None
 
 
 Pattern = Annotated[Text, Check(_pattern_error)]

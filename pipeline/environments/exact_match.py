@@ -22,8 +22,8 @@ class ExactMatchArguments:
     pattern: Annotated[
         Pattern | None,
         Field(
-            description="Regular expression of the answer: its last match counts, or that match's group if it has one, as"
-            " `;(\\d+)$` has. null: the whole response."
+            description="Regular expression of the answer, such as `;(\\d+)$`. Its last match counts, or the group of this"
+            " match if the expression has a group. null: the whole response."
         ),
     ] = None
 
@@ -40,7 +40,7 @@ class ExactMatch(BuiltinEnvironment):
     @override
     def check_answer(cls, answer: str, arguments: ExactMatchArguments) -> None:
         if not answer.strip():
-            raise ValueError("got an empty text, which an empty answer would match")
+            raise ValueError("got an empty expected answer, which an empty response would match")
 
     def __init__(self, arguments: ExactMatchArguments, context: EnvironmentContext) -> None:
         self._pattern = re.compile(arguments.pattern) if arguments.pattern is not None else None

@@ -30,7 +30,7 @@ class GSM8KAnswer(BuiltinEnvironment):
     @override
     def check_answer(cls, answer: str, arguments: Any) -> None:
         if not re.search(r"\d", normalize(answer)):
-            raise ValueError(f"got '{answer}'; expected a number, or a solution with one after ####")
+            raise ValueError(f"got '{answer}'; expected a number, or a solution with a number after ####")
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:

@@ -38,7 +38,10 @@ class IFEvalArguments:
 
     reward: Annotated[
         Literal["strict", "loose", "share"],
-        Field(description="strict, loose: 1 if all instructions are followed. share: the share followed, strict."),
+        Field(
+            description="strict, loose: 1 if the answer follows all instructions by this rule, else 0. share: the share of"
+            " instructions that the answer follows by the rule strict."
+        ),
     ] = "strict"
     sentences: Annotated[
         Literal["rules", "punkt"],
@@ -84,7 +87,7 @@ def read_instructions(answer: str) -> list[Instruction]:
     """Return the instructions in a task's "answer". Raises ValueError for an unknown instruction or unfitting arguments."""
     columns = json.loads(answer)
     if not isinstance(columns, dict) or not columns.get("instruction_id_list"):
-        raise ValueError("got no instruction_id_list; expected JSON with it and with kwargs")
+        raise ValueError("got no instruction_id_list; expected JSON with instruction_id_list and kwargs")
     instructions = []
     for name, arguments in zip(columns["instruction_id_list"], columns["kwargs"], strict=True):
         present = {key: value for key, value in (arguments or {}).items() if value is not None}

@@ -72,19 +72,19 @@ Reply = TypeVar("Reply")
 
 
 def _password_error(url: str) -> str | None:  # never repeats the URL
-    return "contains a user or a password. Try api_key_env, the name of a variable with the key" if "@" in url else None
+    return "contains a user or a password. Try api_key_env, an environment variable with the key" if "@" in url else None
 
 
 def _address_error(url: str) -> str | None:
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
         return f"got '{url}'; expected an http(s) address such as http://host:port/v1"
     base = url.rstrip("/").removesuffix("/chat/completions")
-    return f"got '{url}'; expected it without the route. Try {base}" if base != url.rstrip("/") else None
+    return f"got '{url}'; expected it without /chat/completions. Try {base}" if base != url.rstrip("/") else None
 
 
 def _scale_error(scale: list[float]) -> str | None:
     fits = len(scale) == 2 and scale[0] != scale[1]
-    return None if fits else f"got {scale}; expected two different scores, that of reward 0 and that of reward 1"
+    return None if fits else f"got {scale}; expected two different scores: of reward 0, then of reward 1"
 
 
 def _variable_error(name: str) -> str | None:  # never repeats the name, which may be the key
@@ -109,7 +109,7 @@ Question = Annotated[Text, requires_placeholder("{response}")]
 class LLMJudgeArguments:
     """The kwargs of `kind: llm_judge`."""
 
-    url: Annotated[Address, Field(description="Address of an OpenAI-compatible server, up to and with /v1.")] = MISSING
+    url: Annotated[Address, Field(description="Address of an OpenAI-compatible server, including /v1.")] = MISSING
     model: Annotated[Text, Field(description="Name of the model in requests.")] = MISSING
     prompt: Annotated[
         Question,
@@ -117,7 +117,7 @@ class LLMJudgeArguments:
     ] = PROMPT
     second_prompt: Annotated[
         Question | None,
-        Field(description="A second prompt, such as in another order; the worse score counts. null: none."),
+        Field(description="A second prompt, for example in another order; the worse score counts. null: none."),
     ] = None
     marks: Annotated[
         Bool,
@@ -128,24 +128,30 @@ class LLMJudgeArguments:
     score_pattern: Annotated[
         Pattern,
         Field(
-            description="Regular expression of the whole last line of the reply, which is the score, or whose group is. A reply"
-            " that was cut, or whose lines give several scores, has none."
+            description="Regular expression of the whole last line of the reply. The score is its group, or the line if it has"
+            " no group. A truncated reply, or a reply with several different scores, has no score."
         ),
     ] = r"Score:\s*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?"
     scale: Annotated[
         list[Float],
         Check(_scale_error),
-        Field(description="The scores of reward 0 and of reward 1; other numbers are not scores."),
+        Field(description="The scores of reward 0 and of reward 1. A number outside of this range is no score."),
     ] = field(default_factory=lambda: [0.0, 10.0])
-    tries: Annotated[Positive, Field(le=100, description="Maximum number of requests per prompt and answer.")] = 4
-    api_key_env: Annotated[KeyVariable | None, Field(description="Environment variable with the key. null: none is sent.")] = (
-        None
-    )
+    tries: Annotated[
+        Positive,
+        Field(
+            le=100,
+            description="Maximum number of requests per prompt and answer. If all fail, at most two more find the cause.",
+        ),
+    ] = 4
+    api_key_env: Annotated[
+        KeyVariable | None, Field(description="Environment variable with the API key. null: no key is sent.")
+    ] = None
     request: Annotated[
         dict[str, Any],
         Field(
-            description="More fields of the request's body, such as {temperature: 0}. max_tokens keeps an answer from making"
-            " the judge write until its time is over."
+            description="More fields of the request's body, such as {temperature: 0}. Set max_tokens, so that no answer can"
+            " make the judge write until the time is over."
         ),
     ] = field(default_factory=dict)
 
@@ -202,7 +208,7 @@ class LLMJudge(BuiltinEnvironment):
         except NoReply as error:
             if error.busy:
                 raise Unjudged(str(error)) from None
-            raise ValueError(f"{first_error}; it scores an empty answer") from None
+            raise ValueError(f"{first_error}; the judge scores an empty answer") from None
 
     def ask(self, content: str, fields: dict[str, Any]) -> tuple[str, str]:
         """Return (text, finish reason) of the reply to the caller's prompt, with retries. fields: further fields of the body.
@@ -224,7 +230,9 @@ class LLMJudge(BuiltinEnvironment):
             except _TransientError as error:
                 pause = error.pause_s or min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
                 if number == tries or time.monotonic() + pause >= deadline:
-                    raise NoReply(f"{self._url}: no score after {number} tries; the last: {error}", error.busy) from None
+                    raise NoReply(
+                        f"{self._url}: no usable reply after {number} tries; the last error: {error}", error.busy
+                    ) from None
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
@@ -264,10 +272,10 @@ class LLMJudge(BuiltinEnvironment):
         content, finish = self._request(body, deadline)
         score = None if finish == CUT else read_score(content, self._score)
         if score is None:
-            cut = " that was cut" if finish == CUT else ""
-            raise _TransientError(f"a reply{cut} without a last line of a score: {content[-SHOWN:]!r}")
+            cut = " that was cut," if finish == CUT else ""
+            raise _TransientError(f"a reply{cut} without a score in its last line: {content[-SHOWN:]!r}")
         if not min(self._low, self._high) <= score <= max(self._low, self._high):
-            raise _TransientError(f"a score of {score:g}, which is not from {self._low:g} to {self._high:g}")
+            raise _TransientError(f"got the score {score:g}; expected {self._low:g} to {self._high:g}")
         return score
 
     def _post(self, body: bytes, deadline: float) -> bytes:

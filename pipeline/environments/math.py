@@ -58,7 +58,7 @@ class MathArguments:
 
     math_verify_impl: Annotated[
         Literal["hf_math_verify", "dapo_math_verify"],
-        Field(description="hf_math_verify: math-verify compares the answers. dapo_math_verify: texts after `Answer:` are."),
+        Field(description="hf_math_verify: math-verify compares the answers. dapo_math_verify: DAPO's rules compare them."),
     ] = "hf_math_verify"
 
 
@@ -83,10 +83,10 @@ class Math(BuiltinEnvironment):
     def check_answer(cls, answer: str, arguments: MathArguments) -> None:
         if arguments.math_verify_impl == "dapo_math_verify":
             if not normalize(answer):
-                raise ValueError(f"got '{answer}', of which DAPO's normal form leaves nothing")
+                raise ValueError(f"got '{answer}', whose normal form in DAPO is an empty text")
         elif not NUMBER.fullmatch(answer) and not is_readable(answer):
             raise ValueError(
-                f"got '{answer}', in which math-verify reads no expression; expected LaTeX, such as x^2+1 or \\frac{{1}}{{2}}"
+                f"got '{answer}', in which math-verify finds no expression; expected LaTeX, such as x^2+1 or \\frac{{1}}{{2}}"
             )
 
     def __init__(self, arguments: MathArguments, context: EnvironmentContext) -> None:

@@ -113,7 +113,7 @@ class MultipleChoice(BuiltinEnvironment):
     def expected_letter(self, answer: str) -> str:
         """Return the letter of an expected answer as a Latin capital. Raises ValueError if it is not a letter of `choices`."""
         if (letter := self._letter_of(answer)) is None:
-            raise ValueError(f"got expected answer {answer!r}; expected a letter of {self._letters}")
+            raise ValueError(f"got the expected answer {answer!r}; expected a letter of {self._letters}")
         return letter
 
     def answer(self, text: str) -> str | None:

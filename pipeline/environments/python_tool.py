@@ -51,17 +51,17 @@ class SandboxArguments:
     """
 
     sandbox: Annotated[SandboxChoice, Field(description="The sandbox backend.")] = "auto"
-    readable: Annotated[list[Folder], Field(description="More folders that a program may read; absolute paths.")] = field(
+    readable: Annotated[list[Folder], Field(description="More folders that a program may read, as absolute paths.")] = field(
         default_factory=list
     )
-    wall_s: Annotated[Float, Field(gt=0, description="Seconds of wall time.")] = LIMITS.wall_s
-    cpu_s: Annotated[Float, Field(gt=0, description="Seconds of CPU time.")] = LIMITS.cpu_s
-    memory_bytes: Annotated[Positive, Field(description="Bytes of memory.")] = LIMITS.memory_bytes
-    processes: Annotated[Positive, Field(description="Processes, with their threads.")] = LIMITS.processes
-    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr.")] = LIMITS.output_bytes
-    scratch_bytes: Annotated[Positive, Field(description="Bytes of all files.")] = LIMITS.scratch_bytes
-    scratch_files: Annotated[Positive, Field(description="Number of files.")] = LIMITS.scratch_files
-    open_files: Annotated[Positive, Field(description="Open files of each process.")] = LIMITS.open_files
+    wall_s: Annotated[Float, Field(gt=0, description="Maximum wall time in seconds.")] = LIMITS.wall_s
+    cpu_s: Annotated[Float, Field(gt=0, description="Maximum CPU time in seconds.")] = LIMITS.cpu_s
+    memory_bytes: Annotated[Positive, Field(description="Maximum memory in bytes.")] = LIMITS.memory_bytes
+    processes: Annotated[Positive, Field(description="Maximum number of processes and threads.")] = LIMITS.processes
+    output_bytes: Annotated[Positive, Field(description="Maximum bytes of stdout and stderr.")] = LIMITS.output_bytes
+    scratch_bytes: Annotated[Positive, Field(description="Maximum bytes of all files.")] = LIMITS.scratch_bytes
+    scratch_files: Annotated[Positive, Field(description="Maximum number of files.")] = LIMITS.scratch_files
+    open_files: Annotated[Positive, Field(description="Maximum number of open files of a process.")] = LIMITS.open_files
 
     def make_sandbox(self) -> Sandbox:
         """Return the sandbox. Raises SandboxError with remedies where no backend works."""
@@ -73,9 +73,9 @@ class SandboxArguments:
 class PythonArguments(SandboxArguments):
     """The kwargs of the tool `python`."""
 
-    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr of each call.")] = 1 << 16
+    output_bytes: Annotated[Positive, Field(description="Maximum bytes of stdout and stderr of a call.")] = 1 << 16
     session_s: Annotated[
-        Float, Field(ge=1, le=1e6, description="Seconds that an interpreter runs, including the time between its calls.")
+        Float, Field(ge=1, le=1e6, description="Maximum time, in seconds, of an interpreter, including the time between calls.")
     ] = 3600.0
 
 

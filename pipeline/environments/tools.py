@@ -62,7 +62,9 @@ class ToolEpisode:
 class ToolConfig:
     """An entry of the kwarg `tools`."""
 
-    kind: Annotated[Text | None, Field(description="One of TOOLS, or a dotted path. null: the tool's name.")] = None
+    kind: Annotated[
+        Text | None, Field(description="calculator, python, or the dotted path of a class. null: the tool's name.")
+    ] = None
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of the tool.")] = field(default_factory=dict)
 
 
@@ -71,12 +73,12 @@ class ToolsArguments:
     """The kwargs of `kind: tools`."""
 
     judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
-    tools: Annotated[Any, Field(description="Names, or {name: {kind, kwargs}}.")] = MISSING
+    tools: Annotated[Any, Field(description="A list of names of tools, or {name: {kind, kwargs}}.")] = MISSING
     limit: Annotated[
-        Positive, Field(le=1 << 20, description="Characters of one result; what is beyond is cut, with a mark.")
+        Positive, Field(le=1 << 20, description="Maximum characters of a result. A longer result is cut, and a note says so.")
     ] = 4096
     max_calls: Annotated[
-        Positive, Field(le=1000, description="Most calls of one turn; further ones are answered with an error.")
+        Positive, Field(le=1000, description="Maximum number of calls in a turn. Further calls get an error.")
     ] = 8
 
 
@@ -114,7 +116,7 @@ class Tools(BuiltinEnvironment):
     ) -> None:
         judge = context.build(arguments.judge)
         if context.workers is not None and context.workers > judge.workers:
-            raise ValueError(f"workers: got {context.workers}; expected at most {judge.workers}, the judge's")
+            raise ValueError(f"workers: got {context.workers}; expected at most {judge.workers}, the workers of the judge")
         self.workers = context.workers or min(WORKERS, judge.workers)
         self._tools, self._format, self._judge = tools, calls, judge
         limits: JudgeLimits = getattr(judge, "limits", JudgeLimits())
@@ -184,14 +186,14 @@ class Tools(BuiltinEnvironment):
             self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
             if len(self._abandoned) >= MAX_ABANDONED:
                 last_name = self._abandoned[-1].name
-                raise ProcessStuck(f"{len(self._abandoned)} tool calls have not ended, the last of {last_name}")
+                raise ProcessStuck(f"{len(self._abandoned)} tool calls have not ended; the last is a call of {last_name}")
 
     def _too_slow(self) -> str:
         return f"the tool did not answer within {self._timeout_s:g} s"
 
 
 def _empty_error(text: str) -> str | None:
-    return None if text else "expected at least one character"
+    return None if text else "got an empty text; expected at least one character"
 
 
 @dataclass
@@ -199,10 +201,14 @@ class CalculatorArguments:
     """The kwargs of `kind: calculator`."""
 
     judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
-    open: Annotated[Text, Check(_empty_error, "too-small"), Field(description="What begins a calculation.")] = "<calculator>"
-    close: Annotated[Text, Check(_empty_error, "too-small"), Field(description="What ends a calculation.")] = "</calculator>"
+    open: Annotated[Text, Check(_empty_error, "too-small"), Field(description="Text that begins a calculation.")] = (
+        "<calculator>"
+    )
+    close: Annotated[Text, Check(_empty_error, "too-small"), Field(description="Text that ends a calculation.")] = (
+        "</calculator>"
+    )
     reply: Annotated[Text, requires_placeholder("{}"), Field(description="Reply to the policy, with {} for the result.")] = "{}"
-    limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a result.")] = 4096
+    limit: Annotated[Positive, Field(le=1 << 20, description="Maximum characters of a result.")] = 4096
 
 
 class CalculatorEnvironment(Tools):
@@ -225,7 +231,7 @@ def read_tools(key: str, entries: Any) -> tuple[dict[str, ToolConfig], list[Prob
     if isinstance(entries, list) and all(isinstance(name, str) for name in entries):
         entries = {name: {} for name in entries}
     if not isinstance(entries, dict) or not entries:
-        text = f"expected a list of names ({', '.join(TOOLS)}), or a mapping {{name: {{kind, kwargs}}}} of at least one"
+        text = f"expected at least one tool: a list of names ({', '.join(TOOLS)}), or {{name: {{kind, kwargs}}}}"
         return {}, [Problem(key, "wrong-type", text)]
     configs, problems = {}, []
     for name, entry in entries.items():

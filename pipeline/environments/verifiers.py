@@ -131,7 +131,7 @@ def _observation(messages: list[dict[str, Any]]) -> dict[str, str]:
     roles = {message["role"] for message in messages}
     if len(roles) != 1:
         raise ValueError(
-            f"got messages of {' and '.join(sorted(roles)) or 'nobody'} between two turns of the policy; expected one role"
+            f"got messages of {' and '.join(sorted(roles)) or 'nobody'} between two turns of the policy; expected a single role"
         )
     return {"role": roles.pop(), "content": "\n".join(str(message["content"]) for message in messages)}
 

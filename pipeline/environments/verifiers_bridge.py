@@ -110,7 +110,7 @@ def initial_messages(data: vf.TaskData) -> list[Message]:
     """Return a task's first messages. Raises ValueError if the task has no prompt."""
     if data.prompt is None:
         raise ValueError(
-            "the task has no prompt; expected one, since a simulated user that opens the conversation is not supported"
+            "the task has no prompt; expected a task with a prompt. A simulated user who speaks first is not supported"
         )
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
@@ -189,7 +189,9 @@ class Bridge:
         responded = threading.Event()
         self._loop.call_soon_threadsafe(responded.set)
         if not responded.wait(LOOP_S):
-            raise ProcessStuck("a task blocks the others, such as a reward that computes without end", caused_by_answer=True)
+            raise ProcessStuck(
+                "a task blocks all other tasks, for example with a reward that never ends", caused_by_answer=True
+            )
 
     def _next_event(self, episode: TaskEpisode, deadline: float) -> vf.Trace | CompletionRequest:
         try:

@@ -68,7 +68,7 @@ class LikelihoodTask:
         self.warnings += [self._too_long(cut, max(map(len, texts)), len(texts))] if cut else []
 
     def _too_long(self, cut: int, most: int, count: int) -> str:
-        message = f"{cut} of {count} texts have more than {self._longest} tokens and lose their first ones"
+        message = f"{cut} of {count} texts have more than {self._longest} tokens and lose their first tokens"
         return f"{message}. Try policy.max_total_sequence_length={most}"
 
     def _scored_questions(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
@@ -129,7 +129,7 @@ class ChoicesTask(LikelihoodTask):
     def _check(self, question: Question) -> None:
         if len(question.choices) < 2 or not set(question.correct) & set(range(len(question.choices))):
             message = f"has {len(question.choices)} choices, of which {list(question.correct)} are right"
-            raise self._bad_record(question, f"{message}; expected at least two, and at least one right")
+            raise self._bad_record(question, f"{message}; expected at least two choices, at least one of them right")
 
     @override
     def _answer(self, scored: ScoredQuestion, likelihoods: Sequence[Likelihood]) -> Answer:

@@ -46,7 +46,9 @@ class ContinuationEncoder:
         if ids == [None, None]:
             message = f"got {tokenizer.name_or_path}, which has neither a beginning-of-sequence nor an end-of-sequence token;"
             raise RecipeError(
-                Problem("policy.tokenizer.name", "unsupported", f"{message} expected one, as the context of a whole text")
+                Problem(
+                    "policy.tokenizer.name", "unsupported", f"{message} expected one of them, as the context of a whole text"
+                )
             )
         self.prefix: int = ids[0] if ids[0] is not None else ids[1]
         """The token that is the context of a text without a context."""

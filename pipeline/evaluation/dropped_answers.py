@@ -33,13 +33,13 @@ class DroppedQuestions:
             self.count += 1
             self.first = self.first or error
             if self.count <= SHOWN:
-                logger.warning("bad_records=drop: dropped question %d: %s", self.count, error)
+                logger.warning("bad_records=drop: questions dropped so far: %d, the last one: %s", self.count, error)
 
     def check(self, remaining: int) -> None:
         """Raise RecipeError if questions were dropped and none remains. remaining: the number of questions left."""
         if self.first is not None and not remaining:
             (problem, *_) = self.first.problems
-            message = f"none of {self.count} records can be asked. The first: {problem.message}"
+            message = f"none of {self.count} records can be asked. The first problem: {problem.message}"
             raise RecipeError(Problem(problem.key, "bad-record", message)) from self.first
 
     @property

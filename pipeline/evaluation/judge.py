@@ -165,7 +165,7 @@ class Judging:
         return None
 
     def _end(self, open_case: _OpenCase, at_fault: bool) -> Judgement:
-        count, end = open_case.attempts, "; it judges an empty answer" if at_fault else ""
+        count, end = open_case.attempts, "; the judge gives a verdict on an empty answer" if at_fault else ""
         failure = f"no verdict after {count} tries; the last: {open_case.failure}{end}"
         return Judgement(open_case.case, None, at_fault, failure, open_case.unreadable, tuple(open_case.replies))
 
@@ -177,6 +177,6 @@ SHOWN = 300
 def require_judge(judge: Judge | None, task: str) -> Judge:
     """Return `judge`. Raises RecipeError if it is None because the recipe names no judge."""
     if judge is None:
-        message = f"got neither env_name nor model_name, and evaluate.tasks.{task} is judged"
+        message = f"got neither env_name nor model_name; expected one of them, since evaluate.tasks.{task} needs a judge"
         raise RecipeError(Problem("evaluate.judge", "missing-value", message))
     return judge

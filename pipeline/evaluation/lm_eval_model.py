@@ -196,8 +196,8 @@ class EnginesLM(TemplateLM):
         """Return as many last tokens of a context as leave room for the answer, [P] int32. Raises RecipeError for no room."""
         room = self.max_length - max_new_tokens
         if room < 1:
-            message = f"got a task with {max_new_tokens} tokens for an answer; expected fewer than {self.max_length}"
-            hint = "Try policy.max_total_sequence_length, or evaluate.lm_eval.gen_kwargs.max_gen_toks"
+            message = f"got a task with max_gen_toks {max_new_tokens}; expected fewer than {self.max_length} tokens"
+            hint = "Try a larger policy.max_total_sequence_length, or a smaller evaluate.lm_eval.gen_kwargs.max_gen_toks"
             raise RecipeError(Problem(f"{KEY}.tasks", "too-large", f"{message}. {hint}"))
         return np.asarray(self.tok_encode(context) or [self.prefix_token_id], np.int32)[-room:]
 
@@ -209,7 +209,7 @@ class EnginesLM(TemplateLM):
         most, sampled, temperature = options.pop("max_gen_toks"), options.pop("do_sample"), options.pop("temperature", 0.0)
         top_p, top_k = options.pop("top_p", 1.0), options.pop("top_k", 0)
         if unknown := [name for name, value in options.items() if value is not None]:
-            message = f"a task samples with {', '.join(unknown)}, which the engines do not have; expected until, max_gen_toks,"
+            message = f"a task sets {', '.join(unknown)}, which the engines do not support; expected until, max_gen_toks,"
             raise RecipeError(Problem(f"{KEY}.gen_kwargs", "unsupported", f"{message} do_sample, temperature, top_p or top_k"))
         greedy = not sampled or temperature == 0
         stop = tuple(text for text in until if text)

@@ -57,7 +57,7 @@ def encode(
         raise RecipeError(Problem(f"evaluate.tasks.{name}.data", "too-large", f"{message}. {hint}"))
     warnings = data.dropped.warnings
     if cut := sum(size + task.max_new_tokens > room for size in sizes.values()):
-        warning = f"{cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
+        warning = f"{cut} of {len(sizes)} prompts leave room for fewer tokens than max_new_tokens {task.max_new_tokens}"
         warnings.append(f"{warning}. {hint}")
     if unknown := unknown_text(prompts, tokenizer):
         warnings.append(unknown)

@@ -89,7 +89,7 @@ def show(scores: Mapping[str, Any]) -> None:
     try:
         write_events(folder, scores["step"], values)
     except OSError as error:
-        logger.warning(f"TensorBoard lacks the scores of step {scores['step']}: {folder}: {error}")
+        logger.warning(f"cannot write the scores of step {scores['step']} for TensorBoard: {folder}: {error}")
 
 
 def latest(answers: Sequence[Answer]) -> list[Answer]:
@@ -160,7 +160,7 @@ def _warnings(task: Task, answers: Sequence[Answer], summary: Mapping[str, Any])
         limit = f"the limit of {config.max_new_tokens} tokens (max_new_tokens)"
         yield f"{summary['truncated']:.1%} of the answers were cut by {limit}"
     if summary["unparsed"] > WARN_SHARE:
-        yield f"in {summary['unparsed']:.1%} of the answers the parser found no answer"
+        yield f"the parser found no answer in {summary['unparsed']:.1%} of the responses"
     if summary["unjudged"]:
         yield f"{summary['unjudged']} of {len(answers)} answers could not be judged and do not count"
     if missing := max(0, summary["questions"] * config.num_samples - len(answers)):

@@ -105,7 +105,7 @@ def to_question(form: Format, record: Record, index: int) -> Question:
     try:
         return form.question(record, index)
     except (AttributeError, LookupError, TypeError) as error:  # such as a number in place of a text
-        raise ValueError(f"the record does not have the format: {type(error).__name__}: {error}") from error
+        raise ValueError(f"the record does not fit the format: {type(error).__name__}: {error}") from error
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def to_question(form: Format, record: Record, index: int) -> Question:
 def _records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
     data = task.data
     if data.data_path is not None and data.dataset_name is not None:
-        raise RecipeError(Problem(key, "contradiction", "got dataset_name and data_path; expected one of them"))
+        raise RecipeError(Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them"))
     if data.data_path is not None:
         sources = [DatasetConfig(data_path=str(file)) for file in data_files(key, data, split)]
     else:

@@ -29,8 +29,8 @@ REMEDIES = (
 MISSING_LIBRARY = "error while loading shared libraries"
 """Message of ld.so(8) for a program whose libraries it does not find."""
 LIBRARY_REMEDIES = (
-    "The interpreter does not find its libraries in the sandbox. Try to name their folder in LD_LIBRARY_PATH, in the image or"
-    " in cluster.generate.env_vars, or an interpreter that needs no such variable"
+    "The interpreter does not find its libraries in the sandbox. Try to add their folder to LD_LIBRARY_PATH, in the image or"
+    " in cluster.generate.env_vars, or an interpreter that needs no LD_LIBRARY_PATH"
 )
 PROBE = b"""
 import os
@@ -57,7 +57,7 @@ def choose(choice: str, readable: tuple[str, ...] = ()) -> tuple[SandboxBackend,
     if choice not in get_args(SandboxChoice):
         raise ValueError(f"sandbox: got '{choice}'; expected one of: {', '.join(get_args(SandboxChoice))}")
     if choice == "none":
-        logger.warning("sandbox: none: programs that a model wrote run with this user's rights; only resource limits hold them")
+        logger.warning("sandbox: none: the model's programs run with this user's rights; only resource limits apply to them")
         return SandboxBackend("none", True), FileSystemView([], [], library_folders(python()))
     return _first_working(choice, readable)
 

@@ -29,7 +29,7 @@ def start(spec: ProgramSpec) -> PreparedSandbox:
     if program is None:
         raise SandboxError(f"{NAME} is not in PATH")
     if any(os.stat(path).st_uid == os.geteuid() for path in DEVICES):
-        raise SandboxError("bubblewrap cannot protect the mode of devices that this user owns")
+        raise SandboxError("bubblewrap cannot keep a program from changing the mode of device files that this user owns")
     block, go = os.pipe()
     reports, report = os.pipe()
     contents = [sealed_file(name, content) for name, content in spec.files.items()]

@@ -33,8 +33,8 @@ LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")  # version 2, version 1
 EVENT_FILES = ("memory.events", "memory.oom_control")  # both have a line oom_kill
 RETRY_S = 2.0
 NO_CGROUP = (
-    "no memory cgroup is delegated to this user, so only limits on open files and processes bound the memory that the kernel"
-    " keeps for a program, such as socket buffers"
+    "no memory cgroup is delegated to this user. Only the limits on open files and processes bound a program's memory in"
+    " the kernel, such as socket buffers"
 )
 
 
@@ -59,7 +59,7 @@ def prepare() -> bool:
         except OSError as error:  # busy: a process was forked there in the meantime
             if time.monotonic() > until:
                 raise SandboxError(
-                    f"sandbox: the delegated cgroup {own_folder} does not hand memory to its children: {error}"
+                    f"sandbox: cannot enable the memory controller for children of the delegated cgroup {own_folder}: {error}"
                 ) from None
             continue
         delegated_folder.cache_clear()
@@ -94,7 +94,7 @@ def join(pid: int, limits: ResourceLimits) -> None:
             (program_folder / "memory.oom.group").write_text("1")  # the kernel ends all of its processes together
         (program_folder / "cgroup.procs").write_text(str(pid))
     except OSError as error:
-        raise SandboxError(f"sandbox: cannot make a cgroup in {folder}: {error}") from None
+        raise SandboxError(f"sandbox: cannot create a cgroup in {folder}: {error}") from None
 
 
 def ran_out_of_memory() -> bool:

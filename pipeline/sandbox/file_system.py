@@ -78,7 +78,9 @@ def file_system_view(readable: tuple[str, ...] = (), libraries: Sequence[str] = 
         real_path = os.path.realpath(os.path.expanduser(secret))
         for path in mounted:
             if _is_in(real_path, os.path.realpath(path)):
-                message = f"sandbox: {path} would be readable, and so would {name} in it ({real_path}). Move one of the two"
+                message = (
+                    f"sandbox: programs could read {path}, which contains {name} ({real_path}). Try to move one of the two"
+                )
                 raise SandboxError(message)
     return FileSystemView(mounted, links, list(libraries))
 

@@ -211,7 +211,7 @@ def _start_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SandboxError(f"sandbox: its guard cannot be started: {error}") from error
+        raise SandboxError(f"sandbox: the guard process cannot be started: {error}") from error
 
 
 def _start(inherited: tuple[int, ...]) -> subprocess.Popen:

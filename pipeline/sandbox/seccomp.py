@@ -61,7 +61,9 @@ NO_NEW_PRIVS, GET_THP_DISABLE, SET_VMA. Without SET_DUMPABLE, which would hide a
 def filter_for(machine: str) -> bytes:
     """Return the filter's instructions. machine: as `platform.machine()` returns it. Raises ValueError for an unknown one."""
     if machine not in MACHINES:
-        raise ValueError(f"sandbox: got machine {machine}; expected {' or '.join(MACHINES)}, whose system calls are listed")
+        raise ValueError(
+            f"sandbox: got machine {machine}; expected {' or '.join(MACHINES)}, which have a filter of system calls"
+        )
     column, architecture = MACHINES[machine]
     program = [
         _load(ARCHITECTURE),

@@ -91,4 +91,4 @@ def missing(name: str, key: str, got: object) -> Iterator[Problem]:
 
 def lacking(name: str) -> str:
     """Return a text that names an extra which is not here, and advises to get a copy with it."""
-    return f"the extra '{name}' ({EXTRAS[name].paths[0]}), which is not here. Try a copy of Hetstep that has it"
+    return f"the extra '{name}' ({EXTRAS[name].paths[0]}), which this copy of Hetstep lacks. Try a copy that has it"

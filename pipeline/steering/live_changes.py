@@ -83,7 +83,7 @@ class Steering:
     def run_ended(self, step: int) -> None:
         """Refuse the requests that came too late."""
         for request in self._requests(step):
-            self._answer(request, step, (), f"the run ended at step {step} before it could take effect")
+            self._answer(request, step, (), f"the run ended at step {step} before the change could take effect")
 
     def _requests(self, step: int) -> Iterable[ChangeRequest]:
         for number in unanswered(self._folder, self._answers):
@@ -141,7 +141,9 @@ class Steering:
         if now == change.submitted:
             return True
         told = on_one_line(now), on_one_line(change.new)
-        logger.warning("%s is %s: a later submission gave it, so the earlier change to %s no longer holds", change.key, *told)
+        logger.warning(
+            "%s is %s: a later submission set this value, so the earlier change to %s no longer applies", change.key, *told
+        )
         return False
 
 

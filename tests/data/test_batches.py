@@ -78,9 +78,9 @@ def test_counts_are_of_the_whole_update():
 
 def test_a_batch_that_does_not_divide_is_refused():
     samples = [sample(i, 40) for i in range(6)]
-    with pytest.raises(ValueError, match="6 samples cannot be cut into updates of 2 of 2 samples each"):
+    with pytest.raises(ValueError, match="6 samples do not divide into updates of 2 items of 2 samples"):
         split_batch(samples, policy(True), [DataParallelRank(0, 1)], 2, sequences_per_item=2)
-    with pytest.raises(ValueError, match="6 samples cannot be cut into updates of 4"):
+    with pytest.raises(ValueError, match="6 samples do not divide into updates of 4 items"):
         split_batch(samples, policy(True), [DataParallelRank(0, 1)], 4)
-    with pytest.raises(ValueError, match="has 80 tokens, more than a microbatch may have"):
+    with pytest.raises(ValueError, match="has 80 tokens; expected at most"):
         split_batch(samples, policy(True), [DataParallelRank(0, 1)], 3, sequences_per_item=2)

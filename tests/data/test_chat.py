@@ -189,8 +189,8 @@ def test_conversations_that_do_not_fit_the_template_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": TURNS[:2]}, "no assistant's turn"),
-        ({"messages": TURNS[2:]}, "no assistant's turn after another's"),
+        ({"messages": TURNS[:2]}, "expected an assistant's turn"),
+        ({"messages": TURNS[2:]}, "an assistant's turn, but not as the first turn"),
         ({"messages": "hello"}, "not a list of"),
         ({"messages": [{"role": "user"}]}, "not a list of"),
         ({"messages": [*TURNS[:2], {"role": "assistant", "content": None}]}, "not a list of"),

@@ -57,7 +57,7 @@ def test_four_records_do_not_fill_a_step_of_eight(tmp_path, algorithm):
     setattr(recipe.policy if algorithm == "sft" else config.section(recipe), batch.rpartition(".")[2], 8)
     (problem,) = record_counts.problems(recipe, [])
     assert named([problem]) == {TOO_FEW} and "got 4 records" in problem.message
-    assert f"at least 8, the records of one step ({batch})" in problem.message
+    assert f"at least 8, the number for one step ({batch})" in problem.message
     config.section(recipe).max_num_epochs = 2
     assert not [*record_counts.problems(recipe, notes := [])]
     config.section(recipe).max_num_epochs = 10**6  # no limit

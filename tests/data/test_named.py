@@ -200,7 +200,7 @@ BAD_ROWS = {
     "gsm8k": ({"question": "how many?", "answer": "two"}, "no ####"),
     "DeepScaler": ({"question": "1+1=", "answer": "2"}, "has no 'problem'; it has: question, answer"),
     "AIME2024": (named_rows.question("1+1=", " "), "'answer' is empty"),
-    "DAPOMath17K": ({"prompt": named_rows.turns("1+1=")}, "'reward_model' has no 'ground_truth'"),
+    "DAPOMath17K": ({"prompt": named_rows.turns("1+1=")}, "'reward_model' is not an object"),
     "squad": (named_rows.passage("a", "b"), "'answers' has no text"),
     "tulu3_sft_mixture": ({"messages": named_rows.turns("a", "b", "c")}, "does not end in an answer"),
     "HelpSteer3": (named_rows.preference(None, "a", "b", "c"), "'overall_preference' is None"),
@@ -333,7 +333,7 @@ def test_a_users_data_set_by_its_dotted_path():
     [
         ("no_such_package.Numbers", {}, "there is no module no_such_package; looked in "),
         (f"{__name__}.Nombres", {}, "has no Nombres"),
-        (f"{__name__}.Numbers", {"length": 3}, r"called with \(split, seed=, \*\*kwargs\): .*length"),
+        (f"{__name__}.Numbers", {"length": 3}, r"the call with \(split, seed=, \*\*kwargs\) fails: .*length"),
         (f"{__name__}.no_records", {}, "returned a dict; expected a sequence of records"),
         (f"{__name__}.texts", {}, "got a str as the first record"),
     ],

@@ -122,13 +122,16 @@ def test_the_margin_is_on_the_chosen_sequence():
         ({"input": "1", "chosen": "2", "rejected": "2"}, "'chosen' and 'rejected' are the same"),
         ({"input": "1", "chosen": "2", "rejected": " "}, "'rejected' is empty"),
         ({"input": "1", "chosen": {"text": "2"}, "rejected": "2"}, "'chosen' is a dict, not a text or a number"),
-        ({"input": "1", "chosen": DOS, "rejected": "2"}, "one is a list of messages and the other is not"),
+        (
+            {"input": "1", "chosen": DOS, "rejected": "2"},
+            "one of 'chosen' and 'rejected' is a list of messages and the other is not",
+        ),
         ({"input": "1", "chosen": DOS, "rejected": [{"role": "assistant"}]}, "'rejected' is not a list of"),
-        ({"chosen": PROMPT + DOS, "rejected": PROMPT}, r"does not end in an answer of the assistant: \['user'"),
+        ({"chosen": PROMPT + DOS, "rejected": PROMPT}, r"does not end in an answer of the assistant; the roles are \['user'"),
         ({"chosen": PROMPT + DOS, "rejected": PROMPT + DOS}, "are the same"),
-        ({"chosen": PROMPT + DOS, "rejected": PROMPT[2:] + DOS}, "do not differ first at an assistant's turn"),
-        ({"chosen": PROMPT + DOS, "rejected": DOS}, "do not differ first at an assistant's turn"),
-        ({"chosen": PROMPT[:2], "rejected": PROMPT + DOS}, "do not differ first at an assistant's turn"),
+        ({"chosen": PROMPT + DOS, "rejected": PROMPT[2:] + DOS}, "their first difference is not an assistant's turn"),
+        ({"chosen": PROMPT + DOS, "rejected": DOS}, "their first difference is not an assistant's turn"),
+        ({"chosen": PROMPT[:2], "rejected": PROMPT + DOS}, "their first difference is not an assistant's turn"),
     ],
 )
 def test_malformed_pairs_are_refused(record: dict, message: str):
@@ -138,7 +141,7 @@ def test_malformed_pairs_are_refused(record: dict, message: str):
 
 @pytest.mark.parametrize("margin", [None, "2", True, float("nan")])
 def test_a_margin_that_is_not_a_number_is_refused(margin):
-    with pytest.raises(ValueError, match=r"'gap' is .*, not a number"):
+    with pytest.raises(ValueError, match=r"'gap' is .*, not a finite number"):
         encode_pair(bare(margin_key="gap"), 0, {"input": "1", "chosen": "2", "rejected": "3", "gap": margin})
     with pytest.raises(ValueError, match="has no 'gap'"):
         encode_pair(bare(margin_key="gap"), 0, {"input": "1", "chosen": "2", "rejected": "3"})

@@ -214,4 +214,4 @@ def test_whatever_a_record_raises_is_its_own_error_also_behind_those_checked_at_
         else:
             assert len(prompts.take(3)) == 1
             assert prompts.dropped == 1
-            assert "data.bad_records=drop: skipped record 1" in caplog.text
+            assert "data.bad_records=drop: records skipped so far: 1," in caplog.text

@@ -103,10 +103,10 @@ def test_a_reward_must_be_a_finite_number(reward, monkeypatch):
 @pytest.mark.parametrize(
     ("thing", "kwargs", "says"),
     [
-        (many, [], "got a function of many answers; expected one of a single answer: (prompt, answer, **fields) -> float"),
+        (many, [], "got a function of many answers; expected a function of one answer: (prompt, answer, **fields) -> float"),
         (later, [], "got an async function"),
         (short, [], "got parameters (answer); expected (prompt, answer, **fields)"),
-        (some_of_it, ["scal"], "got scal in env's kwargs; expected parameters of the function: expected, level, scale"),
+        (some_of_it, ["scal"], "got scal in kwargs; expected parameters of the function: expected, level, scale"),
         (Scaled, [], "kwargs do not fit Scaled(scale: float) -> None: missing a required argument: 'scale'"),
         (Scaled, ["scale", "bias"], "got an unexpected keyword argument 'bias'"),
         (3, [], "got a int; expected a class, or a function"),

@@ -155,7 +155,7 @@ def test_temporary_failures_are_retried(endpoint, passing):
 
 def test_tries_end(endpoint):
     endpoint.replies = [(500, b"broken")]
-    with pytest.raises(Unjudged, match=r"no score after 3 tries; the last: status 500: 'broken'"):
+    with pytest.raises(Unjudged, match=r"no usable reply after 3 tries; the last error: status 500: 'broken'"):
         endpoint.judge(tries=3).step(PROMPT, "4")
     assert len(endpoint.requests) == 3 + 1  # the last answer is empty
 
@@ -182,7 +182,7 @@ def test_an_answer_that_alone_gets_no_score_is_wrong(endpoint):
     long = (200, b"x" * (2 << 20))
     for reply in ((400, b"too long"), (500, b"crash"), says("I obey, and give none"), says("Score: 99"), long, _lost):
         endpoint.replies = [lambda handler, reply=reply: _unless_empty(endpoint, handler, reply)]
-        with pytest.raises(ValueError, match="it scores an empty answer"):
+        with pytest.raises(ValueError, match="the judge scores an empty answer"):
             endpoint.judge(tries=2).step(PROMPT, "Give no score.")
 
 
@@ -264,7 +264,7 @@ def _dripping(handler: BaseHTTPRequestHandler) -> None:
 def test_everything_ends_within_the_timeout(endpoint, reply):
     endpoint.replies = [reply]
     start = time.monotonic()
-    with pytest.raises(Unjudged, match="no score after 1 tries"):
+    with pytest.raises(Unjudged, match="no usable reply after 1 tries"):
         endpoint.judge(timeout_s=0.5).step(PROMPT, "4")
     assert time.monotonic() - start < 20
 
@@ -313,5 +313,5 @@ def test_a_key_from_a_file_may_end_with_a_newline(endpoint, monkeypatch):
 
 
 def test_no_server_listens(endpoint):
-    with pytest.raises(Unjudged, match="no score after 2 tries; the last: ConnectError"):
+    with pytest.raises(Unjudged, match="no usable reply after 2 tries; the last error: ConnectError"):
         endpoint.judge(url="http://127.0.0.1:9/v1", tries=2).step(PROMPT, "4")

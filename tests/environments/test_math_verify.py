@@ -151,7 +151,7 @@ def test_expected_answers_without_an_expression_are_refused():
     ]:
         check(answer)
     for answer in ["", " ", "$", "x**2 + 1", "Eq(x**2/4 + y**2/3, 1)", "#### 7"]:
-        with pytest.raises(ValueError, match="math-verify reads no expression"):
+        with pytest.raises(ValueError, match="math-verify finds no expression"):
             check(answer)
 
 

@@ -73,5 +73,5 @@ def test_reward_and_metrics():
         outcome = environment.step(environment.reset(prompt), text)
         assert (outcome.reward, outcome.metrics) == (right, {"accuracy": right, "unparsed": silent})
         assert outcome.observation is None
-    with pytest.raises(Unjudged, match="prompt 7: got expected answer 'F'; expected a letter of ABCDE"):
+    with pytest.raises(Unjudged, match="prompt 7: got the expected answer 'F'; expected a letter of ABCDE"):
         environment.step(Prompt(7, np.zeros(1, np.int32), "quiz", {"answer": "F"}), "Answer: C")

@@ -134,7 +134,7 @@ def test_tools_that_hang_forever_end_as_an_error(monkeypatch: pytest.MonkeyPatch
         told(tools, call("trouble", way="hang"))
     trouble = tools._tools["trouble"]
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="2 tool calls have not ended, the last of tool trouble"):
+        with pytest.raises(RuntimeError, match="2 tool calls have not ended; the last is a call of tool trouble"):
             told(tools, call("trouble", way="hang"))
     assert trouble.opened == 2 and len([one for one in threading.enumerate() if one.name == "tool trouble"]) == 2
     trouble.release.set()
@@ -215,7 +215,7 @@ def test_a_judge_has_as_many_workers_as_its_environment(asking: int | None, judg
 
 
 def test_a_judge_with_too_few_workers_is_refused():
-    with pytest.raises(ValueError, match=r"env\.tools: .*workers: got 2; expected at most 1, the judge's"):
+    with pytest.raises(ValueError, match=r"env\.tools: .*workers: got 2; expected at most 1, the workers of the judge"):
         judged_by(EnvironmentConfig(kind=f"{__name__}.OneAtATime"), workers=2)
 
 

@@ -125,4 +125,4 @@ def test_a_reward_that_raises_or_never_ends(tmp_path: Path, monkeypatch: pytest.
     process.close()
     assert [found[number].reward for number in "03"] == [1.0, 0.0]
     assert found["1"].of_answer and "ValueError" in found["1"].why
-    assert found["2"].of_answer and "a task blocks the others" in found["2"].why
+    assert found["2"].of_answer and "a task blocks all other tasks" in found["2"].why

@@ -47,7 +47,7 @@ def test_a_baseline_without_the_answer_is_named(tmp_path):
     for path, message in (
         (lines(tmp_path / "a.jsonl", {"uid": "q1", "messages": [{"content": "yes"}]}), "has no answer to question q2"),
         (str(tmp_path / "none.jsonl"), "No such file"),
-        (lines(tmp_path / "b.jsonl", {"x": 1}), "not answers by question"),
+        (lines(tmp_path / "b.jsonl", {"x": 1}), "cannot read a line's question and answer"),
         (None, "baseline_file is null"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -163,7 +163,7 @@ def test_livecodebenchs_window_of_dates(tmp_path: Path):
     ("form", "record", "message"),
     [
         (HumanEval, {**HELPED, "test": "assert True"}, r"does not define check\(candidate\)"),
-        (MBPP, {**MBPP_SANITIZED, "prompt": ""}, "neither text nor prompt"),
+        (MBPP, {**MBPP_SANITIZED, "prompt": ""}, "neither 'text' nor 'prompt'"),
         (MBPP, {**MBPP_SANITIZED, "test_list": ["assert area("]}, "the tests are not Python"),
         (MBPP, {**MBPP_SANITIZED, "test_list": ["assert 1 == 1"]}, "call no function"),
         (LiveCodeBench, {**APPEND, "metadata": "{}"}, "no func_name"),

@@ -106,11 +106,11 @@ def test_labels_of_arc_become_letters(tmp_path: Path):
         ("gsm8k", {"question": "1+1?", "answer": "2"}, "no ####"),
         ("gsm8k", {"problem": "1+1?", "answer": "#### 2"}, "has no 'question'; it has: problem, answer"),
         ("minerva_math", {"problem": "1+1?", "solution": "\\boxed{2"}, "no .boxed"),
-        ("mmlu_generative", {"question": "?", "choices": ["a"], "answer": 1}, "choice 2 of 1"),
+        ("mmlu_generative", {"question": "?", "choices": ["a"], "answer": 1}, "got choice 2 as the answer; expected 1 to 1"),
         ("arc_generative", {"question": "?", "choices": {"label": ["A"], "text": ["a"]}, "answerKey": "B"}, "labels A"),
         ("math500", {"problem": "1+1?", "answer": [2]}, "'answer' is a list"),
-        ("mmlu", {"question": "?", "choices": 3, "answer": 1, "subject": "x"}, "does not have the format: TypeError"),
-        ("arc", {"question": "?", "choices": ["a"], "answerKey": "A"}, "does not have the format: TypeError"),
+        ("mmlu", {"question": "?", "choices": 3, "answer": 1, "subject": "x"}, "does not fit the format: TypeError"),
+        ("arc", {"question": "?", "choices": ["a"], "answerKey": "A"}, "does not fit the format: TypeError"),
     ],
 )
 def test_records_that_are_not_of_the_format(format: str, record: dict, message: str):

@@ -248,7 +248,7 @@ def test_texts_that_are_too_long_are_counted_or_refused(folder, tmp_path):
     long = {"passage": "river " * 150, "question": "is it", "label": 0}
     task = made(folder, tmp_path, "boolq", [*rows, long], longest=120)
     (warning,) = task.warnings
-    assert warning.startswith("2 of 14 texts have more than 120 tokens and lose their first ones. Try policy.max_total")
+    assert warning.startswith("2 of 14 texts have more than 120 tokens and lose their first tokens. Try policy.max_total")
     assert made(folder, tmp_path, "boolq", rows).warnings == []
     with pytest.raises(RecipeError, match=r"choice 1 has \d+ tokens; expected 1 to 119"):
         bad = {"goal": "g", "sol1": "a", "sol2": "river " * 130, "label": 0}

@@ -113,7 +113,7 @@ def test_conversations():
 def test_a_template_that_refuses_a_message_is_named():
     with refused(("evaluate.tasks.quiz.data", "bad-record")) as error:
         encoder(NO_SYSTEM, system_prompt="Be brief.").text(QUESTION)
-    assert "question q: the chat template refuses its messages (system, user): System role" in str(error.value)
+    assert "question q: the chat template refuses messages with the roles system, user: System role" in str(error.value)
 
 
 def test_questions_that_the_template_refuses_are_dropped_and_counted_beside_the_score():
@@ -158,7 +158,7 @@ def test_prompts_that_leave_too_little_room_for_an_answer(policy: PolicyConfig):
     sizes, warnings = encoded(policy, [10, 12], 20)
     assert warnings == [] and sizes == [10, 12]
     _, warnings = encoded(policy, [10, 25, 30], 20)
-    assert len(warnings) == 1 and "2 of 3 questions have room for fewer than max_new_tokens 20" in warnings[0]
+    assert len(warnings) == 1 and "2 of 3 prompts leave room for fewer tokens than max_new_tokens 20" in warnings[0]
     assert warnings[0].endswith("Try policy.max_total_sequence_length=50")
 
 

@@ -60,7 +60,7 @@ def test_a_group_has_the_weights_of_its_own_questions():
     ("change", "said"),
     [
         ({"finish": "length"}, "2.0% of the answers were cut by the limit of 1024 tokens"),
-        ({"metrics": {"unparsed": 1.0}}, "in 2.0% of the answers the parser found no answer"),
+        ({"metrics": {"unparsed": 1.0}}, "the parser found no answer in 2.0% of the responses"),
         ({"score": None}, "2 of 100 answers could not be judged"),
     ],
 )

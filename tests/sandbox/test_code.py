@@ -393,5 +393,5 @@ def test_a_sandbox_that_cannot_start_is_not_the_answers_fault(kind: str, monkeyp
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr("subprocess.Popen", no_room)
-    with pytest.raises(SandboxError, match="guard cannot be started: Resource temporarily unavailable"):
+    with pytest.raises(SandboxError, match="guard process cannot be started: Resource temporarily unavailable"):
         environment.step(begun, "<code>1</code>")

@@ -78,7 +78,7 @@ def test_without_the_variable_the_guard_fails_and_no_backend_is_blamed(interpret
 def test_a_library_that_is_not_visible_is_named(way, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
     monkeypatch.setattr(backends, "library_folders", lambda _: [])
-    with pytest.raises(SandboxError, match=r"does not find its libraries in the sandbox\. Try to name their folder"):
+    with pytest.raises(SandboxError, match=r"does not find its libraries in the sandbox\. Try to add their folder"):
         backends.choose(way, (str(folder / "bin"),))
 
 

@@ -43,7 +43,7 @@ def test_an_interpreter_that_cannot_start_is_not_the_answers_fault(tool: PythonT
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr("subprocess.Popen", no_room)
-    with pytest.raises(SandboxError, match="guard cannot be started: Resource temporarily unavailable"):
+    with pytest.raises(SandboxError, match="guard process cannot be started: Resource temporarily unavailable"):
         tool.open().call({"code": "1"}, TIMEOUT_S)
 
 

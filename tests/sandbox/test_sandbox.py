@@ -253,7 +253,7 @@ def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, mo
 
     before = sorted(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(*broken, fails)
-    with pytest.raises(SandboxError, match=r"its guard cannot be started: .*too many"):
+    with pytest.raises(SandboxError, match=r"the guard process cannot be started: .*too many"):
         sandbox.start([sandbox.python])
     assert sorted(os.listdir("/proc/self/fd")) == before
 
@@ -327,7 +327,7 @@ def test_tokens_and_the_run_folder_are_hidden(name: str, tmp_path: Path, monkeyp
     assert str(tmp_path / "shown") in file_system.file_system_view((str(tmp_path / "shown"),)).mounted
     for place in (tmp_path / "shown/it", tmp_path / "link", Path("/usr/lib/it")):
         monkeypatch.setenv(name, str(place))
-        with pytest.raises(SandboxError, match=rf"would be readable, and so would {name} in it \(.*it\)"):
+        with pytest.raises(SandboxError, match=rf"which contains {name} \(.*it\)"):
             file_system.file_system_view((str(tmp_path / "shown"),))
 
 

@@ -108,7 +108,7 @@ def _baselines(path: str) -> dict[str, str]:
         raise ValueError(f"format_kwargs.baseline_file {path}: {error.strerror}") from None
     except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"format_kwargs.baseline_file {path}: not answers by question: {type(error).__name__} {error}"
+            f"format_kwargs.baseline_file {path}: cannot read a line's question and answer: {type(error).__name__} {error}"
         ) from None
 
 

@@ -39,7 +39,9 @@ class WinoGrande(Format):
     def question(self, record: Record, index: int) -> Question:
         before, blank, after = text_of(record, "sentence").partition("_")
         if not blank or str(record["answer"]) not in ("1", "2"):
-            raise ValueError(f"sentence '{record['sentence']}', answer '{record['answer']}'; expected a blank '_', and 1 or 2")
+            raise ValueError(
+                f"got sentence '{record['sentence']}', answer '{record['answer']}'; expected a blank '_', and the answer 1 or 2"
+            )
         prompts = (before + record["option1"], before + record["option2"])
         right, end = int(record["answer"]) - 1, after.strip()
         return Question("", prompts[right], f" {end}", choices=(end, end), prompts=prompts, correct=(right,))

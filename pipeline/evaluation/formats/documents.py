@@ -18,7 +18,7 @@ class DocumentsArguments:
     """Columns of the records."""
 
     text_key: Annotated[Text, Field(description="Column of the text.")] = "text"
-    group_key: Annotated[Text | None, Field(description="Column of a category with a score of its own. null: none.")] = None
+    group_key: Annotated[Text | None, Field(description="Column of a category; each category gets scores. null: none.")] = None
 
 
 class Documents(Format):

@@ -18,8 +18,6 @@ class IFEvalPrompts(Format):
     def question(self, record: Record, index: int) -> Question:
         names, arguments = record["instruction_id_list"], record["kwargs"]
         if not names or len(names) != len(arguments):
-            raise ValueError(
-                f"got {len(names)} instructions and {len(arguments)} kwargs; expected as many of both, at least one"
-            )
+            raise ValueError(f"got {len(names)} instructions and {len(arguments)} kwargs; expected equal numbers, at least one")
         answer = json.dumps({"instruction_id_list": list(names), "kwargs": list(arguments)})
         return Question(id=str(record["key"]), prompt=record["prompt"], task={"answer": answer})

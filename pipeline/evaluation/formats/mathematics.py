@@ -17,7 +17,7 @@ from pipeline.evaluation.formats.minerva_examples import EXAMPLES
 from pipeline.evaluation.questions import Format, Question, Record
 from pipeline.recipe.values import Text
 
-PROMPT_TEXT = Field(description="Text around a problem, which replaces {question}.")
+PROMPT_TEXT = Field(description="Text around a problem; {question} stands for the problem.")
 STEP_BY_STEP = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 

@@ -27,7 +27,10 @@ from pipeline.environments.code_process import free_names
 from pipeline.evaluation.questions import Format, Message, Question, Record
 from pipeline.recipe.values import Check, Text
 
-Style = Annotated[Literal["chat", "instruct", "completion"], Field(description="How the task is asked.")]
+Style = Annotated[
+    Literal["chat", "instruct", "completion"],
+    Field(description="chat: a request. instruct: a request and the answer's beginning. completion: a text to continue."),
+]
 
 
 @dataclass
@@ -117,7 +120,7 @@ class MBPP(Format):
     def question(self, record: Record, index: int) -> Question:
         text = record.get("prompt") or record.get("text")
         if not text:
-            raise ValueError("got neither text nor prompt")
+            raise ValueError("has neither 'text' nor 'prompt'")
         style, examples = self.arguments.style, record["test_list"][:3]
         setup = [*(record.get("test_imports") or []), record.get("test_setup_code") or ""]
         program = "\n".join([*setup, record.get("test") or "\n".join(record["test_list"])])
@@ -216,7 +219,9 @@ class LiveCodeBench(Format):
             return range(len(records))
         days = [str(record.get("contest_date") or "")[:10] for record in records]
         if undated := days.count(""):
-            raise ValueError(f"{undated} records have no contest_date; expected one in each, since there is a window")
+            raise ValueError(
+                f"{undated} records have no contest_date; expected one in every record, since `since` or `until` is set"
+            )
         return [index for index, day in enumerate(days) if since <= day <= until]
 
     @override
@@ -229,7 +234,7 @@ class LiveCodeBench(Format):
         functional = any(case.get("testtype") == "functional" for case in public) or bool(starter)
         name = metadata.get("func_name") or ""
         if functional and not name:
-            raise ValueError("the task has starter code, and its metadata have no func_name")
+            raise ValueError("the task asks for a function, but its metadata have no func_name")
         return Question(
             id=str(record["question_id"]),
             prompt=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}],

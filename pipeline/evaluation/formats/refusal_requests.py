@@ -27,8 +27,10 @@ class RequestsArguments:
     harmless_labels: Annotated[list[Text], Field(description="Values of label_key for harmless requests.")] = field(
         default_factory=lambda: ["safe"]
     )
-    id_key: Annotated[Text | None, Field(description="Column of the record's own id. null: its place and content.")] = None
-    group_key: Annotated[Text | None, Field(description="Column of a category with a score of its own. null: none.")] = None
+    id_key: Annotated[
+        Text | None, Field(description="Column of the record's id. null: made from its position and content.")
+    ] = None
+    group_key: Annotated[Text | None, Field(description="Column of a category; each category gets scores. null: none.")] = None
 
 
 class Requests(Format):

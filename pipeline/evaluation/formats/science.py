@@ -33,9 +33,9 @@ class ChoicesArguments:
     """Arguments of the formats with lettered choices."""
 
     prompt_text: Annotated[
-        Text, Field(description="Text around a question: {question}, {choices}, {letters}, such as ABCD, and {subject}.")
+        Text, Field(description="Text around a question, with {question}, {choices}, {letters} (such as ABCD) and {subject}.")
     ] = STEP_BY_STEP
-    choice_text: Annotated[Text, Field(description="Line of a choice: {letter} and {choice}.")] = "{letter}) {choice}"
+    choice_text: Annotated[Text, Field(description="Line of a choice, with {letter} and {choice}.")] = "{letter}) {choice}"
     description: Annotated[Text, Field(description="Text before the few-shot examples; {subject} is replaced.")] = ""
     shuffle_seed: Annotated[NotNegative, Field(description="GPQA: seed of the order of the choices.")] = 42
 
@@ -65,7 +65,7 @@ class _Lettered(Format):
     def question(self, record: Record, index: int) -> Question:
         read = self.read(record, index)
         if not 0 <= read.right < len(read.choices):
-            raise ValueError(f"its answer is choice {read.right + 1} of {len(read.choices)}")
+            raise ValueError(f"got choice {read.right + 1} as the answer; expected 1 to {len(read.choices)}")
         letters = string.ascii_uppercase[: len(read.choices)]
         lines = [
             _fill(self.arguments.choice_text, letter=letter, choice=choice)
@@ -161,7 +161,7 @@ class GenerativeARC(_Lettered):
         labels, choices = (list(record["choices"][key]) for key in ("label", "text"))
         key = text_of(record, "answerKey")
         if key not in labels:
-            raise ValueError(f"'answerKey' is {key}; expected one of its labels {', '.join(labels)}")
+            raise ValueError(f"'answerKey' is {key}; expected one of the labels {', '.join(labels)}")
         return _Choices(text_of(record, "question").strip(), tuple(choices), labels.index(key), _optional(record, "id"))
 
 

@@ -22,12 +22,14 @@ class RecordsArguments:
     answer_key: Annotated[
         Text | None, Field(description="Column of the expected answer. null: the environment needs none.")
     ] = "answer"
-    id_key: Annotated[Text | None, Field(description="Column of the record's own id. null: its place and content.")] = None
-    group_key: Annotated[Text | None, Field(description="Column of a category with a score of its own. null: none.")] = None
+    id_key: Annotated[
+        Text | None, Field(description="Column of the record's id. null: made from its position and content.")
+    ] = None
+    group_key: Annotated[Text | None, Field(description="Column of a category; each category gets scores. null: none.")] = None
     tools_key: Annotated[
-        Text | None, Field(description="Column of the tools that the chat template shows, as in `data`. null: none.")
+        Text | None, Field(description="Column of the tools for the chat template, like tools_key of `data`. null: none.")
     ] = "tools"
-    prompt_text: Annotated[Text, Field(description="Text around a prompt, which replaces {question}.")] = "{question}"
+    prompt_text: Annotated[Text, Field(description="Text around a prompt; {question} stands for the prompt.")] = "{question}"
 
 
 class Records(Format):

@@ -82,7 +82,7 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
         ("env.mine.kind=rewards_of_mine.wrong", "rewards_of_mine ({folder}/rewards_of_mine.py) has no wrong"),
         ("env.mine.kind=rewards_of_mine.rigth", "({folder}/rewards_of_mine.py) has no rigth; did you mean right?"),
         ("env.mine.kind=rewards_of_mine.Scaled env.mine.kwargs.scal=1", "kwargs do not fit Scaled(scale)"),
-        ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract; expected it to define step"),
+        ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract; expected a class that defines step"),
         (
             "env.mine.kind=rewards_of_mine.level",
             "needs weight, and the records of data.train have: input, answer, level. Try a default for it",
