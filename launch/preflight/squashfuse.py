@@ -35,7 +35,7 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
         remedy = f" Slurm's administrators can set {setting}send_user_signal. Then a run saves at preemption with GraceTime."
     yield (
         f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({setting}), and SIGTERM to a step ends squashfuse."
-        f" {', '.join(losing[:-1])} and {losing[-1]} then lose all training steps after the last checkpoint;"
+        f" {', '.join(losing[:-1])} and {losing[-1]} lose all training steps after the last checkpoint;"
         " checkpointing.save_period limits the loss."
         f" A run saves at its time limit and after `scancel --batch --signal=USR2 JOB`.{remedy}"
     )

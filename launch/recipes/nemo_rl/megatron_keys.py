@@ -176,7 +176,7 @@ def _schedule(t: Translator, algorithm: str) -> None:
     elif end is not None and end != t.get(f"{OPTIMIZER}.weight_decay"):
         t.put(f"{OPTIMIZER}.weight_decay", end, f"{SCHEDULER}.end_weight_decay")
         dropped = t.consume(f"{OPTIMIZER}.weight_decay")
-        t.change(f"{OPTIMIZER}.weight_decay={dropped}", f"Megatron-Core uses the schedule's value, {end}")
+        t.change(f"{OPTIMIZER}.weight_decay={dropped}", f"the schedule's {end} applies, as in Megatron-Core")
     t.put_defaults({f"{OPTIMIZER}.clip_grad": 1.0, f"{SCHEDULER}.lr_decay_style": "linear"}, SCHEDULER)  # Megatron-Core's
     decay, warm = t.consume(f"{SCHEDULER}.lr_decay_iters"), f"{SCHEDULER}.lr_warmup_iters"
     if t.get(f"{SCHEDULER}.lr_decay_style", "linear") == "constant":

@@ -438,7 +438,7 @@ def test_checkpoints_that_do_not_fit_are_refused(folder, model, disk):
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=2", "checkpointing.metric_name=train:reward"))
     assert "checkpointing.keep_top_k=1, which fits" in problem.message  # the latest is kept besides
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=null"))
-    assert "100 checkpoints" in problem.message and "keep_top_k=2 would fit" in problem.message
+    assert "100 checkpoints" in problem.message and "keep_top_k=2, which fits" in problem.message
     epochs, notes = llama(folder, run, "checkpointing.keep_top_k=null", "grpo.max_num_steps=1000000"), []
     assert list(file_systems.problems(epochs, [], notes)) == []
     assert [n for n in notes if "keep_top_k" in n or "num_rollouts" in n] == [
