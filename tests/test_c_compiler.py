@@ -74,7 +74,7 @@ def test_preflight(overrides, components, no_header, tmp_path):
 
 def test_preflight_of_a_local_run(no_header, tmp_path, capsys):
     assert submit.main([f"recipe={write_recipe(tmp_path)}", "cluster.executor=local", *GPUS, VLLM]) == 2
-    assert "cluster.generate.gpus_per_node: got 1, for which generate ranks compile" in capsys.readouterr().err
+    assert "cluster.generate.gpus_per_node: got 1; generate ranks compile" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gpu", [True, False])

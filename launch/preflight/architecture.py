@@ -58,7 +58,7 @@ BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias tha
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Values of model_type that vLLM refuses to serve in float16 (vllm/config/model.py, _FLOAT16_NOT_SUPPORTED_MODELS)."""
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of models that sample
-OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
+OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true with policy.megatron_cfg.enabled=false, which supports more models"
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
@@ -156,7 +156,7 @@ def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Pr
         fault = f"which has {labels} labels"
     else:
         return
-    expected = "expected a reward model: a sequence classifier with one label, as algorithm rm leaves it in a run's hf/"
+    expected = "expected a reward model: a sequence classifier with one label, such as hf/ in the run folder of algorithm rm"
     yield Problem(key, "unavailable-model", f"got {name}, {fault}; {expected}")
 
 
@@ -178,7 +178,7 @@ def _check_generator(key: str, name: str, model: dict[str, Any]) -> Iterator[Pro
     kinds = model.get("architectures") or []
     if kinds and not any(kind.endswith(GENERATORS) for kind in kinds):
         message = (
-            f"got {name}, whose config.json has architectures={kinds}, which vLLM does not sample from; expected one that ends"
+            f"got {name} with architectures={kinds} in config.json, from which vLLM does not sample; expected a name that ends"
         )
         yield Problem(key, "unavailable-model", f"{message} in {' or '.join(GENERATORS)}")
 
@@ -187,7 +187,7 @@ def _check_served_precision(policy: PolicyConfig, model: dict[str, Any]) -> Iter
     """Refuse a family whose activations exceed float16's range, as vLLM does."""
     family = model.get("model_type")
     if policy.precision == "float16" and family in NOT_IN_FLOAT16 and policy.generation.backend == "vllm":
-        message = f"got float16; expected bfloat16 or float32 with {policy.model_name}, as vLLM serves {family} models in these"
+        message = f"got float16; expected bfloat16 or float32. vLLM serves no {family} model ({policy.model_name}) in float16"
         yield Problem("policy.precision", "unsupported", message)
 
 
@@ -223,7 +223,7 @@ def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int, rep
     if not fits(size):
         valid_sizes = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
         message = f"{owner} {heads} attention heads and {kv_heads} key-value heads"
-        expected = f"one of {valid_sizes}, which divide" if "," in valid_sizes else f"{valid_sizes}, which divides"
+        expected = f"one of {valid_sizes}, which fit" if "," in valid_sizes else f"{valid_sizes}, which fits"
         yield Problem(key, "not-divisible", f"got {size}; expected {expected} {message}")
 
 
@@ -257,7 +257,7 @@ def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Pro
     limit = int(stretch * (model.get("model_max_length") or model.get("max_position_embeddings") or 0))
     if limit and generation.vllm_cfg.max_model_len > limit:
         message = f"got {generation.vllm_cfg.max_model_len}; expected at most {limit}, the model's context length in vLLM"
-        hint = "Try policy.hf_config_overrides.max_position_embeddings for a longer one"
+        hint = "Try policy.hf_config_overrides.max_position_embeddings for a longer context"
         yield Problem("policy.generation.vllm_cfg.max_model_len", "too-large", f"{message}. {hint}")
 
 
@@ -297,12 +297,12 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     """
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
-        message = f"got a '{family}' model; the Megatron backend has only {', '.join(MEGATRON_MODEL_TYPES)}"
+        message = f"got a '{family}' model; the Megatron backend supports only {', '.join(MEGATRON_MODEL_TYPES)}"
         yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
         return
     for name, only in PLAIN.items():
         if (configured := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
-            message = f"got a {family} model with {name}={configured}; the Megatron backend has only {only}"
+            message = f"got a {family} model with {name}={configured}; the Megatron backend supports only {only}"
             yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
     shape_problems: list[Problem] = []
     with collected(shape_problems):
@@ -331,9 +331,11 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
     yield from _indivisible(key, size, state.groups, "the number of groups of the model's state spaces,")
     key, ranks, (heads, groups) = f"{MEGATRON}.context_parallel_size", m.context_parallel_size, (state.heads, state.groups)
     if groups % size == 0 and (heads // size % ranks or (groups // size % ranks and ranks % (groups // size))):
-        message = f"got {ranks}, which does not divide the {heads} heads, in {groups} groups, of the model's state spaces"
+        message = f"got {ranks}, which does not divide the {heads} heads ({groups} groups) of the model's state-space layers"
         yield Problem(
-            key, "not-divisible", f"{message} over {size} tensor-parallel ranks; expected a power of two up to {heads}"
+            key,
+            "not-divisible",
+            f"{message} on {size} tensor-parallel ranks; expected a power of two up to {heads} / tensor_model_parallel_size",
         )
 
 
@@ -346,7 +348,7 @@ def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -
     with collected(name_problems):
         chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))
         if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
-            message = "got true with adapters of experts, which one kernel would compute; expected null or false"
+            message = "got true, which computes all experts in one kernel; expected null or false, since experts have adapters"
             yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)
         if served:
             yield from not_served_modules(chosen)
@@ -359,7 +361,9 @@ def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[P
         return
     rope_types = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
     if kind not in rope_types:
-        message = f"got a model with rope_type '{kind}'; the Megatron backend has for {family}: {', '.join(rope_types)}"
+        message = (
+            f"got a model with rope_type '{kind}'; for {family} the Megatron backend supports only {', '.join(rope_types)}"
+        )
         yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
 
 
@@ -375,22 +379,20 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
     stages = m.pipeline_model_parallel_size - (first is not None) - (last is not None)
     layers = shape.layers - (first or 0) - (last or 0)
     if first is None and last is None:
-        hint = ". Try another, or num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        hint = ". Try another size, or num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         key = f"{MEGATRON}.pipeline_model_parallel_size"
         yield from _indivisible(key, stages, layers, "the model's number of layers,", hint)
     elif (layers <= 0 or layers % stages) if stages else layers:
         name = "first" if first is not None else "last"
-        message = (
-            f"got first {first} and last {last}, which of the model's {shape.layers} layers leave {layers} for the {stages}"
-        )
-        expected = "other stages; expected the same number for each, at least 1"
+        message = f"got first {first} and last {last}: of the model's {shape.layers} layers, {layers} remain for the {stages}"
+        expected = "other stages; expected the same number of layers in every other stage, at least 1"
         yield Problem(f"{MEGATRON}.num_layers_in_{name}_pipeline_stage", "not-divisible", f"{message} {expected}")
 
 
 def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> Iterator[Problem]:
     m = policy.megatron_cfg
     if m.moe_router_bias_update_rate and family not in BALANCED:
-        message = f"got {m.moe_router_bias_update_rate}; expected 0, since {family} models have no such bias"
+        message = f"got {m.moe_router_bias_update_rate}; expected 0, since {family} routers have no bias for load balancing"
         yield Problem(f"{MEGATRON}.moe_router_bias_update_rate", "has-no-effect", message)
     if not shape.experts:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):

@@ -52,7 +52,7 @@ def call(function: Callable[[], Any]) -> Any:
         outcome = json.loads(reply)
     except ValueError:
         raise Unbounded(
-            f"it took more than {seconds:g} seconds of CPU time, {WAIT_S:g} by the clock, or {MEMORY >> 20} MiB"
+            f"it took more than {seconds:g} s of CPU time, {WAIT_S:g} s of wall-clock time, or {MEMORY >> 20} MiB of memory"
         ) from None
     if "raised" in outcome:
         raise Unbounded(f"it raised {outcome['raised']}")

@@ -18,5 +18,5 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for name, component in config.components(recipe).items():
         gpus, uses_this_python = component.gpus_per_node, not containers.has_another_python(component)
         if gpus and uses_this_python and config.needs_triton(recipe, name) and (missing := c_compiler.missing()):
-            message = f"got {gpus}, for which {name} ranks compile kernels, but there is no {missing}. Install it"
+            message = f"got {gpus}; {name} ranks compile kernels for GPUs, but there is no {missing}. Install it"
             yield Problem(f"cluster.{name}.gpus_per_node", "not-installed", message)

@@ -63,7 +63,9 @@ class RequiredPath:
 def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) -> Iterator[Problem]:
     """Yield problems of each component's image and mounts. conversions: the folder of Megatron checkpoints."""
     for variable in sorted(name for name in os.environ if name.startswith("PYXIS_CONTAINER_")):
-        message = f"pyxis uses {variable} of the environment for components without the option. Try to unset it"
+        message = (
+            f"pyxis applies the environment variable {variable} to components that do not set the same option. Try to unset it"
+        )
         yield Problem("cluster", "contradiction", message)
     for name, component in components(recipe).items():
         key = f"cluster.{name}"
@@ -89,7 +91,8 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
             and not resolve_inside(Path(sys.executable), mounts)[1]
         ):
             message = (
-                f"got null, which takes {sys.executable}, and the container has none. Try the image's own, such as python3"
+                f"got null, which means {sys.executable}, a file that is not mounted. Try a Python of the image, such as"
+                " python3"
             )
             yield Problem(f"{key}.python", "not-mounted", message)
 
@@ -104,16 +107,16 @@ def import_notes(recipe: Recipe) -> Iterator[str]:
     for image, keys in images.items():
         uri = image if "://" in image else f"docker://{image}"
         yield (
-            f"{', '.join(keys)}: each node imports {image} from its registry before its ranks start, which takes minutes; other"
-            f" ranks wait for cluster.timeouts.join={recipe.cluster.timeouts.join:g} s. Try `enroot import {uri}` once,"
-            " and the path of the .sqsh file"
+            f"{', '.join(keys)}: each node imports {image} from its registry before its ranks start, which takes minutes. Other"
+            f" ranks wait at most {recipe.cluster.timeouts.join:g} s (cluster.timeouts.join). Try `enroot import {uri}` once,"
+            " and set the path of the .sqsh file"
         )
 
 
 def _check_python(key: str, component: ComponentConfig) -> Iterator[Problem]:
     python = component.python
     if python and os.sep in python and not os.access(python, os.X_OK):
-        message = f"got {python}; expected a program that can be run here. Try null, which takes {sys.executable}"
+        message = f"got {python}; expected an executable file on this machine. Try null, which means {sys.executable}"
         yield Problem(f"{key}.python", "file-not-found", message)
 
 
@@ -131,15 +134,17 @@ def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
     if component.container_image is None:
         for field in ("container_mounts", "container_workdir", "container_env", "container_writable"):
             if getattr(component, field) not in (None, []):
-                yield Problem(f"{key}.{field}", "has-no-effect", f"expected {key}.container_image with it")
+                yield Problem(f"{key}.{field}", "has-no-effect", f"has no effect without {key}.container_image")
 
 
 def _check_variables(key: str, component: ComponentConfig) -> Iterator[Problem]:
     for name in component.container_env:
         if not VARIABLE.fullmatch(name):
-            yield Problem(key, "bad-format", f"got '{name}'; expected the name of a variable. Try env_vars to give values")
+            yield Problem(
+                key, "bad-format", f"got '{name}'; expected the name of an environment variable. Try env_vars to set values"
+            )
         elif not (name in os.environ or name in component.env_vars or name.startswith(JOB_VARIABLES)):
-            yield Problem(key, "missing-value", f"got {name}, which is not set here. Try to export it, or give it in env_vars")
+            yield Problem(key, "missing-value", f"got {name}, which is not set here. Try to export it, or set it in env_vars")
 
 
 def _is_system_program(program: str) -> bool:
@@ -154,7 +159,9 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
     if not image.startswith(("/", ".")):  # pyxis takes other texts for an image in a registry
         if image.endswith((".sqsh", ".squashfs")) or image.startswith("~"):
             path = Path(image).expanduser().absolute()
-            yield Problem(key, "ambiguous", f"got '{image}', which pyxis looks for in a registry. Try the whole path, {path}")
+            yield Problem(
+                key, "ambiguous", f"got '{image}', which pyxis looks for in a registry. Try the absolute path, {path}"
+            )
         elif not IN_REGISTRY.fullmatch(image):
             yield Problem(key, "bad-format", f"got '{image}'; expected a path or [USER@][REGISTRY#]IMAGE[:TAG]")
         return
@@ -165,7 +172,7 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
     with user_files.open_file(path) as file:
         start = file.read(96)
     if start[:4] != SQUASHFS:
-        yield Problem(key, "bad-format", f"got {path}; expected a squashfs image, as `enroot import` makes them")
+        yield Problem(key, "bad-format", f"got {path}; expected a squashfs image, such as `enroot import` makes")
     elif (size := path.stat().st_size) < (length := int.from_bytes(start[40:48], "little")):
         yield Problem(key, "unreadable", f"{path} is cut off: it has {size:,} of {length:,} bytes. Try to copy it again")
 
@@ -186,8 +193,8 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
         yield Problem(key, "bad-format", f"got '{text}'; expected /from:/to or /from:/to:ro")
         return
     if more and flags and not FLAGS.fullmatch(flags):
-        message = f"got '{text}', in which '{flags}' are not flags such as ro+rprivate"
-        yield Problem(key, "bad-format", f"{message}; pyxis cannot mount paths with a colon or a comma")
+        message = f"got '{text}' with the flags '{flags}'; expected flags such as ro+rprivate"
+        yield Problem(key, "bad-format", f"{message}. pyxis cannot mount paths with a colon or a comma")
         return
     if not named and not os.path.exists(source):
         yield Problem(key, "file-not-found", f"got '{text}', but there is no {source} here; srun would fail")
@@ -200,24 +207,24 @@ def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[P
     subject, real = f"{need.purpose}, {need.path},", Path(os.path.realpath(need.path))
     if mounted:
         if need.written and (mount := _covering(resolved, mounts)) and mount.read_only:
-            message = f"{subject} is written, but {mount.target} is mounted read-only. Try to mount it without ro"
+            message = f"{subject} must be writable, but {mount.target} is mounted read-only. Try to mount it without ro"
             yield Problem(key, "permission-denied", message)
         return
-    also = f", and {real}:{real}, where it leads" if real != resolved else ""
+    also = f", and {real}:{real}, the target of the link" if real != resolved else ""
     if set(":,") & set(str(need.path)):
         reason = "is not mounted in the container, and pyxis cannot mount a path with a colon or a comma"
         message = f"{subject} {reason}. Try to mount a folder above it, or to rename it"
     elif resolved == need.path:
         message = f"{subject} is not mounted in the container. Try {resolved}:{resolved}{also}"
     else:
-        reason = f"is a link, or in one, that leads to {resolved}, which is not mounted in the container"
+        reason = f"resolves through a symbolic link to {resolved}, which is not mounted in the container"
         message = f"{subject} {reason}. Try {resolved}:{resolved}{also}"
     yield Problem(key, "not-mounted", message)
 
 
 def _check_workdir(key: str, workdir: str | None) -> Iterator[Problem]:
     if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
-        message = f"got '{workdir}'; expected the whole path of a folder inside the container, such as {Path.cwd()}"
+        message = f"got '{workdir}'; expected the absolute path of a folder inside the container, such as {Path.cwd()}"
         yield Problem(key, "bad-format", message)
 
 

@@ -91,13 +91,13 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
     ]
     yield from shortfalls
     if shortfalls:
-        has = f"Slurm job {job_id} has {_describe(allocation)}. Try an allocation that would do: `{salloc_command(recipe)}`; or"
-        yield Problem("cluster.executor", "over-limit", f"{has} cluster.executor=slurm, which submits a job of its own")
+        has = f"Slurm job {job_id} has {_describe(allocation)}. Try a new allocation, `{salloc_command(recipe)}`, or"
+        yield Problem("cluster.executor", "over-limit", f"{has} cluster.executor=slurm, which submits a new job")
         return
-    notes.append(f"runs in Slurm job {job_id}, within its time limit and not cluster.time_min")
+    notes.append(f"runs in Slurm job {job_id}, whose time limit applies in place of cluster.time_min")
     for name, component in hosts(components(recipe)).items():
         if ignored := [key for key in NODE_KEYS if getattr(component, key)]:
-            notes.append(f"cluster.{name}.{', '.join(ignored)}: the allocation's own count")
+            notes.append(f"cluster.{name}.{', '.join(ignored)}: no effect, since the allocation already exists")
 
 
 def _shortfalls(allocation: Allocation, request: ComponentRequest, nodes: list[AllocatedNode]) -> Iterator[Problem]:
@@ -105,7 +105,10 @@ def _shortfalls(allocation: Allocation, request: ComponentRequest, nodes: list[A
     if len(nodes) < request.nodes:
         room = not allocation.het and len(allocation.parts[0]) >= request.nodes
         shared = "; cluster.share_nodes=true puts all components on the same nodes" if room else ""
-        has = f"got {request.nodes}; expected at most the {len(nodes)} that Slurm job {allocation.job_id} has for it{shared}"
+        has = (
+            f"got {request.nodes}; expected at most {len(nodes)}, which Slurm job {allocation.job_id} has for this"
+            f" component{shared}"
+        )
         yield Problem(f"{request.key}.nodes", "over-limit", has)
         return
     used = nodes[: request.nodes]

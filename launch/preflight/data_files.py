@@ -77,7 +77,7 @@ def first_records(
             return _of_lines(FirstRecords(key, path), most)
         return _of_parquet(FirstRecords(key, path, rows=True), dataset, most)
     except _LeftToTheJob as error:
-        notes.append(f"{key}: the job checks the records of {name}: {error}")
+        notes.append(f"{key}: only the job checks the records of {name}: {error}")
         return None
 
 
@@ -159,11 +159,11 @@ class _LeftToTheJob(Exception):
 def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
     """Return the first file that `datasets.load_dataset` reads for the split. Raises _LeftToTheJob if that is not certain."""
     if dataset.subset or dataset.kwargs or "configs:" in _card(folder):
-        raise _LeftToTheJob("a configuration chooses its files")
+        raise _LeftToTheJob("a configuration of `datasets` selects its files")
     paths = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder)) and path.is_file()]
     data = [path for path in paths if path.suffix in (".parquet", ".jsonl")]
     if not data or len({path.suffix for path in data}) > 1 or any(path.suffix in (".json", ".arrow", ".csv") for path in paths):
-        raise _LeftToTheJob("expected Parquet files alone, or .jsonl files alone")
+        raise _LeftToTheJob("expected only Parquet files, or only .jsonl files")
     words = {path: set(re.split(r"[-._ 0-9/]+", str(path.relative_to(folder)))) for path in data}
     split = dataset.split or "train"
     if any(path_words & split_words for path_words in words.values() for split_words in SPLITS.values()):
@@ -171,7 +171,7 @@ def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
     elif split != "train":
         data = []
     if not data:
-        raise _LeftToTheJob(f"no path has the word {split}")
+        raise _LeftToTheJob(f"no path of a file contains the word {split}")
     return data[0]
 
 
@@ -197,7 +197,7 @@ def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None)
         with user_files.open_file(records.path) as file:
             table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
             if "extension<" in str(table.schema_arrow):
-                raise _LeftToTheJob("it has columns of types that `datasets` decodes")
+                raise _LeftToTheJob("it has columns that `datasets` must decode")
             for batch in table.iter_batches(BATCH_ROWS):
                 rows += batch.to_pylist()
                 read += batch.nbytes
@@ -219,7 +219,7 @@ def also(numbers: list[int], unit: str = "line") -> str:
     if not (other_numbers := numbers[1:]):
         return ""
     numbers_text = ", ".join(map(str, other_numbers[:SHOWN_NUMBERS])) + (" ..." if len(other_numbers) > SHOWN_NUMBERS else "")
-    return f" (and so in {len(other_numbers)} more: {unit}{'s' if len(other_numbers) > 1 else ''} {numbers_text})"
+    return f" (and in {len(other_numbers)} more: {unit}{'s' if len(other_numbers) > 1 else ''} {numbers_text})"
 
 
 def unreadable(key: str, path: str | Path, error: Exception) -> Problem:

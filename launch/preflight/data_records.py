@@ -61,7 +61,9 @@ class ExpectedAnswers:
         self._check = answer_check(recipe.env, dataset.env_name) if judged else None
         self._reader = RecordReader(recipe.data, dataset)
         self._left = self._check.at_start if self._check else 0
-        self._where = f"'{dataset.messages_key or dataset.output_key}': env.{dataset.env_name} cannot judge by it"
+        self._where = (
+            f"'{dataset.messages_key or dataset.output_key}': env.{dataset.env_name} cannot use it as the expected answer"
+        )
 
     def fault(self, record: dict[str, Any]) -> str | None:
         """Return why the environment cannot judge by a valid record's expected answer; None if it can."""
@@ -84,7 +86,7 @@ def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list
         columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)) if name != tools_key)
         close_names = difflib.get_close_matches(tools_key, columns, 1, 0.7)
         hint = f". Did you mean {close_names[0]}?" if close_names else ""
-        message = f"none of the first {len(records)} records has tools in '{tools_key}'; their prompts show none"
+        message = f"none of the first {len(records)} records has tools in '{tools_key}'; their prompts list no tools"
         yield f"{key}.tools_key: {message}{hint}"
 
 
@@ -110,7 +112,7 @@ def absent_columns(
         return
     names = {*columns} | ({"expected"} if dataset.output_key in columns or dataset.messages_key else set())
     if absent := [field for field in fields if field not in names]:
-        hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in env's kwargs"
+        hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in the environment's kwargs"
         path = recipe.env[dataset.env_name or ""].kind
-        message = f"{path} needs {absent[0]}, and the records of {key} have: {', '.join(columns)}. Try {hint}"
+        message = f"{path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"
         yield Problem(f"env.{dataset.env_name}.kind", "missing-column", message)

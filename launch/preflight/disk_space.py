@@ -193,7 +193,7 @@ def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None)
         nbytes=max(0.0, at_once * nbytes - existing),
         files=at_once * (2 * writers + 2),
         description=f"{at_once} checkpoints of {size(nbytes)} at once (checkpointing.keep_top_k={keep}{consolidated})"
-        + (f", of which {size(existing)} are there" if existing else ""),
+        + (f", of which {size(existing)} are on the disk" if existing else ""),
         key="run_dir",
     )
 
@@ -221,7 +221,7 @@ def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, f
     at_once = int((free - other_bytes + _existing_bytes(Path(recipe.run_dir).absolute())) // checkpoint)
     keep = at_once - (2 if recipe.checkpointing.metric_name else 1)  # the inverse of `_at_once`
     if keep > 0:
-        return f"checkpointing.keep_top_k={keep} would fit, or another run_dir"
+        return f"checkpointing.keep_top_k={keep}, which fits, or another run_dir"
     return "another run_dir, or checkpointing.enabled=false"
 
 
@@ -253,7 +253,7 @@ def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Pla
                 folder=root,
                 nbytes=nbytes * (len(sections) - converted),
                 files=(ranks(recipe.cluster.train) + 2) * (len(sections) - converted),
-                description=f"{len(sections) - converted} Megatron conversion of {name}, {size(nbytes)}",
+                description=f"Megatron conversion of {name}, {len(sections) - converted} x {size(nbytes)}",
                 key=CONVERSIONS[0],
             )
 
@@ -283,7 +283,7 @@ def _note_rollouts(recipe: Recipe, run_dir: Path, other_bytes: float, notes: lis
     disk = os.statvfs(nearest_existing(run_dir))
     if most + other_bytes > disk.f_bavail * disk.f_frsize:
         notes.append(
-            f"logger.num_rollouts_to_log: {logged or 'all'}: if all were of full length, the rollouts of"
+            f"logger.num_rollouts_to_log: {logged or 'all'}: if all rollouts had the maximum length, the rollouts of"
             f" {online.max_num_steps} steps would take {size(most)}"
-            f" in {run_dir}, which has {size(disk.f_bavail * disk.f_frsize)} free for all that it holds"
+            f" in {run_dir}, which has {size(disk.f_bavail * disk.f_frsize)} free for all files of the run"
         )

@@ -37,4 +37,4 @@ def _command(command: str) -> Iterator[Problem]:
         yield Problem(key, "bad-format", f"got `{command}`: {error}; expected a program and its arguments, quoted for a shell")
         return
     if not words or shutil.which(words[0]) is None:
-        yield Problem(key, "file-not-found", f"got `{command}`; expected a program that is installed here, to print the key")
+        yield Problem(key, "file-not-found", f"got `{command}`; expected a program that is installed here and prints the key")

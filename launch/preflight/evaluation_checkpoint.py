@@ -32,5 +32,5 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for key in ("model_name", "hf_config_overrides"):
         configured, trained_value = getattr(recipe.policy, key), getattr(trained, key)
         if configured != trained_value:
-            message = f"got {configured}; expected {trained_value}, the model that {run_dir} trains from. Try without it"
+            message = f"got {configured}; expected {trained_value}, the value in the recipe of {run_dir}. Try without the key"
             yield Problem(f"policy.{key}", "contradiction", message)

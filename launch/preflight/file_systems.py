@@ -55,7 +55,7 @@ def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
     if not existing.is_dir():
         yield Problem(key, "not-a-folder", f"{existing} is a file, so the folder {folder} cannot be made. Try {instead}")
     elif not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        message = f"{folder} cannot be written: {getpass.getuser()} may not write in {existing}. Try {instead}"
+        message = f"{folder} cannot be written: {getpass.getuser()} cannot write to {existing}. Try {instead}"
         yield Problem(key, "permission-denied", message)
 
 

@@ -52,11 +52,11 @@ FIXED = {  # vLLM's arguments that cannot be set -> the reason
     "skip_tokenizer_init": "prompts and answers are token ids",
     "tokenizer": "prompts and answers are token ids",
     "generation_config": "policy.generation sets the sampling",
-    "seed": "every engine gets its own, from the algorithm's seed",
+    "seed": "the pipeline derives the seed of each request from the algorithm's seed",
     "logprobs_mode": "training needs log-probs after temperature",
     "distributed_executor_backend": "the job starts the ranks",
     "data_parallel_size": "engines are independent; cluster.generate determines their number",
-    "disable_log_stats": "the run's metrics need them",
+    "disable_log_stats": "the run's metrics need these statistics",
 }
 MODEL_OPTIONS = (  # Megatron's options that config.json gives and the conversion of weights relies on
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -68,11 +68,11 @@ RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
     "params_dtype": "it is policy.precision",
     "bf16": "it is policy.precision",
     "fp16": "it is policy.precision",
-    "variable_seq_lengths": "each microbatch has its own number of tokens",
-    "calculate_per_token_loss": "Hetstep divides the losses",
+    "variable_seq_lengths": "microbatches differ in their number of tokens",
+    "calculate_per_token_loss": "Hetstep divides the losses before Megatron-Core adds them",
     "moe_z_loss_coeff": "the router's loss would be divided by another count than the policy's loss",
-    "attention_dropout": "ratios to the policy that sampled would be noise",
-    "hidden_dropout": "ratios to the policy that sampled would be noise",
+    "attention_dropout": "dropout would add noise to the probability ratios",
+    "hidden_dropout": "dropout would add noise to the probability ratios",
 }
 MEGATRON_ADAM = {
     "lr",
@@ -84,17 +84,17 @@ MEGATRON_ADAM = {
 }  # see pipeline/train/megatron/distributed_optimizer.py
 HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
 UNFIT = {  # classes of torch that a recipe cannot use -> the reason
-    "torch.optim.Optimizer": "is the base of optimizers",
+    "torch.optim.Optimizer": "is the base class of optimizers",
     "torch.optim.Muon": "updates matrices only, and models have vectors too, such as their norms",
     "torch.optim.LBFGS": "computes the loss several times in a step",
     "torch.optim.SparseAdam": "needs sparse gradients",
-    "torch.optim.Rprop": "does not step weights that are cut over ranks",
-    "torch.optim.Adafactor": "has state that is not shaped like the weights, which checkpoints do not store",
-    "torch.optim.lr_scheduler.LRScheduler": "is the base of schedules",
+    "torch.optim.Rprop": "does not support weights that are sharded over ranks",
+    "torch.optim.Adafactor": "has state with other shapes than the weights, which checkpoints do not store",
+    "torch.optim.lr_scheduler.LRScheduler": "is the base class of schedules",
     "torch.optim.lr_scheduler.ReduceLROnPlateau": "depends on a metric, not on the step",
     "torch.optim.lr_scheduler.LambdaLR": "needs a function",
     "torch.optim.lr_scheduler.MultiplicativeLR": "needs a function",
-    "torch.optim.lr_scheduler.SequentialLR": "needs schedules; a list of schedules that ends in {milestones: [...]} makes one",
+    "torch.optim.lr_scheduler.SequentialLR": "needs schedules; a list of schedules ending in {milestones: [...]} replaces it",
     "torch.optim.lr_scheduler.ChainedScheduler": "needs schedules",
 }
 RATES = ("lr", "weight_decay", "eps")
@@ -157,7 +157,7 @@ def _forbidden(key: str, names: Iterable[str], reasons: Mapping[str, str]) -> It
     """Yield a problem for each of the options `names` that a recipe must not set. reasons: forbidden option -> why."""
     for name in names:
         if name in reasons:
-            yield Problem(f"{key}.{name}", "contradiction", f"cannot be given: {reasons[name]}. Leave it out")
+            yield Problem(f"{key}.{name}", "contradiction", f"cannot be set: {reasons[name]}. Leave it out")
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
@@ -256,12 +256,12 @@ def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool) -> Iter
     for name in RATES:
         value = optimizer.kwargs.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            yield Problem(f"{key}.kwargs.{name}", "wrong-type", f"got {value!r}; expected a number from 0 on")
+            yield Problem(f"{key}.kwargs.{name}", "wrong-type", f"got {value!r}; expected a finite number of at least 0")
     if megatron:
         if optimizer.name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
             message = f"got {optimizer.name}; expected {' or '.join(adams)} with the Megatron backend"
             yield Problem(
-                f"{key}.name", "unsupported", f"{message}. Try these, or, of the policy, policy.megatron_cfg.optimizer"
+                f"{key}.name", "unsupported", f"{message}. The policy's optimizer can also be in policy.megatron_cfg.optimizer"
             )
         else:
             yield from _unknown(f"{key}.kwargs", optimizer.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
@@ -269,7 +269,8 @@ def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool) -> Iter
     yield from _torch_class(key, optimizer.name, optimizer.kwargs, "params", "torch.optim.AdamW")
     if optimizer.kwargs.get("fused") and any(_same_class(optimizer.name, f"torch.optim.{name}") for name in ("SGD", "Adagrad")):
         message = (
-            f"got true; the fused kernel of {optimizer.name} does not take weights that are cut over ranks. Try foreach=true"
+            f"got true; the fused kernel of {optimizer.name} does not support weights that are sharded over ranks."
+            " Try foreach=true"
         )
         yield Problem(f"{key}.kwargs.fused", "unsupported", message)
 
@@ -289,7 +290,7 @@ def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], model_argument:
         parameters = signatures.parameters(name)
     except signatures.NoSuchClass:
         library = name.partition(".")[0]
-        message = f"got '{name}', which the installed {library} does not have; expected one such as {example}"
+        message = f"got '{name}', which the installed {library} does not have; expected a class such as {example}"
         yield Problem(f"{key}.name", "not-a-choice", message)
         return
     if parameters is not None:
@@ -321,9 +322,9 @@ def _schedule(key: str, schedule: Any) -> Iterator[Problem]:
         numbers = isinstance(steps, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
         if steps is None or not numbers or len(steps) != len(parts) - 1 or sorted(steps) != steps:
             message = (
-                "expected schedules {name, kwargs} and last {milestones: [...]}, the step at which each but the first begins,"
+                "expected a list of schedules {name, kwargs} that ends in {milestones: [...]}, the steps at which the second"
             )
-            yield Problem(key, "bad-format", f"{message} in order")
+            yield Problem(key, "bad-format", f"{message} and later schedules begin, in ascending order")
             return
     for number, part in enumerate(parts):
         name = f"{key}[{number}]" if isinstance(schedule, list) else key
@@ -367,10 +368,14 @@ def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
     if len(families) > len(ALIASES) and family not in families:
         near = difflib.get_close_matches(str(family), families, 1)
         hint = f"Did you mean '{near[0]}'?" if near else "Try a newer transformers"
-        yield Problem(key, "unsupported", f"config.json has model_type={family!r}, which transformers does not have. {hint}")
+        yield Problem(
+            key, "unsupported", f"config.json has model_type={family!r}, which the installed transformers does not have. {hint}"
+        )
     functions = _first_texts(signatures.module("transformers.activations"))
     if functions and (activation := model.get("hidden_act")) is not None and activation not in functions:
-        message = f"config.json has hidden_act={activation!r}, which transformers does not have; expected silu, gelu or another"
+        message = (
+            f"config.json has hidden_act={activation!r}, which transformers does not have; expected, for example, silu or gelu"
+        )
         yield Problem(key, "unsupported", message)
 
 

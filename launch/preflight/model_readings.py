@@ -43,7 +43,7 @@ class ModelReading:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield the reading as rows (label, text) to print."""
-        yield "stop tokens", ", ".join(map(str, self.stops.tokens)) or "none: every answer ends at its longest"
+        yield "stop tokens", ", ".join(map(str, self.stops.tokens)) or "none: every answer runs to the maximum length"
         yield from (("", note) for note in self.stops.notes)
         yield "BOS and EOS", self._added_tokens()
         yield "padding", "none: sequences are packed end to end"

@@ -30,7 +30,9 @@ def problems(
         if reading:
             readings[section] = reading
             if notes is not None and not reading.stops.tokens and (section != "policy" or config.generates(recipe)):
-                notes.append(f"{section}: no file of {model.model_name} names a stop token; every answer ends at its longest")
+                notes.append(
+                    f"{section}: no file of {model.model_name} names a stop token; every answer runs to the maximum length"
+                )
             yield from _too_large(reading, f"{section}.tokenizer.name", f"{section}.model_name", reading.rows)
     if policy := readings.get("policy"):
         for section, model in config.models(recipe).items():  # these read the policy's tokens
@@ -112,7 +114,7 @@ def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) ->
     used = {*reading.stops.ids, tokenizer.bos_token_id}
     harmful = [id for id, text in sorted(beyond.items()) if id not in special or id in used or text in rendered]
     if harmful:
-        first = f"{harmful[0]} {beyond[harmful[0]]!r}"
-        message = f"got the tokenizer in {tokenizer.name_or_path} with {len(tokenizer)} tokens, {first} among them"
-        hint = "Try that model's own tokenizer, or a model whose embedding is resized"
-        yield Problem(key, "too-large", f"{message}; expected at most the {rows} of {model}. {hint}")
+        first = f"id {harmful[0]} {beyond[harmful[0]]!r}"
+        message = f"got the tokenizer in {tokenizer.name_or_path} with {len(tokenizer)} tokens, including {first}"
+        hint = "Try the tokenizer of this model, or a model with a resized embedding"
+        yield Problem(key, "too-large", f"{message}; expected ids below {rows}, the embedding rows of {model}. {hint}")

@@ -89,9 +89,9 @@ def _check_weights(
 ) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
-        random = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
+        random = f", or {section}.random_init=true to start from random weights" if section in ("policy", "value") else ""
         if any(folder.glob("pytorch_model*.bin")):
-            message = f"{folder} has weights as pytorch_model*.bin only, which are pickles. Try safetensors{random}"
+            message = f"{folder} has weights only as pytorch_model*.bin, which are pickle files. Try safetensors files{random}"
             yield Problem(key, "unsupported", message)
         else:
             message = f"{folder} has no weights ({SINGLE} or {INDEX}). Try to fetch the whole checkpoint{random}"
@@ -105,7 +105,8 @@ def _check_weights(
     yield from file_problems[:SHOWN]
     if len(file_problems) > SHOWN:
         message = (
-            f"{folder}: so are {len(file_problems) - SHOWN} more of its {len(weight_files.files)} weight files; fetch it again"
+            f"{folder}: {len(file_problems) - SHOWN} more of its {len(weight_files.files)} weight files have faults;"
+            " fetch them again"
         )
         yield Problem(key, "unreadable", message)
     if not weight_files.faults:
@@ -113,7 +114,7 @@ def _check_weights(
         with collected([]):  # faults of config.json, which `architecture` reports
             model_json = model_config(policy, (), key)
         if (model_json or {}).get("auto_map"):
-            notes.append(f"{key}: {folder} comes with code of its own (auto_map in config.json), which never runs")
+            notes.append(f"{key}: {folder} has Python code (auto_map in config.json), which never runs")
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
         if model_json is not None:

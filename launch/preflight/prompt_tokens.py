@@ -21,8 +21,8 @@ def notes(recipe: Recipe) -> Iterator[str]:
     most, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
     if generates(recipe) and trains(recipe) and most > context:
         yield (
-            f"policy.generation.max_new_tokens: {most} is above policy.max_total_sequence_length {context}, where prompt and"
-            " answer end together; answers are cut there"
+            f"policy.generation.max_new_tokens: {most} is above policy.max_total_sequence_length={context}, the limit of prompt"
+            " and answer together; answers end at this limit"
         )
 
 
@@ -50,7 +50,7 @@ def problems(
             words = ", ".join(dict.fromkeys(map(repr, parts[:5])))
             source = f"{records.location(number)}: the tokenizer in {tokenizer.parent}"
             share = f"{len(unknown_texts)} of the {len(numbered)} {kind} checked"
-            message = f"does not know {words}, which becomes {mark} (so in {share})"
+            message = f"does not know {words}, which becomes {mark} (in {share})"
             hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep or drop"
             yield Problem(records.key, "bad-record", f"{source} {message}. {hint}")
 
@@ -64,7 +64,7 @@ def _too_long(records: FirstRecords, longest: tuple[int, int], recipe: Recipe) -
         message = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
     else:
         return
-    hint = "Try a shorter one, a higher limit, or data.overlong_prompts=drop"
+    hint = "Try a shorter prompt, a higher limit, or data.overlong_prompts=drop"
     yield Problem(records.key, "too-large", f"{records.location(number)}: a prompt of {length} tokens{message}. {hint}")
 
 

@@ -34,7 +34,7 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
         yield problem
     elif supply.steps is not None and supply.steps < section(recipe).max_num_steps:
         rest_text = f"; the last {plural(supply.left_over, 'record')} fill no step and are not used" if supply.left_over else ""
-        notes.append(f"data: {supply.source} make {plural(supply.steps, 'step')} of {supply.per_step}{rest_text}")
+        notes.append(f"data: {supply.source} make {plural(supply.steps, 'step')} of {supply.per_step} records{rest_text}")
 
 
 def count(dataset: DatasetConfig) -> int | None:

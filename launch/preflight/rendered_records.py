@@ -57,7 +57,7 @@ class RenderedRecords:
         try:
             faults = bounded.call(lambda: self._faults(records[:MOST_RECORDS]))
         except bounded.Unbounded as error:
-            notes.append(f"policy.tokenizer.chat_template: the job checks that it renders the records: here {error}")
+            notes.append(f"policy.tokenizer.chat_template: only the job checks that it renders the records: here {error}")
             return {}
         return dict(faults)
 

@@ -31,11 +31,12 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
     for key in sorted(set(sandboxes) - set(isolated)):
         if sandboxes[key].sandbox == "none":
             notes.append(
-                f"{key}.sandbox: none: programs of the policy run with this user's rights, including files and network"
+                f"{key}.sandbox: none: programs that the policy writes run with this user's rights, including access to files"
+                " and the network"
             )
     if isolated and executor != "local":
         notes.append(
-            f"{', '.join(isolated)}: the generate ranks check when they start whether they can sandbox programs; that needs"
+            f"{', '.join(isolated)}: the generate ranks check when they start whether they can sandbox programs, which needs"
             " bubblewrap (`bwrap`) in their image, or user namespaces"
         )
         return

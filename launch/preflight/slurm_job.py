@@ -99,7 +99,7 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
                     f"{group[-1].key}.nodes",
                     "over-limit",
                     f"{', '.join(f'{request.key}.nodes' for request in group)} ask for {terms} nodes, but there are {available}"
-                    f" suitable ones; expected together at most {available}. Try fewer, or cluster.share_nodes=true to put"
+                    f" suitable ones; expected at most {available} in total. Try fewer, or cluster.share_nodes=true to put"
                     " components on the same nodes",
                 )
                 return
@@ -128,5 +128,5 @@ def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
                 key,
                 "not-installed",
                 "srun here has no --container-image, which comes with the pyxis plugin (https://github.com/NVIDIA/pyxis). Try"
-                " null, and an environment on the shared file system",
+                " null, with a Python environment on the shared file system",
             )

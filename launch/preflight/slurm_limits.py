@@ -140,7 +140,7 @@ def _per_node(request: ComponentRequest) -> dict[str, float]:
 def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
     request, rows = limits.request, [*limits.qos, limits.association]
     other_names = ", ".join(sorted(set(_names(limits.association["QOS"])) - {row["Name"] for row in limits.qos}))
-    instead = f"another QOS (of {other_names})" if other_names else "another QOS, of which there is none"
+    instead = f"another QOS (of {other_names})" if other_names else "another account, since there is no other QOS"
     for name, per_node in _per_node(request).items():
         for field, count, of in (("MaxTRES", request.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
             holder, limit = _first(rows, field, name)
@@ -157,7 +157,7 @@ def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
     # A limit of a QOS takes precedence over the association.
     holder, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
     if most is not None and request.minutes > most:
-        message = f"got {request.minutes}; expected at most {most:g} minutes, which {holder} allows {request.key}"
+        message = f"got {request.minutes}; expected at most {most:g} minutes, the limit of {holder} for {request.key}"
         yield Problem("cluster.time_min", "over-limit", f"{message}. Try less, or {instead}")
 
 

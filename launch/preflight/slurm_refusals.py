@@ -92,7 +92,7 @@ class RefusalExaminer:
                 problems.append(_problem(request.key, "a request", answer.refusal))
         instead, key = self._other_partitions(request), request.key_of("--partition")
         if instead and not any(problem.key == key for problem in problems):
-            message = f"got {_requested_value(request, key)}. Try {' or '.join(instead)}, which fits all of {request.key}"
+            message = f"got {_requested_value(request, key)}. Try {' or '.join(instead)}, which accepts all of {request.key}"
             problems.append(Problem(key, "refused-by-slurm", message))
         return problems
 
@@ -111,8 +111,8 @@ class RefusalExaminer:
         if len(suitable) < request.nodes:
             return False
         self.notes.append(
-            f"{request.key}.nodes: {request.nodes}, but of the {len(suitable)} suitable nodes only {up} are not down or drained"
-            " now: the job will wait for more"
+            f"{request.key}.nodes: {request.nodes}, but only {up} of {len(suitable)} suitable nodes are in service now."
+            " The others are down or drained, so the job waits"
         )
         return True
 
@@ -126,8 +126,8 @@ class RefusalExaminer:
         )
         if gpus and 0 < request.gpus < min(gpus):
             self.notes.append(
-                f"{request.keys('gpus_per_node')}: {request.gpus}, and the job takes whole nodes of {min(gpus)} or more GPUs;"
-                f" {request.key}.exclusive=false with cpus_per_task and mem leaves the others to other jobs"
+                f"{request.keys('gpus_per_node')}: {request.gpus}, but the job takes whole nodes of {min(gpus)} or more GPUs."
+                f" Try {request.key}.exclusive=false with cpus_per_task and mem to leave unused GPUs to other jobs"
             )
 
     def _diagnosis(self, request: ComponentRequest, message: str) -> Iterator[Problem]:
@@ -202,7 +202,7 @@ class RefusalExaminer:
         else:
             return ""
         near = get_close_matches(chosen or "", choices, 1)
-        return f". Did you mean '{near[0]}'?" if near else f"; there is: {', '.join(choices) or 'none'}"
+        return f". Did you mean '{near[0]}'?" if near else f"; available: {', '.join(choices) or 'none'}"
 
     def _other_partitions(self, request: ComponentRequest) -> list[str]:
         """Return a few other partitions that accept the request unchanged."""

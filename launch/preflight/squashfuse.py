@@ -32,11 +32,12 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
     if config.get("PreemptMode", "OFF") != "OFF" and not sends_user_signal(config):
         losing.append("preemption")
         setting = "PreemptParameters=" if "PreemptParameters" in config else "SlurmctldParameters=preempt_"
-        remedy = f" Slurm's administrators can set {setting}send_user_signal, and preemption with a GraceTime saves."
+        remedy = f" Slurm's administrators can set {setting}send_user_signal. Then a run saves at preemption with GraceTime."
     yield (
-        f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({setting}), and SIGTERM to a step ends it, so"
-        f" {', '.join(losing[:-1])} and {losing[-1]} lose what came after the last checkpoint; checkpointing.save_period bounds"
-        f" that. The time limit saves, and so does `scancel --batch --signal=USR2 JOB`.{remedy}"
+        f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({setting}), and SIGTERM to a step ends squashfuse."
+        f" {', '.join(losing[:-1])} and {losing[-1]} lose all training steps after the last checkpoint;"
+        " checkpointing.save_period limits the loss."
+        f" A run saves at its time limit and after `scancel --batch --signal=USR2 JOB`.{remedy}"
     )
 
 

@@ -43,9 +43,7 @@ def _check_tokenizer(
     moved = [token for token, number in student.items() if teacher.get(token, number) != number]
     absent = len(student.keys() - teacher.keys())
     if moved or absent > OWN_TOKENS * len(student):
-        difference = (
-            f"'{moved[0]}' has another id there" if moved else f"{absent} of its {len(student)} tokens are missing there"
-        )
+        difference = f"the id of '{moved[0]}' differs" if moved else f"it lacks {absent} of the policy's {len(student)} tokens"
         policy = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
         message = (
             f"got {name}, whose vocabulary differs from {policy}: {difference}; expected a teacher with the policy's tokenizer"
@@ -67,7 +65,7 @@ def _check_rows(
         teacher_rows = (model_config(teacher, pending, key) or {}).get("vocab_size")
     if student_rows and teacher_rows and teacher_rows > student_rows:
         most = f"expected at most the policy's {student_rows}"
-        reason = "since it may give probability to rows that the policy does not have"
+        reason = "since the teacher may give probability to rows that the policy does not have"
         yield Problem(key, "too-large", f"got {name} with {teacher_rows} rows of vocabulary; {most}, {reason}")
 
 

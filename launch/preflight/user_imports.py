@@ -140,7 +140,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
     references = code_references(recipe)
     if read := [reference for reference in references if not isinstance(answers, str) and "read" in answers[reference.key]]:
         what = ", ".join(f"{reference.key}={reference.path}" for reference in read)
-        notes.append(f"{what}: checked by the source alone, without importing it. Try trust=true if you trust this recipe")
+        notes.append(f"{what}: only the source was checked, without an import. Try trust=true if you trust this recipe")
     for reference in references:
         if isinstance(answers, str):
             notes.append(f"{reference.key}: {reference.path} was not checked: {answers}")
@@ -154,7 +154,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
             )
         elif "wrong" in answer:
             absent = answer["wrong"].startswith(ABSENT)
-            hint = ". Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
+            hint = ". Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
             key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
             yield Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
         elif "ok" in answer:
@@ -203,7 +203,7 @@ def _probe(
         finally:
             _end(process)
         if not reply.exists():
-            return f"Python ended with status {process.returncode} while it was imported"
+            return f"Python ended with status {process.returncode} during the import"
         return json.loads(reply.read_text())
 
 

@@ -52,12 +52,12 @@ def problems(
         yield Problem(key, "unavailable-model", f"{folder} does not fit its config.json: it {', and '.join(faults)}")
     named = {name: shape for name, shape in expected.items() if name in stored}
     if wrong := [
-        f"{name} {_shape(stored[name].shape)} for {_shape(s)}" for name, s in named.items() if stored[name].shape != s
+        f"{name} is {_shape(stored[name].shape)} and not {_shape(s)}" for name, s in named.items() if stored[name].shape != s
     ]:
-        message = f"{folder}: shapes differ from config.json's: {some(wrong)}. Try the config.json of these weights"
+        message = f"{folder}: shapes differ from config.json: {some(wrong)}. Try the config.json of these weights"
         yield Problem(key, "unavailable-model", message)
     if packed := [f"{name} ({stored[name].dtype})" for name in named if stored[name].dtype not in FLOATS]:
-        message = f"{folder} has weights that are no floating-point numbers of 16 bits or more, {some(packed)}; expected"
+        message = f"{folder} has weights of unsupported data types, {some(packed)}; expected"
         yield Problem(key, "unsupported", f"{message} {', '.join(FLOATS)}")
     copied = LM_HEAD in stored and LM_HEAD not in expected and head == "logprobs" and embedding in stored
     if copied and not _look_equal(stored[LM_HEAD], stored[embedding]):

@@ -104,7 +104,7 @@ def _type_problems(key: str, overrides: dict[str, Any], config: dict[str, Any]) 
         if isinstance(value, dict) and isinstance(default, dict):
             yield from _type_problems(f"{key}.{name}", value, default)
         elif value is not None and default is not None and kind(value) != kind(default):
-            yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected the type of {default!r}, as in config.json")
+            yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected the same type as {default!r} in config.json")
 
 
 def public_model_config(name: str) -> dict[str, Any] | None:

@@ -55,5 +55,5 @@ def test_scancel_loses_the_steps_after_the_last_checkpoint(cluster, tmp_path):
     held.slurm("scancel", held.job_id)
     run = held.end()
     assert run.status == 1 and "CANCELLED" in run.output, run.output
-    assert "scancel and scontrol requeue lose what came after the last checkpoint" in run.output
+    assert "scancel and scontrol requeue lose all training steps after the last checkpoint" in run.output
     assert checkpoints(run.folder) == []

@@ -255,5 +255,5 @@ def test_faults_found_before_submission(tmp_path: Path):
     }
     text = "\n".join(map(str, found))
     assert "geometry/test.jsonl:1: 'solution' has no \\boxed{...}; expected the final answer in it; no record" in text
-    assert "can be used (and so in 2 more" in text
+    assert "can be used (and in 2 more" in text
     assert "has no 'answer'; it has: problem, solution" in text

@@ -114,7 +114,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 def reason(problem: Problem) -> str:
     """Return the feature that a problem names, or else the problem without its numbers."""
-    feature = re.search(r"asks for (.*?); that is not supported", problem.message)
+    feature = re.search(r"; Hetstep does not support (.*?)(?:\. Try |$)", problem.message)
     return feature.group(1) if feature else re.sub(r"\d[\d.]*", "N", f"{problem.key}: {problem.message}")
 
 

@@ -33,7 +33,9 @@ def test_a_data_set_that_holds_nothing_out() -> None:
 def test_held_out_records_and_another_data_set_are_validated_on() -> None:
     loaded = inspect("grpo", "data.validation={dataset_name: AIME2024}")
     assert (loaded.recipe.data.train.split_validation_size, loaded.recipe.data.validation.dataset_name) == (0.05, "AIME2024")
-    assert any(note.startswith("data.validation: each data set contributes as many records") for note in loaded.notes)
+    assert any(
+        note.startswith("data.validation: the maximum number of samples applies to each data set") for note in loaded.notes
+    )
 
 
 def test_a_list_of_one() -> None:

@@ -196,7 +196,7 @@ def test_verifiers() -> None:
     assert translation.problems == []
     assert translation.layer["env"]["math"] == {"kind": "multiple_choice", "kwargs": {"verifier_type": "english_multichoice"}}
     assert any(
-        note.startswith("env.math.verifier_type: of several letters in an answer the last") for note in translation.changed
+        note.startswith("env.math.verifier_type: the last of several letters in an answer") for note in translation.changed
     )
 
 
@@ -294,7 +294,7 @@ def test_an_engines_tuning_is_listed() -> None:
     given = ("policy.generation.backend=sglang", "policy.generation.sglang_cfg={schedule_policy: lpm, cuda_graph_max_bs: 8}")
     (note,) = (note for note in with_keys("grpo", *given)[1].ignored if "sglang_cfg" in note)
     names = "policy.generation.sglang_cfg.schedule_policy, policy.generation.sglang_cfg.cuda_graph_max_bs"
-    assert note == f"{names}: tunes SGLang; vLLM samples"
+    assert note == f"{names}: tunes SGLang, which does not sample here"
 
 
 def test_no_age_is_the_synchronous_algorithm() -> None:

@@ -32,4 +32,4 @@ def test_other_nodes_are_only_noted():
 
 def test_an_uncontained_sandbox_is_noted():
     found, (note,) = told("env.c.kwargs.sandbox=none")
-    assert not found and "env.c.kwargs.sandbox: none: programs of the policy run with this user's rights" in note
+    assert not found and "env.c.kwargs.sandbox: none: programs that the policy writes run with this user's rights" in note

@@ -76,7 +76,7 @@ def test_an_allocation_that_is_too_small(here):
     found = re.findall(r"^  - (cluster\.\S+): .* \[over-limit\]$", answer.stderr, re.M)
     keys = ("train.gpus_per_node", "train.cpus_per_task", "generate.nodes", "executor")
     assert found == [f"cluster.{key}" for key in keys], answer.stderr
-    assert "Try an allocation that would do: `salloc --time=30 --nodes=1 " in answer.stderr
+    assert "Try a new allocation, `salloc --time=30 --nodes=1 " in answer.stderr
     assert not (here / "run").exists()
 
 

@@ -218,7 +218,9 @@ def test_components_on_the_same_nodes_add_up(cluster):
 def test_gpus_that_a_job_takes_and_does_not_use_are_noted(cluster):
     for given, found in (({}, True), ({"exclusive": False, "cpus_per_task": 1, "mem": "1G"}, False)):
         list(slurm_job.problems(recipe(train=ComponentConfig(gpus_per_node=6, **given)), notes := []))
-        idle = "cluster.train.gpus_per_node: 6, and the job takes whole nodes of 8 or more GPUs; cluster.train.exclusive=false"
+        idle = (
+            "cluster.train.gpus_per_node: 6, but the job takes whole nodes of 8 or more GPUs. Try cluster.train.exclusive=false"
+        )
         assert any(note.startswith(idle) for note in notes) == found, notes
 
 
@@ -259,7 +261,7 @@ def test_drained_nodes_are_noted(cluster):
     finally:
         subprocess.run([*change, "state=resume"], check=True)
         wait_until(lambda: all(node.available for node in Cluster().nodes.values()), "the node's return")
-    assert any("of the 2 suitable nodes only 1 are not down or drained" in note for note in notes), notes
+    assert any("only 1 of 2 suitable nodes are in service" in note for note in notes), notes
 
 
 def test_a_variable_of_the_site_counts_where_the_recipe_says_nothing(cluster, monkeypatch):
@@ -409,7 +411,7 @@ def accounts(cluster, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("time_min", "asked", "found", "says"),
     [
-        (200, {}, {("cluster.time_min", "over-limit")}, "at most 180 minutes, which jo's account team allows"),
+        (200, {}, {("cluster.time_min", "over-limit")}, "at most 180 minutes, the limit of jo's account team"),
         (30, {"qos": "short"}, {("cluster.time_min", "over-limit")}, "another QOS (of long, normal)"),
         (20, {"qos": "short", "nodes": 2, "gpus_per_node": 8}, NODES_OVER, "the 8 that QOS short allows a user"),
         (20, {"qos": "short", "ranks_per_node": 7}, NODES_OVER, "got 7 CPUs at once"),

@@ -153,7 +153,7 @@ def test_signals_that_prevent_a_save_are_noted(cluster, tmp_path):
     assert list(preflight.container_problems(recipe, notes)) == []
     (note,) = notes
     assert note.startswith("cluster.train.container_image: pyxis mounts images with squashfuse here (use_squashfuse=1 in /")
-    assert "scancel and scontrol requeue lose what came after the last checkpoint; checkpointing.save_period" in note
+    assert "scancel and scontrol requeue lose all training steps after the last checkpoint; checkpointing.save_period" in note
     assert "preemption" not in note  # which sends SIGUSR2 here, to the batch script
 
 

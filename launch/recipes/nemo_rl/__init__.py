@@ -85,4 +85,4 @@ def _sections(t: Translator, name: str, path: Path) -> None:
     for key, _ in t.unconsumed_leaves():
         near = difflib.get_close_matches(key, names, 1, cutoff=0.8)
         hint = f"; did you mean '{near[0]}'?" if near else ". Try without it"
-        t.problem(key, "unknown-key", f"is neither a key of NeMo-RL nor one of Hetstep{hint}")
+        t.problem(key, "unknown-key", f"is neither a key of NeMo-RL nor of Hetstep{hint}")

@@ -81,10 +81,11 @@ PPO = (
     *under("async_ppo", AHEAD),
     Ignored(
         "async_ppo.warmup_generation_lead_steps",
-        "sampling runs no further ahead while the policy is frozen; the same weights sample for every step",
+        "sampling runs no further ahead while the policy is frozen, since its weights do not change",
     ),
     Ignored(
-        "async_ppo.drop_incomplete_targets_on_restore", "a checkpoint keeps groups that are in progress, and they are completed"
+        "async_ppo.drop_incomplete_targets_on_restore",
+        "a checkpoint keeps incomplete groups, and the restored run completes them",
     ),
 )
 DPO = (
@@ -138,7 +139,7 @@ def algorithm_name(t: Translator) -> str | None:
         t.problem(
             sections[1],
             "contradiction",
-            f"got a section, and {sections[0]} has one too; expected one algorithm. Try null for others",
+            f"got a section besides the section {sections[0]}; expected one algorithm. Try null for all other algorithms",
         )
     return sections[0] if sections else None
 
@@ -254,7 +255,11 @@ def _rewards(t: Translator, algorithm: str) -> None:
     skip = f"{algorithm}.skip_reference_policy_logprobs_calculation"
     if t.consume(skip, algorithm == "ppo") is True and t.get(PENALTY, PENALTY_DEFAULT):
         default = "" if t.has(skip) else " by default"
-        t.problem(skip, "contradiction", f"got true{default}, but {PENALTY} needs the reference's log-probs. Try false, or 0")
+        t.problem(
+            skip,
+            "contradiction",
+            f"got true{default}, but {PENALTY} needs the reference's log-probs. Try false, or a penalty of 0",
+        )
 
 
 def _differences(t: Translator, algorithm: str) -> None:
@@ -264,8 +269,8 @@ def _differences(t: Translator, algorithm: str) -> None:
     stops = shapes and t.get(f"{shaping}.stop_properly_penalty_coef") is not None
     keeps = t.on("grpo.use_dynamic_sampling") and t.get("grpo.use_leave_one_out_baseline", True)
     cut = (
-        "an answer is cut if its last turn reached the length limit; in NeMo-RL also if another turn did, or if the reply to"
-        " it does not fit"
+        "an answer is cut if its last turn reached the length limit; in NeMo-RL also if another turn reached it, or"
+        " if the reply to the answer does not fit"
     )
     message = [
         (
@@ -301,7 +306,7 @@ def _differences(t: Translator, algorithm: str) -> None:
         key = f"grpo.adv_estimator.{name}"
         top, used = t.get(f"grpo.{name}", True), t.get(key, True)
         differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and top != used
-        message.append((differs, f"grpo.{name}={as_yaml(top)}", f"advantages are made by {key}={as_yaml(used)}, as in NeMo-RL"))
+        message.append((differs, f"grpo.{name}={as_yaml(top)}", f"advantages follow {key}={as_yaml(used)}, as in NeMo-RL"))
     for applies, key, text in message:
         if applies:
             t.change(key, text)

@@ -27,12 +27,16 @@ def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
     """
     nodes, gpus = t.consume(NODES, 1), t.consume(GPUS)
     if not all(isinstance(n, int) and n > 0 for n in (nodes, gpus)):
-        t.problem(NODES if gpus else GPUS, "too-small", f"got {nodes} nodes with {gpus} GPUs each; expected at least 1 of both")
+        t.problem(
+            NODES if gpus else GPUS,
+            "too-small",
+            f"got {nodes} nodes with {gpus} GPUs each; expected at least 1 node with 1 GPU",
+        )
         return
     reward_nodes, reward_gpus = _reward(t, rewarded)
     nodes_left, gpus_left = (nodes, gpus - reward_gpus) if nodes == 1 else (nodes - reward_nodes, gpus)
     if nodes_left < 1 or gpus_left < 1:
-        message = f"got {reward_nodes} x {reward_gpus}; expected fewer than all {nodes} x {gpus} GPUs"
+        message = f"got {reward_nodes} nodes with {reward_gpus} GPUs each; expected fewer than all {nodes} x {gpus} GPUs"
         t.problem(f"{rewarded}.resources", "too-large", message)
         return
     shares = samples and t.get(f"{COLOCATED}.enabled", True) is not False
@@ -42,7 +46,7 @@ def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
         t.changed.insert(
             0,
             f"{COLOCATED}.enabled=true: in NeMo-RL train and generate ranks take turns on {nodes_left} x {gpus_left} GPUs;"
-            f" here, with {rewarded} on GPUs of its own, each has {nodes_left} x {gpus_left} GPUs. Set"
+            f" here {rewarded} has separate GPUs, so train and generate ranks get {nodes_left} x {gpus_left} GPUs each. Set"
             " cluster.generate.nodes and .gpus_per_node to use fewer",
         )
     elif shares or not samples:  # cluster.generate equals cluster.train if they share GPUs
@@ -70,7 +74,7 @@ def environment_variables(t: Translator, theirs: str, ours: str) -> None:
         if name.startswith(("NRL_", "RAY_")) or "_RAY_" in name:
             t.ignore(key, "only NeMo-RL or Ray reads this variable")
         elif t.get(key) is None:
-            t.problem(key, "wrong-type", "got null; expected a text. Try without it")
+            t.problem(key, "wrong-type", "got null; expected a string. Try without it")
         else:
             t.put(f"{ours}.{name}", str(t.get(key)), key)
     t.consume(theirs)

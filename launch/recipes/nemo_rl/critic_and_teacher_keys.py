@@ -54,8 +54,8 @@ def critic(t: Translator) -> None:
 def teacher(t: Translator) -> None:
     """Translate the section `teacher`. The list `teachers` is for teachers with other tokenizers, which are not supported."""
     if (teachers := t.get("teachers")) is not None:
-        instead = "the section teacher, with a model of the policy's vocabulary"
-        t.lacks("teachers", "a list", "distillation between tokenizers", instead)
+        instead = "the section teacher, with a model that has the policy's vocabulary"
+        t.lacks("teachers", "a list", "distillation between different tokenizers", instead)
         t.put("teacher.model_name", teachers[0].get("model_name") if teachers else None, "teachers")
         for section in ("teachers", "teacher", "loss_fn"):
             t.consume(section)
@@ -122,7 +122,7 @@ def _megatron_optimizer(t: Translator) -> None:
             return
     name, style = o.get("optimizer", "adam"), s.get("lr_decay_style", "linear" if s else "constant")
     if name != "adam" or style != "constant":
-        instead = "adam with a rate that is constant after its warm-up"
+        instead = "adam with a learning rate that is constant after its warm-up"
         t.lacks(f"{key}.optimizer", f"{name} with a {style} rate", "this optimizer", instead)
         return
     start, end = s.get("start_weight_decay"), s.get("end_weight_decay")

@@ -21,7 +21,12 @@ SEVERAL = {"data.train": "data.datasets", "data.validation": "data.validations"}
 DATA = (
     Same("data.shuffle"),
     Same("data.max_input_seq_length", if_set),
-    Only("data.use_multiple_dataloader", (False, None), "a custom data loader", "false, which mixes them by their sizes"),
+    Only(
+        "data.use_multiple_dataloader",
+        (False, None),
+        "a custom data loader",
+        "false, which mixes the data sets in proportion to their sizes",
+    ),
     Ignored("data.custom_dataloader data.num_prompts_per_dataloader data.num_workers"),
     # A few recipes set these next to data.train; NeMo-RL does not read them there.
     Ignored("data.dataset_name data.prompt_file data.add_system_prompt"),
@@ -49,7 +54,10 @@ def translate(t: Translator, algorithm: str, path: Path) -> bool:
         if not isinstance(t.get(key), Mapping) or not datasets:
             t.consume(key)
     if held_out + len(validation) > 1:
-        t.change("data.validation", "each data set contributes as many records as all together do in NeMo-RL")
+        t.change(
+            "data.validation",
+            "the maximum number of samples applies to each data set; in NeMo-RL it applies to all data sets together",
+        )
     if len(train) > 1 and t.get("data.shuffle") is False:
         t.change("data.shuffle=false", "the data sets are mixed, each in its order; NeMo-RL concatenates them")
     t.put("data.overlong_prompts", "drop", "data.max_input_seq_length")

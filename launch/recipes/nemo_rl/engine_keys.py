@@ -14,12 +14,12 @@ KEY = "policy.generation"
 VLLM = f"{KEY}.vllm_cfg"
 MOST = f"{KEY}.max_num_seqs"
 NAMES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "megatron": "Megatron-Core", "dynamo": "Dynamo"}
-PRECISION = "another precision of engines"
+PRECISION = "this precision of engines"
 CACHE = "a KV cache in 8 bits"
 
 
 def _tuning(name: str) -> str:
-    return f"tunes {NAMES[name]}; vLLM samples"
+    return f"tunes {NAMES[name]}, which does not sample here"
 
 
 SGLANG = under(
@@ -38,7 +38,7 @@ SGLANG = under(
         Done("tp_size pp_size ep_size dp_size"),
         # The policy's model, and sizes that follow from `cluster`.
         Ignored("model_path sglang_server_config.num_gpus sglang_server_config.num_gpus_per_engine"),
-        Ignored("random_seed", "every sample has its own random numbers, from the algorithm's seed"),
+        Ignored("random_seed", "the algorithm's seed determines the random numbers of each sample"),
         Ignored("allow_auto_truncate", "longer prompts are dropped before sampling: data.max_input_seq_length"),
         Ignored(
             "sglang_server_config.* sglang_router_config.* skip_tokenizer_init disable_cuda_graph_padding enable_nccl_nvls"
@@ -60,7 +60,12 @@ TRTLLM = (
     Same("trtllm_kwargs.kv_cache_config.mamba_ssm_cache_dtype", if_set, ours=f"{KEY}.vllm_kwargs.mamba_ssm_cache_dtype"),
     Only("trtllm_cfg.precision", ("bfloat16", "float32", "float16", "auto", None), PRECISION, "policy.precision"),
     Only("trtllm_kwargs.kv_cache_config.dtype", ("auto", None), CACHE, "auto"),
-    Only("trtllm_cfg.tool_parser trtllm_cfg.reasoning_parser", (None,), "tools that an engine's server parses", "null"),
+    Only(
+        "trtllm_cfg.tool_parser trtllm_cfg.reasoning_parser",
+        (None,),
+        "parsing of tool calls or reasoning in an engine's server",
+        "null",
+    ),
     Done("trtllm_cfg.tensor_parallel_size trtllm_cfg.moe_expert_parallel_size trtllm_cfg.moe_tensor_parallel_size"),
     # Theirs must equal the keys of the same name in grpo.async_grpo.
     Ignored("trtllm_cfg.in_flight_weight_updates trtllm_cfg.recompute_kv_cache_after_weight_updates"),
@@ -78,8 +83,13 @@ MEGATRON = under(
         Same("enable_prefix_caching", if_set, ours=f"{VLLM}.enable_prefix_caching"),
         Same("mamba_inference_ssm_states_dtype", if_set, ours=f"{KEY}.vllm_kwargs.mamba_ssm_cache_dtype"),
         Same("mamba_inference_conv_states_dtype", if_set, ours=f"{KEY}.vllm_kwargs.mamba_cache_dtype"),
-        Only("moe_router_num_groups moe_router_group_topk", (None,), "experts that engines select otherwise", "null"),
-        Changed("moe_router_dtype", (None,), "vLLM's router has its own precision"),
+        Only(
+            "moe_router_num_groups moe_router_group_topk",
+            (None,),
+            "another selection of experts in engines than in training",
+            "null",
+        ),
+        Changed("moe_router_dtype", (None,), "vLLM selects the precision of the router"),
         Done("tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size"),
         Ignored("context_parallel_size expert_tensor_parallel_size sequence_parallel activation_checkpointing"),
         Ignored("expose_http_server parsers logging_step_interval"),
@@ -95,9 +105,12 @@ DYNAMO = under(
     "dynamo_cfg",
     (
         Only("engine", ("vllm",), "this generation backend", "vllm"),
-        Only("*.extra_cli_args", ([],), "options of a server's command line", "policy.generation.vllm_kwargs"),
+        Only("*.extra_cli_args", ([],), "command-line options of a server", "policy.generation.vllm_kwargs"),
         Only(
-            "worker_args.tool_call_parser worker_args.reasoning_parser", (None,), "tools that an engine's server parses", "null"
+            "worker_args.tool_call_parser worker_args.reasoning_parser",
+            (None,),
+            "parsing of tool calls or reasoning in an engine's server",
+            "null",
         ),
         Only("worker_args.custom_jinja_template", (None,), "a second chat template", "policy.tokenizer.chat_template"),
         Ignored(
@@ -128,7 +141,7 @@ def translate(t: Translator, backend: str) -> None:
     rules = RULES[backend]
     t.consume(f"{KEY}.backend")
     t.put(f"{KEY}.backend", "vllm")
-    t.change(f"{KEY}.backend={backend}", "vLLM samples, from the same distribution; its kernels round differently")
+    t.change(f"{KEY}.backend={backend}", "vLLM samples instead, from the same distribution; its kernels round differently")
     if backend == "sglang":
         section = f"{KEY}.sglang_cfg"
         if (copies := t.get(f"{section}.dp_size", 1)) not in (1, None):

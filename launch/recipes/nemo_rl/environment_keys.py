@@ -20,7 +20,11 @@ REWARD_MODEL: tuple[Rule, ...] = (
     Only("checkpoint_path", (None,), PRETRAINED, "model_name=FOLDER"),
     Only("reward_model_cfg.enabled", (True,), ENVIRONMENT, "true"),
     Only("reward_model_cfg.reward_model_type", ("bradley_terry",), ENVIRONMENT, "bradley_terry"),
-    Changed("dtensor_cfg.tensor_parallel_size dtensor_cfg.context_parallel_size", (1,), "it is divided like the policy"),
+    Changed(
+        "dtensor_cfg.tensor_parallel_size dtensor_cfg.context_parallel_size",
+        (1,),
+        "the reward model has the policy's parallel sizes",
+    ),
     Ignored("dtensor_cfg.* megatron_cfg.* resources.* dynamic_batching.* sequence_packing.* generation.*"),
     Ignored("batch_size logprob_batch_size max_model_len max_grad_norm offload_optimizer_for_logprob processor"),
     Ignored("enabled optimizer.* scheduler.* make_sequence_length_divisible_by tokenizer.use_fastokens"),
@@ -77,7 +81,7 @@ def _math(t: Translator, key: str) -> None:
     if kind in letters:  # math_verify_impl has no effect then, in NeMo-RL either
         t.put(f"{key}.kind", "multiple_choice", key)
         t.put(f"{key}.kwargs.verifier_type", kind, f"{key}.verifier_type")
-        t.change(f"{key}.verifier_type", "of several letters in an answer the last counts; in NeMo-RL the first")
+        t.change(f"{key}.verifier_type", "the last of several letters in an answer counts; in NeMo-RL the first")
         return
     t.put(f"{key}.kind", "math", key)
     if kind not in ("math", None):

@@ -82,15 +82,18 @@ def _sampling(t: Translator) -> None:
             values.append(f"val_{name}={validation}")
     if values:
         key = f"{KEY}.{values[0].partition('=')[0]}"
-        t.change(key, f"validation samples with {', '.join(values)}; in NeMo-RL only with NeMo Gym")
+        t.change(key, f"validation uses {', '.join(values)}; in NeMo-RL only with NeMo Gym")
     if t.get(f"{KEY}.stop_token_ids"):
         message = (
-            "these, the tokenizer's end token, those of the model's configs and the end of a turn of the chat template end an"
-            " answer; in NeMo-RL only these and the model's configs"
+            "an answer ends at these tokens, the EOS tokens of the tokenizer and of the model's configs, and the chat"
+            " template's end of a turn; in NeMo-RL only at these tokens and those of the model's configs"
         )
         t.change(f"{KEY}.stop_token_ids", message)
     if t.get(f"{KEY}.stop_strings"):
-        message = "an answer keeps the tokens of the string; environments get its text before the string, in NeMo-RL with it"
+        message = (
+            "an answer keeps the tokens of the stop string; environments get the text before the string, in NeMo-RL with the"
+            " string"
+        )
         t.change(f"{KEY}.stop_strings", message)
 
 
@@ -145,7 +148,7 @@ def _precision(t: Translator) -> None:
         for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
             if count := t.get(f"{VLLM}.{name}"):
                 feature = "generation with 8 bits in some layers, selected by position"
-                t.lacks(f"{VLLM}.{name}", count, feature, "0, and quantization_ignored_layer_kws by name")
+                t.lacks(f"{VLLM}.{name}", count, feature, "0, and quantization_ignored_layer_kws to select layers by name")
         if t.get(f"{VLLM}.quantization_ignored_layer_kws"):
             t.copy(f"{VLLM}.quantization_ignored_layer_kws")
     elif precision not in (None, "auto", trained):

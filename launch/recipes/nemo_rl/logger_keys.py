@@ -6,7 +6,7 @@ from launch.recipes.nemo_rl.rules import Changed, Ignored, Only, Same, apply, if
 from launch.recipes.nemo_rl.translator import Translator
 
 PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
-TEXT = "a model is its text part here, which is trained alone"
+TEXT = "Hetstep trains only the text part of a model"
 METRICS = {  # NeMo-RL's metric -> ours, if the names differ
     "val:val_loss": "val:loss",
     "val:validation-default_loss": "val:loss",
@@ -24,7 +24,9 @@ CHECKPOINTING = under(
         Same("metric_name", lambda metric: METRICS.get(metric, metric)),
         Same("enabled save_period keep_top_k higher_is_better save_consolidated checkpoint_must_save_by"),
         Ignored("checkpoint_dir", "a run writes all files below run_dir"),
-        Changed("ft_save_period ft_keep_latest_k", (None,), "save_period sets the interval; the latest is always kept"),
+        Changed(
+            "ft_save_period ft_keep_latest_k", (None,), "save_period sets the interval; the latest checkpoint is always kept"
+        ),
         Changed("save_optimizer", (True, None), "a checkpoint always has the optimizer's state"),
         Only("pretrained_checkpoint.*", (None,), PRETRAINED, "policy.model_name=FOLDER"),
         Ignored("model_save_format model_cache_dir model_repo_id is_peft peft_config.* is_async"),

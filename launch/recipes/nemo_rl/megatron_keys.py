@@ -75,7 +75,7 @@ LORA = under(
     (
         Same("enabled target_modules exclude_modules dim alpha dropout dropout_position lora_A_init_method"),
         Only("lora_B_init_method", ("zero",), LORA_OPTION, "zero"),
-        Changed("lora_dtype", (None, "None"), "adapters are in policy.precision, which is its default"),
+        Changed("lora_dtype", (None, "None"), "adapters are in policy.precision, the default of lora_dtype"),
         Ignored("a2a_experimental"),
     ),
 )
@@ -135,7 +135,7 @@ def _adapters(t: Translator) -> None:
         t.consume(f"{peft}.lora_A_init_method")
     all_layers = not t.get(f"{peft}.target_modules")
     if all_layers:
-        t.change(f"{peft}.target_modules=[]", "all linear layers except for the output layer, which gets no adapter")
+        t.change(f"{peft}.target_modules=[]", "all linear layers except the output layer get adapters")
     if not has_experts(t.get("policy.model_name")):
         return
     if all_layers:
@@ -165,7 +165,7 @@ def _schedule(t: Translator, algorithm: str) -> None:
     """
     for absent in (OPTIMIZER, SCHEDULER):
         if t.get(absent) is None:
-            t.problem(absent, "missing-value", "is not given; Megatron-Core trains, and NeMo-RL has no default for it")
+            t.problem(absent, "missing-value", "is not given; Megatron-Core needs it, and NeMo-RL has no default for it")
             t.consume(OPTIMIZER)
             t.consume(SCHEDULER)
             return
@@ -176,7 +176,7 @@ def _schedule(t: Translator, algorithm: str) -> None:
     elif end is not None and end != t.get(f"{OPTIMIZER}.weight_decay"):
         t.put(f"{OPTIMIZER}.weight_decay", end, f"{SCHEDULER}.end_weight_decay")
         dropped = t.consume(f"{OPTIMIZER}.weight_decay")
-        t.change(f"{OPTIMIZER}.weight_decay={dropped}", f"the schedule's {end} is what Megatron-Core takes")
+        t.change(f"{OPTIMIZER}.weight_decay={dropped}", f"the schedule's {end} applies, as in Megatron-Core")
     t.put_defaults({f"{OPTIMIZER}.clip_grad": 1.0, f"{SCHEDULER}.lr_decay_style": "linear"}, SCHEDULER)  # Megatron-Core's
     decay, warm = t.consume(f"{SCHEDULER}.lr_decay_iters"), f"{SCHEDULER}.lr_warmup_iters"
     if t.get(f"{SCHEDULER}.lr_decay_style", "linear") == "constant":

@@ -39,7 +39,7 @@ MODEL = (
     Switch("router_replay.*", "replay of the sampler's routing"),
     Only("quant_cfg", (None,), "quantization-aware training", "null, which trains in policy.precision"),
     Only("pretrained_checkpoint.*", (None,), PRETRAINED, "policy.model_name=FOLDER"),
-    Only("dequantize_base_checkpoint", (False, None), "reading a checkpoint of 8 bits", "a checkpoint in bfloat16"),
+    Only("dequantize_base_checkpoint", (False, None), "reading an 8-bit checkpoint", "a checkpoint in bfloat16"),
     Only("is_vlm", (False, None), "images, sound or video"),
     Ignored("quant_* disable_modelopt_layer_spec"),  # of quant_cfg
     Ignored("tokenizer.use_fastokens generation_batch_size activation_checkpointing_enabled"),
@@ -57,7 +57,7 @@ DTENSOR = under(
         Same("automodel_kwargs.use_liger_kernel", if_set, ours="policy.dtensor_cfg.use_liger_kernel"),
         Same("context_parallel_size expert_parallel_size", lambda size: 1 if size is None else size),
         Same("dp_replicate_size", lambda size: size or 1, ours="policy.dtensor_cfg.data_parallel_replicate_size"),
-        Only("custom_parallel_plan", (None,), "a custom tensor-parallel plan", "null, which uses the model's"),
+        Only("custom_parallel_plan", (None,), "a custom tensor-parallel plan", "null, which uses the model's plan"),
         Done("sequence_parallel"),
         Ignored("automodel_kwargs.freeze_config.freeze_vision_tower automodel_kwargs.freeze_config.freeze_audio_tower", TEXT),
         Only(
@@ -66,12 +66,17 @@ DTENSOR = under(
             FROZEN,
             "false, or policy.freeze_parameters in a recipe of Hetstep",
         ),
-        Only("automodel_kwargs.backend.fake_balanced_gate", (False, None), "a loss that balances the experts' load", "false"),
-        Changed("automodel_kwargs.backend.gate_precision", (None,), "transformers' router has its own precision"),
+        Only(
+            "automodel_kwargs.backend.fake_balanced_gate",
+            (False, None),
+            "routing that spreads tokens evenly over the experts",
+            "false",
+        ),
+        Changed("automodel_kwargs.backend.gate_precision", (None,), "transformers selects the precision of the router"),
         Ignored(
             "automodel_kwargs.backend.* automodel_kwargs.use_sdpa_patching automodel_kwargs.attn_implementation"
             " automodel_kwargs.force_hf",
-            "selects kernels; here the model is transformers' own",
+            "selects kernels; Hetstep trains the model of transformers",
         ),
         Ignored("_v2 automodel_kwargs clear_cache_every_n_steps defer_fsdp_grad_sync moe_parallelizer.*"),
     ),
@@ -116,7 +121,7 @@ def _backend(t: Translator) -> Backend | None:
     if len(on) == 1:
         return on[0]
     other = "is true too" if on else "is not true either"
-    message = f"got {'true' if on else 'false'}, and policy.dtensor_cfg.enabled {other}; expected one of the backends"
+    message = f"got {'true' if on else 'false'}, and policy.dtensor_cfg.enabled {other}; expected exactly one backend"
     t.problem("policy.megatron_cfg.enabled", "contradiction", message)
     for section in ("megatron_cfg", "dtensor_cfg", "optimizer", "scheduler"):
         t.consume(f"policy.{section}")
@@ -160,7 +165,7 @@ def _batches(t: Translator) -> None:
         t.put(f"{ours}.train_mb_tokens", t.get(train), train)
         t.put(f"{ours}.logprob_mb_tokens", t.get(logprob), logprob)
         if not packs:
-            message = "the sequences of a microbatch are packed, not padded; policy.sequence_packing sets its tokens"
+            message = "the sequences of a microbatch are packed, not padded; policy.sequence_packing sets the number of tokens"
             t.change(f"{section}.enabled=true", message)
     t.put(f"{ours}.enabled", packs or fills, f"{section if packs or fills else ours}.enabled")
     if packs and fills:
@@ -217,5 +222,5 @@ def _fused_adam(t: Translator) -> None:
     t.put("policy.optimizer.name", f"torch.optim.{name}", "policy.optimizer.name")
     t.put(key, {"weight_decay": 0.0, **kwargs})
     if texts := [f"{name}={as_yaml(value)}" for name, value in values.items() if value is not None]:
-        text = "weights and state of the optimizer are float32: closer to the formula, with more memory"
+        text = "master weights and optimizer state are float32, which is more exact and needs more memory"
         t.change(f"{key}: {', '.join(texts)}", text)

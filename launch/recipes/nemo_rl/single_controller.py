@@ -15,15 +15,15 @@ OURS = "grpo.async_grpo"
 AGES = {  # sampler -> (its key of the age, what it selects)
     "in_order": ("max_lookahead_versions", "does so too"),
     "weight_fifo": ("max_staleness_versions", "does so too, by the weights that began them"),
-    "windowed": ("max_staleness_versions", "trains on the first that are complete, and drops older ones"),
-    "ready_first": ("max_staleness_versions", "trains on the first that are complete, of any age"),
+    "windowed": ("max_staleness_versions", "trains on the prompts that are complete first, and drops older prompts"),
+    "ready_first": ("max_staleness_versions", "trains on the prompts that are complete first, of any age"),
 }
 RULES = under(
     KEY,
     (
         Done("sampler.name sampler.max_lookahead_versions sampler.max_staleness_versions sampler.sample_freshest_first"),
         Done("recompute_kv_cache_after_weight_updates rollout_failure.max_consecutive_dropped_prompts"),
-        Only("rollout_failure.max_skipped_prompts", (0,), "a run that goes on without some prompts", "0"),
+        Only("rollout_failure.max_skipped_prompts", (0,), "a run that continues without some prompts", "0"),
         Ignored(
             "min_groups_for_streaming_train max_inflight_prompts max_buffered_rollouts",
             "engines take all prompts of the allowed age; a step's gradients do not depend on it",
@@ -31,7 +31,7 @@ RULES = under(
         Ignored("diagnostics"),
         Ignored(
             "rollout_failure.* stall_watchdog.* generation_fleet_health.* generation_router.*",
-            "ranks are one job, which has its own watchdog; it repeats an engine's failed work on another engine",
+            "the job has a watchdog, and repeats an engine's failed work on another engine",
         ),
     ),
 )
@@ -43,13 +43,13 @@ def translate(t: Translator) -> None:
         t.consume(KEY)
         return
     if t.get(OURS) is not None:
-        t.problem(OURS, "contradiction", f"got a section with one of {KEY}. Try null, as the single controller reads {KEY}")
+        t.problem(OURS, "contradiction", f"got a section besides {KEY}. Try null, since the single controller reads {KEY}")
         t.consume(OURS)
     name = t.get(f"{KEY}.sampler.name", "in_order")
     if name in AGES:
         _age(t, name)
     else:
-        t.lacks(f"{KEY}.sampler.name", name, "a sampler of a user's own", f"one of: {', '.join(AGES)}")
+        t.lacks(f"{KEY}.sampler.name", name, "a user-defined sampler", f"one of: {', '.join(AGES)}")
         t.consume(f"{KEY}.sampler")
     apply(t, RULES)
 

@@ -43,7 +43,10 @@ def translate(t: Translator) -> None:
     if t.get(f"{SECTION}.default_teacher_alias") is not None and not t.on(f"{SECTION}.strict_agent_name_match"):
         t.copy(f"{SECTION}.default_teacher_alias")
     if t.get(PLACED):
-        t.change(PLACED, "teachers take turns on the train ranks, with the policy's parallel sizes; in NeMo-RL they have nodes")
+        t.change(
+            PLACED,
+            "teachers take turns on the train ranks, with the policy's parallel sizes; in NeMo-RL they have separate nodes",
+        )
     _settings(t)
     names = ("enabled", "teacher_model_by_agent_name", "default_teacher_alias", "strict_agent_name_match")
     for name in (*names, "deduplicate_shared_teacher_checkpoints", "non_colocated_teachers"):

@@ -112,7 +112,7 @@ class Translator:
         text = as_yaml(value)
         text = text if len(text) < LONGEST else f"{text[: LONGEST - 3]}..."
         hint = f". Try {instead}" if instead else ""
-        self.problem(key, "unsupported", f"got {text}, which asks for {feature}; that is not supported{hint}")
+        self.problem(key, "unsupported", f"got {text}; Hetstep does not support {feature}{hint}")
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

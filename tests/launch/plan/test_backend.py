@@ -482,15 +482,13 @@ def test_layers_of_the_first_stage_are_no_problem_of_the_model_without_stages(lo
 
 def test_the_only_size_that_divides_is_named(load):
     recipe, _ = backend_choice.choose(load(model("llama", num_key_value_heads=1), f"{KEY}.enabled=true", *sizes(tp=2)))
-    with pytest.raises(RecipeError, match="expected 1, which divides the model's 8 attention heads and 1 key-value"):
+    with pytest.raises(RecipeError, match="expected 1, which fits the model's 8 attention heads and 1 key-value"):
         check(recipe)
 
 
 def test_sizes_that_would_divide_are_named(load):
     recipe, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=true", *sizes(tp=8)))
-    with pytest.raises(
-        RecipeError, match="expected one of 1, 2, 4, which divide the model's 8 attention heads and 4 key-value"
-    ):
+    with pytest.raises(RecipeError, match="expected one of 1, 2, 4, which fit the model's 8 attention heads and 4 key-value"):
         check(recipe)
 
 

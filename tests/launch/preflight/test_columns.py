@@ -71,7 +71,7 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
         ("grpo", [{"question": "a", "solution": "b"}], (), "no column 'input' or 'answer' with a text or messages; there are:"
          " question, solution. Try data.train.input_key=question data.train.output_key=solution"),
         ("sft", [{"prompt": "a", "completion": "b"}, *[{"text": "a"}] * 2, {"prompt": "a", "completion": "b"}, {"text": "a"}],
-         (), "F:2: has no 'prompt'; it has: text. Try to fix it, or data.bad_records=drop (and so in 2 more: lines 3, 5)"),
+         (), "F:2: has no 'prompt'; it has: text. Try to fix it, or data.bad_records=drop (and in 2 more: lines 3, 5)"),
         ("sft", '{"text": "a"}\n{"text": \n{"text": "a"}\n', (), "F:2: not JSON: Input data was truncated"),
         ("sft", "", (), "F is empty"),
         ("sft", "\n \n", (), "F is empty"),
@@ -92,14 +92,16 @@ def test_expected_answers_that_cannot_be_judged_by_are_refused_or_dropped(tmp_pa
     kind = ("env.sums={kind: code}", "data.train.env_name=sums")
     problems, _ = examined(tmp_path, "grpo", rows, *kind)
     assert [problem.partition(": the snippet")[0] for problem in problems] == [
-        "data.train.data_path: F:2: 'answer': env.sums cannot judge by it",
-        "data.train.data_path: F:3: 'answer': env.sums cannot judge by it",
+        "data.train.data_path: F:2: 'answer': env.sums cannot use it as the expected answer",
+        "data.train.data_path: F:3: 'answer': env.sums cannot use it as the expected answer",
     ]
     assert examined(tmp_path, "grpo", rows, *kind, "data.bad_records=drop")[0] == []
     rows = [{"input": "a=", "answer": "$x^2$"}, {"input": "a=", "answer": "x**2 + 1"}, {"input": "a=", "answer": "42"}]
     kind = ("env.sums={kind: math}", "data.train.env_name=sums")
     (problem,), _ = examined(tmp_path, "grpo", rows, *kind)
-    assert problem.startswith("data.train.data_path: F:2: 'answer': env.sums cannot judge by it: got 'x**2 + 1'")
+    assert problem.startswith(
+        "data.train.data_path: F:2: 'answer': env.sums cannot use it as the expected answer: got 'x**2 + 1'"
+    )
     assert examined(tmp_path, "grpo", rows, *kind, "data.bad_records=drop")[0] == []
 
 
@@ -115,7 +117,7 @@ def test_a_column_of_tools_that_no_record_has_is_noted(tmp_path, row, key, hint)
     rows = [{"prompt": [USER], "completion": [ASSISTANT], **row}]
     problems, notes = examined(tmp_path, "sft", rows, f"data.train.tools_key={key}", *CHAT)
     assert problems == []
-    told = f"data.train.tools_key: none of the first 1 records has tools in '{key}'; their prompts show none{hint}"
+    told = f"data.train.tools_key: none of the first 1 records has tools in '{key}'; their prompts list no tools{hint}"
     assert [note for note in notes if "tools_key" in note] == [told]
     problems, notes = examined(tmp_path, "sft", [{**rows[0], key: "[]"}], f"data.train.tools_key={key}", *CHAT)
     assert problems == [] and "tools_key" not in " ".join(notes)
@@ -131,7 +133,7 @@ def test_a_margin_is_refused_where_nothing_learns_from_it():
 def test_dropping_rows_is_not_advised_if_none_would_remain(tmp_path):
     rows = [{"input": "a", "chosen": "b", "rejected": "b"}] * 3
     (problem,), _ = examined(tmp_path, "dpo", rows)
-    assert problem.endswith("no record of the file can be used (and so in 2 more: lines 2, 3)")
+    assert problem.endswith("no record of the file can be used (and in 2 more: lines 2, 3)")
     (problem,), _ = examined(tmp_path, "dpo", rows, "data.bad_records=drop")
     assert "are the same; expected two different answers; no record" in problem
     good = {"input": "a", "chosen": "b", "rejected": "c"}
@@ -167,7 +169,7 @@ def test_a_teachers_weights_are_needed_even_with_random_policy_weights(tmp_path)
 def test_unknown_text_is_named_and_may_be_kept(tmp_path):
     rows = [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}]
     (problem,), _ = examined(tmp_path, "grpo", rows)
-    assert "does not know 'B', 'I', 'G', which becomes <unk> (so in 1 of the 2 prompts checked)" in problem
+    assert "does not know 'B', 'I', 'G', which becomes <unk> (in 1 of the 2 prompts checked)" in problem
     assert examined(tmp_path, "grpo", rows, "data.unknown_tokens=keep") == ([], [])
 
 
@@ -175,7 +177,7 @@ def test_more_new_tokens_than_the_context_are_refused(tmp_path):
     problems, notes = examined(tmp_path, "grpo", [{"input": "a=", "answer": "1"}], "policy.generation.max_new_tokens=64")
     assert problems == []
     (note,) = notes
-    assert note.startswith("policy.generation.max_new_tokens: 64 is above policy.max_total_sequence_length 32")
+    assert note.startswith("policy.generation.max_new_tokens: 64 is above policy.max_total_sequence_length=32")
 
 
 # ---- pairs, which the job reads by the same code: tests/data/test_preferences.py ---------------------------------------------

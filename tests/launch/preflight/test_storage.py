@@ -315,7 +315,7 @@ def test_links_that_leave_a_mount_are_refused(folder, contained):
     (folder / "model").unlink()
     (folder / "model").symlink_to(folder / "near/model")
     (said,) = contained(container_mounts=recipe_of)
-    assert f"and {folder / 'far/model'}:{folder / 'far/model'}, where it leads" in said.message
+    assert f"and {folder / 'far/model'}:{folder / 'far/model'}, the target of the link" in said.message
 
 
 def test_every_link_of_a_chain_must_be_mounted(folder, contained):
@@ -330,7 +330,7 @@ def test_every_link_of_a_chain_must_be_mounted(folder, contained):
     assert contained(container_mounts=mounts) == []
     for name in ("near", "middle", "far"):
         (said,) = contained(container_mounts=[*mounts, f"tmpfs:{folder / name}"])
-        assert f"leads to {folder / name / 'model'}, which is not mounted in the container. Try {folder / name}" in said.message
+        assert f"link to {folder / name / 'model'}, which is not mounted in the container. Try {folder / name}" in said.message
     (folder / "data").mkdir()
     (folder / "run").rename(folder / "data/run")
     (folder / "run").symlink_to("data/run")
@@ -338,7 +338,7 @@ def test_every_link_of_a_chain_must_be_mounted(folder, contained):
     assert named(said) == {(MOUNTS, "permission-denied")}
     (folder / "elsewhere").mkdir()
     (said,) = contained(container_mounts=[*mounts, f"{folder / 'elsewhere'}:{folder / 'middle'}"])  # another one of that name
-    assert f"leads to {folder / 'middle/model'}, which is not mounted" in said.message
+    assert f"link to {folder / 'middle/model'}, which is not mounted" in said.message
 
 
 def test_a_cycle_of_links_and_a_link_to_a_folder_on_the_path(folder):
@@ -385,7 +385,7 @@ def test_an_image_that_ranks_wait_for_is_noted(folder):
     assert notes[0].startswith(
         f"cluster.train.container_image, cluster.generate.container_image: each node imports {image} from"
     )
-    assert f"cluster.timeouts.join=600 s. Try `enroot import docker://{image}` once" in notes[0]
+    assert f"at most 600 s (cluster.timeouts.join). Try `enroot import docker://{image}` once" in notes[0]
     recipe.cluster.train.container_image = "/images/train.sqsh"
     assert [note.partition(":")[0] for note in container_images.import_notes(recipe)] == ["cluster.generate.container_image"]
     recipe.cluster.generate.container_image = None
@@ -433,12 +433,12 @@ def test_checkpoints_that_do_not_fit_are_refused(folder, model, disk):
     (problem,) = problems(llama(folder, run))
     assert named([problem]) == {("run_dir", "no-space")}
     assert f"this run will write {size(4 * one)} there: 4 checkpoints of {size(one)} at once" in problem.message
-    assert problem.message.endswith("checkpointing.keep_top_k=2 would fit, or another run_dir")
+    assert problem.message.endswith("checkpointing.keep_top_k=2, which fits, or another run_dir")
     assert problems(llama(folder, run, "checkpointing.keep_top_k=2")) == []
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=2", "checkpointing.metric_name=train:reward"))
-    assert "checkpointing.keep_top_k=1 would fit" in problem.message  # the latest is kept besides
+    assert "checkpointing.keep_top_k=1, which fits" in problem.message  # the latest is kept besides
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=null"))
-    assert "100 checkpoints" in problem.message and "keep_top_k=2 would fit" in problem.message
+    assert "100 checkpoints" in problem.message and "keep_top_k=2, which fits" in problem.message
     epochs, notes = llama(folder, run, "checkpointing.keep_top_k=null", "grpo.max_num_steps=1000000"), []
     assert list(file_systems.problems(epochs, [], notes)) == []
     assert [n for n in notes if "keep_top_k" in n or "num_rollouts" in n] == [
@@ -462,7 +462,7 @@ def test_existing_checkpoints_are_counted(folder, model, disk):
     assert problems(recipe) == []
     (disk / "more").write_bytes(bytes(1 << 20))
     (problem,) = problems(recipe)
-    assert f", of which {size(PARAMETERS * 12)} are there" in problem.message
+    assert f", of which {size(PARAMETERS * 12)} are on the disk" in problem.message
 
 
 def test_a_conversion_that_does_not_fit_is_refused(folder, model, disk, monkeypatch):

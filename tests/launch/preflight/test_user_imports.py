@@ -85,11 +85,11 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
         ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract; expected a class that defines step"),
         (
             "env.mine.kind=rewards_of_mine.level",
-            "needs weight, and the records of data.train have: input, answer, level. Try a default for it",
+            "needs weight, but the records of data.train have: input, answer, level. Try a default for it",
         ),
         (
             "data.train.output_key=solution",
-            "needs expected, and the records of data.train have: input, answer, level",
+            "needs expected, but the records of data.train have: input, answer, level",
         ),
         ("env.mine.kind=needs_torch.right", "needs_torch.py imports no_such_package, which is not installed here"),
         ("env.mine.kind=broken.right", "cannot be imported: NameError: name 'nonsense' is not defined ({folder}/broken.py:2)"),
@@ -121,7 +121,7 @@ def test_the_working_directory_is_searched_last(folder):
 def test_an_import_error_names_the_searched_folders_and_how_to_add_one(folder):
     (problem,), _ = examined(folder, "env.mine.kind=rewards.right")
     assert str(folder) in problem and problem.endswith(
-        "Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
+        "Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
     )
 
 

@@ -148,7 +148,7 @@ NOTED = {  # fault -> how to make it, the beginning of the note
         "weights that model.safetensors.index.json does not list are read too",
     ),
     "a whole file and shards": (wrong.whole_beside, "MODEL has model.safetensors and"),
-    "code of its own": (wrong.change("auto_map", {"AutoConfig": "x.Y"}), f"{MODEL}: MODEL comes with code of its own"),
+    "code of its own": (wrong.change("auto_map", {"AutoConfig": "x.Y"}), f"{MODEL}: MODEL has Python code"),
     "no stop token": (wrong.without_eos, "policy: no file of MODEL names a stop token"),
     "adapters beside the model": (wrong.adapters_beside, f"{MODEL}: MODEL has adapters"),
 }

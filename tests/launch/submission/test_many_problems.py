@@ -261,5 +261,5 @@ def test_a_file_of_bad_lines_is_reported_by_a_few_lines(tmp_path):
     problems = told(refuse(tmp_path, count=6))
     assert "data.jsonl:1: no column 'output'" in problems[0]
     assert "data.jsonl:3001: not JSON" in problems[1]
-    assert "(and so in 1999 more: lines 3002, 3003, 3004, 3005, 3006 ...)" in problems[1]
+    assert "(and in 1999 more: lines 3002, 3003, 3004, 3005, 3006 ...)" in problems[1]
     assert "2 more lines have other faults" in problems[-1]
