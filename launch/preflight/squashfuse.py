@@ -31,8 +31,8 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
     remedy = ""
     if config.get("PreemptMode", "OFF") != "OFF" and not sends_user_signal(config):
         losing.append("preemption")
-        setting = "PreemptParameters=" if "PreemptParameters" in config else "SlurmctldParameters=preempt_"
-        remedy = f" Slurm's administrators can set {setting}send_user_signal. Then a run saves at preemption with GraceTime."
+        parameter = "PreemptParameters=" if "PreemptParameters" in config else "SlurmctldParameters=preempt_"
+        remedy = f" Slurm's administrators can set {parameter}send_user_signal. Then a run saves at preemption with GraceTime."
     yield (
         f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({setting}), and SIGTERM to a step ends squashfuse."
         f" {', '.join(losing[:-1])} and {losing[-1]} lose all training steps after the last checkpoint;"

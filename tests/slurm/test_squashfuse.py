@@ -192,7 +192,7 @@ def test_where_signals_reach_squashfuse(tmp_path, line, slurm_says, says):
     (tmp_path / "plugstack.conf").write_text(f"# as an administrator writes it\n{line}\n")
     defaults = {"ProctrackType": "proctrack/linuxproc", "PreemptMode": "OFF", "PlugStackConfig": f"{tmp_path}/plugstack.conf"}
     found = list(squashfuse.notes(["cluster.train.container_image"], defaults | slurm_says))
-    assert [says in note for note in found] == ([True] if says else [])
+    assert [says in note and "with squashfuse here (use_squashfuse=" in note for note in found] == ([True] if says else [])
 
 
 def test_a_missing_plugstack_is_not_noted(tmp_path):
