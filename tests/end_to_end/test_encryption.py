@@ -74,13 +74,13 @@ def readers(folder, elsewhere, right, key, capsys, monkeypatch) -> None:
     """Check every reader with the key, and without it once the file has moved."""
     prompt = ApiRun(folder).rollouts(4)[0]["prompt"]
     assert export.main([f"run={folder}"]) == 2
-    assert f"out: got none, but {folder}" in capsys.readouterr().err
+    assert f"out: got none; expected out=DIR, because {folder}" in capsys.readouterr().err
     assert export.main([f"run={folder}", f"out={elsewhere / 'hf'}"]) == 0, capsys.readouterr().err
     assert (elsewhere / "hf/model.safetensors").exists()
     assert report.main([f"run={folder}"]) == 0
     assert repr(prompt) in capsys.readouterr().out
     page = (folder / "report.html").read_text()
-    assert "encrypted samples are on no page in the run folder" in page
+    assert "a page in the run folder shows no encrypted samples" in page
     assert report.main([f"run={folder}", f"out={elsewhere / 'page.html'}"]) == 0
     assert "encrypted samples" not in (elsewhere / "page.html").read_text()
     shutil.move(right, elsewhere / "moved")
