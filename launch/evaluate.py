@@ -58,7 +58,7 @@ class EvaluateRequest:
     run: Annotated[Path | None, Key("RUN_DIR", "the folder of a run, whose checkpoints are evaluated")] = None
     step: Annotated[
         str | None,
-        Key("N", "a checkpoint's step; all; or follow: also new checkpoints of a live run; default: the latest", read=_step),
+        Key("N", "a checkpoint's step; all; or follow: each as the run completes it; default: the latest", read=_step),
     ] = None
     model: Annotated[str | None, Key("PATH_OR_NAME", "a model in place of a run")] = None
     compare: Annotated[Path | None, Key("EVALUATION_DIR", "a complete evaluation to compare with, question by question")] = None

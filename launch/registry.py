@@ -49,9 +49,7 @@ class RegistryRequest:
     stage: Annotated[Stage | None, Key("STAGE", f"promote: {', '.join(STAGES)}")] = None
     registry: Annotated[Path, Key("FOLDER", "the folder of the registry; default: runs/registry")] = Path("runs/registry")
     root: Annotated[Path | None, Key("RUNS", "add: the folder of the runs and their evaluations; default: runs")] = None
-    audit: Annotated[str, Key("FOLDER", "the folder of the audit log; none: no log; default: as cluster.audit=auto")] = (
-        AUDIT_AUTO
-    )
+    audit: Annotated[str, Key("FOLDER", "the folder of the audit log, or none; default: as cluster.audit=auto")] = AUDIT_AUTO
     json: Annotated[bool, Key("true", "list, show: print JSON")] = False
 
     def problems(self) -> Iterator[Problem]:

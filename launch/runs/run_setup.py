@@ -216,8 +216,8 @@ def live_job(run_dir: Path) -> RunJob | None:
     if record.executor == "slurm" and (reason := slurm_client.unreachable()):
         raise _refusal(
             "unreachable",
-            f"Slurm job {record.job_id} was the last to write into {run_dir}, and whether it has ended is unknown: {reason}."
-            f" Try again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
+            f"Slurm job {record.job_id} was the last to write into {run_dir}, and its state is unknown: {reason}."
+            f" Try again where Slurm's controller answers. If the job has ended, delete {run_dir}/job.json",
         )
     job = record.attach(run_dir)
     status = job.status(now=True)
