@@ -57,7 +57,7 @@ def test_a_killed_encrypted_run_is_the_plain_run_to_the_last_bit(tmp_path, unint
     key = obtain_key(str(right), None, 1)
     assert holding(folder, secrets_of(folder, key, text)) == []
     refused = submit(folder, *given, *encrypted_by(wrong))
-    assert refused.status == 2 and f"expected the one with fingerprint {key.fingerprint}" in refused.output  # by submission
+    assert refused.status == 2 and f"expected the key with fingerprint {key.fingerprint}" in refused.output  # by submission
     command = (f"{SECTION}.enabled=true", f"{SECTION}.key_command='cat {right}'")
     resumed = submit(folder, *given, *command)
     assert resumed.status == 0, resumed.output
@@ -127,7 +127,7 @@ def test_an_encrypted_checkpoint_is_evaluated(tmp_path, monkeypatch):
     wrong = key_file(tmp_path / "wrong", "ab" * 32)
     refused = command("evaluate", *asked, few, f"{SECTION}.key_file={wrong}", status=1)
     key = obtain_key(str(key_path), None, 1)
-    assert f"expected the one with fingerprint {key.fingerprint}" in refused
+    assert f"expected the key with fingerprint {key.fingerprint}" in refused
     command("evaluate", *asked, few)
     evaluation = hetstep.load(next(folder.glob("evaluations/tiny/step_*")))
     assert evaluation.scores()["addition"].questions == 8

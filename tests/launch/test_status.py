@@ -186,7 +186,7 @@ def test_hundreds_of_runs_in_a_list_newest_first(run, tmp_path, capsys):
     assert len(lines) == 1 + 105
     assert all(line.startswith("running  6/100") for line in lines[1:102])
     assert [line.split()[0] for line in lines[102:]] == ["unknown", "done", "unknown", "unknown"]
-    assert "it is a folder" in text and "recipe.yaml: got no YAML" in text
+    assert "it is a folder" in text and "recipe.yaml: got invalid YAML" in text
 
     answer, text = asked(capsys, spoiled)
     assert answer == 2

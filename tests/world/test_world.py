@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named_without_those_whose_connections_it_broke(start, 
     assert failure["rank"] == victim, failure
     assert failure["host"] == f"node{victim}"
     if victim:
-        assert re.search(r"died without a word .*: rank 3 \(generate\) on node3, in verb 'reduce'", failure["message"])
+        assert re.search(r"died without an error .*: rank 3 \(generate\) on node3, in verb 'reduce'", failure["message"])
         assert statuses == [GAVE_UP] + [WITH_ANOTHER] * 2 + [-signal.SIGKILL] + [WITH_ANOTHER] * 3
     else:
         assert "rank 0 (train), the coordinator, on node0 is gone, and the store with it" in failure["message"]
