@@ -55,7 +55,7 @@ class EvaluateRequest:
             " section `evaluation`, with its keys",
         ),
     ] = None
-    run: Annotated[Path | None, Key("RUN_DIR", "the folder of a run, whose checkpoints are evaluated")] = None
+    run: Annotated[Path | None, Key("RUN_DIR", "the folder of the run whose checkpoints to evaluate")] = None
     step: Annotated[
         str | None,
         Key("N", "a checkpoint's step; all; or follow: each as the run completes it; default: the latest", read=_step),

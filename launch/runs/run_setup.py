@@ -146,7 +146,7 @@ def _how_to_continue(before: Recipe, now: Recipe, different: dict[str, tuple[Any
     """Return one line per key that differs, and the overrides that continue the run as it began."""
     earlier, requested = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
     lines = [
-        f"{key} is {old if key in earlier else 'absent'} there and {new if key in requested else 'absent'} here"
+        f"{key} is {old if key in earlier else 'absent'} in the run and {new if key in requested else 'absent'} in this recipe"
         for key, (old, new) in different.items()
     ]
     restored = [shlex.quote(config.format_override(key, old)) for key, (old, _) in different.items() if key in earlier]

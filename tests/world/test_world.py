@@ -89,7 +89,7 @@ def test_an_error_on_a_rank_ends_the_run_and_only_its_traceback_is_shown(start):
     assert failure["message"] == "rank 3 (generate): ValueError: the engine is on fire"
     assert 'raise ValueError("the engine is on fire")' in failure["traceback"]
     for rank in {*range(SIZE)} - {3}:
-        assert re.fullmatch(rf"rank {rank} .* ends with (the failure of rank 3 .*|an earlier failure)\n", world.log(rank))
+        assert re.fullmatch(rf"rank {rank} .* ends because of (the failure of rank 3 .*|an earlier failure)\n", world.log(rank))
 
 
 @pytest.mark.parametrize("victim", [3, pytest.param(0, marks=pytest.mark.long)])
