@@ -40,15 +40,15 @@ class AuditRequest:
 
     what: Annotated[Literal["verify", "show"], Key("verify|show", "what to do", bare=True)]
     root: Annotated[Path, Key("FOLDER", "the folder of the log; default: runs")] = Path("runs")
-    run: Annotated[str | None, Key("RUN", "show: lines whose subject is this folder or name, or is below it")] = None
-    user: Annotated[str | None, Key("NAME", "show: lines of this user")] = None
-    action: Annotated[Action | None, Key("ACTION", f"show: lines of this action: {', '.join(ACTIONS)}")] = None
+    run: Annotated[str | None, Key("RUN", "show: only lines about this run folder or name, or about anything inside it")] = None
+    user: Annotated[str | None, Key("NAME", "show: only lines of this user")] = None
+    action: Annotated[Action | None, Key("ACTION", f"show: only lines of this action: {', '.join(ACTIONS)}")] = None
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each key that the command does not read."""
         for key in ("run", "user", "action"):
             if self.what == "verify" and getattr(self, key) is not None:
-                yield Problem(key, "has-no-effect", "got it with verify; expected it not, because the whole log is verified")
+                yield Problem(key, "has-no-effect", "got a value with verify, which checks the whole log; expected none")
 
 
 def main(arguments: list[str]) -> int:

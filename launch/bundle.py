@@ -59,7 +59,7 @@ ASSIGNED = re.compile(rf"\b({secrets.NAMES.pattern})(['\"]?\s*[=:]\s*['\"]?)[^\s
 class BundleRequest:
     """The command line."""
 
-    run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be going on", bare=True)]
+    run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be active", bare=True)]
     out: Annotated[Path | None, Key("FILE", "the archive to write; default: NAME-bundle.tar.gz in this folder")] = None
 
 
@@ -73,13 +73,13 @@ def execute(request: BundleRequest) -> int:
     run = RunFolder.at(request.run)
     path = request.out or Path(f"{run.folder.resolve().name}-bundle.tar.gz")
     if path.exists():
-        raise RecipeError(Problem("out", "already-exists", f"{path} exists already; remove it or name another file"))
+        raise RecipeError(Problem("out", "already-exists", f"{path} exists already. Try to remove it, or another out=FILE"))
     files = dict(contents(run))
     _write(path, files)
     for name, text in files.items():
         print(f"{len(text.encode()):>12,} bytes  {name}")
     print(f"written: {path}")
-    print("What your own code prints or raises can quote an answer or a record: look at the logs before you send them.")
+    print("Logs can quote answers or records if your own code prints or raises them: read the logs before you send them.")
     return 0
 
 

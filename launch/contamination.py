@@ -62,11 +62,11 @@ def execute(request: ContaminationRequest) -> int:
     """Search the training data, write contamination.json, and print a line for each task. Raises RecipeError."""
     evaluation = evaluations.read(request.evaluation)
     if evaluation is None:
-        raise RecipeError(Problem("evaluation", "not-a-run", f"{request.evaluation} is not a complete evaluation"))
+        raise RecipeError(Problem("evaluation", "not-a-run", f"got {request.evaluation}; expected a complete evaluation"))
     trained = evaluation.scores.get("run")
     run = request.run or (Path(trained) if trained else None)
     if run is None:
-        message = "the evaluation is not of a run; expected run=RUN_DIR, whose training data are searched"
+        message = "the evaluation belongs to no run. Try run=RUN_DIR, the run whose training data to search"
         raise RecipeError(Problem("run", "missing-value", message))
     result = contamination(evaluation, run, request.words)
     small_files.write(request.evaluation / CONTAMINATION, result)
@@ -82,7 +82,7 @@ def contamination(evaluation: EvaluationFolder, run: Path, words: int = WORDS) -
     searches, unreadable = {}, {}
     for name in evaluation.tasks:
         if name not in recipe.evaluate.tasks:
-            unreadable[name] = "a task of lm-evaluation-harness, whose data are its own"
+            unreadable[name] = "lm-evaluation-harness holds the data of this task"
             continue
         try:
             questions = task_data.read(name, recipe.evaluate.tasks[name]).questions
@@ -154,7 +154,7 @@ def _line(name: str, task: Mapping[str, Any]) -> str:
         return f"{name}: not checked: {task['unreadable']}"
     scores = {key: "-" if score["value"] is None else f"{score['value']:.3f}" for key, score in task["scores"].items()}
     unchecked = f", {task['unchecked']} too short to check" if task["unchecked"] else ""
-    numbers = f"{task['metric']} {scores['all']}, without them {scores['clean']}, of them {scores['flagged']}"
+    numbers = f"{task['metric']} {scores['all']}, without these questions {scores['clean']}, of these alone {scores['flagged']}"
     return f"{name}: {task['flagged']} of {task['questions']} questions occur in the training data{unchecked}; {numbers}"
 
 

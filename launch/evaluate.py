@@ -55,15 +55,13 @@ class EvaluateRequest:
             " section `evaluation`, with its keys",
         ),
     ] = None
-    run: Annotated[Path | None, Key("RUN_DIR", "the folder of a run, whose checkpoints are evaluated")] = None
+    run: Annotated[Path | None, Key("RUN_DIR", "the folder of the run whose checkpoints to evaluate")] = None
     step: Annotated[
         str | None,
-        Key("N", "step of the checkpoint; all; or follow: each as the run completes it; default: the latest", read=_step),
+        Key("N", "a checkpoint's step; all; or follow: each as the run completes it; default: the latest", read=_step),
     ] = None
     model: Annotated[str | None, Key("PATH_OR_NAME", "a model in place of a run")] = None
-    compare: Annotated[Path | None, Key("EVALUATION_DIR", "then compare with a complete evaluation, question by question")] = (
-        None
-    )
+    compare: Annotated[Path | None, Key("EVALUATION_DIR", "a complete evaluation to compare with, question by question")] = None
     overrides: Annotated[
         list[str],
         Key("key=value", "any key of the recipe, such as cluster.generate.nodes=2 evaluate.seed=1", others=True),
@@ -94,10 +92,12 @@ class EvaluateRequest:
         if self.compare is not None and (flags or self.step in ("all", "follow")):
             other = f"{flags[0]}=true" if flags else f"step={self.step}"
             yield Problem(
-                "compare", "contradiction", f"got {other} too; expected compare with one evaluation that is run to its end"
+                "compare",
+                "contradiction",
+                f"got {other} too; expected the evaluation of one step, run to its end, because compare reads its scores",
             )
         if self.step == "all" and self.detach:
-            yield Problem("detach", "unsupported", "got true with step=all, which evaluates one after another. Try step=follow")
+            yield Problem("detach", "unsupported", "got true with step=all, which waits for each evaluation. Try step=follow")
         if self.step == "follow" and (self.show or self.plan or self.dry_run):
             yield Problem("step", "contradiction", f"got follow with {flags[0]}=true. Try step=N")
         if self.period is not None and (self.step != "follow" or self.period < 1):
@@ -116,7 +116,7 @@ def execute(request: EvaluateRequest) -> int:
         return 0
     foreground.handle_signals()
     if request.step == "follow":
-        assert request.run is not None, "EvaluateRequest.problems lets no such request pass"
+        assert request.run is not None, "checked by EvaluateRequest.problems"
         return _follow(request, request.run)
     status = 0
     for evaluation in evaluations(request):
@@ -145,7 +145,7 @@ def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
 def evaluations(request: EvaluateRequest) -> Iterator[Evaluation]:
     """Yield the evaluations that the command line requests, oldest checkpoint first. Raises RecipeError."""
     if request.run is None:
-        assert request.model is not None and request.suite is not None, "EvaluateRequest.problems lets no such request pass"
+        assert request.model is not None and request.suite is not None, "checked by EvaluateRequest.problems"
         source = evaluation_sources.of_model(request.model, suites.find(request.suite)[0])
         yield evaluation_job.read(request.suite, source, request.overrides)
         return

@@ -71,7 +71,7 @@ def export(request: ExportRequest) -> Path:
 def _export(request: ExportRequest, recipe: Recipe) -> Path:
     checkpoint = _checkpoint(request.run, recipe, request.step)
     if checkpoint.fingerprint and request.out is None:
-        message = f"got none, but {checkpoint.folder} is encrypted and an export is plain; expected out=DIR, which says where"
+        message = f"got none; expected out=DIR, because {checkpoint.folder} is encrypted, and an export is not"
         raise RecipeError(Problem("out", "missing-value", message))
     folder = request.out or request.run / f"{'adapter' if request.adapter else 'hf'}_step_{checkpoint.step}"
     if folder.exists():
@@ -119,7 +119,7 @@ def _checkpoint(run_dir: Path, recipe: Recipe, step: int | None) -> Checkpoint:
 
 
 def _others(complete: dict[int, Checkpoint]) -> str:
-    return f"another step: {', '.join(map(str, complete))}" if complete else "a copy of it; no other step is complete"
+    return f"another step: {', '.join(map(str, complete))}" if complete else "to restore it from a copy; no step is complete"
 
 
 if __name__ == "__main__":

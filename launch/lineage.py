@@ -31,16 +31,16 @@ class LineageRequest:
     """The command line."""
 
     path: Annotated[Path | None, Key("PATH", "a run, checkpoint, export, evaluation, model or data file", bare=True)] = None
-    made_from: Annotated[Path | None, Key("FILE_OR_FOLDER", "list what was made from this")] = None
+    made_from: Annotated[Path | None, Key("FILE_OR_FOLDER", "list everything that was made from this file or folder")] = None
     root: Annotated[Path, Key("RUNS", "the folder of the runs; default: runs")] = Path("runs")
-    draw: Annotated[Path | None, Key("FILE.html", "also draw the lineage of PATH, into a page or an .svg")] = None
+    draw: Annotated[Path | None, Key("FILE.html", "also draw the lineage of PATH into a .html or .svg file")] = None
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each key that is missing or contradicts another one."""
         if (self.path is None) == (self.made_from is None):
-            yield Problem("path", "missing-value", "expected a PATH, or made_from=FILE_OR_FOLDER, and not both")
+            yield Problem("path", "missing-value", "got both or neither; expected either a PATH or made_from=FILE_OR_FOLDER")
         if self.draw and self.path is None:
-            yield Problem("draw", "contradiction", "got draw= without PATH; expected a PATH, whose lineage it draws")
+            yield Problem("draw", "contradiction", "got draw= without PATH; expected the PATH whose lineage to draw")
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +53,7 @@ def execute(request: LineageRequest) -> int:
     if request.made_from:
         print(provenance.made_from(request.made_from, root=request.root))
         return 0
-    assert request.path is not None, "LineageRequest.problems lets no such request pass"
+    assert request.path is not None, "checked by LineageRequest.problems"
     found = provenance.lineage(request.path, root=request.root)
     printer = rich_console() if sys.stdout.isatty() else rich_console(width=tree.WIDTH)
     for node in found.nodes:

@@ -49,7 +49,7 @@ class RegistryRequest:
     stage: Annotated[Stage | None, Key("STAGE", f"promote: {', '.join(STAGES)}")] = None
     registry: Annotated[Path, Key("FOLDER", "the folder of the registry; default: runs/registry")] = Path("runs/registry")
     root: Annotated[Path | None, Key("RUNS", "add: the folder of the runs and their evaluations; default: runs")] = None
-    audit: Annotated[str, Key("FOLDER", "the folder of the audit log, or none; default: as for runs")] = AUDIT_AUTO
+    audit: Annotated[str, Key("FOLDER", "the folder of the audit log, or none; default: as cluster.audit=auto")] = AUDIT_AUTO
     json: Annotated[bool, Key("true", "list, show: print JSON")] = False
 
     def problems(self) -> Iterator[Problem]:
@@ -60,7 +60,7 @@ class RegistryRequest:
             if key in needed and not given:
                 yield Problem(key, "missing-value", f"got none; expected {' and '.join(needed)} with {self.what}")
             elif given and key not in (*needed, *READ.get(self.what, ())):
-                yield Problem(key, "has-no-effect", f"got it with {self.what}; expected it not, because nothing reads it")
+                yield Problem(key, "has-no-effect", f"got a value with {self.what}, which does not read it; expected none")
 
 
 def main(arguments: list[str]) -> int:

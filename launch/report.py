@@ -37,9 +37,9 @@ PRINTED = ("val/accuracy", "val/loss", "train/reward")
 class ReportRequest:
     """The command line."""
 
-    run: Annotated[list[Path], Key("RUN_DIR", "a run folder; once for each run", bare=True)]
+    run: Annotated[list[Path], Key("RUN_DIR", "a run folder; repeat the argument for several runs", bare=True)]
     out: Annotated[
-        Path | None, Key("FILE", "the page; default: RUN_DIR/report.html of one run, report.html here of several")
+        Path | None, Key("FILE", "the page; default: RUN_DIR/report.html for one run, ./report.html for several runs")
     ] = None
 
 

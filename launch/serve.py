@@ -34,7 +34,7 @@ class ServeRequest:
     """The command line."""
 
     settings: Annotated[Path | None, Key("FILE", "the settings, a YAML file", bare=True)] = None
-    new_token: Annotated[bool, Key("true", "print a new token and its hash, and end")] = False
+    new_token: Annotated[bool, Key("true", "print a new token and its hash, and exit")] = False
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if the command line has neither settings nor new_token=true."""
@@ -55,7 +55,7 @@ def execute(request: ServeRequest) -> int:
         return 0
     assert request.settings is not None, "checked by `problems`"
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        message = f"got no package {missing[0]}; expected it. Try pip install 'hetstep[serve]'"
+        message = f"the package {missing[0]} is not installed. Try pip install 'hetstep[serve]'"
         raise RecipeError(Problem("settings", "not-installed", message))
     config = settings.load(request.settings)
     settings.refuse_unusable_address(config)

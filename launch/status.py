@@ -52,7 +52,7 @@ class StatusRequest:
         list[Path],
         Key(
             "FOLDER",
-            "a run folder, shown in full. Any other folder, or several: one line for each run below; default: runs/",
+            "a run folder: everything about the run; another folder, or several: one line per run; default: runs/",
             bare=True,
         ),
     ] = field(default_factory=list)
@@ -60,7 +60,7 @@ class StatusRequest:
         float | None,
         Key(
             "true",
-            "a live board, or a number of seconds between its updates; with one run, until it ends",
+            "show a live board, of a single run until it ends; a number sets the seconds between updates",
             read=_pause,
         ),
     ] = None

@@ -55,7 +55,7 @@ def execute(request: SteerRequest) -> int:
     """Ask for the change, wait for it, and print the step. Raises RecipeError."""
     asked = steer_request.ask(request.run, request.overrides)
     if not request.wait:
-        print(f"change {asked.number} is asked, for the end of the step. See: python launch/status.py {request.run}")
+        print(f"change {asked.number} is requested, for the end of the step. To see it: python launch/status.py {request.run}")
         return 0
     try:
         answer = steer_request.wait(request.run, asked, request.timeout)

@@ -35,7 +35,7 @@ from pipeline.tracking.tracking_process import alone
 def _names(text: str) -> list[str]:
     names = text.split(",")
     if not set(names) <= set(TRACKERS):
-        raise ValueError(f"names separated by commas, of {', '.join(TRACKERS)}")
+        raise ValueError(f"one or more of {', '.join(TRACKERS)}, separated by commas")
     return names
 
 
@@ -71,7 +71,7 @@ def execute(request: TrackRequest) -> int:
     recipe = _changed(read_recipe(request.run), request.overrides)
     names = request.trackers or enabled(recipe)
     if not names:
-        message = f"{request.run / 'recipe.yaml'} asks for no tracker; expected one or more of {', '.join(TRACKERS)}"
+        message = f"{request.run / 'recipe.yaml'} has no tracker; expected trackers=NAMES, of {', '.join(TRACKERS)}"
         raise RecipeError(Problem("trackers", "missing-value", message))
     with alone(request.run / FOLDER) as first:
         if not first:

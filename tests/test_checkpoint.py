@@ -176,4 +176,4 @@ def test_a_schedule_that_counted_updates_is_refused_if_a_step_has_several(checkp
         assert problem is None
     else:
         assert (problem.key, problem.code) == ("run_dir", "wrong-version")
-        assert f"a step has {updates} updates" in problem.message
+        assert f"A step has {updates} updates" in problem.message

@@ -54,7 +54,7 @@ def test_the_reason_names_what_ends_and_what_was_measured():
     asked.record_step({"time/step": 100.0})
     asked.record_save(20.0)
     clock.now = START + 500
-    why = "no time for another step (100.0 s at most so far) and a save (20.0 s)"
+    why = "no time for another step (longest so far: 100.0 s) and a save (20.0 s)"
     assert asked.why_leave() == f"checkpointing.checkpoint_must_save_by ends in 100 s: {why}"
     clock.now = START + 601
     assert asked.why_leave() == f"checkpointing.checkpoint_must_save_by is over: {why}"
@@ -124,7 +124,7 @@ def test_the_earlier_end_counts_and_the_attempt_records_its_start(tmp_path, monk
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "time/step": 7.0}) + "\n")
     asked = Deadline.of_attempt(CheckpointingConfig(checkpoint_must_save_by=must_save_by), tmp_path, tmp_path)
     asked.record_step({"time/step": 1.0})
-    assert asked.why_leave().startswith(f"{what} is over: no time for another step (7.0 s")
+    assert asked.why_leave().startswith(f"{what} is over: no time for another step (longest so far: 7.0 s")
 
 
 def test_durations():

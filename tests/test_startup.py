@@ -89,6 +89,6 @@ def test_a_run_that_failed_during_startup_names_the_phase(tmp_path):
     told = {"began": 102.0, "here": 2, "world": 2, "stages": [["join the world", 102.0, 103.5], ["set up", 103.5, None]]}
     (attempt / "startup.json").write_text(json.dumps(told | {"realms": {"train": [["load policy", 103.5, None]]}}))
     assert startup_stages.text(startup_stages.stages(tmp_path), until=110.0) == (
-        "starting the processes 2 s, joining the world 1.5 s, setting up 6.5 s, and no further"
-        " (train: load policy 6.5 s, and no further)"
+        "starting the processes 2 s, joining the world 1.5 s, setting up 6.5 s, not completed"
+        " (train: load policy 6.5 s, not completed)"
     )

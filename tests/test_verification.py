@@ -161,7 +161,7 @@ def test_tampering_is_an_error_that_names_the_file(saved, case):
     with refused(("checkpoint", "damaged")) as error:
         saved.checked()
     assert f"{name}: got" in str(error.value) and "; expected" in str(error.value)
-    assert "Try step 1" in str(error.value)
+    assert "the run then goes on from step 1" in str(error.value)
     if case in NEEDS_FULL:
         assert saved.checked("size").step == 2
     else:
@@ -183,7 +183,7 @@ def test_without_an_earlier_step_there_is_no_advice_to_go_back(saved):
     flip(saved.folder / WEIGHTS)
     with refused(("checkpoint", "damaged")) as error:
         saved.checked()
-    assert "no earlier complete step" in str(error.value)
+    assert "no earlier step is complete" in str(error.value)
 
 
 def test_a_record_that_was_sealed_again_without_the_key_is_found(saved):

@@ -87,5 +87,5 @@ def _plain(key: str, value: Any) -> Any:
         return [_plain(key, inner) for inner in value]
     if callable(item := getattr(value, "item", None)) and not getattr(value, "shape", ()):
         return _plain(key, item())
-    expected = "a text, a path, a number, True, False, None, a list or a mapping"
+    expected = "a string, a path, a number, True, False, None, a list or a mapping"
     raise RecipeError(Problem(key, "wrong-type", f"got a {type(value).__name__}; expected {expected}"))

@@ -74,7 +74,10 @@ class MadeFrom:
         counts = ", ".join(plural(count, kind) for kind, count in kinds.items() if count)
         lines.append(f"made from {self.path}: {counts or 'nothing'}")
         if self.unhashed:
-            lines.append(f"note: {plural(self.unhashed, 'file')} of other sizes, or changed since, have no recorded hash")
+            lines.append(
+                f"note: {plural(self.unhashed, 'file')} without a recorded hash: not compared, because the size differs or the"
+                " file has changed"
+            )
         return "\n".join(map(on_one_line, lines))
 
 

@@ -162,7 +162,7 @@ class BaseRun:
         kind = "val" if validation else "step"
         paths = {int(path.stem.rpartition("_")[2]): path for path in (self.folder / "rollouts").glob(f"{kind}_*.jsonl")}
         if not paths or (step is not None and step not in paths):
-            hint = f"expected one of {', '.join(map(str, sorted(paths)))}" if paths else "there are none yet"
+            hint = f"expected one of {', '.join(map(str, sorted(paths)))}" if paths else "the run has no such rollouts yet"
             raise RecipeError(Problem("step", "file-not-found", f"got {step}; {hint}, in {self.folder / 'rollouts'}"))
         path = paths[max(paths) if step is None else step]
         return read_rollouts(path, run_keys.source(self.folder))  # without the last line, if it is incomplete

@@ -107,7 +107,10 @@ def _start(prepared: Prepared, command: list[str], after: tuple[str, ...], progr
 def _refuse_batch_job() -> None:
     """Raise RecipeError inside launch/hetstep.sbatch, where a submission handles the signals of its process."""
     if job_id := allocation.batch_job():
-        message = f"got job {job_id} of launch/hetstep.sbatch, in which only launch/submit.py starts ranks. Try a shell outside"
+        message = (
+            f"got a call inside job {job_id} of launch/hetstep.sbatch, where only launch/submit.py may start ranks. Try a shell"
+            " outside the job"
+        )
         raise RecipeError(Problem("cluster.executor", "unsupported", message))
 
 

@@ -140,7 +140,7 @@ class SweepRun:
                 if not self._submits():
                     break
                 if time.monotonic() >= deadline:
-                    raise NotEnded(self.folder, "the process that submits its jobs has not ended")
+                    raise NotEnded(self.folder, "the process that submits the sweep's jobs has not ended")
                 time.sleep(POLL_S)
             _cancel_check(folder)
             with folder.locked(max(0.0, deadline - time.monotonic())):
@@ -150,7 +150,7 @@ class SweepRun:
         except RecipeError as error:
             if error.codes != ("in-use",):
                 raise
-            raise NotEnded(self.folder, "another process works on the sweep, and has not ended") from None
+            raise NotEnded(self.folder, "another process is still working on the sweep") from None
         return self.state()
 
     def wait(self, timeout: float | None = None) -> SweepVerdict:

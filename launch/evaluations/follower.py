@@ -85,7 +85,7 @@ class CheckpointFollower:
                 raise
             record = follower_process.read_record(self.folder)
             who = f"process {record.pid} on {record.host}" if record else "another process"
-            message = f"{who} follows the evaluations of {self.run_dir} by {self.name} already; see {self.folder.parent}"
+            message = f"{who} already evaluates new checkpoints of {self.run_dir} by {self.name}; see {self.folder.parent}"
             raise RecipeError(Problem("run", "in-use", message)) from None
         return 1 if self.failed else 0
 
@@ -208,7 +208,7 @@ class CheckpointFollower:
         if any(one.step == step for one in self.seen.values()):
             waiting_checkpoints.release(folder)
         self._say(
-            f"step {step} is given up after {TRIES} tries; what it lacks: python launch/evaluate.py"
+            f"step {step} is given up after {TRIES} tries. To evaluate what it lacks: python launch/evaluate.py"
             f" run={self.run_dir} suite={self.suite} step={step}"
         )
 

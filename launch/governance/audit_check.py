@@ -138,16 +138,16 @@ def _of_chain(entries: list[tuple[bytes, dict[str, Any] | None]]) -> Iterator[Fi
     numbers = [entry["number"] for _, entry in entries if entry]
     for at, (line, entry) in enumerate(entries, 1):
         if entry is None:
-            yield Finding(at, "is no entry of an audit log")
+            yield Finding(at, "is not an entry of an audit log")
             continue
         if hash_of(entry) != entry["hash"]:
-            yield Finding(at, f"was changed: its content does not give its hash {_short(entry['hash'])}")
+            yield Finding(at, f"was changed: its content does not match its hash {_short(entry['hash'])}")
         elif as_line(entry).encode() != line:
-            yield Finding(at, "was changed: its blanks or characters are not as they are written")
+            yield Finding(at, "was changed: its spacing or characters are not as a writer leaves them")
         if entry["number"] != number + 1:
             yield Finding(at, _misplaced(entry["number"], number, numbers, before))
         elif entry["previous"] != previous:
-            yield Finding(at, f"does not follow line {before}: one of the two was put in the place of another")
+            yield Finding(at, f"does not follow line {before}: one of the two lines was replaced")
         number, previous, before = entry["number"], entry["hash"], at
 
 
@@ -156,7 +156,7 @@ def _misplaced(number: int, last: int, numbers: list[int], before: int) -> str:
 
     number: its number. last, before: number and line of the entry before it. numbers: the numbers of all entries.
     """
-    where = f"has number {number}, and expected is {last + 1}"
+    where = f"has number {number}; expected {last + 1}"
     if numbers.count(number) > 1:
         return f"{where}: another line has this number too, so one of them was inserted"
     if number < last or last + 1 in numbers:
@@ -186,24 +186,24 @@ def _of_head(
     complete = [line.split(" ")[1:] for line in text.split("\n")[:-1] if line.startswith("end ")]
     for place, (number, _) in enumerate(complete, 1):
         if int(number) != place:
-            yield Finding(None, f"{HEAD} was changed: it has number {number} where {place} follows")
+            yield Finding(None, f"{HEAD} was changed: it has number {number} in place of {place}")
             return
     for number, own in ((int(number), own) for number, own in complete):
         if number in numbers and numbers[number] != own:
-            yield Finding(_line_of(number, entries), f"was replaced: {HEAD} has {_short(own)} as its hash")
+            yield Finding(_line_of(number, entries), f"was replaced: its hash in {HEAD} is {_short(own)}")
     if last < head.number:
         gone = f"line {head.number} is" if head.number == last + 1 else f"lines {last + 1} to {head.number} are"
         yield Finding(last + 1, f"is missing: {HEAD} counts {plural(head.number, 'line')}, so {gone} gone from the end")
     if last > head.number and head.begun != (last, numbers[last]):
         yield Finding(_line_of(head.number + 1, entries), f"was added: {HEAD} counts {plural(head.number, 'line')}")
     elif head.begun and head.begun[0] > last:
-        why = "its writer is at work or was killed, or it was removed right after"
-        notes.append(f"line {head.begun[0]} was begun and not written: {why}")
+        why = "its writer is still at work, its writer was killed, or the line was removed"
+        notes.append(f"line {head.begun[0]} was begun, but is missing: {why}")
     if not data.endswith(b"\n") and data:
         if head.begun and head.begun[0] == last + 1:
-            notes.append("the last line has no end: its writer is at work or was killed. The next one removes it")
+            notes.append("the last line is incomplete: its writer is still at work or was killed. The next writer removes it")
         else:
-            yield Finding(len(entries) + 1, "has no end, and was added")
+            yield Finding(len(entries) + 1, "is incomplete, and no writer had begun it")
 
 
 def _line_of(number: int, entries: list[tuple[bytes, dict[str, Any] | None]]) -> int:
@@ -222,9 +222,9 @@ def _of_receipts(entries: list[tuple[bytes, dict[str, Any] | None]], kept: list[
     wrong = [(receipt.number, path, receipt) for path, receipt in kept if receipt.hash not in hashes.get(receipt.number, ())]
     for number, path, receipt in sorted(wrong, key=lambda each: (each[0], str(each[1])))[:1]:
         if number not in hashes:
-            yield Finding(number, f"is missing: {path} keeps its receipt, {_short(receipt.hash)}")
+            yield Finding(number, f"is missing: {path} has a receipt of it, {_short(receipt.hash)}")
         else:
-            why = f"is not what was written: {path} keeps {_short(receipt.hash)} as its hash"
+            why = f"is not what was written: its hash in {path} is {_short(receipt.hash)}"
             rewritten = "the log was rewritten from this line or an earlier one"
             yield Finding(_line_of(number, entries), f"{why}, so {rewritten}")
 
@@ -253,8 +253,8 @@ def _of_this_log(
         else:
             others.setdefault(receipt.folder, []).append(path)
     for other, paths in others.items():
-        what = f"{plural(len(paths), 'receipt')}, such as that of {paths[0]}, of a log in {other}, which is not there"
-        notes.append(f"not compared: {what}. No line here fits them, so they came from elsewhere, or this log is another one")
+        what = f"{plural(len(paths), 'receipt')} of a log in {other}, which does not exist; the first is in {paths[0]}"
+        notes.append(f"not compared: {what}. No line here matches any of them, so they probably belong to another log")
     return own
 
 
@@ -284,7 +284,7 @@ def _of_file(path: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
     try:
         found = small_files.read(path, object)
     except (OSError, RecipeError) as error:
-        notes.append(f"its receipts are unknown: {error}")
+        notes.append(f"receipts cannot be read: {error}")
         return
     yield from ((path, receipt) for receipt in _within(found))
 
@@ -295,7 +295,7 @@ def _of_exports(run_dir: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt
         for line in input_records.read_exports(run_dir):
             yield from ((path, receipt) for receipt in _within(line))
     except (OSError, RecipeError) as error:
-        notes.append(f"its receipts are unknown: {error}")
+        notes.append(f"receipts cannot be read: {error}")
 
 
 def _within(value: Any) -> Iterator[Receipt]:
@@ -314,5 +314,5 @@ def _short(own: Any) -> str:
 def everything(check: AuditCheck) -> Iterator[str]:
     """Yield the text lines that report a verification: findings, notes, and a summary."""
     yield from map(str, chain(check.findings, (f"note: {note}" for note in check.notes)))
-    counted = f"{check.folder / LOG}: {plural(check.lines, 'line')}, {plural(check.receipts, 'receipt')} of them elsewhere"
+    counted = f"{check.folder / LOG}: {plural(check.lines, 'line')}, {plural(check.receipts, 'receipt')} in other files"
     yield f"{counted}: {plural(len(check.findings), 'finding') if check.findings else 'as it was written'}"

@@ -102,7 +102,7 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
         with _lock_files(folder) as (log, head):
             return _append(folder, log, head, entry)
     except OSError as error:
-        raise _refusal(folder, "unwritable", f"which cannot be written: {error.strerror}", "free space there") from error
+        raise _refusal(folder, "unwritable", f"which cannot be written: {error.strerror}", "to free space there") from error
 
 
 def environment() -> dict[str, str]:
@@ -256,8 +256,8 @@ def _recover(folder: Path, log: int, head: int) -> tuple[int, str]:
     if head_state.begun is not None and at == (head_state.number, head_state.hash):
         _cut(log)
     if at != (head_state.number, head_state.hash) or not _ends_whole(log):
-        why = f"which does not end as {HEAD} says"
-        remedy = f"`python launch/audit.py verify root={folder}`; then keep both files elsewhere, and a new log begins"
+        why = f"whose end differs from its record in {HEAD}"
+        remedy = f"`python launch/audit.py verify root={folder}`; then move both files elsewhere, and a new log begins"
         raise _refusal(folder, "tampered", why, remedy)
     return at
 

@@ -133,7 +133,7 @@ class Registry:
             raise RecipeError(Problem("stage", "not-a-choice", f"got {stage}; expected {', '.join(STAGES)}"))
         found = self.version(name, number)
         if found["stage"] == stage:
-            why = f"got {stage}, where version {number} of {name} is; expected another stage"
+            why = f"got {stage}, the present stage of version {number} of {name}; expected another stage"
             raise RecipeError(Problem("stage", "contradiction", why))
         if stage == "production" and (changed := changes(Path(found["export"]), found["files"], HashCache(None))):
             raise RecipeError(_changed("version", Path(found["export"]), changed))
@@ -173,7 +173,7 @@ class Registry:
             with shared_files.lock_file(self.folder / ".lock", LOCK_S):
                 yield
         except Unusable as error:
-            why = f"got {self.folder}, {error.why}; expected a folder to write. Try {error.remedy}, or another registry"
+            why = f"got {self.folder}, {error.why}; expected a writable folder. Try {error.remedy}, or another registry=..."
             raise RecipeError(Problem("registry", error.code, why)) from error
 
 

@@ -29,7 +29,7 @@ def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") ->
     key: the key that a RecipeError names. Raises RecipeError if the path does not exist or the lineage does not know it.
     """
     if not path.exists():
-        raise RecipeError(Problem(key, "file-not-found", f"got {path}; expected a file or a folder, and there is none"))
+        raise RecipeError(Problem(key, "file-not-found", f"got {path}, which does not exist; expected a file or a folder"))
     real = os.path.realpath(path)
     same = [node for node in found.nodes.values() if node.path and os.path.realpath(node.path) == real]
     if same:
@@ -42,8 +42,8 @@ def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") ->
     if origin and origin["kind"] == "export":
         weights = {cache.sha256(Path(state.path))[1] for state in input_records.states(path) if is_weights(state.path)}
         return [graph.foreign(found, origin, weights)]
-    message = f"got {path}, which no run below {found.root} was made from or made; expected a run, a checkpoint, an export or"
-    message = f"{message} its data. Try root= with the folder of the runs"
+    message = f"got {path}, which is neither an input nor an output of a run below {found.root}; expected a run, a checkpoint,"
+    message = f"{message} an export, or a run's model or data. Try root=RUNS with the folder of the runs"
     raise RecipeError(Problem(key, "file-not-found", message))
 
 

@@ -119,7 +119,7 @@ def details(summary: str, *content: Html, open_: bool = False) -> Html:
 def _read(path: Path) -> str:
     source = path.read_text(encoding="utf-8")
     if "</" in source:
-        raise ValueError(f"{path.name}: '</' may end the element that it is put into")
+        raise ValueError(f"{path.name}: got '</', which can end the HTML element around the text; expected none")
     return source
 
 

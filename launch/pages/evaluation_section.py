@@ -114,7 +114,7 @@ def _contamination(suites_by_run: Sequence[Suites], names: Sequence[str], suite:
                 scores = (_cell(of["scores"][part]) for part in ("all", "clean", "flagged"))
                 rows.append([task, name, f"{of['flagged']} of {of['questions']}", *scores])
     if rows:
-        header = ["task", "", "in the training data", "all questions", "without them", "of them"]
+        header = ["task", "", "in the training data", "all questions", "without these", "only these"]
         yield table(header, rows, "Questions that occur in the training data")
 
 

@@ -57,7 +57,7 @@ def page(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | No
     out: the file to which the caller writes the page; None: no file. It decides whether encrypted samples may be shown.
     """
     names = [labelled_run.label for labelled_run in labelled]
-    date_line = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
+    date_line = tag("p", f"Written {moment(time.time())} from the run folders, as they were at that moment.", class_="note")
     sections = [section for section in _sections(labelled, of, out) if section.content]
     return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, date_line)
 
@@ -94,7 +94,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     yield Section(
         "Staleness", grid(ages), "Age: steps between the weights that generated a token and the step that trains on it."
     )
-    compared = "the busiest rank's rate, as a fraction of cluster.network; ranks that share GPUs use gloo instead"
+    compared = "the busiest rank's rate, as a fraction of cluster.network. Ranks that share GPUs use gloo, not NCCL"
     yield Section("Refit", grid(refit), f"efficiency: {compared}.")
     yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: over the rollouts of a step.")
     if sampled.files or sampled.left_out:

@@ -91,7 +91,7 @@ def read(folders: Sequence[Path], page: Path | None = None) -> Rollouts:
                 continue
             if hides(path):
                 rollouts.left_out.setdefault(
-                    f"{run_name}encrypted samples are on no page in the run folder. Try out=FILE elsewhere"
+                    f"{run_name}a page in the run folder shows no encrypted samples. Try out=FILE outside the run folder"
                 )
                 continue
             of += 1

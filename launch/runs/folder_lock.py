@@ -32,7 +32,7 @@ def hold_lock(folder: Path, key: str, wait_s: float = 0.0) -> Iterator[None]:
     with lock:
         while not _locks(lock.fileno(), folder, key):
             if time.monotonic() >= deadline:
-                message = f"another process is submitting to {folder} or evaluates its gates. Try again later, or another {key}"
+                message = f"another process submits to {folder} or evaluates its gates. Try again later, or another {key}=..."
                 raise RecipeError(Problem(key, "in-use", message))
             time.sleep(RETRY_S)
         yield
@@ -49,6 +49,6 @@ def _locks(descriptor: int, folder: Path, key: str) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        mount = "mount its file system with locks (Lustre: -o flock), or give another"
-        raise RecipeError(Problem(key, "no-locks", f"{folder} cannot be locked: {error.strerror}; {mount} {key}=...")) from None
+        mount = "Try to mount its file system with locks (Lustre: -o flock), or another"
+        raise RecipeError(Problem(key, "no-locks", f"{folder} cannot be locked: {error.strerror}. {mount} {key}=...")) from None
     return True

@@ -274,7 +274,7 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
     if step := max((attempt_folder.progress for attempt_folder in all_attempts(run_dir)), default=0):
         if evaluates(run_dir):
-            lines += [f"{step} answers are kept: the same command asks the others"]
+            lines += [f"{step} answers are kept: the same command asks for the others"]
         elif first is None or f"{RecipeError.__name__}: " not in first["message"]:  # which says what to change
             lines += [f"there is a checkpoint of step {step}: the same command continues from it"]
     return lines

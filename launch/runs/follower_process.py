@@ -112,7 +112,7 @@ def start(request: FollowRequest, name: str) -> str:
     folder = request.run_dir / FOLDER
     log = folder / LOG
     if is_followed(folder / name):
-        return f"a process follows the evaluations by {name} already; its output is in {log}"
+        return f"a process already evaluates new checkpoints by {name}; its output is in {log}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(log, "ab") as output:
@@ -120,4 +120,4 @@ def start(request: FollowRequest, name: str) -> str:
     except OSError as error:
         raise RecipeError(Problem("run", "unwritable", f"{log} cannot be written: {error.strerror}")) from None
     again = shlex.join(request.command[2:])
-    return f"process {process.pid} evaluates checkpoints by {name}, output in {log}; after its end: python {again}"
+    return f"process {process.pid} evaluates checkpoints by {name}; output: {log}. If it ends early: python {again}"

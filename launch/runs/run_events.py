@@ -83,7 +83,7 @@ def refusals(run_dir: Path, audit: str | None = None) -> Iterator[None]:
         yield
     except PermissionError as error:
         denied = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        message = f"got {denied}; expected what {user_name(os.geteuid())} may use. Try its owner"
+        message = f"got {denied}; expected a path that {user_name(os.geteuid())} may use. Ask its owner for access"
         refusal = RecipeError(Problem("run", DENIED, message))
         _tell(refusal, run_dir, audit)
         raise refusal from error

@@ -34,7 +34,7 @@ def key_of(run_dir: Path) -> FileKey | None:
     run = RunFolder.at(run_dir)
     key_file, key_command = (run.value(f"{SECTION}.{name}") for name in ("key_file", "key_command"))
     if key_command is not None and (owner := (run_dir / "recipe.yaml").stat().st_uid) != os.geteuid():
-        message = f"got the command of {user_name(owner)}, whose run this is; expected your own, because it starts as you"
+        message = f"got a command from a run of {user_name(owner)}; expected your own run, because the command runs as you"
         raise RecipeError(Problem(f"{SECTION}.key_command", "permission-denied", f"{message}. Try {VARIABLE}=FILE"))
     return obtain_key(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
 

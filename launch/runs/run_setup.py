@@ -146,7 +146,7 @@ def _how_to_continue(before: Recipe, now: Recipe, different: dict[str, tuple[Any
     """Return one line per key that differs, and the overrides that continue the run as it began."""
     earlier, requested = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
     lines = [
-        f"{key} is {old if key in earlier else 'absent'} there and {new if key in requested else 'absent'} here"
+        f"{key} is {old if key in earlier else 'absent'} in the run and {new if key in requested else 'absent'} in this recipe"
         for key, (old, new) in different.items()
     ]
     restored = [shlex.quote(config.format_override(key, old)) for key, (old, _) in different.items() if key in earlier]
@@ -216,8 +216,8 @@ def live_job(run_dir: Path) -> RunJob | None:
     if record.executor == "slurm" and (reason := slurm_client.unreachable()):
         raise _refusal(
             "unreachable",
-            f"Slurm job {record.job_id} was the last to write into {run_dir}, and whether it has ended is unknown: {reason}."
-            f" Try again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
+            f"Slurm job {record.job_id} was the last to write into {run_dir}, and its state is unknown: {reason}."
+            f" Try again where Slurm's controller answers. If the job has ended, delete {run_dir}/job.json",
         )
     job = record.attach(run_dir)
     status = job.status(now=True)

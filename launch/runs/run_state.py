@@ -110,7 +110,7 @@ def _query_local(run: RunFolder, record: JobRecord) -> _JobState:
     try:
         status = record.attach(run.folder).status(now=True)
     except RecipeError:
-        raise _Unknown(f"its processes are on {record.host}; look there") from None
+        raise _Unknown(f"its processes are on {record.host}; query its state on that machine") from None
     components = {name: JobComponent(record.job_id, status.state, record.host, status.reason) for name in run.components}
     start = run.attempts[-1].started if run.attempts else None
     limit = run.value("cluster.time_min")
@@ -122,7 +122,7 @@ def _query_slurm(run: RunFolder, record: JobRecord) -> _JobState:
     if reason := slurm_client.unreachable():
         raise _Unknown(reason)
     if record.cluster and (this_cluster := slurm_client.cluster_name()) not in (None, record.cluster):
-        raise _Unknown(f"its job is on the cluster {record.cluster}, and this is {this_cluster}; look there")
+        raise _Unknown(f"its job is on the cluster {record.cluster}, not on {this_cluster}; query its state on that cluster")
     names = list(run.components)
     try:
         if job_parts := slurm_client.job_components(record.job_id):

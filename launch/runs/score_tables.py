@@ -12,7 +12,7 @@ from pipeline.files import small_files
 SCORES = "scores.json"
 HEADER = ("task", "metric", "score", "95% interval", "questions", "samples", "truncated", "unparsed")
 NUMBERS = (2, 4, 5, 6, 7)  # columns that are aligned to the right
-MEND = "Try to restore it from a copy, or to delete it and to evaluate again, from the answers that are there"
+MEND = "Try to restore it from a copy, or to delete it and evaluate again: the answers that exist are used again"
 
 
 class MetricScore(TypedDict):
@@ -72,7 +72,7 @@ def lines(scores: Mapping[str, Any]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
     for name, task in scores["tasks"].items():
         if task.get("unjudged"):
-            yield f"{name}: {plural(task['unjudged'], 'answer')} not judged; the same command asks again"
+            yield f"{name}: {plural(task['unjudged'], 'answer')} not judged; the same command asks the judge again"
     for warning in scores.get("warnings", ()):
         yield f"warning: {warning}"
 

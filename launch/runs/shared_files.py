@@ -41,7 +41,7 @@ def open_shared(path: Path) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise Unusable("permission-denied", f"whose {path.name} is no regular file", "to delete it")
+    raise Unusable("permission-denied", f"whose {path.name} is not a regular file", "to delete it")
 
 
 def _create(path: Path, flags: int) -> int:

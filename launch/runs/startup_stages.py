@@ -100,7 +100,7 @@ def as_plain(stages: list[Stage]) -> list[dict[str, Any]]:
 
 def _stage_text(stage: Stage, end: float, alive: bool) -> str:
     took = seconds(max(0.0, (stage.ended or end) - stage.began))
-    suffix = "" if stage.ended else (" so far" if alive else ", and no further")
+    suffix = "" if stage.ended else (" so far" if alive else ", not completed")
     parts = [
         f"{realm}: " + ", ".join(_stage_text(row, end, alive) for row in rows if row.name != "wait" and _is_shown(row, end))
         for realm, rows in stage.parts.items()

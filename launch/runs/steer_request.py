@@ -40,7 +40,7 @@ def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
     """
     if not overrides:
         raise RecipeError(
-            Problem("key=value", "missing-value", "expected a key to change. Try policy.optimizer.kwargs.lr=1e-6")
+            Problem("key=value", "missing-value", "got no key; expected a key to change. Try policy.optimizer.kwargs.lr=1e-6")
         )
     run = RunFolder.at(run_dir)
     original = read_recipe(run_dir)
@@ -67,10 +67,10 @@ def _refuse_ended(run: RunFolder, state: RunState) -> None:
     if state.name in LIVE_STATES:
         return
     if state.name == "unknown":
-        message = f"whether {run.folder} goes on is unknown: {state.why}"
+        message = f"the state of {run.folder} is unknown: {state.why}"
         raise RecipeError(Problem("run", "unreachable", message))
     reason = f" ({state.why})" if state.why else ""
-    message = f"{run.folder} is {state.name}{reason}; expected a run that goes on. Try to submit it again with the values"
+    message = f"{run.folder} is {state.name}{reason}; expected a running or waiting run. Try to submit it again with the values"
     raise RecipeError(Problem("run", "not-running", message))
 
 
@@ -115,8 +115,8 @@ def wait(run_dir: Path, request: ChangeRequest, timeout_s: float | None = TIMEOU
         if timeout_s is not None and time.monotonic() - began_at >= timeout_s:
             path = steer_files.path_of(run_dir, request.number)
             raise NotAnswered(
-                f"{run_dir} has not answered change {request.number} within {timeout_s:g} s (timeout): it does so at the end of"
-                f" a step. The request stays, and takes effect then; to withdraw it, delete {path}"
+                f"{run_dir} has not answered change {request.number} within {timeout_s:g} s (timeout). A run answers at the end"
+                f" of a step. The request stays, and takes effect then. To withdraw it, delete {path}"
             )
         time.sleep(POLL_S)
 

@@ -61,7 +61,7 @@ def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_mo
         message = f"got {path}, whose algorithm is {loaded.recipe.algorithm}; expected a suite, with algorithm: evaluate"
         raise RecipeError(Problem("suite", "not-a-choice", message))
     if "evaluate" in source.values and Path(loaded.recipe.run_dir).absolute() != source.run_dir.absolute():
-        message = f"got {loaded.recipe.run_dir}; expected {source.run_dir}, where a run's evaluations are. Try without it"
+        message = f"got {loaded.recipe.run_dir}; expected {source.run_dir}, the folder of this evaluation. Try without run_dir"
         raise RecipeError(Problem("run_dir", "unsupported", message))
     return loaded
 
@@ -82,7 +82,7 @@ def _unknown_tasks(
         near = difflib.get_close_matches(name, names, 1)
         if names and any(problem.key.startswith(f"{key}.") for problem in loaded.problems):
             hint = f"did you mean {near[0]}? " if near else ""
-            message = f"is no task of the suite; {hint}there are: {', '.join(names)}"
+            message = f"is not a task of the suite; {hint}the tasks are {', '.join(names)}"
             problems.append(Problem(key, "unknown-key", message, config_tree.COMMAND_LINE))
     return problems
 

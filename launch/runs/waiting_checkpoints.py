@@ -51,7 +51,7 @@ def keep(source: Path, folder: Path) -> Path:
     except OSError as error:
         if checkpoint.read(target):  # another process has just kept it
             return target
-        message = f"{source} cannot be linked into {folder}: {error.strerror}. Try model=PATH with what export.py writes"
+        message = f"{source} cannot be linked into {folder}: {error.strerror}. Try model=PATH with an export of it"
         raise RecipeError(Problem("run", "unwritable", message)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -91,11 +91,11 @@ class Users:
         if not user.may(role):
             raise AccessError(403, "no-access", f"got the role {user.role}; expected {role}")
         if changes and not self.config.writable:
-            message = "got a request that changes something; expected only reading. Try writable: true in the settings"
+            message = "got a request that changes something; expected one that only reads. Try writable: true in the settings"
             raise AccessError(403, "no-access", message)
 
     def check_owner(self, user: User, owner: str) -> None:
         """Raise AccessError if a run is not of this user and the user is not an admin."""
         if user.name != owner and not user.may("admin"):
             whose = owner or "no user of the service"
-            raise AccessError(403, "no-access", f"got a run of {whose}; expected one of your own, or the role admin")
+            raise AccessError(403, "no-access", f"got a run of {whose}; expected your own run, or the role admin")

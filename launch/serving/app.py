@@ -92,7 +92,7 @@ def application(config: ServiceConfig, refused: Refused = lambda user, request, 
 
     @app.exception_handler(Exception)
     def fault(request: Request, error: Exception) -> Response:
-        message = f"got {type(error).__name__} in the service; expected an answer. Try its log, which has the traceback"
+        message = f"got {type(error).__name__} in the service; expected an answer. The log of the service has the traceback"
         return _answer(500, [Problem("", "unreadable", message)])
 
     @app.exception_handler(HTTPException)

@@ -19,7 +19,7 @@ MAX_NESTED = 200
 def _writable(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values unchanged. Raises ValueError for texts that UTF-8 cannot encode, and for too many nested values."""
     if str(values).count("{") + str(values).count("[") > MAX_NESTED:
-        raise ValueError(f"expected at most {MAX_NESTED} nested values")
+        raise ValueError(f"expected at most {MAX_NESTED} lists and mappings")
     json.dumps(values, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError
     return values
 
@@ -186,4 +186,4 @@ class SweepAnswer(SweepLine):
 
     jobs: dict[str, str] = Field(default={}, description="State of each job: missing, live, done, failed, pruned.")
     runs: dict[str, str] = Field(default={}, description="Id of each job's run, for GET runs/ID.")
-    verdict: dict[str, Any] | None = Field(default=None, description="verdict.json: gates; of a search the best trial and all.")
+    verdict: dict[str, Any] | None = Field(default=None, description="verdict.json: gates; for a search, its trials.")

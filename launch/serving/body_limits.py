@@ -57,7 +57,7 @@ class BodyLimit:
                 await self._refuse(send)
 
     async def _refuse(self, send: Send) -> None:
-        message = f"got a body above the bound; expected at most {self._max_bytes} bytes"
+        message = f"got a longer request body; expected at most {self._max_bytes} bytes"
         body = problems_body([Problem("body", "too-large", message)])
         headers = [
             (b"content-type", b"application/json"),

@@ -162,7 +162,7 @@ def _refuse_long(prepared: Sequence[Prepared]) -> None:
     The needed recipes would run inside this request, because nothing queues them.
     """
     if len(prepared) > 1 and prepared[-1].executor.name != "slurm":
-        message = f"got {len(prepared) - 1} needed recipes without Slurm; expected none. Try to submit them first"
+        message = f"got {len(prepared) - 1} needed recipes; expected none without Slurm. Try to submit them first"
         raise RecipeError(Problem("needs", "unsupported", message))
 
 

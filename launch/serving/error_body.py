@@ -23,7 +23,7 @@ def malformed(errors: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
         message, given = each["msg"], json.dumps(each.get("input"), default=str)
         expected = f"{message[:1].lower()}{message[1:]}"
         if each["type"] == "extra_forbidden":
-            yield Problem(key, "unknown-key", "is not a key of this request. /docs lists them")
+            yield Problem(key, "unknown-key", "is not a key of this request. /docs lists the keys")
         elif each["type"] == "missing":
             yield Problem(key, "missing-value", "got none; expected a value")
         elif each["type"] == "json_invalid":

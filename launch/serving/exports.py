@@ -44,7 +44,7 @@ class Exports:
                 return found
             self._started = [each for each in self._started if each.poll() is None]
             if len(self._started) >= MAX_EXPORTS:
-                raise RecipeError(Problem("step", "in-use", f"got {MAX_EXPORTS} exports that go on; expected fewer. Try later"))
+                raise RecipeError(Problem("step", "in-use", f"got {MAX_EXPORTS} running exports; expected fewer. Try later"))
             command = [sys.executable, str(ROOT / "launch/export.py"), f"run={run}", f"step={step}"]
             command += ["adapter=true"] if adapter else []
             with _log(folder).open("ab") as output:

@@ -85,16 +85,16 @@ def _problems(key: str, value: Any, inside: Sequence[Path], of_suite: bool) -> I
         yield _refused(key, f"{what}; expected none, because the service's recipes decide {table[pattern]}")
         return
     if own == "needs" and not (isinstance(value, list) and all(isinstance(each, str) and _is_recipe(each) for each in value)):
-        yield _refused(key, "got something else than a list of names; expected names of recipes in recipes/, not paths")
+        yield _refused(key, "got something other than a list of names; expected names of recipes in recipes/, not paths")
         return
     for text in _texts(value):
         if "${" in text:
-            yield _refused(key, "got an interpolation; expected a value, because the service resolves nothing for a request")
+            yield _refused(key, "got an interpolation; expected a value, because the service resolves none in a request")
         elif names_own_code(own, text) or _names_class(own, text):
             yield _refused(key, f"got '{text[:80]}', which names code; expected code that a recipe of the service names")
         elif SCHEME.match(text) or (_is_file(own, text) and not _is_inside(text, inside)):
             places = ", ".join(map(str, inside))
-            message = f"got '{text[:80]}'; expected a place below one of {places}. Try `folders` in the service's settings"
+            message = f"got '{text[:80]}'; expected a path below one of {places}. Try `folders` in the service's settings"
             yield _refused(key, message)
 
 

@@ -48,7 +48,7 @@ async def signed_in(request: Request) -> Response:
     fields = parse_qs((await request.body()).decode("ascii", "replace"), max_num_fields=2)
     token = fields.get("token", [""])[0]
     if request.app.state.users.user(token) is None:
-        raise AccessError(401, "no-access", "got no valid token; expected one of the service's users")
+        raise AccessError(401, "no-access", "got no valid token; expected the token of a user of the service")
     answer = RedirectResponse("/", status_code=303)
     secure = request.app.state.users.config.tls_certificate is not None
     answer.set_cookie(COOKIE, token, max_age=COOKIE_S, httponly=True, samesite="strict", secure=secure)
@@ -126,5 +126,5 @@ def _packaged(package: str, file: str) -> FileResponse:
     found = importlib.util.find_spec(package)
     path = Path(found.origin).parent / file if found and found.origin else None
     if path is None or not path.is_file():
-        raise AccessError(404, "not-installed", f"got no {package}; expected it. Try pip install 'hetstep[serve]'")
+        raise AccessError(404, "not-installed", f"the package {package} is not installed. Try pip install 'hetstep[serve]'")
     return FileResponse(path, headers={"Cache-Control": "max-age=3600"})

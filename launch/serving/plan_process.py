@@ -35,7 +35,7 @@ def plan(recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
         return {"problems": plain([Problem("", "unreachable", f"Slurm did not answer: {error}. Try again")])}
     except OSError as error:
         why = error.strerror or error
-        return {"problems": plain([Problem("recipe", "unreadable", f"got {error.filename}: {why}; expected a file to read")])}
+        return {"problems": plain([Problem("recipe", "unreadable", f"got {error.filename}: {why}; expected a readable file")])}
     figures = {name: getattr(made, name) for name in ("fits", "gpus", "step_seconds", "total_seconds", "gpu_hours")}
     problems = {"problems": plain(made.problems), "site_problems": plain(made.site_problems)}
     return {"plan": {**figures, **problems, "warnings": list(made.warnings), "text": str(made)}}

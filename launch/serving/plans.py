@@ -57,7 +57,7 @@ class Plans:
         the user has too many plans, and ClientGone if the client disconnects.
         """
         if self._open[user] >= MAX_WAITING:
-            message = f"got {MAX_WAITING} plans of {user} that have not ended; expected fewer. Try again when one has"
+            message = f"got {MAX_WAITING} plans of {user} that have not ended; expected fewer. Try again when a plan has ended"
             raise RecipeError(Problem("recipe", "in-use", message))
         self._open[user] += 1
         work = asyncio.ensure_future(self._in_turn(user, recipe, overrides))
@@ -94,14 +94,17 @@ class Plans:
         try:
             reply, _ = await asyncio.wait_for(process.communicate(request), self._seconds)
         except TimeoutError:
-            message = f"got no plan within {self._seconds:g} s (plan_s in the settings); expected one. Try it in a shell"
+            message = f"got no plan within {self._seconds:g} s (plan_s in the settings); expected one. Try plan=true in a shell"
             raise RecipeError(Problem("recipe", "timed-out", message)) from None
         finally:
             _end(process)
             await process.wait()
             self._processes.discard(process)
         if not reply or len(reply) > MAX_REPLY:
-            message = f"got exit status {process.returncode} of the process that makes it; expected a plan. Its log says more"
+            message = (
+                f"got exit status {process.returncode} and no usable reply from the plan's process; expected a plan. The"
+                " service's log says more"
+            )
             raise RecipeError(Problem("recipe", "timed-out", message))
         return reply
 

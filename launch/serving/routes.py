@@ -78,7 +78,7 @@ def metrics(
 def rollouts(
     request: Request,
     run_id: str,
-    step: Annotated[int | None, Query(ge=0, description="Default: the latest that has some.")] = None,
+    step: Annotated[int | None, Query(ge=0, description="Step of the rollouts; default: the latest with any.")] = None,
     validation: bool = False,
 ) -> JSONResponse:
     """Return the rollouts of a step, each with prompt, completion, reward and more."""

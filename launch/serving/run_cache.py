@@ -76,7 +76,7 @@ class RunCache:
         """Return the folder of a run. Raises AccessError with status 404 if the id is not of a run below the root."""
         if path := self.below(run_id, "recipe.yaml"):
             return path
-        raise AccessError(404, "not-a-run", "got an id that is no run's; expected one of GET /api/v1/runs")
+        raise AccessError(404, "not-a-run", "got an id of no run; expected an id from GET /api/v1/runs")
 
     def below(self, given: str, *marks: str) -> Path | None:
         """Return the folder of an id; None if it is not below the root, or has none of the files `marks`."""

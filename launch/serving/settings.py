@@ -66,7 +66,7 @@ def load(path: Path) -> ServiceConfig:
 def problems(config: ServiceConfig) -> Iterator[Problem]:
     """Yield the problems of settings that fit the schema."""
     if not Path(config.root).is_dir():
-        yield Problem("root", "file-not-found", f"got {config.root}, which is no folder; expected the folder of the runs")
+        yield Problem("root", "file-not-found", f"got {config.root}, which is not a folder; expected the folder of the runs")
     for folder in config.folders:
         if not Path(folder).is_absolute() or not Path(folder).is_dir():
             yield Problem("folders", "file-not-found", f"got {folder}; expected the absolute path of a folder")
@@ -82,17 +82,17 @@ def problems(config: ServiceConfig) -> Iterator[Problem]:
             expected = "expected 64 lower-case hexadecimal digits. Try python launch/serve.py new_token=true"
             yield Problem(f"{key}.token_sha256", "bad-format", f"got {len(user.token_sha256)} characters; {expected}")
         elif (other := hashes.setdefault(user.token_sha256, name)) != name:
-            yield Problem(f"{key}.token_sha256", "given-twice", f"got the token of {other}; expected a token of their own")
+            yield Problem(f"{key}.token_sha256", "given-twice", f"got the token of {other}; expected another one for each user")
     if (config.tls_certificate is None) != (config.tls_key is None):
         yield Problem(
             "tls_certificate", "contradiction", "got only one of tls_certificate and tls_key; expected both or neither"
         )
     for key in ("tls_certificate", "tls_key"):
         if (file := getattr(config, key)) is not None and not Path(file).is_file():
-            yield Problem(key, "file-not-found", f"got {file}, which is no file; expected a PEM file")
+            yield Problem(key, "file-not-found", f"got {file}, which is not a file; expected a PEM file")
     yield from _unusable_pair(config)
     if not _is_loopback(config.host) and config.tls_certificate is None and not config.plain_http:
-        message = f"got {config.host} without tls_certificate: tokens would travel in the clear; expected 127.0.0.1 or HTTPS"
+        message = f"got {config.host} without tls_certificate, so that tokens are sent unencrypted; expected 127.0.0.1 or HTTPS"
         yield Problem("host", "contradiction", f"{message}. Try plain_http: true only behind a proxy that has HTTPS")
 
 
@@ -120,7 +120,7 @@ def refuse_unusable_address(config: ServiceConfig) -> None:
         key, code = ("port", "permission-denied") if error.errno == errno.EACCES else ("host", "unreachable")
         value = getattr(config, key)
         raise RecipeError(
-            Problem(key, code, f"got {value}; expected one on which this machine may listen: {error.strerror}")
+            Problem(key, code, f"got {value}, on which the service cannot listen: {error.strerror}. Try another value")
         ) from None
 
 

@@ -54,7 +54,7 @@ class Sweeps:
         """Return a sweep. Raises AccessError with status 404 if the id is not of a sweep below the root."""
         if folder := self._runs.below(sweep_id, *MARKS):
             return self._begun.get(sweep_id) or SweepRun(folder)
-        raise AccessError(404, "not-a-run", "got an id that is no sweep's; expected one of GET /api/v1/sweeps")
+        raise AccessError(404, "not-a-run", "got an id of no sweep; expected an id from GET /api/v1/sweeps")
 
     def ids(self) -> list[str]:
         """Return the ids of all sweeps."""
@@ -168,7 +168,7 @@ def run_of_sweep(request: Request, sweep_id: str, name: str, file: str) -> Redir
 def _file(request: Request, sweep_id: str, name: str) -> FileResponse:
     path = sweeps_of(request).get(sweep_id).folder / name
     if not path.is_file():
-        raise AccessError(404, "file-not-found", f"got a sweep without {name}, which it writes later; expected one with it")
+        raise AccessError(404, "file-not-found", f"the sweep has not written {name} yet. Try again later")
     return FileResponse(path)
 
 

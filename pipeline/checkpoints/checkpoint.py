@@ -132,7 +132,7 @@ class Checkpoints:
             try:
                 folder = self._folder / _name(small_files.read(path, int) or 0)
             except (RecipeError, OSError) as error:  # a crash has cut it
-                logger.warning("the latest checkpoint is looked for without %s: %s", path, error)
+                logger.warning("%s cannot be read, so a checkpoint that it names may be missed: %s", path, error)
                 return
             try:
                 storage.wait_for(folder, max(0.0, storage.SEEN_S - (time.time() - when)))
@@ -263,10 +263,9 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
     return Problem(
         "run_dir",
         "wrong-version",
-        f"{checkpoint.folder} counts its learning-rate schedule in optimizer updates, as earlier versions did; this"
-        f" version counts steps, and a step has {updates} updates, so the rate would change on resuming. Go on with the version"
-        " that wrote it (the run's manifest.json names the commit), or begin another run from its weights (python"
-        " launch/export.py)",
+        f"{checkpoint.folder} counts its learning-rate schedule in optimizer updates; this version counts steps. A step has"
+        f" {updates} updates, so resuming would change the learning rate. Try the version that wrote it (the run's"
+        " manifest.json names the commit), or another run from its weights (python launch/export.py)",
     )
 
 
@@ -288,7 +287,7 @@ def kept(run_dir: Path) -> str:
         steps = [line["step"] for line in small_files.lines(run_dir / "metrics.jsonl", dict[str, Any])]
         metrics = f"the metrics to step {steps[-1]}" if steps else "no metrics yet"
         return f"Kept: {checkpoint}, and {metrics}"
-    return "What is kept cannot be seen from here"
+    return "What is kept is unknown: the run folder cannot be read"
 
 
 def complete_in(folder: Path) -> list[Checkpoint]:
@@ -387,13 +386,15 @@ def _complete(folder: Path) -> Checkpoint:
         found = _stats([folder / name for name in files])
         sizes = {name: status.st_size for name, status in zip(files, found, strict=True)}
     except FileNotFoundError as error:
-        raise IncompleteCheckpoint(f"{Path(error.filename).name}: got no such file; expected it") from None
+        raise IncompleteCheckpoint(
+            f"{Path(error.filename).name}: got no such file; expected the file that the run wrote"
+        ) from None
     except OSError as error:
         if error.errno not in (errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENOTDIR):
             raise
         raise IncompleteCheckpoint(f"{Path(error.filename).name}: got no regular file; expected one") from None
     except (ValueError, KeyError, TypeError):  # zeros or a part of it, after a power cut
-        raise IncompleteCheckpoint(f"{COMPLETE}: got no record of a checkpoint; expected the one that the run wrote") from None
+        raise IncompleteCheckpoint(f"{COMPLETE}: got an unusable record; expected the record that the run wrote") from None
     if wrong := next((name for name, size in files.items() if sizes[name] != size), None):
         raise IncompleteCheckpoint(f"{wrong}: got {sizes[wrong]:,} bytes; expected {files[wrong]}")
     return complete

@@ -94,7 +94,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
         sizes = {name: (folder / name).stat().st_size for name in listed}
         problems = list(digests.content_problems(folder, listed, sizes, share))
     if problems:
-        advice = f"export it again, or remove {MANIFEST} if the change is yours"
+        advice = f"to export it again, or to remove {MANIFEST} if you made the change"
         raise _damaged(key, f"{folder}: ", problems, advice)
 
 
@@ -103,12 +103,12 @@ def _record_problems(found: Checkpoint, key: FileKey | None) -> Iterator[str]:
     folder, record = found.folder, found.record
     expected = seals(record, key if found.fingerprint else None)  # without the key, all but what only the key shows
     if any(record.get(name) != value for name, value in expected.items()):
-        yield f"{COMPLETE}: got other values than those that were sealed; expected those that the run wrote"
+        yield f"{COMPLETE}: got values that do not match their seals; expected the values that the run wrote"
         return
     try:
         listed, digest = digests.read_manifest(folder)
     except FileNotFoundError:
-        yield f"{MANIFEST}: got no such file; expected it"
+        yield f"{MANIFEST}: got no such file; expected the file that the run wrote"
         return
     except ValueError as error:
         yield str(error)
@@ -128,8 +128,8 @@ def _other_step(found: Checkpoint) -> str:
     """Return advice that names the last complete step before a damaged checkpoint, from which the run can go on."""
     earlier = [each.step for each in complete_in(found.folder.parent) if each.step < found.step]
     if not earlier:
-        return "a copy of it, if you have one; there is no earlier complete step"
-    return f"step {max(earlier)}: the run goes on from there once {found.folder} is moved away"
+        return "to restore it from a copy; no earlier step is complete"
+    return f"to move {found.folder} away: the run then goes on from step {max(earlier)}"
 
 
 def _damaged(key: str, where: str, problems: list[str], advice: str) -> RecipeError:

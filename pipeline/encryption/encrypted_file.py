@@ -146,7 +146,7 @@ def _opened(cipher: AESGCM, sealed: bytes, number: int, last: bool, header: byte
     try:
         return cipher.decrypt(_nonce(number, last), sealed, header)
     except (ciphers().InvalidTag, ValueError):
-        raise _damaged(path, f"chunk {number}{', the last,' if last else ''} is not as it was written") from None
+        raise _damaged(path, f"chunk {number}{', the last,' if last else ''} has changed") from None
 
 
 def _damaged(path: Path, what: str) -> RecipeError:

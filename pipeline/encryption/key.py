@@ -64,7 +64,7 @@ class EncryptionKey:
         return f"EncryptionKey({self.fingerprint})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a key is neither sent nor stored")
+        raise TypeError("an encryption key cannot be pickled, so that it is neither sent nor stored")
 
 
 def obtain(key_file: str | None, key_command: str | None, timeout_s: float) -> EncryptionKey | None:
@@ -112,7 +112,9 @@ def _run(command: str, timeout_s: float) -> bytes:
         raise _error("key_command", "file-not-found", message) from None
     if ended.returncode:
         said = secrets.redacted(ended.stderr.decode(errors="replace").strip()[-STDERR_CHARACTERS:])
-        message = f"got exit status {ended.returncode} from `{command}`; expected 0 and the key. It said: {said or 'nothing'}"
+        message = (
+            f"got exit status {ended.returncode} from `{command}`; expected 0 and the key. Its stderr: {said or 'nothing'}"
+        )
         raise _error("key_command", "unreadable", message)
     return ended.stdout
 

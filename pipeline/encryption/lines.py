@@ -44,7 +44,7 @@ def decrypt_line(line: bytes, key: Callable[[], EncryptionKey | None], path: Pat
     except RecipeError:
         raise
     except (ciphers().InvalidTag, ValueError, KeyError, TypeError):
-        message = f"{path}: the line at byte {at} is not as it was written; expected the encrypted line of this file there"
+        message = f"{path}: got a changed or moved line at byte {at}; expected the encrypted line that was written there"
         raise RecipeError(Problem("run", "damaged", message)) from None
 
 

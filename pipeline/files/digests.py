@@ -76,7 +76,7 @@ def name_problems(found: Sequence[str], digests: Mapping[str, str]) -> Iterator[
     """Yield `NAME: got ...; expected ...` for each missing and each extra file. found: names of the files in the folder."""
     there = set(found)
     for name in sorted(digests.keys() - there):
-        yield f"{name}: got no such file; expected it, for {MANIFEST} lists it"
+        yield f"{name}: got no such file; expected it, because {MANIFEST} lists it"
     for name in sorted(there - digests.keys()):
         yield f"{name}: got a file that {MANIFEST} does not list; expected none"
 

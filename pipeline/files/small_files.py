@@ -56,7 +56,7 @@ def read_text(path: Path, key: str = "run", longest: int = LONGEST, remedy: str 
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise damaged(path, f"no UTF-8 ({error.reason} at byte {error.start})", "a text", key, remedy) from None
+        raise damaged(path, f"invalid UTF-8 ({error.reason} at byte {error.start})", "UTF-8 text", key, remedy) from None
 
 
 def read(path: Path, kind: type[Value], key: str = "run", remedy: str = REMEDY) -> Value | None:
@@ -75,7 +75,7 @@ def parsed(text: str | bytes, kind: type[Value], where: object, key: str = "run"
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         cause = "nests too deeply" if isinstance(error, RecursionError) else error
-        what = f"no JSON ({cause})" if text.strip() else "an empty file"
+        what = f"invalid JSON ({cause})" if text.strip() else "an empty file"
         raise damaged(where, what, "JSON", key, remedy) from None
     return checked(value, kind, where, key, remedy)
 
@@ -85,7 +85,9 @@ def checked(value: Any, kind: type[Value], where: object, key: str = "run", reme
     try:
         converted = msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise damaged(where, f"values that this version cannot use ({error})", "what a run writes", key, remedy) from None
+        raise damaged(
+            where, f"values that this version cannot use ({error})", "the values that a run writes", key, remedy
+        ) from None
     is_record = dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
     return converted if is_record else value
 
@@ -97,7 +99,7 @@ def read_yaml(path: Path, key: str = "run") -> Any:
         return None if text is None else yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         cause = "it nests too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise damaged(path, f"no YAML ({cause[:200]})", "YAML", key) from None
+        raise damaged(path, f"invalid YAML ({cause[:200]})", "YAML", key) from None
 
 
 def lines(path: Path, kind: type[Value], key: str = "run") -> Iterator[Value]:
@@ -119,7 +121,7 @@ def whole_lines(file: BinaryIO, path: Path, key: str = "run") -> Iterator[bytes]
     while line := file.readline(LONGEST):
         if not line.endswith(b"\n"):
             if len(line) == LONGEST:
-                raise damaged(path, f"a line of more than {LONGEST:,} bytes", "JSON lines", key)
+                raise damaged(path, f"a line of more than {LONGEST:,} bytes", "shorter lines of JSON", key)
             return
         yield line
 

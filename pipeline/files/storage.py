@@ -32,8 +32,8 @@ REMEDY = {
     errno.ENOSPC: FREE,
     errno.EDQUOT: FREE,
     errno.EROFS: "it is mounted read-only now, often by the kernel after an error: ask its administrator",
-    errno.EACCES: "somebody took the permission away, or a ticket of the file system ran out",
-    errno.EPERM: "somebody took the permission away, or a ticket of the file system ran out",
+    errno.EACCES: "restore the permission, or renew the file system's ticket, if it has expired",
+    errno.EPERM: "restore the permission, or renew the file system's ticket, if it has expired",
     **dict.fromkeys((errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN), SERVER),
     **dict.fromkeys((errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ENODEV), SERVER),
 }
@@ -208,13 +208,13 @@ def open_own(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # a pipe must not block
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotOwn(f"{path} is a link, which could lead anywhere. Try to delete it") from None
+            raise NotOwn(f"{path} is a symbolic link; expected a regular file. Try to delete it") from None
         raise
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return descriptor
     os.close(descriptor)
-    kind = "is no regular file" if status.st_uid == os.geteuid() else f"belongs to {user_name(status.st_uid)}, not to you"
+    kind = "is not a regular file" if status.st_uid == os.geteuid() else f"belongs to {user_name(status.st_uid)}, not to you"
     raise NotOwn(f"{path} {kind}. Try to delete it")
 
 
@@ -258,10 +258,10 @@ def seen_within(patience_s: float, seen: Callable[[], Result], path: Path) -> Re
         waited = time.monotonic() - begun
         if waited > patience_s:
             raise StorageError(
-                f"{path} is not there, or not whole, on {socket.gethostname()} after {patience_s:g} s{why}; all nodes must see"
-                " the same folder, and it must not be changed by hand while a job runs"
+                f"{path} is missing or incomplete on {socket.gethostname()} after {patience_s:g} s{why}; all nodes must see the"
+                " same folder, and nobody may change it while a job runs"
             )
         if not told and waited > SLOW_S:
-            logger.warning(f"waiting for {path}: not there, or not whole, on {socket.gethostname()}{why}")
+            logger.warning(f"waiting for {path}: missing or incomplete on {socket.gethostname()}{why}")
             told = True
         time.sleep(min(0.1 + waited / 10, 2.0))

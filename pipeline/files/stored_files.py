@@ -117,12 +117,12 @@ def fitting(key: Key | None, fingerprint: str, what: object) -> Key:
     """Return `key` if it has `fingerprint`. Otherwise raise RecipeError with both fingerprints. what: the encrypted thing."""
     if key is None:
         message = (
-            f"{what} is encrypted: got no key; expected the one with fingerprint {fingerprint}. Try {SECTION}.key_file or"
+            f"{what} is encrypted: got no key; expected the key with fingerprint {fingerprint}. Try {SECTION}.key_file or"
             " key_command, or HETSTEP_KEY_FILE=FILE for a command"
         )
         raise RecipeError(Problem(SECTION, "wrong-key", message))
     if key.fingerprint != fingerprint:
-        message = f"{what} is encrypted: got the key {key.fingerprint}; expected the one with fingerprint {fingerprint}"
+        message = f"{what} is encrypted: got the key {key.fingerprint}; expected the key with fingerprint {fingerprint}"
         raise RecipeError(Problem(SECTION, "wrong-key", message))
     return key
 

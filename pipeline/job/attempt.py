@@ -48,7 +48,9 @@ class Attempt:
 
     def check(self) -> None:
         """Raise Superseded if a later attempt has claimed the run. Rank 0 calls it before it writes into the run folder."""
-        current = retrying(self._current.read_text, "reading who may write", self._current, self._retry).strip()
+        current = retrying(
+            self._current.read_text, "reading the name of the current attempt", self._current, self._retry
+        ).strip()
         if current != self.name:
             raise Superseded(f"attempt {self.name} has been superseded by {current}, so it writes no more")
 

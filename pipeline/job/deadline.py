@@ -95,7 +95,7 @@ class Deadline:
         save_s = UNKNOWN_SAVE_SHARE * (self._end - self._started) if self._save_s is None else self._save_s
         if not (end_text := self._ending(SLACK * (self._step_s + save_s))):
             return None
-        return f"{end_text}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
+        return f"{end_text}: no time for another step (longest so far: {self._step_s:.1f} s) and a save ({save_s:.1f} s)"
 
     def why_end(self, progressed: bool) -> str | None:
         """Return why to end work that can end at any moment; None if there is time and no signal came.

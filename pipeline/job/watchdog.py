@@ -206,7 +206,7 @@ class Watchdog:
         self._stopped.set()
         world = self._world
         if not Failure.of(error, world.info, world.workers, world.activity).record(world.info.folder):
-            self._end_quietly(f"an earlier failure; its own was {type(error).__name__}: {error}")
+            self._end_quietly(f"an earlier failure; the error of this rank is {type(error).__name__}: {error}")
         self._report_failure(world.rank)
 
     # ---- the store ----------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Watchdog:
         node = self._heartbeats[rank][0].node if rank in self._heartbeats else ""
         record = self._kills.record() if node == self._world.info.node else ""
         causes = f"({record})" if record else "(killed, out of memory, or crashed in a library)"
-        return "; ".join([f"died without a word {causes}", *self._describe_memory(rank, node)])
+        return "; ".join([f"died without an error message {causes}", *self._describe_memory(rank, node)])
 
     def _describe_memory(self, rank: int, node: str) -> Iterator[str]:
         """Yield the last sample of a lost rank's memory, and the last warning about its node's memory."""
@@ -358,7 +358,7 @@ class Watchdog:
         os._exit(EXIT_STATUS)
 
     def _end_quietly(self, cause: str) -> None:
-        logger.warning("%s ends with %s", self._name, cause)
+        logger.warning("%s ends because of %s", self._name, cause)
         if self._world.rank == 0:
             time.sleep(2 * self._interval_s)  # as in `_report_failure`
         os._exit(EXIT_WITH_ANOTHER)

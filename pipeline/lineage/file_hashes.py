@@ -135,9 +135,9 @@ def rewritten(before: FileState, now: FileState, old_hash: str = "", new_hash: s
 
     def description(state: FileState, digest: str) -> str:
         changed = datetime.fromtimestamp(state.mtime_ns / 1e9).isoformat(" ", "seconds")
-        return f"{state.size:,} bytes of {changed}{f', SHA-256 {digest[:16]}' if digest else ''}"
+        return f"{state.size:,} bytes, last changed {changed}{f', SHA-256 {digest[:16]}' if digest else ''}"
 
     return (
         f"{now.path} was rewritten since an earlier start of this run: it had {description(before, old_hash)}; now it has"
-        f" {description(now, new_hash)}. Steps before and after do not use the same content"
+        f" {description(now, new_hash)}. Steps before and after the change do not use the same content"
     )

@@ -81,7 +81,7 @@ class Hashing:
         self._thread.join(wait_s)
         self._stopping.set()
         if self._thread.is_alive():
-            logger.warning("lineage: not all inputs are hashed after %g s; the next start of the run goes on", wait_s)
+            logger.warning("lineage: not all inputs are hashed after %g s; the next start of the run hashes the others", wait_s)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -113,13 +113,13 @@ def hash_inputs(run_dir: Path, stop: Callable[[], bool] = lambda: False) -> Iter
             state, digest = cache.sha256(Path(submitted.path), stop)
         except FileNotFoundError:
             # such as the image of a container
-            logger.info("lineage: %s cannot be seen from here, and is not hashed", submitted.path)
+            logger.info("lineage: %s does not exist on this node, and is not hashed", submitted.path)
             continue
         except OSError as error:
             yield f"{submitted.path} cannot be read here: {error.strerror}"
             continue
         if state != submitted:
-            yield f"{submitted.path} is not as it was at the submission, so what it was is unknown"
+            yield f"{submitted.path} has changed since the submission, so its content at the submission is unknown"
         before = [(old, content) for old, content in done.items() if old.path == state.path]
         if before and before[-1][1] != digest:
             yield rewritten(before[-1][0], state, before[-1][1], digest)

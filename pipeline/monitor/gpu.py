@@ -62,7 +62,7 @@ class GPUReader:
                 found |= each[1]()
             except self._nvml.NVMLError as error:
                 self._values.remove(each)
-                logger.info("the GPU's %s cannot be read (%s); samples go on without", each[0], error)
+                logger.info("the GPU's %s cannot be read (%s); samples leave it out", each[0], error)
         return found
 
     def _open(self, uuid: str) -> None:
@@ -107,6 +107,6 @@ class GPUReader:
             "energy": lambda: {"energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000},
             "temperature": lambda: {"temperature_c": float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))},
             "clock": lambda: {"sm_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))},
-            "reasons of its clocks": clocks,
+            "clock event reasons": clocks,
             "NVLink": nvlink,
         }

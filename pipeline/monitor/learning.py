@@ -105,8 +105,8 @@ def cut_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
         return ""
     return (
         f"all {len(rollouts)} answers of the last {len(steps)} steps are cut at the length limit. {_limits(reader)} If the"
-        " model ends its answers otherwise, set policy.generation.stop_token_ids or stop_strings; if it needs more room, raise"
-        " the limits"
+        " model ends its answers in another way, set policy.generation.stop_token_ids or stop_strings. If it needs more room,"
+        " raise the limits"
     )
 
 
@@ -138,7 +138,7 @@ def equal_rewards(steps: Sequence[StepSummary], reader: RunReader) -> str:
     why = (
         "The task may be too easy"
         if rewards[0] >= 1
-        else "The task may be too hard, or the environment may not read the answers as they are written"
+        else "The task may be too hard, or the environment may misread the answers"
     )
     return (
         f"all {len(rewards)} rewards of the last {len(steps)} steps are {rewards[0]:g}. {why}. The first judgements:"
@@ -167,7 +167,7 @@ def no_trained_token(steps: Sequence[StepSummary], reader: RunReader) -> str:
     if any(step.tokens for step in steps):
         return ""
     cut = steps[0].rollouts and all(rollout.finish == "length" for step in steps for rollout in step.rollouts)
-    why = f"All answers are cut, and cut answers are left out. {_limits(reader)}" if cut else "All of them are masked"
+    why = f"All answers are cut, and cut answers are left out. {_limits(reader)}" if cut else "All tokens are masked"
     return f"the loss of the last {len(steps)} steps counts no token, so nothing is learned. {why}"
 
 
@@ -190,7 +190,7 @@ def old_weights(steps: Sequence[StepSummary], reader: RunReader) -> str:
         return ""
     return (
         f"the engines sampled step {steps[-1].step} with the weights of step {steps[-1].newest}: refits do not reach them. Set"
-        " policy.generation.refit_cfg.digest, which compares the weights of both ends"
+        " policy.generation.refit_cfg.digest, which compares the weights of train ranks and engines"
     )
 
 
@@ -220,7 +220,7 @@ class LearningMonitor:
             if len(self._steps) == STEPS:
                 append(self._file, list(self._look(step, RunReader(self._recipe, self._tokenizer, self._stops, groups or ()))))
         except Exception:
-            logger.exception("whether step %d has learned anything is not known; the run goes on", step)
+            logger.exception("step %d is not checked for signs of failed learning; the run goes on", step)
 
     def _summary(self, step: int, values: Mapping[str, float], groups: Sequence[RolloutGroup]) -> StepSummary:
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts if not rollout.failure)
@@ -238,5 +238,5 @@ class LearningMonitor:
                 logger.warning("step %d: %s", step, message)
                 yield warning(step, name, 0, "", message)
             elif not message and self._given.pop(name, None) is not None:
-                logger.info("step %d: the warning %s holds no longer", step, name)
+                logger.info("step %d: the warning %s no longer applies", step, name)
                 yield cleared_line(step, name)

@@ -23,14 +23,14 @@ READINGS: dict[str, Reading] = {
     "children_gb": Reading("host memory of the process's descendants, such as environments, GB"),
     "cpu": Reading("CPU cores that the process and its descendants use", RATE),
     "waiting": Reading("share of time without work: no verb, waiting, or only environments work", RATE),
-    "environments": Reading("part of it: only environments work", RATE),
+    "environments": Reading("part of waiting: only environments work", RATE),
     "collective": Reading("share of time that the main thread is blocked in a collective, by samples of its stack", RATE),
     # its node
     "node_memory": Reading("share of the node's or the cgroup's host memory in use"),
     "node_memory_free_gb": Reading("host memory that is still available, GB", shown=False),
     "node_cpu": Reading("share of the node's CPU cores that are busy", RATE),
     "disk": Reading("share of the run folder's file system in use"),
-    "disk_free_gb": Reading("free space there, GB", shown=False),
+    "disk_free_gb": Reading("free space on the run folder's file system, GB", shown=False),
     "nic_gb_per_s": Reading("bytes that the node's NICs send and receive, GB/s", RATE),
     # its GPU
     "gpu_index": Reading("NVML's index of the rank's GPU", shown=False),
@@ -44,7 +44,7 @@ READINGS: dict[str, Reading] = {
     "temperature_c": Reading("temperature, degrees C", averaged=True),
     "sm_clock_mhz": Reading("clock of the multiprocessors, MHz", averaged=True),
     "throttled": Reading("1 if heat or power slows the clocks down, else 0", averaged=True),
-    "throttle_bits": Reading("NVML's reasons for the clocks, as bits", shown=False),
+    "throttle_bits": Reading("NVML's clock event reasons, as bits", shown=False),
     "nvlink_gb_per_s": Reading("bytes over NVLink in both directions, GB/s", RATE),
     # its engine
     "kv_cache": Reading("share of the KV cache in use", averaged=True),

@@ -135,8 +135,9 @@ def gpu_leak(history: History) -> Iterator[Found]:
         if ends := _ends(history, free, slope):
             message = (
                 f"GPU memory of {history.describe(rank)} grows by {1e3 * slope:.3g} MB a step: the GPU ({free:.3g} GB free) is"
-                f" full at about step {ends}. Compare resources/*_torch_allocated_gb with torch_reserved_gb: if only the latter"
-                " grows, memory is fragmented: see that PYTORCH_ALLOC_CONF has expandable_segments:True there"
+                f" full at about step {ends}. Compare resources/*_torch_allocated_gb with torch_reserved_gb. If only"
+                " torch_reserved_gb grows, memory is fragmented: check that PYTORCH_ALLOC_CONF has"
+                " expandable_segments:True there"
             )
             yield rank, message
 
@@ -162,17 +163,18 @@ def starved_queue(history: History) -> Iterator[Found]:
     if trains > STARVED:
         rank = max(train, key=train.__getitem__)
         if outside > BUSY:
-            cure = (
-                f"the engines wait {outside:.0%} for environments. Make these faster, or raise policy.generation.max_num_seqs"
-            )
+            cure = f"the engines wait {outside:.0%} for environments. Speed them up, or raise policy.generation.max_num_seqs"
         elif samples < BUSY:
-            cure = "give cluster.generate more nodes, or train fewer"
+            cure = "give cluster.generate more nodes, or cluster.train fewer"
         else:
-            cure = "engines wait for the bound on age. Raise async_grpo.max_trajectory_age_steps"
+            cure = "engines wait because of the bound on age. Raise async_grpo.max_trajectory_age_steps"
         yield rank, f"{both}: {history.describe(rank)} waits for rollouts; {cure}"
     elif samples - outside > STARVED and trains < BUSY:
         rank = max(generate, key=generate.__getitem__)
-        yield rank, f"{both}: {history.describe(rank)} waits for training; give cluster.train more nodes, or generate fewer"
+        yield (
+            rank,
+            f"{both}: {history.describe(rank)} waits for training; give cluster.train more nodes, or cluster.generate fewer",
+        )
 
 
 def full_cache(history: History) -> Iterator[Found]:

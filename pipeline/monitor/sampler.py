@@ -118,7 +118,7 @@ class Sampler:
             if self._file:
                 self._file.flush()
         except Exception:  # the run is worth more than its samples
-            logger.exception("the resource monitor of this rank ends; the run goes on without")
+            logger.exception("the resource monitor of this rank ends; the run goes on without it")
 
     def _wait(self) -> bool:
         """Watch the main thread until the next sample is due; return whether the sampler is stopped."""

@@ -69,7 +69,9 @@ def keep_user_setting() -> bool:
         if name not in here:
             raise RecipeError(
                 Problem(
-                    VARIABLE, "not-a-choice", f"got {name!r}; expected one of {', '.join(here)}. Try one that every node has"
+                    VARIABLE,
+                    "not-a-choice",
+                    f"got {name!r}; expected one of {', '.join(here)}. Try an interface that every node has",
                 )
             )
     if given:
@@ -85,7 +87,10 @@ def use_interface_of(address: str) -> None:
     name = find_interface(address)
     if name is None:
         found = ", ".join(psutil.net_if_addrs())
-        message = f"got no interface with {address}, where other nodes reach this one; it has {found}. Try the one they reach"
+        message = (
+            f"got no interface with {address}, the address at which other nodes reach this node; expected one of {found}. Try"
+            " the interface that other nodes reach"
+        )
         raise RecipeError(Problem(VARIABLE, "missing-value", message))
     os.environ[VARIABLE] = name
     _set_for_nccl([name])

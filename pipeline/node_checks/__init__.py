@@ -207,10 +207,10 @@ def _fail(world: World, results: CheckResults) -> None:
     undecided = {node for node, why in results.problems.items() if all(isinstance(line, diagnosis.Undecided) for line in why)}
     certain = {node: why for node, why in bad.items() if node not in undecided}
     if not certain:
-        headline += ", which differ without a majority, so none is excluded and the run stops"
-        advice = ". Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch"
+        headline += "; nodes differ without a majority, so no node is excluded and the run stops"
+        advice = ". Try without the faulty node: sbatch --exclude=NODE ... launch/hetstep.sbatch"
     elif len(bad) == total > 2:
-        headline += ", so the cause is the recipe or something that they share"
+        headline += ", so the cause is the recipe or something that all nodes share"
     else:
         Attempt(world.info.folder).record_bad_nodes(certain)
     message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}{advice}"

@@ -74,7 +74,7 @@ def reports(
     add(_same_gpu(nodes, seen, workers, cluster))
     add(_exclusive(nodes, seen, workers))
     code = {node: report.code for node, ranks in nodes.items() if (report := _node_report(seen[r] for r in ranks if r in seen))}
-    add(outliers(code, "the code in pipeline/ and launch/, digest"))
+    add(outliers(code, "digest of the code in pipeline/ and launch/"))
     return {node: list(dict.fromkeys(why)) for node, why in found.items() if why}  # components on one node see the same
 
 
@@ -189,11 +189,11 @@ def remedy(mismatches: Mapping[str, str], workers: WorkerGroups, cluster: Cluste
     every = " and ".join(f"cluster.{name}" for name in components)
     if len({getattr(cluster, name).container_image for name in components}) > 1:
         advice = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"
-        return "the components' images do not form one world", advice
+        return "the components' images do not match", advice
     if set(mismatches) == {NETWORK}:
-        return "the components take different networks", f"Try env_vars: {{NCCL_NET: Socket}} in {every}"
+        return "the components use different networks", f"Try env_vars: {{NCCL_NET: Socket}} in {every}"
     advice = f"Try a python that has the same PyTorch, CUDA and NCCL in {every}"
-    return "the components' installations do not form one world", advice
+    return "the components' installations do not match", advice
 
 
 def _difference(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
@@ -235,7 +235,7 @@ def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_g
 def _remapping(rows: Sequence[str]) -> Iterator[str]:
     """Yield the problems of a GPU's memory. rows: the values of the rows in probe.REMAPPING."""
     if "failure" in rows:
-        yield "has no row of memory left to replace one with errors. Try another GPU; this one needs repair"
+        yield "has no spare memory row left to replace a row with errors. Try another GPU; this GPU needs repair"
     elif "pending" in rows:
         yield "has a row of memory with errors, which a reset replaces. Try nvidia-smi --gpu-reset, or a reboot of the node"
 
@@ -261,7 +261,9 @@ def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, mo
     """Return the problems of a GPU's memory. cluster.<component>.gpu is not compared: it only names the GPU of the plan."""
     expected, found = component.gpu_memory_gb, []
     if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (expected or most_gb):
-        other = f"cluster.{name}.gpu_memory_gb is {expected:g}" if expected else f"others of {name} have {most_gb:.1f}"
+        other = (
+            f"cluster.{name}.gpu_memory_gb is {expected:g}" if expected else f"the largest GPU of {name} has {most_gb:.1f} GB"
+        )
         found.append(f"rank {rank}: its GPU ({gpu.name}) has {gpu.memory_gb:.1f} GB; {other}")
     if gpu.used_gb > FOREIGN_GB:
         found.append(f"rank {rank}: {gpu.used_gb:.1f} GB of its GPU {gpu.uuid} are in use before anything is loaded")

@@ -137,7 +137,7 @@ def _driver_note(cuda: str | None, driver: str | None) -> str:
     oldest = DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if not driver.partition(".")[0].isdigit() or int(driver.partition(".")[0]) >= oldest:
         return ""
-    return f": torch is built for CUDA {cuda}, which needs driver {oldest} or newer, and this is {driver}"
+    return f": torch is built for CUDA {cuda}, which needs driver {oldest} or newer; this node has {driver}"
 
 
 def check_matmul(device: torch.device) -> str:
@@ -232,10 +232,10 @@ def lacking(needs: InstallationNeeds) -> list[str]:
     """Return the parts that the ranks need and this installation lacks."""
     found = []
     if needs.training and (names := torch_features.lacking()):
-        has = f"PyTorch {torch_features.RELEASES} has what train ranks call"
+        has = f"train ranks need PyTorch {torch_features.RELEASES}"
         found.append(f"{has}; torch {torch_build()} has no {', '.join(names)}")
     if needs.compiler and (missing := c_compiler.missing()):
-        found.append(f"there is no {missing}, with which Triton compiles")
+        found.append(f"there is no {missing}, which Triton needs to compile kernels")
     if unwritable := caches.problem():  # of the installation, as the user may name one read-only folder for all nodes
         found.append(unwritable)
     return found

@@ -195,11 +195,11 @@ class Metrics:
                 tell_slow(f"writing {what} of step {step}", took)
         except OSError as error:
             if not missing:
-                logger.warning("%s of step %d cannot be written (%s); the run goes on without", what, step, error)
+                logger.warning("%s of step %d cannot be written (%s); the run goes on without them", what, step, error)
             missing.append(step)
             return
         if missing:
-            lost = "nothing is missing" if what == "TensorBoard" else f"those of steps {_spans(missing)} are lost"
+            lost = "nothing is missing" if what == "TensorBoard" else f"the data of steps {_spans(missing)} are lost"
             logger.info("%s can be written again, from step %d on; %s", what, step, lost)
             missing.clear()
 

@@ -104,7 +104,7 @@ class Feed:
 
     def _begin_record(self, step: int) -> Tracker:
         logger.warning(
-            "%s: step %d was run again with other values than were sent; another record of the run gets all its steps",
+            "%s: step %d was run again, and its values differ from the sent ones; a new record of the run gets all steps",
             self.title, step,
         )  # fmt: skip
         self.close(ended=False)

@@ -64,8 +64,8 @@ class TrackerProcess:
             if time.monotonic() - begun > LONG_LIFE_S:
                 pause, restarts = POLL_S, 0
             if restarts == RESTARTS:
-                logger.warning("the trackers' process ended again (%s) and is not started any more; `python launch/track.py"
-                               " run=%s` sends what it lacks", ended, self._run_dir)  # fmt: skip
+                logger.warning("the trackers' process ended again (%s) and does not start again; `python launch/track.py"
+                               " run=%s` sends the missing steps", ended, self._run_dir)  # fmt: skip
                 return
             restarts += 1
             logger.warning("the trackers' process ended (%s); it starts again in %g s", ended, pause)
@@ -123,7 +123,7 @@ class TrackerProcess:
         self._ending.set()
         self._thread.join(wait_s)
         if self.is_alive():
-            logger.warning("the trackers' process is still sending; `python launch/track.py run=%s` sends what it leaves",
+            logger.warning("the trackers' process is still sending; `python launch/track.py run=%s` sends the rest",
                            self._run_dir)  # fmt: skip
 
 

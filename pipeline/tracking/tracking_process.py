@@ -81,12 +81,12 @@ class FeedThread(threading.Thread):
         self._failing = True
         if time.monotonic() - self._told >= TELL_S:
             self._told = time.monotonic()
-            logger.warning("%s takes no steps (%s); the run goes on, and it is tried again from %g s on",
+            logger.warning("%s accepts no steps (%s); the run goes on, and the next try is in %g s or later",
                            self.feed.title, brief(error), pause)  # fmt: skip
 
     def _recovered(self) -> None:
         if self._failing:
-            logger.info("%s takes steps again; it has all up to step %d", self.feed.title, self.feed.last)
+            logger.info("%s accepts steps again; it has all up to step %d", self.feed.title, self.feed.last)
             self._failing, self._told = False, -TELL_S
 
 

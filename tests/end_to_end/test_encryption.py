@@ -57,7 +57,7 @@ def test_a_killed_encrypted_run_is_the_plain_run_to_the_last_bit(tmp_path, unint
     key = obtain_key(str(right), None, 1)
     assert holding(folder, secrets_of(folder, key, text)) == []
     refused = submit(folder, *given, *encrypted_by(wrong))
-    assert refused.status == 2 and f"expected the one with fingerprint {key.fingerprint}" in refused.output  # by submission
+    assert refused.status == 2 and f"expected the key with fingerprint {key.fingerprint}" in refused.output  # by submission
     command = (f"{SECTION}.enabled=true", f"{SECTION}.key_command='cat {right}'")
     resumed = submit(folder, *given, *command)
     assert resumed.status == 0, resumed.output
@@ -74,13 +74,13 @@ def readers(folder, elsewhere, right, key, capsys, monkeypatch) -> None:
     """Check every reader with the key, and without it once the file has moved."""
     prompt = ApiRun(folder).rollouts(4)[0]["prompt"]
     assert export.main([f"run={folder}"]) == 2
-    assert f"out: got none, but {folder}" in capsys.readouterr().err
+    assert f"out: got none; expected out=DIR, because {folder}" in capsys.readouterr().err
     assert export.main([f"run={folder}", f"out={elsewhere / 'hf'}"]) == 0, capsys.readouterr().err
     assert (elsewhere / "hf/model.safetensors").exists()
     assert report.main([f"run={folder}"]) == 0
     assert repr(prompt) in capsys.readouterr().out
     page = (folder / "report.html").read_text()
-    assert "encrypted samples are on no page in the run folder" in page
+    assert "a page in the run folder shows no encrypted samples" in page
     assert report.main([f"run={folder}", f"out={elsewhere / 'page.html'}"]) == 0
     assert "encrypted samples" not in (elsewhere / "page.html").read_text()
     shutil.move(right, elsewhere / "moved")
@@ -127,7 +127,7 @@ def test_an_encrypted_checkpoint_is_evaluated(tmp_path, monkeypatch):
     wrong = key_file(tmp_path / "wrong", "ab" * 32)
     refused = command("evaluate", *asked, few, f"{SECTION}.key_file={wrong}", status=1)
     key = obtain_key(str(key_path), None, 1)
-    assert f"expected the one with fingerprint {key.fingerprint}" in refused
+    assert f"expected the key with fingerprint {key.fingerprint}" in refused
     command("evaluate", *asked, few)
     evaluation = hetstep.load(next(folder.glob("evaluations/tiny/step_*")))
     assert evaluation.scores()["addition"].questions == 8

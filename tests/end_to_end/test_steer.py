@@ -62,7 +62,7 @@ def test_a_steered_run_equals_one_that_is_killed_and_resumed(tmp_path):
     """Also one without a checkpoint, which repeats the steps before the changes."""
     held = Held(tmp_path / "whole")
     first, second = held.told()
-    assert "change 1 took effect after step 3: from step 4 on" in first and "change 2 is asked" in second
+    assert "change 1 took effect after step 3: from step 4 on" in first and "change 2 is requested" in second
     whole = end(held)
     assert whole.status == 0, whole.output
     lines = {line["step"]: line for line in whole.metrics()}

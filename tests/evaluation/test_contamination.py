@@ -78,7 +78,10 @@ def test_the_command_flags_questions_and_scores_the_others(evaluated, tmp_path, 
     run, path = evaluated
     assert contamination.main([f"evaluation={path}"]) == 0
     out = capsys.readouterr().out
-    assert "add: 2 of 4 questions occur in the training data; accuracy 0.500, without them 0.000, of them 1.000" in out
+    assert (
+        "add: 2 of 4 questions occur in the training data; accuracy 0.500, without these questions 0.000, of these alone 1.000"
+        in out
+    )
     assert "else: not checked" in out
     found = json.loads((path / "contamination.json").read_text())
     assert (found["records"], found["words"], found["run"]) == (3, 13, str(run))
@@ -90,6 +93,6 @@ def test_the_command_flags_questions_and_scores_the_others(evaluated, tmp_path, 
 
 
 def test_faulty_requests_are_refused(tmp_path, capsys):
-    assert contamination.main([f"evaluation={tmp_path}"]) == 2 and "not a complete evaluation" in capsys.readouterr().err
+    assert contamination.main([f"evaluation={tmp_path}"]) == 2 and "expected a complete evaluation" in capsys.readouterr().err
     alone = made.evaluation(tmp_path / "alone", None, {"add": made.answers(4)})
-    assert contamination.main([f"evaluation={alone}"]) == 2 and "not of a run" in capsys.readouterr().err
+    assert contamination.main([f"evaluation={alone}"]) == 2 and "belongs to no run" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_evaluations_are_found_by_suite_and_step(run, tmp_path):
     assert evaluation_folder.of_run(tmp_path / "nothing") == []
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "no JSON"), ('{"suite": "a"}', "`model`")])
+@pytest.mark.parametrize(("text", "said"), [("{", "invalid JSON"), ('{"suite": "a"}', "`model`")])
 def test_malformed_scores_are_named(run, text, said):
     (run / "evaluations/math/step_000000/scores.json").write_text(text)
     with pytest.raises(RecipeError, match=rf"step_000000/scores\.json: .*{said}") as caught:

@@ -157,6 +157,6 @@ def report_the_other_component(run_dir: str) -> None:
     while not signals.terminating():
         time.sleep(0.05)
     time.sleep(1)
-    said = {"rank": 1, "realm": "generate", "message": "rank 1 died without a word"}
+    said = {"rank": 1, "realm": "generate", "message": "rank 1 died without an error message"}
     Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"], "failure.json").write_text(json.dumps(said))
     raise SystemExit(124)

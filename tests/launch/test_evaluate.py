@@ -441,7 +441,7 @@ def test_a_key_of_an_unknown_task_names_the_nearest_task_first(capsys, tmp_path,
     monkeypatch.chdir(tmp_path)
     text = printed_problems(capsys, f"model={MODEL}", "suite=tiny", "evaluate.tasks.additon.data.max_samples=3")
     first, second = text.index("did you mean addition?"), text.index("env_name")
-    assert "evaluate.tasks.additon: is no task of the suite" in text and first < second
+    assert "evaluate.tasks.additon: is not a task of the suite" in text and first < second
 
 
 def test_a_metric_that_a_kind_cannot_give_is_refused():

@@ -186,7 +186,7 @@ def test_hundreds_of_runs_in_a_list_newest_first(run, tmp_path, capsys):
     assert len(lines) == 1 + 105
     assert all(line.startswith("running  6/100") for line in lines[1:102])
     assert [line.split()[0] for line in lines[102:]] == ["unknown", "done", "unknown", "unknown"]
-    assert "it is a folder" in text and "recipe.yaml: got no YAML" in text
+    assert "it is a folder" in text and "recipe.yaml: got invalid YAML" in text
 
     answer, text = asked(capsys, spoiled)
     assert answer == 2
@@ -253,7 +253,7 @@ def test_without_runs_the_list_says_how_to_start_one(tmp_path, monkeypatch, caps
 
 def test_a_job_that_cannot_be_queried_is_reported(run, tmp_path, monkeypatch, capsys):
     small_files.write(run / "job.json", {"executor": "local", "job_id": "1", "host": "another", "start_time": 5})
-    assert "unknown; its processes are on another; look there" in asked(capsys, run)[1]
+    assert "unknown; its processes are on another; query its state on that machine" in asked(capsys, run)[1]
 
     small_files.write(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -270,7 +270,7 @@ def test_a_job_that_cannot_be_queried_is_reported(run, tmp_path, monkeypatch, ca
     answers = "ping) echo 'Slurmctld(primary) at a is UP';; show\\ config) echo ClusterName = b;; *) echo Invalid job id >&2"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\ncase "$1${{2:+ $2}}" in {answers}; esac\n')
     small_files.write(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "cluster": "a"})
-    assert "unknown; its job is on the cluster a, and this is b; look there" in asked(capsys, run)[1]
+    assert "unknown; its job is on the cluster a, not on b; query its state on that cluster" in asked(capsys, run)[1]
 
     small_files.write(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")

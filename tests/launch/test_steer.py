@@ -88,7 +88,7 @@ def test_a_refusal_of_the_run_a_timeout_and_a_command_that_does_not_wait(run, ca
     code, _, err = called(capsys, run, f"{LR}=1e-5", "timeout=0.1")
     assert code == 1 and "within 0.1 s (timeout)" in err and str(steer_files.path_of(run, 2)) in err
     code, out, _ = called(capsys, run, f"{STEPS}=50", "wait=false")
-    assert code == 0 and "change 3 is asked" in out and steer_files.numbers(run) == [1, 2, 3]
+    assert code == 0 and "change 3 is requested" in out and steer_files.numbers(run) == [1, 2, 3]
 
 
 def test_a_key_that_cannot_change_is_refused_before_anything_is_written(run, capsys):

@@ -84,7 +84,7 @@ def test_bad_nodes_are_named_to_the_user(slurm_cluster, tmp_path, broken):
     (attempt,) = all_attempts(run.folder)
     assert sorted(attempt.bad_nodes) == [old, late]
     assert "2 of 4 nodes failed the checks" in run.output
-    assert f"{old}: the code in pipeline/ and launch/, digest: " in run.output
+    assert f"{old}: digest of the code in pipeline/ and launch/: " in run.output
     assert f"{late}: its clock is " in run.output and "behind the others'" in run.output
     assert (attempt.failure["verb"], attempt.failure["host"], attempt.failure["realm"]) == ("check nodes", old, "generate")
     assert not (run.folder / "metrics.jsonl").exists()

@@ -120,7 +120,7 @@ def test_a_component_can_report_another_ones_failure(cluster, tmp_path):
     job = submit(tmp_path, tasks.report_the_other_component)
     wait_until_ended(job)
     (attempt,) = all_attempts(tmp_path)
-    assert attempt.failure and attempt.failure["message"] == "rank 1 died without a word", log(attempt)
+    assert attempt.failure and attempt.failure["message"] == "rank 1 died without an error message", log(attempt)
 
 
 @pytest.mark.full

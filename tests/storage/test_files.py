@@ -125,7 +125,7 @@ def test_a_full_disk_loses_no_metric_and_curves_and_rollouts_only_while_it_lasts
     assert curve(disk.path) == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert sorted(path.name for path in (disk.path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000003.jsonl"]
     told = caplog.text
-    assert "rollouts of step 2 cannot be written" in told and "those of steps 2 are lost" in told
+    assert "rollouts of step 2 cannot be written" in told and "the data of steps 2 are lost" in told
 
 
 def curve(run_dir, tag="loss"):

@@ -81,7 +81,7 @@ def test_a_replay_with_other_values_begins_another_record(tmp_path, endpoint, ca
     feed.look(False)
     assert received(endpoint, run_id(folder)) == first
     assert received(endpoint, f"{run_id(folder)}-2") == expected(folder)
-    assert "step 5 was run again with other values" in caplog.text
+    assert "step 5 was run again, and its values differ" in caplog.text
     Writer(folder, after=6, times=3).steps(9)
     feed_of(folder, endpoint).look(True)
     assert received(endpoint, f"{run_id(folder)}-2") == expected(folder) and len(endpoint.steps) == 2

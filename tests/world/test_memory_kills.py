@@ -148,10 +148,10 @@ def test_a_lost_rank_is_told_with_its_memory(tmp_path):
     watchdog._world = SimpleNamespace(info=SimpleNamespace(node="n1", folder=tmp_path))
     watchdog._kills = SimpleNamespace(record=lambda: "the kernel ended a process for memory")
     last = "its last sample: 3.46 GB in its process, n1's host memory 96.8% full"
-    assert watchdog._describe_death(3) == f"died without a word (the kernel ended a process for memory); {last}"
+    assert watchdog._describe_death(3) == f"died without an error message (the kernel ended a process for memory); {last}"
     watchdog._world.info.node = "n2"  # whose kernel says nothing of n1
     append(tmp_path / FILE, [warning(7, "full_memory", 0, "n1", "host memory of n1 is 96.8% full")])
-    guess = "died without a word (killed, out of memory, or crashed in a library)"
+    guess = "died without an error message (killed, out of memory, or crashed in a library)"
     warned = "the last warning about memory, after step 7: host memory of n1 is 96.8% full"
     assert watchdog._describe_death(3) == f"{guess}; {last}; {warned}"
     assert watchdog._describe_death(4) == guess  # it was never heard

@@ -192,16 +192,16 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
     [
         ("lost", "it shows 1 GPUs; cluster.train.gpus_per_node is 2"),
         ("same", "rank 2 (train) and rank 3 (train) use the same GPU gpu-2"),
-        ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; others of train have 85.0"),
+        ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; the largest GPU of train has 85.0 GB"),
         ("kind", "its GPUs (train): NVIDIA A100 and NVIDIA H100, but NVIDIA H100 on 2 others"),
         ("in use", "rank 3: 20.0 GB of its GPU gpu-3 are in use"),
         ("wrong", "rank 3: 7 of the 1048576 numbers"),
         ("none", "torch finds no GPU"),
-        ("errors", "GPU gpu-3 has no row of memory left to replace one with errors"),
+        ("errors", "GPU gpu-3 has no spare memory row left to replace a row with errors"),
         ("pending", "GPU gpu-3 has a row of memory with errors, which a reset replaces"),
         ("driver", "nvidia-smi did not answer"),
         ("version", "driver (train): 535.2, but 550.1 on 2 others"),
-        ("code", "the code in pipeline/ and launch/, digest: older, but digest on 2 others"),
+        ("code", "digest of the code in pipeline/ and launch/: older, but digest on 2 others"),
         ("full", "/dev/shm: only 2 MB can be written; expected at least 16 MB"),
     ],
 )
@@ -321,10 +321,10 @@ def test_components_of_one_image_are_not_advised_to_change_it(image):
     apart, _ = diagnosis.images(with_versions(told, told | {probe.NETWORK: "Socket"}), workers, cluster)
     assert list(apart.values()) == ["NCCL's network is IB in cluster.train, Socket in cluster.generate"]
     how = "Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
-    assert diagnosis.remedy(apart, workers, cluster) == ("the components take different networks", how)
+    assert diagnosis.remedy(apart, workers, cluster) == ("the components use different networks", how)
     apart, _ = diagnosis.images(with_versions(told, told | {builds.NCCL: "2.27.5"}), workers, cluster)
     assert diagnosis.remedy(apart, workers, cluster) == (
-        "the components' installations do not form one world",
+        "the components' installations do not match",
         "Try a python that has the same PyTorch, CUDA and NCCL in cluster.train and cluster.generate",
     )
     other = replace(cluster, generate=ComponentConfig(container_image="/b.sqsh"))

@@ -101,7 +101,7 @@ def test_nccl_is_called_in_a_separate_process(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("cuda", "driver", "note"),
     [
-        ("13.0", "535.104.05", ": torch is built for CUDA 13.0, which needs driver 580 or newer, and this is 535.104.05"),
+        ("13.0", "535.104.05", ": torch is built for CUDA 13.0, which needs driver 580 or newer; this node has 535.104.05"),
         ("12.8", "535.104.05", ""),
         ("13.0", "580.159.04", ""),
         ("13.0", None, ": there is no NVIDIA driver here (no /proc/driver/nvidia/version)"),
@@ -290,7 +290,7 @@ def test_if_all_nodes_fail_none_is_excluded(tmp_path):
     assert status != 0
     assert attempt.bad_nodes == {}
     assert (
-        "3 of 3 nodes failed the checks, so the cause is the recipe or something that they share: node0: /"
+        "3 of 3 nodes failed the checks, so the cause is the recipe or something that all nodes share: node0: /"
         in attempt.failure["message"]
     )
 
@@ -301,7 +301,7 @@ def test_components_on_different_networks_are_named_and_no_node_is_excluded(tmp_
     assert status != 0
     assert attempt.bad_nodes == {} and not (tmp_path / "attempts/1/bad_nodes").exists()
     assert attempt.failure["message"] == (
-        "the components take different networks: NCCL's network is IB in cluster.train, Socket in cluster.generate."
+        "the components use different networks: NCCL's network is IB in cluster.train, Socket in cluster.generate."
         " Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
     )
     assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
@@ -312,7 +312,7 @@ def test_what_torch_lacks_is_named_before_anything_is_loaded(tmp_path, bad):
     """Some nodes are at fault, but not all of a component: their installation is."""
     status, _, attempt = check_nodes(tmp_path, ["a", "b", "c"], dict.fromkeys(bad, "other torch"))
     assert status != 0
-    what = f"PyTorch {torch_features.RELEASES} has what train ranks call; torch {probe.torch_build()} has no torch.nn.attention"
+    what = f"train ranks need PyTorch {torch_features.RELEASES}; torch {probe.torch_build()} has no torch.nn.attention"
     if bad == ["b"]:
         assert attempt.bad_nodes == {"b": f"{what}.absent"}
     else:
@@ -336,9 +336,9 @@ def test_without_a_majority_no_node_is_excluded(tmp_path, nodes):
     assert status != 0
     assert not (tmp_path / "attempts/1/bad_nodes").exists()
     message = attempt.failure["message"]
-    assert f"{len(nodes)} of {len(nodes)} nodes failed the checks, which differ without a majority, so" in message
-    assert ", so none is excluded and the run stops: a: python (train): 3." in message
-    assert message.endswith(" elsewhere. Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch")
+    assert f"{len(nodes)} of {len(nodes)} nodes failed the checks; nodes differ without a majority, so" in message
+    assert "so no node is excluded and the run stops: a: python (train): 3." in message
+    assert message.endswith(" elsewhere. Try without the faulty node: sbatch --exclude=NODE ... launch/hetstep.sbatch")
     assert record["nodes"]["b"]["problems"][0].startswith("python (train): 3.1, but 3.")
 
 

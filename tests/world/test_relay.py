@@ -79,7 +79,7 @@ def test_a_killed_rank_is_named_even_if_its_relay_ends_with_it(start, victim):
     statuses = world.wait(120)
     failure = world.failure()
     assert failure["rank"] == victim and failure["host"] == "node1", failure
-    assert re.search(rf"died without a word .*: rank {victim} ", failure["message"])
+    assert re.search(rf"died without an error message .*: rank {victim} ", failure["message"])
     assert all(statuses)
 
 

@@ -89,7 +89,7 @@ def test_an_error_on_a_rank_ends_the_run_and_only_its_traceback_is_shown(start):
     assert failure["message"] == "rank 3 (generate): ValueError: the engine is on fire"
     assert 'raise ValueError("the engine is on fire")' in failure["traceback"]
     for rank in {*range(SIZE)} - {3}:
-        assert re.fullmatch(rf"rank {rank} .* ends with (the failure of rank 3 .*|an earlier failure)\n", world.log(rank))
+        assert re.fullmatch(rf"rank {rank} .* ends because of (the failure of rank 3 .*|an earlier failure)\n", world.log(rank))
 
 
 @pytest.mark.parametrize("victim", [3, pytest.param(0, marks=pytest.mark.long)])
@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named_without_those_whose_connections_it_broke(start, 
     assert failure["rank"] == victim, failure
     assert failure["host"] == f"node{victim}"
     if victim:
-        assert re.search(r"died without a word .*: rank 3 \(generate\) on node3, in verb 'reduce'", failure["message"])
+        assert re.search(r"died without an error .*: rank 3 \(generate\) on node3, in verb 'reduce'", failure["message"])
         assert statuses == [GAVE_UP] + [WITH_ANOTHER] * 2 + [-signal.SIGKILL] + [WITH_ANOTHER] * 3
     else:
         assert "rank 0 (train), the coordinator, on node0 is gone, and the store with it" in failure["message"]

@@ -328,4 +328,4 @@ def test_show_prints_what_is_asked_for(root, capsys):
     assert len(shown(f"run={root / 'dpo'}", "action=cancel")) == 1
     assert shown("user=nobody-of-this-name") == [f"no lines in {root} match"]
     assert audit.main(["verify", f"root={root}", "run=grpo"]) == 2
-    assert "run: got it with verify" in capsys.readouterr().err
+    assert "run: got a value with verify" in capsys.readouterr().err

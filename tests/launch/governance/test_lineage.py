@@ -286,7 +286,7 @@ def test_a_file_that_changed_after_the_submission_is_told(tmp_path):
     run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
     inputs.write(config.read(run / "recipe.yaml"), run)
     data.write_text('{"input": "1+1=", "output": "two"}\n')
-    assert [message for message in lineage_observer.hash_inputs(run) if "not as it was" in message]
+    assert [message for message in lineage_observer.hash_inputs(run) if "changed since the submission" in message]
 
 
 def test_a_file_rewritten_between_two_starts_is_told_with_both_hashes(tmp_path):

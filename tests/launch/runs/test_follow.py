@@ -175,9 +175,9 @@ def test_a_failure_of_an_earlier_job_in_the_same_folder_is_not_shown(tmp_path):
 
 def test_a_rank_that_did_not_raise_is_shown_with_the_end_of_its_log(tmp_path):
     folder = write_logs(tmp_path, "", "loading\nSegmentation fault\n")
-    fail(tmp_path, "17-0", {**RAISED, "message": "died without a word: rank 1", "traceback": ""})
+    fail(tmp_path, "17-0", {**RAISED, "message": "died without an error message: rank 1", "traceback": ""})
     assert failure(tmp_path, Job(FAILED), FAILED)[1:5] == [
-        "rank 1 (realm train, host n1, verb step): died without a word: rank 1",
+        "rank 1 (realm train, host n1, verb step): died without an error message: rank 1",
         f"the end of {folder}/rank00001.log:",
         "  loading",
         "  Segmentation fault",

@@ -39,5 +39,5 @@ def test_a_command_of_another_users_run_is_not_started(tmp_path, key, monkeypatc
     assert own is not None
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(RecipeError, match=r"got the command of .*, whose run this is"):
+    with pytest.raises(RecipeError, match=r"got a command from a run of .*; expected your own run"):
         run_keys.key_of(run)

@@ -177,8 +177,11 @@ def test_keys_that_must_stay_are_named_in_the_schemas_order_with_the_reason(load
         run_setup.check(config.with_backend(now, "dtensor"))
     (problem,) = error.value.problems
     lines = [line.strip() for line in str(problem).splitlines()]
-    assert lines[1:3] == ["grpo.seed is 42 there and 1 here", "grpo.async_grpo.enabled is False there and True here"]
-    assert f"{betas} is absent there and [0.9, 0.95] here" in lines
+    assert lines[1:3] == [
+        "grpo.seed is 42 in the run and 1 in this recipe",
+        "grpo.async_grpo.enabled is False in the run and True in this recipe",
+    ]
+    assert f"{betas} is absent in the run and [0.9, 0.95] in this recipe" in lines
     kept, left_out = lines[-2], lines[-1].removeprefix("without ")
     assert left_out == betas
     assert sorted(shlex.split(kept)) == sorted(

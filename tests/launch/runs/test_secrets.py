@@ -253,7 +253,7 @@ def test_a_secret_behind_a_link_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     write_secret(tmp_path)
     (tmp_path / "run/.secret").symlink_to(tmp_path / ".secret")
-    with pytest.raises(PermissionError, match=r"\.secret is a link"):
+    with pytest.raises(PermissionError, match=r"\.secret is a symbolic link"):
         attempt_key(tmp_path / "run", "1")
 
 

@@ -73,5 +73,5 @@ def test_a_port_that_is_taken(tmp_path, capsys):
 
 def test_an_address_that_is_not_of_this_machine(tmp_path):
     config = read(tmp_path, GOOD + "host: nowhere.invalid\nplain_http: true\n")
-    with pytest.raises(RecipeError, match=r"host: got nowhere.invalid; expected one on which this machine may listen"):
+    with pytest.raises(RecipeError, match=r"host: got nowhere.invalid, on which the service cannot listen"):
         settings.refuse_unusable_address(config)
