@@ -115,7 +115,7 @@ def _run(command: str, timeout_s: float) -> bytes:
         message = (
             f"got exit status {ended.returncode} from `{command}`; expected 0 and the key. Its stderr: {said or 'nothing'}"
         )
-        raise _error("key_command", "unreadable", message)
+        raise _error("key_command", "unreachable", message)
     return ended.stdout
 
 

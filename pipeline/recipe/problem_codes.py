@@ -244,7 +244,7 @@ CLUSTERS = {
         "Make the plan in a shell: `python launch/submit.py recipe=NAME plan=true`.",
     ),
     "unreachable": ProblemCode(
-        "Slurm's controller or an earlier run's host does not answer, or this machine lacks the REST service's `host`.",
+        "Slurm's controller, an earlier run's host or `key_command` does not answer, or no interface has the service's `host`.",
         "Try again. `cluster.executor=local` runs on this machine. Cancel a leftover job with `scancel`.",
     ),
 }

@@ -52,7 +52,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path):
 
 def test_a_command_that_fails_is_quoted_with_what_it_said():
     fails = f"{sys.executable} -c \"import sys; print('{SECRET.hex()}'); sys.exit('permission denied')\""
-    with refused((COMMAND, "unreadable")) as error:
+    with refused((COMMAND, "unreachable")) as error:
         obtain(None, fails, 60)
     assert "exit status 1" in str(error.value) and "permission denied" in str(error.value)
     with refused((COMMAND, "file-not-found")):

@@ -4,7 +4,10 @@ import os
 
 import pytest
 
+from launch.pages import rollouts
 from launch.runs import run_keys
+from pipeline.encryption.key import obtain as obtain_key
+from pipeline.files.stored_files import encrypt
 from pipeline.recipe.problems import RecipeError
 from tests.launch import made_runs
 
@@ -41,3 +44,13 @@ def test_a_command_of_another_users_run_is_not_started(tmp_path, key, monkeypatc
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(RecipeError, match=r"got a command from a run of .*; expected your own run"):
         run_keys.key_of(run)
+
+
+@pytest.mark.parametrize("source", ["key_file=/nowhere/key", "key_command=/bin/false", "key_command=/nowhere/program"])
+def test_a_report_names_the_rollouts_that_no_key_opens(tmp_path, key, source):
+    run = made(tmp_path, f"checkpointing.encryption.{source}")
+    (run / "rollouts").mkdir(exist_ok=True)
+    content = encrypt(b"{}\n", obtain_key(str(key), None, 1), "step_000001.jsonl")
+    (run / "rollouts/step_000001.jsonl").write_bytes(content)
+    left_out = rollouts.read([run]).left_out
+    assert [source.partition("=")[0] in reason for reason in left_out] == [True]
