@@ -132,12 +132,12 @@ def _texts(value: Any) -> Iterator[str]:
 def _scores(evaluation: EvaluationFolder, task: str, search: OverlapSearch) -> dict[str, Any]:
     metric = evaluation.tasks[task]["metric"]
     values = evaluation.values(task)
-    flagged = {question: of for question, of in values.items() if question in search.found}
-    clean = {question: of for question, of in values.items() if question not in search.found}
+    flagged = {question: of for question, of in values.items() if question in search.overlaps}
+    clean = {question: of for question, of in values.items() if question not in search.overlaps}
     scores = {name: as_json(interval(of.values())) for name, of in (("all", values), ("clean", clean), ("flagged", flagged))}
     found = [
         {"question": question, "where": where, "overlap": overlap}
-        for question, (where, overlap) in sorted(search.found.items())
+        for question, (where, overlap) in sorted(search.overlaps.items())
     ]
     return {
         "metric": metric,

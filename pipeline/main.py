@@ -140,7 +140,7 @@ def _coordinate(
     job_events.emit(lambda observer: observer.claimed(recipe, run_dir, attempt.folder))
     train = RpcGroup(client, world, workers.train, TrainRole, timeouts, role)
     retry = RetryPolicy(storage_s, attempt.check, functools.partial(kept, run_dir))
-    checkpoints = _unlocked(recipe, run_dir, attempt, retry, train)
+    checkpoints = _unlock(recipe, run_dir, attempt, retry, train)
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts)
     reward = RpcGroup(client, world, workers.reward, RewardRole, timeouts)
     shared = workers.colocated
@@ -259,7 +259,7 @@ def _end(recipe: Recipe, run_dir: Path, checkpoints: Checkpoints, step: int, sto
     _write_done(run_dir, record, checkpoints.retry)
 
 
-def _unlocked(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy, train: RpcGroup[TrainRole]) -> Checkpoints:
+def _unlock(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy, train: RpcGroup[TrainRole]) -> Checkpoints:
     """Return the run's checkpoints, once every train rank has their key. Raises RecipeError before any model is loaded."""
     key = verification.obtain_key(recipe.checkpointing)
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, retry, key)

@@ -94,8 +94,8 @@ class CheckpointFollower:
         for folder in waiting_checkpoints.folders(self.folder):
             if run_setup.ended_well(folder.parent):
                 _release_judged(folder.parent)
-            elif found := checkpoint.read(folder):
-                self.due[found.step] = found
+            elif saved := checkpoint.read(folder):
+                self.due[saved.step] = saved
 
     def _step(self) -> bool:
         """Keep due checkpoints, check the running evaluation, and start the next one if none runs.
@@ -124,24 +124,24 @@ class CheckpointFollower:
         """Keep the checkpoints that are now due for an evaluation, so that the run does not remove them."""
         folders = sorted((self.run_dir / "checkpoints").glob("step_*"))
         self.seen = {
-            path: found
+            path: saved
             for path in folders
-            if checkpoint.NAME.fullmatch(path.name) and (found := self.seen.get(path) or checkpoint.read(path))
+            if checkpoint.NAME.fullmatch(path.name) and (saved := self.seen.get(path) or checkpoint.read(path))
         }
-        found = {one.step: one for one in self.seen.values()}
-        for step, one in found.items():
+        by_step = {c.step: c for c in self.seen.values()}
+        for step, saved in by_step.items():
             folder = evaluation_sources.evaluation_folder(self.run_dir, self.name, step)
             if step in self.due or step in self.failed or run_setup.ended_well(folder):
                 continue
-            if self.is_due(recipe, step) or (has_ended and step == max(found)):
+            if self.is_due(recipe, step) or (has_ended and step == max(by_step)):
                 try:
-                    waiting_checkpoints.keep(one.folder, folder)
+                    waiting_checkpoints.keep(saved.folder, folder)
                 except RecipeError as error:
                     if error.problems[0].code != "no-checkpoint":  # else the run removed it before we could
                         raise
                     self._say(str(error))
                 else:
-                    self.due[step] = one
+                    self.due[step] = saved
 
     def is_due(self, recipe: Recipe, step: int) -> bool:
         """Return whether a step is a multiple of save_period times the request's `period` (default 1)."""
@@ -150,19 +150,19 @@ class CheckpointFollower:
 
     # ---- jobs -----------------------------------------------------------------------------------------------------------
 
-    def _start(self, recipe: Recipe, found: Checkpoint) -> None:
-        source = evaluation_sources.of_checkpoint(self.run_dir, recipe, found, self.name)
+    def _start(self, recipe: Recipe, saved: Checkpoint) -> None:
+        source = evaluation_sources.of_checkpoint(self.run_dir, recipe, saved, self.name)
         try:
             evaluation = evaluation_job.read(self.suite, source, self.request.overrides, self._more())
             job = run_setup.live_job(evaluation.run_dir) or evaluation_job.start(evaluation)
         except RecipeError as error:
             self.retry_at = time.monotonic() + RETRY_S
-            self._say(f"step {found.step} was not submitted: {error}")
+            self._say(f"step {saved.step} was not submitted: {error}")
             if any(problem.code not in ("unreachable", "in-use") for problem in error.problems):
-                self._failed(found.step, str(error))
+                self._count_failure(saved.step, str(error))
             return
-        self._say(f"step {found.step}: {job.name()}")
-        self.running = found.step, evaluation, job
+        self._say(f"step {saved.step}: {job.name()}")
+        self.running = saved.step, evaluation, job
 
     def _more(self) -> dict[str, Any]:
         """Return the request's keys. If the run is in a Slurm job or allocation, the executor is Slurm by default.
@@ -191,9 +191,9 @@ class CheckpointFollower:
             return
         why = follow.failure(evaluation.run_dir, job, status)
         self._say("\n".join([f"step {step}: {why[0]}", *why[1:]]))
-        self._failed(step, why[0])
+        self._count_failure(step, why[0])
 
-    def _failed(self, step: int, why: str) -> None:
+    def _count_failure(self, step: int, why: str) -> None:
         """Count a failed attempt at a step.
 
         After TRIES failures, give up the step, and release its checkpoint if the run still has it.
@@ -205,7 +205,7 @@ class CheckpointFollower:
         self.due.pop(step, None)
         follower_process.write_record(self.folder, self.request, self.failed)
         folder = evaluation_sources.evaluation_folder(self.run_dir, self.name, step)
-        if any(one.step == step for one in self.seen.values()):
+        if any(saved.step == step for saved in self.seen.values()):
             waiting_checkpoints.release(folder)
         self._say(
             f"step {step} is given up after {TRIES} tries. To evaluate what it lacks: python launch/evaluate.py"

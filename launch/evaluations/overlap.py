@@ -27,13 +27,13 @@ WORD = re.compile(r"[^\W_]+")
 class OverlapSearch:
     """Holds the n-grams of questions, and the overlaps that were found.
 
-    `check` searches one text after another for them; `found` has the first overlap of each question.
+    `check` searches one text after another for them; `overlaps` has the first overlap of each question.
     """
 
     words: int
     by_words: dict[str, list[str]] = field(default_factory=dict)  # n-gram -> ids of questions
     by_start: dict[str, list[tuple[str, list[str]]]] = field(default_factory=dict)  # first characters -> (n-gram, ids)
-    found: dict[str, tuple[str, str]] = field(default_factory=dict)  # question -> (where, n-gram)
+    overlaps: dict[str, tuple[str, str]] = field(default_factory=dict)  # question -> (where, n-gram)
     unchecked: set[str] = field(default_factory=set)  # questions that are too short
 
     @classmethod
@@ -55,15 +55,15 @@ class OverlapSearch:
         if of_words:
             self.by_words.setdefault(text, []).append(id)
             return
-        begun = self.by_start.setdefault(text[:SHORTEST], [])
-        ids = next((ids for other, ids in begun if other == text), None)
+        bucket = self.by_start.setdefault(text[:SHORTEST], [])
+        ids = next((ids for known, ids in bucket if known == text), None)
         if ids is None:
-            begun.append((text, [id]))
+            bucket.append((text, [id]))
         else:
             ids.append(id)
 
     def check(self, text: str, where: str) -> None:
-        """Record in `found` which questions overlap with a text. where: a name of the text, for people."""
+        """Record in `overlaps` which questions overlap with a text. where: a name of the text, for people."""
         words = _words(text)
         if self.by_words:
             for gram in _word_grams(words, self.words):
@@ -78,7 +78,7 @@ class OverlapSearch:
 
     def _note(self, ids: Iterable[str], where: str, gram: str) -> None:
         for id in ids:
-            self.found.setdefault(id, (where, gram))
+            self.overlaps.setdefault(id, (where, gram))
 
 
 def _words(text: str) -> list[str]:

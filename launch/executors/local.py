@@ -348,14 +348,14 @@ class HetLocalJob(local.LocalJob):
 
         The reason is a disk error in a log, a disk that is full now, or else that the controller was killed.
         """
-        run_dir, what = self.paths.folder.parent, "the controller ended without recording how the job ended"
+        run_dir, symptom = self.paths.folder.parent, "the controller ended without recording how the job ended"
         logs = sorted(run_dir.glob(f"attempts/local-{self.job_id}-*/rank*.log"))
         for log in (*logs, self.paths.folder / "controller.log"):
             if line := disk_error(log):
-                return f"{what}; {log} says: {line}"
+                return f"{symptom}; {log} says: {line}"
         free = os.statvfs(run_dir)
         if not free.f_bavail or (free.f_files and not free.f_favail):
-            return f"{what}; the file system of {run_dir} is full. {REMEDY[errno.ENOSPC].capitalize()}"
+            return f"{symptom}; the file system of {run_dir} is full. {REMEDY[errno.ENOSPC].capitalize()}"
         return "the controller was killed"
 
     def _is_alive(self) -> bool:

@@ -221,10 +221,10 @@ def _append(folder: Path, log: int, head: int, entry: dict[str, Any]) -> Receipt
 def _write(descriptor: int, text: str) -> None:
     """Append a text, and return once it is on disk. After an error the file is as long as before."""
     before = os.fstat(descriptor).st_size
-    rest = memoryview(text.encode())
+    unwritten = memoryview(text.encode())
     try:
-        while rest:  # a full disk takes a part and fails only at the next write
-            rest = rest[os.write(descriptor, rest) :]
+        while unwritten:  # a full disk takes a part and fails only at the next write
+            unwritten = unwritten[os.write(descriptor, unwritten) :]
         os.fsync(descriptor)
     except OSError:
         with contextlib.suppress(OSError):

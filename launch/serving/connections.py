@@ -44,13 +44,13 @@ class BoundedProtocol(H11Protocol):
         self.of_address[self._address] += 1
         self._wait()
         if self.of_address[self._address] > self.max_of_address:
-            next(each for each in self.waiting if each._address == self._address).end()
+            next(connection for connection in self.waiting if connection._address == self._address).end()
         elif len(self.connections) > self.max_connections:
             next(iter(self.waiting)).end()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self._arrived()
+        self._stop_waiting()
         self.of_address -= Counter([self._address])
         super().connection_lost(exc)
 
@@ -58,7 +58,7 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._arrived()
+            self._stop_waiting()
 
     @override
     def on_response_complete(self) -> None:
@@ -68,11 +68,11 @@ class BoundedProtocol(H11Protocol):
 
     def _wait(self) -> None:
         """Mark the connection as waiting, and start the deadline for its next request."""
-        self._arrived()
+        self._stop_waiting()
         self.waiting[self] = None
         self._deadline = self.loop.call_later(self.arrival_s, self.end)
 
-    def _arrived(self) -> None:
+    def _stop_waiting(self) -> None:
         self.waiting.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
@@ -80,7 +80,7 @@ class BoundedProtocol(H11Protocol):
 
     def end(self) -> None:
         """Close the connection."""
-        self._arrived()
+        self._stop_waiting()
         self.transport.abort()  # `close` would wait for a client that takes nothing
 
 

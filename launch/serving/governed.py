@@ -78,33 +78,33 @@ def check(overrides: Mapping[str, Any], folders: Sequence[Path], of_suite: bool 
 
 
 def _problems(key: str, value: Any, inside: Sequence[Path], of_suite: bool) -> Iterator[Problem]:
-    own = SECTIONS.sub("", key, count=1) if of_suite else key
-    table = GOVERNED | OF_SUITE if of_suite and own == key else GOVERNED
-    if pattern := next((pattern for pattern in table if _sets(own, value, pattern)), None):
-        what = f"got a whole section, with {pattern} in it" if _is_around(own, pattern) else "got a value"
-        yield _refused(key, f"{what}; expected none, because the service's recipes decide {table[pattern]}")
+    recipe_key = SECTIONS.sub("", key, count=1) if of_suite else key
+    table = GOVERNED | OF_SUITE if of_suite and recipe_key == key else GOVERNED
+    if pattern := next((pattern for pattern in table if _sets(recipe_key, value, pattern)), None):
+        description = f"got a whole section, with {pattern} in it" if _is_around(recipe_key, pattern) else "got a value"
+        yield _deny(key, f"{description}; expected none, because the service's recipes decide {table[pattern]}")
         return
-    if own == "needs" and not (isinstance(value, list) and all(isinstance(each, str) and _is_recipe(each) for each in value)):
-        yield _refused(key, "got something other than a list of names; expected names of recipes in recipes/, not paths")
+    if recipe_key == "needs" and not (isinstance(value, list) and all(isinstance(n, str) and _is_recipe(n) for n in value)):
+        yield _deny(key, "got something other than a list of names; expected names of recipes in recipes/, not paths")
         return
     for text in _texts(value):
         if "${" in text:
-            yield _refused(key, "got an interpolation; expected a value, because the service resolves none in a request")
-        elif names_own_code(own, text) or _names_class(own, text):
-            yield _refused(key, f"got '{text[:80]}', which names code; expected code that a recipe of the service names")
-        elif SCHEME.match(text) or (_is_file(own, text) and not _is_inside(text, inside)):
+            yield _deny(key, "got an interpolation; expected a value, because the service resolves none in a request")
+        elif names_own_code(recipe_key, text) or _names_class(recipe_key, text):
+            yield _deny(key, f"got '{text[:80]}', which names code; expected code that a recipe of the service names")
+        elif SCHEME.match(text) or (_is_file(recipe_key, text) and not _is_inside(text, inside)):
             places = ", ".join(map(str, inside))
             message = f"got '{text[:80]}'; expected a path below one of {places}. Try `folders` in the service's settings"
-            yield _refused(key, message)
+            yield _deny(key, message)
 
 
-def _refused(key: str, message: str) -> Problem:
+def _deny(key: str, message: str) -> Problem:
     return Problem(key, "no-access", message)
 
 
 def _sets(key: str, value: Any, pattern: str) -> bool:
     """Return whether a value for `key` sets a key of a pattern: the same key, a section around it, or a key inside it."""
-    fits = all(fnmatch.fnmatchcase(one, other) for one, other in zip(key.split("."), pattern.split("."), strict=False))
+    fits = all(fnmatch.fnmatchcase(part, glob) for part, glob in zip(key.split("."), pattern.split("."), strict=False))
     return fits and (not _is_around(key, pattern) or isinstance(value, dict | None))
 
 

@@ -53,11 +53,11 @@ class ServiceConfig:
 def load(path: Path) -> ServiceConfig:
     """Return the settings in a YAML file. Raises RecipeError with all problems."""
     tree = config_tree.load_with_parents(path)
-    found = list(schema_validation.unknown_keys(ServiceConfig, tree))
-    for problem in found:
+    key_problems = list(schema_validation.unknown_keys(ServiceConfig, tree))
+    for problem in key_problems:
         tree.drop(problem.key)
     config, wrong = schema_validation.validate_tree(ServiceConfig, schema_validation.with_defaults(ServiceConfig, tree))
-    refuse([*found, *wrong])
+    refuse([*key_problems, *wrong])
     assert isinstance(config, ServiceConfig), "without problems there is a value"
     refuse(problems(config))
     return config
@@ -81,8 +81,10 @@ def problems(config: ServiceConfig) -> Iterator[Problem]:
         if not HASH.fullmatch(user.token_sha256):
             expected = "expected 64 lower-case hexadecimal digits. Try python launch/serve.py new_token=true"
             yield Problem(f"{key}.token_sha256", "bad-format", f"got {len(user.token_sha256)} characters; {expected}")
-        elif (other := hashes.setdefault(user.token_sha256, name)) != name:
-            yield Problem(f"{key}.token_sha256", "given-twice", f"got the token of {other}; expected another one for each user")
+        elif (holder := hashes.setdefault(user.token_sha256, name)) != name:
+            yield Problem(
+                f"{key}.token_sha256", "given-twice", f"got the token of {holder}; expected another one for each user"
+            )
     if (config.tls_certificate is None) != (config.tls_key is None):
         yield Problem(
             "tls_certificate", "contradiction", "got only one of tls_certificate and tls_key; expected both or neither"

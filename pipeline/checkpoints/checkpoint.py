@@ -105,9 +105,9 @@ class Checkpoints:
         """Return the complete checkpoints, oldest first."""
         return complete_in(self._folder)
 
-    def _kept(self) -> list[Checkpoint]:
+    def _list_complete(self) -> list[Checkpoint]:
         """Return the same as `all`, without another look at the files of checkpoints that are known to be complete."""
-        self._seen = {path: found for path in _folders(self._folder) if (found := self._seen.get(path) or read(path))}
+        self._seen = {path: checkpoint for path in _folders(self._folder) if (checkpoint := self._seen.get(path) or read(path))}
         return list(self._seen.values())
 
     def latest(self) -> Checkpoint | None:
@@ -126,9 +126,9 @@ class Checkpoints:
         return None
 
     def _wait_for_progress(self) -> None:
-        told = [(path.stat().st_mtime, path) for path in self._folder.parent.glob("attempts/*/progress")]
-        if told:
-            when, path = max(told)
+        progress_files = [(path.stat().st_mtime, path) for path in self._folder.parent.glob("attempts/*/progress")]
+        if progress_files:
+            when, path = max(progress_files)
             try:
                 folder = self._folder / _name(small_files.read(path, int) or 0)
             except (RecipeError, OSError) as error:  # a crash has cut it
@@ -209,7 +209,7 @@ class Checkpoints:
         self._partial = None
         complete = Checkpoint(folder, step, metric, state, VERSION, written)
         self._seen[folder] = complete
-        for checkpoint in superfluous(self._kept(), self._config):
+        for checkpoint in superfluous(self._list_complete(), self._config):
             gone = self._folder / f".{checkpoint.folder.name}.{self._attempt}.removed"
             _remove(checkpoint.folder, gone)
         return complete
@@ -303,8 +303,8 @@ def _folders(folder: Path) -> list[Path]:
 def _sizes(folder: Path) -> dict[str, int]:
     """Return path within the folder -> size of the file in bytes, without complete.json and digests.sha256."""
     paths = [folder / name for name in digests.names_in(folder) if name not in (COMPLETE, digests.MANIFEST)]
-    found = zip(paths, _stats(paths), strict=True)
-    return {str(path.relative_to(folder)): status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
+    statuses = zip(paths, _stats(paths), strict=True)
+    return {str(path.relative_to(folder)): status.st_size for path, status in statuses if stat.S_ISREG(status.st_mode)}
 
 
 def _stats(paths: list[Path]) -> list[os.stat_result]:
@@ -362,10 +362,10 @@ def incomplete(folder: Path) -> str | None:
 
 def read_record(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder without a look at its files. Raises OSError, ValueError."""
-    found = small_files.read(folder / COMPLETE, _Record)
-    if found is None:
+    record = small_files.read(folder / COMPLETE, _Record)
+    if record is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / COMPLETE))
-    return Checkpoint(folder, found["step"], found["metric"], found["state"], found.get("version", 1), dict(found))
+    return Checkpoint(folder, record["step"], record["metric"], record["state"], record.get("version", 1), dict(record))
 
 
 class _Record(TypedDict):
@@ -383,8 +383,8 @@ def _complete(folder: Path) -> Checkpoint:
     try:
         complete = read_record(folder)
         files = dict(complete.record["files"])
-        found = _stats([folder / name for name in files])
-        sizes = {name: status.st_size for name, status in zip(files, found, strict=True)}
+        statuses = _stats([folder / name for name in files])
+        sizes = {name: status.st_size for name, status in zip(files, statuses, strict=True)}
     except FileNotFoundError as error:
         raise IncompleteCheckpoint(
             f"{Path(error.filename).name}: got no such file; expected the file that the run wrote"

@@ -23,58 +23,58 @@ WITHOUT_DIGEST = ("README.md", digests.ORIGIN)
 WHOLE = (0, 1)
 
 
-def obtain_key(given: CheckpointingConfig) -> FileKey | None:
+def obtain_key(config: CheckpointingConfig) -> FileKey | None:
     """Return the key that a recipe names, from its file or its command; None without either. Raises RecipeError."""
-    section = given.encryption
+    section = config.encryption
     return stored_files.obtain_key(section.key_file, section.key_command, section.key_timeout_s)
 
 
 def check_same_key(key: FileKey | None, fingerprint: str) -> None:
     """Raise RecipeError if this node's key is not rank 0's. fingerprint: of rank 0's key."""
     if key is None or key.fingerprint != fingerprint:
-        own = "none" if key is None else key.fingerprint
-        message = f"got the key {own} on {socket.gethostname()}; expected the key of rank 0, {fingerprint}, on every node"
+        node_key = "none" if key is None else key.fingerprint
+        message = f"got the key {node_key} on {socket.gethostname()}; expected the key of rank 0, {fingerprint}, on every node"
         raise RecipeError(Problem("checkpointing.encryption", "wrong-key", message))
 
 
-def check_key(found: Checkpoint | None, key: FileKey | None) -> None:
+def check_key(checkpoint: Checkpoint | None, key: FileKey | None) -> None:
     """Raise RecipeError, which names the fingerprints, if a checkpoint is encrypted with another key than `key`."""
-    if found is not None and found.fingerprint is not None:
-        fitting(key, found.fingerprint, found.folder)
+    if checkpoint is not None and checkpoint.fingerprint is not None:
+        fitting(key, checkpoint.fingerprint, checkpoint.folder)
 
 
-def check_record(found: Checkpoint, verify: Verify, key: FileKey | None) -> None:
+def check_record(checkpoint: Checkpoint, verify: Verify, key: FileKey | None) -> None:
     """Raise RecipeError if `key` is not the checkpoint's key, or if the names of its files or its seals are wrong.
 
     The error names the files. A checkpoint of an earlier version has no digests, so only its key is checked.
     """
-    check_key(found, key)
-    if verify != "off" and found.version >= DIGESTS:
-        _refuse(found, _record_problems(found, key))
+    check_key(checkpoint, key)
+    if verify != "off" and checkpoint.version >= DIGESTS:
+        _refuse(checkpoint, _record_problems(checkpoint, key))
 
 
-def check_before_submission(found: Checkpoint, given: CheckpointingConfig) -> None:
+def check_before_submission(checkpoint: Checkpoint, config: CheckpointingConfig) -> None:
     """Raise RecipeError for problems that a login node can find: a missing or wrong key, and wrong names and seals.
 
     The key is checked only if its file is on this node.
     """
-    section = given.encryption
+    section = config.encryption
     is_here = section.key_command is None and (section.key_file is None or Path(section.key_file).exists())
-    if found.fingerprint and is_here:  # only ranks start the command
-        fitting(obtain_key(given), found.fingerprint, found.folder)
-    if given.verify != "off" and found.version >= DIGESTS:
-        _refuse(found, _record_problems(found, None))
+    if checkpoint.fingerprint and is_here:  # only ranks start the command
+        fitting(obtain_key(config), checkpoint.fingerprint, checkpoint.folder)
+    if config.verify != "off" and checkpoint.version >= DIGESTS:
+        _refuse(checkpoint, _record_problems(checkpoint, None))
 
 
-def check_share(found: Checkpoint, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
+def check_share(checkpoint: Checkpoint, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
     """Raise RecipeError, which names the files, if files of a checkpoint differ from their digests.
 
     Does nothing unless `verify` is "full". share: (i, n) compares the ith of n shares of the files. Call `check_record` first,
     in one process.
     """
-    if verify == "full" and found.version >= DIGESTS:
-        listed, _ = digests.read_manifest(found.folder)
-        _refuse(found, digests.content_problems(found.folder, listed, found.record["files"], share))
+    if verify == "full" and checkpoint.version >= DIGESTS:
+        listed, _ = digests.read_manifest(checkpoint.folder)
+        _refuse(checkpoint, digests.content_problems(checkpoint.folder, listed, checkpoint.record["files"], share))
 
 
 def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
@@ -87,7 +87,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
     try:
         listed, _ = digests.read_manifest(folder)
     except ValueError as error:
-        raise _damaged(key, "", [str(error)], "export it again") from None
+        raise _describe_damage(key, "", [str(error)], "export it again") from None
     names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *WITHOUT_DIGEST) and not name.startswith(".")]
     problems = list(digests.name_problems(names, listed))
     if not problems and verify == "full":
@@ -95,13 +95,13 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
         problems = list(digests.content_problems(folder, listed, sizes, share))
     if problems:
         advice = f"to export it again, or to remove {MANIFEST} if you made the change"
-        raise _damaged(key, f"{folder}: ", problems, advice)
+        raise _describe_damage(key, f"{folder}: ", problems, advice)
 
 
-def _record_problems(found: Checkpoint, key: FileKey | None) -> Iterator[str]:
+def _record_problems(checkpoint: Checkpoint, key: FileKey | None) -> Iterator[str]:
     """Yield `NAME: got ...; expected ...` for each problem that can be found without reading the large files."""
-    folder, record = found.folder, found.record
-    expected = seals(record, key if found.fingerprint else None)  # without the key, all but what only the key shows
+    folder, record = checkpoint.folder, checkpoint.record
+    expected = seals(record, key if checkpoint.fingerprint else None)  # without the key, all but what only the key shows
     if any(record.get(name) != value for name, value in expected.items()):
         yield f"{COMPLETE}: got values that do not match their seals; expected the values that the run wrote"
         return
@@ -119,19 +119,19 @@ def _record_problems(found: Checkpoint, key: FileKey | None) -> Iterator[str]:
     yield from digests.name_problems([name for name in digests.names_in(folder) if name not in (COMPLETE, MANIFEST)], listed)
 
 
-def _refuse(found: Checkpoint, problems: Iterator[str]) -> None:
+def _refuse(checkpoint: Checkpoint, problems: Iterator[str]) -> None:
     if listed := list(problems):
-        raise _damaged("checkpoint", f"{found.folder}: ", listed, _other_step(found))
+        raise _describe_damage("checkpoint", f"{checkpoint.folder}: ", listed, _advise_step(checkpoint))
 
 
-def _other_step(found: Checkpoint) -> str:
+def _advise_step(checkpoint: Checkpoint) -> str:
     """Return advice that names the last complete step before a damaged checkpoint, from which the run can go on."""
-    earlier = [each.step for each in complete_in(found.folder.parent) if each.step < found.step]
+    earlier = [sibling.step for sibling in complete_in(checkpoint.folder.parent) if sibling.step < checkpoint.step]
     if not earlier:
         return "to restore it from a copy; no earlier step is complete"
-    return f"to move {found.folder} away: the run then goes on from step {max(earlier)}"
+    return f"to move {checkpoint.folder} away: the run then goes on from step {max(earlier)}"
 
 
-def _damaged(key: str, where: str, problems: list[str], advice: str) -> RecipeError:
+def _describe_damage(key: str, where: str, problems: list[str], advice: str) -> RecipeError:
     more = f"; and {len(problems) - SHOWN} more files" if len(problems) > SHOWN else ""
     return RecipeError(Problem(key, "damaged", f"{where}{'; '.join(problems[:SHOWN])}{more}. Try {advice}"))

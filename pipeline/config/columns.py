@@ -100,22 +100,22 @@ def recognize_columns(recipe: Recipe, key: str, dataset: DatasetConfig, records:
 def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) -> Columns:
     if not isinstance(record, Mapping) or dataset.messages_key or dataset.text_key:
         return Columns(dataset)
-    own = {name: value for name in KEYS if (value := getattr(dataset, name)) != DEFAULTS[name]}
+    recipe_keys = {name: value for name in KEYS if (value := getattr(dataset, name)) != DEFAULTS[name]}
     if recipe.algorithm in PAIRED:
-        found = list(_pairs(recipe, own, record))
+        readings = list(_pairs(recipe, recipe_keys, record))
     elif generates(recipe):
-        found = list(_prompts(own, record, judged_by_answer(recipe, dataset)))
+        readings = list(_prompts(recipe_keys, record, judged_by_answer(recipe, dataset)))
     else:
-        found = list(_examples(own, record))
-    if len(found) != 1:
-        raise ValueError(_choices(recipe, key, own, record, found))
-    keys = {name: value for name, value in found[0].items() if value != getattr(dataset, name)}
+        readings = list(_examples(recipe_keys, record))
+    if len(readings) != 1:
+        raise ValueError(_choices(recipe, key, recipe_keys, record, readings))
+    keys = {name: value for name, value in readings[0].items() if value != getattr(dataset, name)}
     if not keys:
         return Columns(dataset)
     rendered = ""
-    if recipe.data.apply_chat_template and isinstance(column(record, found[0].get("input_key", "")), str):
+    if recipe.data.apply_chat_template and isinstance(column(record, readings[0].get("input_key", "")), str):
         rendered = ", rendered by the chat template; data.apply_chat_template=false uses plain text, as TRL does"
-    return Columns(replace(dataset, **keys), _described(found[0]) + rendered)
+    return Columns(replace(dataset, **keys), _describe(readings[0]) + rendered)
 
 
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
@@ -153,38 +153,38 @@ Reading = dict[str, str]
 """Key of DatasetConfig -> column."""
 
 
-def _examples(own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
-    """Yield each possible choice of columns for supervised training. own: the keys that the recipe sets."""
-    prompts, answer = [own["input_key"]] if "input_key" in own else PROMPTS, own.get("output_key")
-    found = [
+def _examples(recipe_keys: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
+    """Yield each possible choice of columns for supervised training. recipe_keys: the keys that the recipe sets."""
+    prompts, answer = [recipe_keys["input_key"]] if "input_key" in recipe_keys else PROMPTS, recipe_keys.get("output_key")
+    readings = [
         {"input_key": name, "output_key": learned}
         for name in prompts
         for learned in ([answer] if answer else LEARNED.get(name, EXPECTED))
         if learned != name and _has(record, name) and _has(record, learned)
     ]
-    alpaca = "instruction" in record and not own  # `input` is then the context of the instruction
-    if found[:1] == [{"input_key": "input", "output_key": "output"}] and not alpaca:
-        found = found[:1]
-    yield from found
-    if own:
+    alpaca = "instruction" in record and not recipe_keys  # `input` is then the context of the instruction
+    if readings[:1] == [{"input_key": "input", "output_key": "output"}] and not alpaca:
+        readings = readings[:1]
+    yield from readings
+    if recipe_keys:
         return
-    if found[:1] != [{"input_key": "input", "output_key": "output"}]:
+    if readings[:1] != [{"input_key": "input", "output_key": "output"}]:
         yield from ({"messages_key": name} for name in CONVERSATIONS if _is_conversation(record.get(name)))
         yield from [{"text_key": TEXT}] if isinstance(record.get(TEXT), str) else []
 
 
-def _prompts(own: Reading, record: Mapping[str, Any], judged: bool) -> Iterator[Reading]:
-    prompts = [own["input_key"]] if "input_key" in own else PROMPTS
+def _prompts(recipe_keys: Reading, record: Mapping[str, Any], judged: bool) -> Iterator[Reading]:
+    prompts = [recipe_keys["input_key"]] if "input_key" in recipe_keys else PROMPTS
     names = [name for name in prompts if _has(record, name)]
     for name in names[:1] if names[:1] == ["input"] else names:
-        answers = [own["output_key"]] if "output_key" in own else [each for each in EXPECTED if each != name]
-        answer = next((each for each in answers if _has(record, each)), None)
+        answers = [recipe_keys["output_key"]] if "output_key" in recipe_keys else [col for col in EXPECTED if col != name]
+        answer = next((col for col in answers if _has(record, col)), None)
         if answer or not judged:
-            yield {"input_key": name, "output_key": answer or {**DEFAULTS, **own}["output_key"]}
-    if names[:1] == ["input"] or "input_key" in own:
+            yield {"input_key": name, "output_key": answer or {**DEFAULTS, **recipe_keys}["output_key"]}
+    if names[:1] == ["input"] or "input_key" in recipe_keys:
         return
-    answers = [own["output_key"]] if "output_key" in own else EXPECTED
-    answer = next((each for each in answers if _has(record, each)), None)
+    answers = [recipe_keys["output_key"]] if "output_key" in recipe_keys else EXPECTED
+    answer = next((col for col in answers if _has(record, col)), None)
     for name in CONVERSATIONS:
         if not _is_conversation(record.get(name)):
             continue
@@ -194,22 +194,22 @@ def _prompts(own: Reading, record: Mapping[str, Any], judged: bool) -> Iterator[
             yield {"messages_key": name, "output_key": answer}
 
 
-def _pairs(recipe: Recipe, own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
-    columns = {**DEFAULTS, **own}
+def _pairs(recipe: Recipe, recipe_keys: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
+    columns = {**DEFAULTS, **recipe_keys}
     answers = [columns[name] for name in ("chosen_key", "rejected_key")]
     if not all(_has(record, name) for name in answers):
         return
     chosen = column(record, answers[0])
-    if "input_key" in own or (_is_conversation(chosen) and parse_conversation(chosen, "")[0]["role"] != "assistant"):
+    if "input_key" in recipe_keys or (_is_conversation(chosen) and parse_conversation(chosen, "")[0]["role"] != "assistant"):
         yield {}  # the recipe names the prompt, or both answers include it
         return
     names = [name for name in PROMPTS if _has(record, name)]
-    found = [{"input_key": name} for name in (names[:1] if names[:1] == ["input"] else names)]
+    readings = [{"input_key": name} for name in (names[:1] if names[:1] == ["input"] else names)]
     if names[:1] != ["input"]:
-        found += [{"messages_key": name} for name in ("context", *CONVERSATIONS) if _is_conversation(record.get(name))]
-    if not found and isinstance(chosen, str) and not recipe.data.apply_chat_template:
-        found = [{"input_key": ""}]  # the common beginning of both
-    yield from found
+        readings += [{"messages_key": name} for name in ("context", *CONVERSATIONS) if _is_conversation(record.get(name))]
+    if not readings and isinstance(chosen, str) and not recipe.data.apply_chat_template:
+        readings = [{"input_key": ""}]  # the common beginning of both
+    yield from readings
 
 
 def _has(record: Mapping[str, Any], name: str) -> bool:
@@ -259,48 +259,48 @@ DESCRIPTIONS = {
 }
 
 
-def _described(reading: Reading) -> str:
-    parts = [DESCRIPTIONS[name].format(column) for name, column in reading.items() if column]
+def _describe(reading: Reading) -> str:
+    parts = [DESCRIPTIONS[name].format(column_name) for name, column_name in reading.items() if column_name]
     return f"reads {' and '.join(parts)}" if parts else "reads the common beginning of both answers as the prompt"
 
 
-def _guessed(keys: list[str], columns: list[str]) -> Reading:
+def _guess_columns(keys: list[str], columns: list[str]) -> Reading:
     """Return key -> a likely column: a column with a usual name for this key, else the first without a usual name."""
-    left, guess = list(columns), {}
+    unused, guess = list(columns), {}
     for key in keys:
         likely = {"input_key": PROMPTS, "output_key": (*EXPECTED, *ANSWER_NAMES)}.get(key, ())
-        last = {name: name.rpartition(".")[2].lower() for name in left}
-        named = [name for known in likely for name in left if last[name] == known]
-        others = [name for name in left if last[name] not in (*LABELS, *PROMPTS, *EXPECTED, *ANSWER_NAMES)]
-        guess[key] = next(iter([*named, *others, *left]), "COLUMN")
-        left = [name for name in left if name != guess[key]]
+        last = {name: name.rpartition(".")[2].lower() for name in unused}
+        usual = [name for known in likely for name in unused if last[name] == known]
+        unusual = [name for name in unused if last[name] not in (*LABELS, *PROMPTS, *EXPECTED, *ANSWER_NAMES)]
+        guess[key] = next(iter([*usual, *unusual, *unused]), "COLUMN")
+        unused = [name for name in unused if name != guess[key]]
     return guess
 
 
-def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], found: list[Reading]) -> str:
+def _choices(recipe: Recipe, key: str, recipe_keys: Reading, record: Mapping[str, Any], readings: list[Reading]) -> str:
     names = column_names(record)
     kinds = {name: "" if _has(record, name) else f" (a {type(column(record, name)).__name__})" for name in names}
     columns = ", ".join(f"{name}{kind}" for name, kind in kinds.items()) or "none"
-    if found:
-        readings = [
-            " ".join(f"{key}.{name}={column}" for name, column in reading.items() if column != DEFAULTS[name])
-            for reading in found
+    if readings:
+        choices = [
+            " ".join(f"{key}.{name}={column_name}" for name, column_name in reading.items() if column_name != DEFAULTS[name])
+            for reading in readings
         ]
-        readings = [reading or "a file without the other columns" for reading in readings]
-        return f"its columns ({columns}) can be read in {len(found)} ways; expected one. Try {' or '.join(readings)}"
+        choices = [choice or "a file without the other columns" for choice in choices]
+        return f"its columns ({columns}) can be read in {len(readings)} ways; expected one. Try {' or '.join(choices)}"
     paired = recipe.algorithm in PAIRED
     keys = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
-    key_columns = {name: {**DEFAULTS, **own}[name] for name in keys}
-    lacking = [name for name, column in key_columns.items() if not _has(record, column)]
-    guess = _guessed(lacking, [name for name in names if _has(record, name) and name not in key_columns.values()])
-    hint = " ".join(f"{key}.{name}={column}" for name, column in guess.items())
+    key_columns = {name: {**DEFAULTS, **recipe_keys}[name] for name in keys}
+    lacking = [name for name, column_name in key_columns.items() if not _has(record, column_name)]
+    guess = _guess_columns(lacking, [name for name in names if _has(record, name) and name not in key_columns.values()])
+    hint = " ".join(f"{key}.{name}={column_name}" for name, column_name in guess.items())
     bare = ""
     if paired and lacking == ["input_key"] and isinstance(column(record, key_columns["chosen_key"]), str):
         bare = ", or data.apply_chat_template=false, which takes the common beginning of both answers as the prompt"
-    what = " or ".join(f"'{key_columns[name]}'" for name in lacking)
+    lacking_columns = " or ".join(f"'{key_columns[name]}'" for name in lacking)
     conversation = next((name for name in CONVERSATIONS if _is_conversation(record.get(name))), None)
     if conversation and not paired:  # keys of the recipe hide it, mostly those of one that it inherits from
         answered = parse_conversation(record[conversation], conversation)[-1]["role"] == "assistant"
-        others = [] if answered else [f"{key}.output_key={guess[name]}" for name in ("output_key",) if name in guess]
-        hint = " ".join([f"{key}.messages_key={conversation}", *others])
-    return f"no column {what} with a text or messages; there are: {columns}. Try {hint}{bare}"
+        answer_hints = [] if answered else [f"{key}.output_key={guess[name]}" for name in ("output_key",) if name in guess]
+        hint = " ".join([f"{key}.messages_key={conversation}", *answer_hints])
+    return f"no column {lacking_columns} with a text or messages; there are: {columns}. Try {hint}{bare}"

@@ -69,20 +69,20 @@ def problems(recipe: Recipe, components: Mapping[str, ComponentConfig]) -> Itera
                 yield from _check_engine(recipe, component)
     train = components.get("train")
     if train and train.gpus_per_node and uses_megatron(recipe.policy):
-        for name, value in CORE_OVERRIDES.items():
-            if (given := recipe.policy.megatron_cfg.model_overrides.get(name, value)) != value:
-                yield _contradiction(f"policy.megatron_cfg.model_overrides.{name}", given, value)
+        for name, expected in CORE_OVERRIDES.items():
+            if (value := recipe.policy.megatron_cfg.model_overrides.get(name, expected)) != expected:
+                yield _contradiction(f"policy.megatron_cfg.model_overrides.{name}", value, expected)
 
 
 def _check_variables(recipe: Recipe, name: str, component: ComponentConfig) -> Iterator[Problem]:
     """Yield a problem for each environment variable of the recipe that would override one of `variables`."""
-    given: dict[str, Mapping[str, str]] = {f"cluster.{name}.env_vars": component.env_vars}
+    env_vars: dict[str, Mapping[str, str]] = {f"cluster.{name}.env_vars": component.env_vars}
     if name == "generate":
-        given["policy.generation.vllm_cfg.env_vars"] = recipe.policy.generation.vllm_cfg.env_vars
+        env_vars["policy.generation.vllm_cfg.env_vars"] = recipe.policy.generation.vllm_cfg.env_vars
     elif uses_megatron(recipe.policy):
-        given["policy.megatron_cfg.env_vars"] = recipe.policy.megatron_cfg.env_vars or {}
+        env_vars["policy.megatron_cfg.env_vars"] = recipe.policy.megatron_cfg.env_vars or {}
     for variable, expected in variables(recipe, name).items():
-        for key, values in given.items():
+        for key, values in env_vars.items():
             if (value := values.get(variable, expected)) != expected:
                 yield _contradiction(f"{key}.{variable}", value, expected)
 
@@ -103,8 +103,8 @@ def _check_engine(recipe: Recipe, component: ComponentConfig) -> Iterator[Proble
         yield Problem(KEY, "unsupported", message)
 
 
-def _contradiction(key: str, given: object, expected: object) -> Problem:
-    message = f"got true with {key}={given}; expected {expected}. Try without it, or {KEY}=false"
+def _contradiction(key: str, value: object, expected: object) -> Problem:
+    message = f"got true with {key}={value}; expected {expected}. Try without it, or {KEY}=false"
     return Problem(KEY, "contradiction", message)
 
 
@@ -114,10 +114,10 @@ def named_operators() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (found := NO_KERNEL.search(str(error))):
+        if not (match := NO_KERNEL.search(str(error))):
             raise
         message = (
-            f"got true, but this run needs {found[1]}, for which torch has no deterministic kernel; expected another operator"
+            f"got true, but this run needs {match[1]}, for which torch has no deterministic kernel; expected another operator"
             f" in its place. Try {KEY}=false"
         )
         raise RecipeError(Problem(KEY, "unsupported", message)) from error

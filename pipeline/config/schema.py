@@ -209,8 +209,8 @@ class _Logs:
 
 def _trackers() -> dict[str, type[Any]]:
     """Return name -> class of a tracker, for the trackers of the extra `trackers`; {} if this is not installed."""
-    found = extras.find("trackers")
-    return found.TRACKERS if found else {}
+    module = extras.find("trackers")
+    return module.TRACKERS if module else {}
 
 
 TRACKERS = _trackers()
@@ -224,9 +224,9 @@ def _switch(tracker: type[Any]) -> Any:
 _Trackers = make_dataclass(
     "_Trackers",
     [
-        one
+        entry
         for name, tracker in TRACKERS.items()
-        for one in (
+        for entry in (
             (f"{name}_enabled", _switch(tracker), field(default=False)),
             (name, tracker.Section, field(default_factory=tracker.Section)),
         )
@@ -397,8 +397,8 @@ def needs_triton(recipe: Recipe, component: str) -> bool:
 
 def adapters(policy: PolicyConfig) -> LoRAConfig | MegatronLoRAConfig | None:
     """Return the section of the adapters that the chosen backend trains; None if it trains all weights."""
-    found = policy.megatron_cfg.peft if uses_megatron(policy) else policy.dtensor_cfg.lora_cfg
-    return found if found.enabled else None
+    lora = policy.megatron_cfg.peft if uses_megatron(policy) else policy.dtensor_cfg.lora_cfg
+    return lora if lora.enabled else None
 
 
 def expert_tensor_parallel_size(megatron: MegatronConfig) -> int:

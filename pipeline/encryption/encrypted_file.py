@@ -45,24 +45,24 @@ class Encryptor:
 
     def update(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Add bytes of the file, and yield the encrypted chunks that are then complete."""
-        rest = memoryview(data).cast("B")
-        while rest:
+        pending = memoryview(data).cast("B")
+        while pending:
             if len(self._held) == self._chunk:
-                yield self._sealed(self._held, last=False)
+                yield self._encrypt_chunk(self._held, last=False)
                 self._held = bytearray()
-            if not self._held and len(rest) > self._chunk:  # not the last one
-                yield self._sealed(rest[: self._chunk], last=False)
-                rest = rest[self._chunk :]
+            if not self._held and len(pending) > self._chunk:  # not the last one
+                yield self._encrypt_chunk(pending[: self._chunk], last=False)
+                pending = pending[self._chunk :]
                 continue
-            taken = min(self._chunk - len(self._held), len(rest))
-            self._held += rest[:taken]
-            rest = rest[taken:]
+            taken = min(self._chunk - len(self._held), len(pending))
+            self._held += pending[:taken]
+            pending = pending[taken:]
 
     def finish(self) -> bytes:
         """Return the last encrypted chunk."""
-        return self._sealed(self._held, last=True)
+        return self._encrypt_chunk(self._held, last=True)
 
-    def _sealed(self, data: bytearray | memoryview, last: bool) -> bytes:
+    def _encrypt_chunk(self, data: bytearray | memoryview, last: bool) -> bytes:
         nonce = _nonce(self._number, last)
         self._number += 1
         return self._cipher.encrypt(nonce, data, self.header)
@@ -80,7 +80,7 @@ class EncryptedFile:
         self._file = user_files.open_file(path)  # it stays open
         self._header = self._file.read(_HEADER.size)
         if len(self._header) < _HEADER.size or not is_encrypted(self._header):
-            raise _damaged(path, "got no header of an encrypted file")
+            raise _describe_damage(path, "got no header of an encrypted file")
         _, fingerprint, self._chunk, salt = _HEADER.unpack(self._header)
         key = fitting(key, fingerprint.hex(), path)
         self._cipher = _cipher(key, salt, path.name)
@@ -88,24 +88,24 @@ class EncryptedFile:
         self._chunks = max(1, -(-body // (self._chunk + TAG))) if self._chunk else 0
         self.size = body - TAG * self._chunks  # before encryption
         if self.size < 0 or not self._chunk:
-            raise _damaged(path, f"got {body} bytes after the header")
+            raise _describe_damage(path, f"got {body} bytes after the header")
         self._last = self._read(self._chunks - 1)  # whether the file ends where it was written to
         self._cached = self._chunks - 1, self._last
 
     def read(self, offset: int, length: int) -> bytearray:
         """Return `length` decrypted bytes from `offset` on. Raises RecipeError if one of their chunks is damaged."""
-        found = bytearray(length)
+        content = bytearray(length)
         end = min(offset + length, self.size)
         if end - offset != length:
-            raise _damaged(self.path, f"got {self.size} bytes; expected at least {offset + length}")
+            raise _describe_damage(self.path, f"got {self.size} bytes; expected at least {offset + length}")
         at = offset
         while at < end:
             number, within = divmod(at, self._chunk)
             data = self._chunk_of(number)
             taken = min(len(data) - within, end - at)
-            found[at - offset : at - offset + taken] = data[within : within + taken]
+            content[at - offset : at - offset + taken] = data[within : within + taken]
             at += taken
-        return found
+        return content
 
     def _chunk_of(self, number: int) -> bytes:
         if self._cached[0] != number:  # neighbours in a file often share a chunk
@@ -114,7 +114,7 @@ class EncryptedFile:
 
     def _read(self, number: int) -> bytes:
         sealed = os.pread(self._file.fileno(), self._chunk + TAG, _HEADER.size + number * (self._chunk + TAG))
-        return _opened(self._cipher, sealed, number, number == self._chunks - 1, self._header, self.path)
+        return _decrypt_chunk(self._cipher, sealed, number, number == self._chunks - 1, self._header, self.path)
 
     def close(self) -> None:
         """Close the file."""
@@ -124,13 +124,13 @@ class EncryptedFile:
 def decrypt(content: bytes, key: EncryptionKey | None, path: Path) -> bytes:
     """Decrypt the content that an `Encryptor` made for the file `path`. Raises RecipeError: no key, a wrong one, or damage."""
     if len(content) < _HEADER.size:
-        raise _damaged(path, f"got {len(content)} bytes")
+        raise _describe_damage(path, f"got {len(content)} bytes")
     header, body = content[: _HEADER.size], content[_HEADER.size :]
     _, fingerprint, chunk, salt = _HEADER.unpack(header)
     cipher = _cipher(fitting(key, fingerprint.hex(), path), salt, path.name)
     parts = [body[at : at + chunk + TAG] for at in range(0, len(body), chunk + TAG)] or [b""]
     last = len(parts) - 1
-    return b"".join(_opened(cipher, part, number, number == last, header, path) for number, part in enumerate(parts))
+    return b"".join(_decrypt_chunk(cipher, part, number, number == last, header, path) for number, part in enumerate(parts))
 
 
 def _cipher(key: EncryptionKey, salt: bytes, name: str) -> AESGCM:
@@ -142,13 +142,13 @@ def _nonce(number: int, last: bool) -> bytes:
     return struct.pack(">3xQB", number, last)
 
 
-def _opened(cipher: AESGCM, sealed: bytes, number: int, last: bool, header: bytes, path: Path) -> bytes:
+def _decrypt_chunk(cipher: AESGCM, sealed: bytes, number: int, last: bool, header: bytes, path: Path) -> bytes:
     try:
         return cipher.decrypt(_nonce(number, last), sealed, header)
     except (ciphers().InvalidTag, ValueError):
-        raise _damaged(path, f"chunk {number}{', the last,' if last else ''} has changed") from None
+        raise _describe_damage(path, f"chunk {number}{', the last,' if last else ''} has changed") from None
 
 
-def _damaged(path: Path, what: str) -> RecipeError:
-    message = f"{path}: {what}; expected the encrypted file that was written. Its bytes, its length or its name have changed"
+def _describe_damage(path: Path, symptom: str) -> RecipeError:
+    message = f"{path}: {symptom}; expected the encrypted file that was written. Its bytes, its length or its name have changed"
     return RecipeError(Problem("run", "damaged", message))

@@ -216,8 +216,8 @@ class _ConversationEncoder:
         try:
             text = self._template.text(escaped, **question.template_options)
         except ValueError as error:
-            what = f"question {question.id or question.index}: {error}"
-            raise RecipeError(Problem(self._key, "bad-record", what)) from error
+            description = f"question {question.id or question.index}: {error}"
+            raise RecipeError(Problem(self._key, "bad-record", description)) from error
         if (stripped := text.rstrip()).endswith(self._ends):
             text = stripped  # white space after the end of the turn, as in training
         return np.asarray(self._escaper.tokenize(text), np.int32)

@@ -75,8 +75,8 @@ def parsed(text: str | bytes, kind: type[Value], where: object, key: str = "run"
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         cause = "nests too deeply" if isinstance(error, RecursionError) else error
-        what = f"invalid JSON ({cause})" if text.strip() else "an empty file"
-        raise damaged(where, what, "JSON", key, remedy) from None
+        content = f"invalid JSON ({cause})" if text.strip() else "an empty file"
+        raise damaged(where, content, "JSON", key, remedy) from None
     return checked(value, kind, where, key, remedy)
 
 

@@ -69,7 +69,7 @@ def retrying(work: Callable[[], Result], doing: str, path: Path, retry: RetryPol
     doing: "writing ..." or "reading ...", for the log. nbytes: bytes written or read, for the log. Raises StorageError after
     the retry time. All other errors of `work` and `retry.check` propagate at once.
     """
-    begun, told, pause = time.monotonic(), None, FIRST_PAUSE_S
+    begun, logged_at, pause = time.monotonic(), None, FIRST_PAUSE_S
     while True:
         try:
             retry.check()
@@ -79,36 +79,36 @@ def retrying(work: Callable[[], Result], doing: str, path: Path, retry: RetryPol
                 raise
             waited = time.monotonic() - begun
             if waited + pause > retry.seconds:
-                raise StorageError(_verdict(_said(doing, path, error), error.errno, retry)) from error
-            if told is None or time.monotonic() - told >= LOG_EVERY_S:
-                told = time.monotonic()
+                raise StorageError(_verdict(_describe_error(doing, path, error), error.errno, retry)) from error
+            if logged_at is None or time.monotonic() - logged_at >= LOG_EVERY_S:
+                logged_at = time.monotonic()
                 again = f"trying again, for {retry.seconds - waited:.0f} s more"
-                logger.warning(f"{_said(doing, path, error)}; {REMEDY[error.errno]}; {again}")
+                logger.warning(f"{_describe_error(doing, path, error)}; {REMEDY[error.errno]}; {again}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
             continue
         took = time.monotonic() - begun
-        if told is not None:
+        if logged_at is not None:
             logger.info(f"{doing}: {path}: done after {took:.1f} s")
         elif took > SLOW_S:
             tell_slow(f"{doing}: {path}", took, nbytes)
         return result
 
 
-def tell_slow(what: str, took_s: float, nbytes: int = 0) -> None:
+def tell_slow(operation: str, took_s: float, nbytes: int = 0) -> None:
     """Log that an operation was slow, with its rate."""
     rate = f", {nbytes / 1e6 / took_s:,.2f} MB/s" if nbytes else ""
-    logger.warning(f"{what}: took {took_s:.1f} s{rate}; the folder is slow")
+    logger.warning(f"{operation}: took {took_s:.1f} s{rate}; the folder is slow")
 
 
-def _verdict(said: str, number: int, retry: RetryPolicy) -> str:
+def _verdict(failure: str, number: int, retry: RetryPolicy) -> str:
     waited = f", after {retry.seconds:g} s of trying again ({retry.key})" if retry.seconds else ""
     remedy = REMEDY[number]
     advice = f"{remedy[0].upper()}{remedy[1:]}; the same command then goes on from the last checkpoint"
-    return ". ".join(filter(None, (said + waited, advice, retry.kept())))
+    return ". ".join(filter(None, (failure + waited, advice, retry.kept())))
 
 
-def _said(doing: str, path: Path, error: OSError) -> str:
+def _describe_error(doing: str, path: Path, error: OSError) -> str:
     return f"{doing}: {path}: {error.strerror} ({errno.errorcode[error.errno or 0]}){_space(path)}"
 
 
@@ -242,16 +242,16 @@ def wait_for(path: Path, patience_s: float = SEEN_S) -> None:
     seen_within(patience_s, lambda: listed(path), path)
 
 
-def seen_within(patience_s: float, seen: Callable[[], Result], path: Path) -> Result:
-    """Call `seen` until it returns a true value, and return that. Repeat it after an OSError too.
+def seen_within(patience_s: float, look: Callable[[], Result], path: Path) -> Result:
+    """Call `look` until it returns a true value, and return that. Repeat it after an OSError too.
 
     Raises StorageError, which names `path`, after `patience_s` seconds.
     """
-    begun, told = time.monotonic(), False
+    begun, is_logged = time.monotonic(), False
     while True:
         try:
-            if found := seen():
-                return found
+            if result := look():
+                return result
             why = ""
         except OSError as error:
             why = f" ({error})"
@@ -261,7 +261,7 @@ def seen_within(patience_s: float, seen: Callable[[], Result], path: Path) -> Re
                 f"{path} is missing or incomplete on {socket.gethostname()} after {patience_s:g} s{why}; all nodes must see the"
                 " same folder, and nobody may change it while a job runs"
             )
-        if not told and waited > SLOW_S:
+        if not is_logged and waited > SLOW_S:
             logger.warning(f"waiting for {path}: missing or incomplete on {socket.gethostname()}{why}")
-            told = True
+            is_logged = True
         time.sleep(min(0.1 + waited / 10, 2.0))

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 # ---- configuration
 def require(config: PreTrainedConfig, **values: Any) -> None:
     """Raise RecipeError if an attribute of the config has another value than in `values`."""
-    for name, value in values.items():
-        found = getattr(config, name)
-        if found != value:
-            raise unsupported_model(f"{config.model_type} with {name}={found!r} is not supported; expected {value!r}")
+    for name, expected in values.items():
+        value = getattr(config, name)
+        if value != expected:
+            raise unsupported_model(f"{config.model_type} with {name}={value!r} is not supported; expected {expected!r}")
 
 
 def rotary(config: PreTrainedConfig, *kinds: str, partial: bool = False) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def model(config: PreTrainedConfig, layers: dict[str, Parameter], head: Head) ->
 
 def sandwich_norms(target: str, source: str, names: tuple[str, str, str, str]) -> dict[str, Parameter]:
     """Return the four norms of a layer. names: their Hugging Face names, before and after attention, before and after MLP."""
-    own = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
-    found: dict[str, Parameter] = {}
-    for ours, theirs in zip(own, names, strict=True):
-        found |= unchanged(f"{target}.{ours}.weight", f"{source}.{theirs}.weight")
-    return found
+    megatron_names = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+    parameters: dict[str, Parameter] = {}
+    for ours, theirs in zip(megatron_names, names, strict=True):
+        parameters |= unchanged(f"{target}.{ours}.weight", f"{source}.{theirs}.weight")
+    return parameters
 
 
 def norms(target: str, source: str) -> dict[str, Parameter]:
@@ -170,14 +170,14 @@ def attention(config: PreTrainedConfig, target: str, source: str, bias: bool, he
     bias: whether queries, keys and values have biases. head_norms: whether queries and keys have norms.
     """
     groups = partial(query_groups, config.num_key_value_heads)
-    found = {
+    parameters = {
         f"{target}.linear_qkv.{kind}": Parameter(tuple(f"{source}.{part}_proj.{kind}" for part in "qkv"), groups, "rows")
         for kind in (["weight", "bias"] if bias else ["weight"])
     }
     if head_norms:
         for part in "qk":
-            found |= unchanged(f"{target}.{part}_layernorm.weight", f"{source}.{part}_norm.weight")
-    return found | unchanged(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns")
+            parameters |= unchanged(f"{target}.{part}_layernorm.weight", f"{source}.{part}_norm.weight")
+    return parameters | unchanged(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns")
 
 
 def mlp(
@@ -195,7 +195,7 @@ def experts(
     count: int, target: str, source: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Parameter]:
     """Return the parameters of a router and its `count` experts."""
-    found = unchanged(f"{target}.router.weight", f"{source}.gate.weight")
+    parameters = unchanged(f"{target}.router.weight", f"{source}.gate.weight")
     for expert in range(count):
-        found |= mlp(f"{target}.experts.local_experts.{expert}", f"{source}.experts.{expert}", expert, names)
-    return found
+        parameters |= mlp(f"{target}.experts.local_experts.{expert}", f"{source}.experts.{expert}", expert, names)
+    return parameters

@@ -60,11 +60,11 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
     layers: dict[str, Parameter] = {}
     for i in range(config.num_hidden_layers):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"
-        attention, own = f"{target}.self_attention", f"{source}.self_attn"
+        attention, source_attention = f"{target}.self_attention", f"{source}.self_attn"
         layers |= decoder.norms(target, source)
-        layers |= decoder.unchanged(f"{attention}.core_attention.softmax_offset", f"{own}.sinks", "rows")
-        layers |= decoder.attention(config, attention, own, bias=True, head_norms=False)
-        layers |= decoder.unchanged(f"{attention}.linear_proj.bias", f"{own}.o_proj.bias")
+        layers |= decoder.unchanged(f"{attention}.core_attention.softmax_offset", f"{source_attention}.sinks", "rows")
+        layers |= decoder.attention(config, attention, source_attention, bias=True, head_norms=False)
+        layers |= decoder.unchanged(f"{attention}.linear_proj.bias", f"{source_attention}.o_proj.bias")
         for kind in ("weight", "bias"):
             layers |= decoder.unchanged(f"{target}.mlp.router.{kind}", f"{source}.mlp.router.{kind}")
         layers |= _experts(config, f"{target}.mlp.experts.local_experts", f"{source}.mlp.experts")

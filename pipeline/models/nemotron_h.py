@@ -84,25 +84,25 @@ def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
 
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     """Return all parameters, by Megatron name."""
-    found = decoder.unchanged("embedding.word_embeddings.weight", "backbone.embeddings.weight", "rows")
+    by_name = decoder.unchanged("embedding.word_embeddings.weight", "backbone.embeddings.weight", "rows")
     for i, kind in enumerate(config.layers_block_type):
         target, source = f"decoder.layers.{i}", f"backbone.layers.{i}"
         norm = "input_layernorm" if kind in ("linear_attention", "full_attention") else "pre_mlp_layernorm"
-        found |= decoder.unchanged(f"{target}.{norm}.weight", f"{source}.norm.weight")
+        by_name |= decoder.unchanged(f"{target}.{norm}.weight", f"{source}.norm.weight")
         source = f"{source}.mixer"
         match kind:
             case "linear_attention":
-                found |= _state_space(config, f"{target}.self_attention", source)
+                by_name |= _state_space(config, f"{target}.self_attention", source)
             case "full_attention":
-                found |= decoder.attention(config, f"{target}.self_attention", source, bias=False, head_norms=False)
+                by_name |= decoder.attention(config, f"{target}.self_attention", source, bias=False, head_norms=False)
             case "mlp":
-                found |= _mlp(f"{target}.mlp", source)
+                by_name |= _mlp(f"{target}.mlp", source)
             case _:
-                found |= _experts(config, f"{target}.mlp", source)
-    found |= decoder.unchanged("decoder.final_layernorm.weight", "backbone.norm_f.weight")
+                by_name |= _experts(config, f"{target}.mlp", source)
+    by_name |= decoder.unchanged("decoder.final_layernorm.weight", "backbone.norm_f.weight")
     if head == "values":
-        return found | decoder.unchanged(VALUE_HEAD, SCORE)
-    return found | decoder.unchanged("output_layer.weight", "lm_head.weight", "rows")
+        return by_name | decoder.unchanged(VALUE_HEAD, SCORE)
+    return by_name | decoder.unchanged("output_layer.weight", "lm_head.weight", "rows")
 
 
 def _state_space(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
@@ -127,13 +127,13 @@ def _mlp(target: str, source: str, expert: int | None = None) -> dict[str, Param
 
 
 def _experts(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
-    found = {
+    by_name = {
         **decoder.unchanged(f"{target}.router.weight", f"{source}.gate.weight"),
         **decoder.unchanged(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias"),
     }
     for i in range(config.n_routed_experts):
-        found |= _mlp(f"{target}.experts.local_experts.{i}", f"{source}.experts.{i}", i)
+        by_name |= _mlp(f"{target}.experts.local_experts.{i}", f"{source}.experts.{i}", i)
     if config.moe_latent_size is not None:
         for name in ("fc1_latent_proj", "fc2_latent_proj"):
-            found |= decoder.unchanged(f"{target}.{name}.weight", f"{source}.{name}.weight")
-    return found | _mlp(f"{target}.shared_experts", f"{source}.shared_experts")
+            by_name |= decoder.unchanged(f"{target}.{name}.weight", f"{source}.{name}.weight")
+    return by_name | _mlp(f"{target}.shared_experts", f"{source}.shared_experts")

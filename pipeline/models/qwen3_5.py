@@ -116,9 +116,9 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
 
 def _attention(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
     groups = partial(gated_groups, config.num_key_value_heads, config.head_dim)
-    found = decoder.attention(config, target, source, bias=False, head_norms=True)
+    by_name = decoder.attention(config, target, source, bias=False, head_norms=True)
     joint = f"{target}.linear_qkv.weight"
-    return {**found, joint: Parameter(found[joint].sources, groups, "rows")}
+    return {**by_name, joint: Parameter(by_name[joint].sources, groups, "rows")}
 
 
 def _delta_net(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:

@@ -32,7 +32,7 @@ def record(
     """
     pairs = list(shapes.items() if isinstance(shapes, Mapping) else shapes)
     names = [name for name, _ in pairs]
-    shape, pieces = _recorded(_Call(function), tuple(tuple(shape) for _, shape in pairs))
+    shape, pieces = _record_call(_Call(function), tuple(tuple(shape) for _, shape in pairs))
     return shape, [Piece(names[int(piece.name)], piece.source, piece.target) for piece in pieces]
 
 
@@ -52,11 +52,11 @@ def record_all(
 
 def _pieces(recorder: Recorder, result: torch.Tensor) -> list[Piece]:
     """Return the pieces of a result, sorted by the offsets of their targets. Raises ValueError if pieces cannot express it."""
-    found = recorder.read(result, torch.empty(result.shape))
-    if found is None:
+    content = recorder.read(result, torch.empty(result.shape))
+    if content is None:
         computed = f": {', '.join(sorted(recorder.computed))} does more than move entries" if recorder.computed else ""
         raise ValueError(f"recorded function: its result does not consist of its sources alone{computed}")
-    regions, background = found
+    regions, background = content
     if background:
         raise ValueError(f"recorded function: it fills entries with {background:g}; expected zeros")
     pieces = []
@@ -93,7 +93,7 @@ def _key(value: object) -> Hashable:
 
 
 @functools.lru_cache(maxsize=4096)
-def _recorded(call: _Call, shapes: tuple[Shape, ...]) -> tuple[Shape, tuple[Piece, ...]]:
+def _record_call(call: _Call, shapes: tuple[Shape, ...]) -> tuple[Shape, tuple[Piece, ...]]:
     """Return the shape and pieces of a call. A piece's name is the position of its source."""
     sources = {str(i): shape for i, shape in enumerate(shapes)}
     shape, pieces = record_all(lambda tensors: {"": call.function(*tensors.values())}, sources)[""]
@@ -161,8 +161,8 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     head = inner(first, start, (first + 1) * row) if start % row else []
     tail = inner(last, last * row, stop) if stop % row else []
     first, last = first + bool(head), last + 1 - bool(tail)
-    rest = (0,) * (len(shape) - 1)
-    middle = [Box((first, *rest), (last - first, *shape[1:]))] if last > first else []
+    zeros = (0,) * (len(shape) - 1)
+    middle = [Box((first, *zeros), (last - first, *shape[1:]))] if last > first else []
     return head + middle + tail
 
 
@@ -188,14 +188,14 @@ def invert(layout: Mapping[str, Iterable[Piece]]) -> dict[str, list[Piece]]:
 
 def _inside(pieces: Iterable[Piece], box: Box) -> list[Piece]:
     """Return the parts of `pieces` whose targets lie in `box`, with unchanged offsets."""
-    found = []
+    parts = []
     for piece in pieces:
-        both = piece.target.intersect(box)
-        if both == piece.target:
-            found.append(piece)
-        elif both is not None:
-            found.append(Piece(piece.name, _follow(piece.target, piece.source, both), both))
-    return found
+        overlap = piece.target.intersect(box)
+        if overlap == piece.target:
+            parts.append(piece)
+        elif overlap is not None:
+            parts.append(Piece(piece.name, _follow(piece.target, piece.source, overlap), overlap))
+    return parts
 
 
 def _follow(box: Box, image: Box, part: Box) -> Box:

@@ -137,17 +137,17 @@ class ModelShape:
             raise UnknownShape(Problem(key, "unsupported", str(error))) from None
 
 
-def _shape(of: SimpleNamespace, found: list[Tensor], windows: Mapping[str, Any]) -> ModelShape:
+def _shape(of: SimpleNamespace, model_tensors: list[Tensor], windows: Mapping[str, Any]) -> ModelShape:
     kinds = sizes.layer_kinds(of)
-    parts = _parts(found)
-    first = {kind: _parts([t for t in found if t.layer == kinds.index(kind)]) for kind in dict.fromkeys(kinds)}
+    parts = _parts(model_tensors)
+    first = {kind: _parts([t for t in model_tensors if t.layer == kinds.index(kind)]) for kind in dict.fromkeys(kinds)}
     mlps = sum(first[kind]["mlp"] > 0 for kind in kinds)
     mixtures = sum(first[kind]["routed"] > 0 for kind in kinds)
     sparse_layer = next((layer for layer in first.values() if layer["routed"]), Counter())
     latent, apart = of.model_type == "deepseek_v3", of.model_type == "nemotron_h"  # apart: one part in each layer
     hybrid = apart or "linear_attention" in kinds
     expert_width = (getattr(of, "moe_intermediate_size", 0) or of.intermediate_size) if mixtures else 0
-    own = first.get("full_attention") or next(iter(first.values()))
+    attention_parts = first.get("full_attention") or next(iter(first.values()))
     return ModelShape(
         family=of.model_type,
         layers=of.num_hidden_layers,
@@ -179,14 +179,14 @@ def _shape(of: SimpleNamespace, found: list[Tensor], windows: Mapping[str, Any])
         other=parts["norm"] + parts["router"],
         output=parts["output"],
         largest_layer=max(layer.total() for layer in first.values()),
-        attention_layer=round(parts["attention"] / of.num_hidden_layers) if hybrid else own["attention"],
-        norms_layer=of.hidden_size if apart else own["norm"],
+        attention_layer=round(parts["attention"] / of.num_hidden_layers) if hybrid else attention_parts["attention"],
+        norms_layer=of.hidden_size if apart else attention_parts["norm"],
         mlp_layer=round(parts["mlp"] / max(1, len(kinds) - mixtures)),
         sparse_layer=sum(sparse_layer[part] for part in ("shared", "routed", "router")),
         window=windows["window_size"][0] + 1 if windows else 0,
         window_layers=sum(windows.get("window_attn_skip_freq", ())),
         state=_state(of) if "linear_attention" in kinds else None,
-        tensors=tuple(found),
+        tensors=tuple(model_tensors),
     )
 
 
@@ -202,10 +202,10 @@ def _shared_width(of: SimpleNamespace, expert_width: int) -> int:
     return expert_width * (getattr(of, "n_shared_experts", None) or 0)
 
 
-def _parts(found: list[Tensor]) -> Counter[str]:
+def _parts(model_tensors: list[Tensor]) -> Counter[str]:
     """Return part of the model -> its number of parameters, without buffers."""
     counts: Counter[str] = Counter()
-    for tensor in found:
+    for tensor in model_tensors:
         if tensor.part != "buffer":
             counts[tensor.part] += tensor.numel
     return counts

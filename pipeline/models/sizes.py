@@ -137,25 +137,25 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
         config = {**config, **_hybrid(config)}
     elif family in QWEN3_5:
         config = {**config, "layer_types": _mixers(config)}
-    found = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
-    found |= {name: config[name] for name in found if name in config and name != "model_type"}
+    values = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
+    values |= {name: config[name] for name in values if name in config and name != "model_type"}
     for name in (*_REQUIRED, *_REQUIRED_BY_FAMILY.get(family, ())):
-        if name not in found and not (name == "intermediate_size" and family in _WITHOUT_MLP):
-            either = _EITHER_NAME.get(name)
-            found[name] = config[either] if either is not None and name not in config and either in config else config[name]
-    for name, value in found.items():
+        if name not in values and not (name == "intermediate_size" and family in _WITHOUT_MLP):
+            alias = _EITHER_NAME.get(name)
+            values[name] = config[alias] if alias is not None and name not in config and alias in config else config[name]
+    for name, value in values.items():
         if value is None and name not in _NULLABLE and _DEFAULTS[family].get(name, 0) is not None:
             raise KeyError(name)
-    heads = found["num_attention_heads"]
-    found["num_key_value_heads"] = found["num_key_value_heads"] or heads
+    heads = values["num_attention_heads"]
+    values["num_key_value_heads"] = values["num_key_value_heads"] or heads
     if family == "deepseek_v3":  # its heads have two sizes
-        del found["head_dim"]
+        del values["head_dim"]
     else:
-        found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
-    if "mlp_only_layers" in found:
-        found["mlp_only_layers"] = found["mlp_only_layers"] or []
-    found["tie_word_embeddings"] = bool(found["tie_word_embeddings"])
-    return SimpleNamespace(**found)
+        values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
+    if "mlp_only_layers" in values:
+        values["mlp_only_layers"] = values["mlp_only_layers"] or []
+    values["tie_word_embeddings"] = bool(values["tie_word_embeddings"])
+    return SimpleNamespace(**values)
 
 
 _OLDER_NAMES = {
@@ -171,8 +171,8 @@ def _hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers and mixers of a hybrid model under the names of transformers' newest version."""
     mixers = {ours: config[older] for older, ours in _OLDER_NAMES.items() if older in config}
     names = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-    given = config.get("layers_block_type") or config.get("layer_types") or config["hybrid_override_pattern"]
-    layers = [names.get(kind, kind) for kind in given]
+    kinds = config.get("layers_block_type") or config.get("layer_types") or config["hybrid_override_pattern"]
+    layers = [names.get(kind, kind) for kind in kinds]
     return {"layers_block_type": layers, "num_hidden_layers": len(layers), **mixers}
 
 

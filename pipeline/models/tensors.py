@@ -51,11 +51,11 @@ def tensors(config: Mapping[str, Any]) -> list[Tensor]:
     blocks = {kind: list(_layer(of, kind)) for kind in set(kinds)}
     hybrid = of.model_type == "nemotron_h"
     model, embedding, norm = ("backbone", "embeddings", "norm_f") if hybrid else ("model", "embed_tokens", "norm")
-    found = [Tensor(f"{model}.{embedding}.weight", vocabulary, "embedding", "rows")]
+    listing = [Tensor(f"{model}.{embedding}.weight", vocabulary, "embedding", "rows")]
     for i, kind in enumerate(kinds):
-        found += [Tensor(f"{model}.layers.{i}.{t.name}", t.shape, t.part, t.split, i, t.expert) for t in blocks[kind]]
-    found.append(Tensor(f"{model}.{norm}.weight", (of.hidden_size,), "norm"))
-    return found if of.tie_word_embeddings else [*found, Tensor("lm_head.weight", vocabulary, "output", "rows")]
+        listing += [Tensor(f"{model}.layers.{i}.{t.name}", t.shape, t.part, t.split, i, t.expert) for t in blocks[kind]]
+    listing.append(Tensor(f"{model}.{norm}.weight", (of.hidden_size,), "norm"))
+    return listing if of.tie_word_embeddings else [*listing, Tensor("lm_head.weight", vocabulary, "output", "rows")]
 
 
 # ---- a layer; names are within it ---------------------------------------------------------------------------------------

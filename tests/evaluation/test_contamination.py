@@ -36,7 +36,7 @@ def test_overlaps(text, found):
     search = OverlapSearch.of({"long": LONG, "short": SHORT, "chinese": CHINESE, "tiny": "1+1?"})
     assert search.unchecked == {"tiny"}
     search.check(text, "here")
-    assert set(search.found) == found and all(where == "here" for where, _ in search.found.values())
+    assert set(search.overlaps) == found and all(where == "here" for where, _ in search.overlaps.values())
 
 
 def test_a_template_of_many_questions_is_no_overlap():
@@ -44,9 +44,9 @@ def test_a_template_of_many_questions_is_no_overlap():
     questions = {str(i): f"{template}: {LONG if i == 3 else f'is it {i} or {i + 1}'}" for i in range(20)}
     search = OverlapSearch.of(questions)
     search.check(f"{template}: something else", "a")
-    assert not search.found
+    assert not search.overlaps
     search.check(f"so {LONG}", "b")
-    assert set(search.found) == {"3"} and search.found["3"][0] == "b"
+    assert set(search.overlaps) == {"3"} and search.overlaps["3"][0] == "b"
 
 
 @pytest.fixture
