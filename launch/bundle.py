@@ -92,14 +92,14 @@ def contents(run: RunFolder) -> Iterator[tuple[str, str]]:
         else:
             text = _ends(path, ALL_OF_METRICS if path.name == "metrics.jsonl" else LONGEST)
             text = environment_names.masked(run.folder, text)
-        yield str(path.relative_to(run.folder)), redacted(text, values)
+        yield str(path.relative_to(run.folder)), redact(text, values)
     yield "files.txt", _listing(run.folder)
-    yield "machine.txt", redacted(_machine(run.folder), values)
+    yield "machine.txt", redact(_machine(run.folder), values)
 
 
-def redacted(text: str, values: dict[str, str]) -> str:
+def redact(text: str, values: dict[str, str]) -> str:
     """Return the text with secrets replaced. values: the secrets, as `secrets.in_environment` returns them."""
-    return ASSIGNED.sub(lambda found: f"{found[1]}{found.groups()[-1]}***", secrets.redacted(text, values))
+    return ASSIGNED.sub(lambda found: f"{found[1]}{found.groups()[-1]}***", secrets.redact(text, values))
 
 
 def _own_secret(folder: Path) -> list[str]:

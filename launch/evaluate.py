@@ -128,7 +128,7 @@ def execute(request: EvaluateRequest) -> int:
 
 def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
     if request.show:
-        print(secrets.redacted(config.format_with_origins(evaluation.loaded)), end="")
+        print(secrets.redact(config.format_with_origins(evaluation.loaded)), end="")
         refuse(evaluation.loaded.problems)
         return 0
     if request.plan or request.dry_run:

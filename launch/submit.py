@@ -118,7 +118,7 @@ def execute(request: SubmitRequest) -> int:
 def show(name: str, overrides: list[str]) -> int:
     """Print the resolved recipe with origins, then raise RecipeError if it has problems."""
     loaded = reading.inspect(name, overrides)
-    print(secrets.redacted(config.format_with_origins(loaded)), end="")
+    print(secrets.redact(config.format_with_origins(loaded)), end="")
     run_dir = Path(loaded.recipe.run_dir).absolute()
     for line in run_changes.lines(RunFolder.at(run_dir)) if (run_dir / steer_files.ANSWERS).exists() else ():
         print(f"# changed during the run in {run_dir}, and kept when the run continues: {line}")

@@ -27,7 +27,7 @@ from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError
 from pipeline.files import rank_log
 from pipeline.trackers import TRACKERS
-from pipeline.tracking.feed import Feed, brief, enabled
+from pipeline.tracking.feed import Feed, brief, enabled_trackers
 from pipeline.tracking.position import FOLDER
 from pipeline.tracking.tracking_process import alone
 
@@ -69,7 +69,7 @@ def execute(request: TrackRequest) -> int:
     """Send the run, print what each tracker has, and return 1 if a tracker failed, else 0. Raises RecipeError."""
     rank_log.log_to_stderr()
     recipe = _changed(read_recipe(request.run), request.overrides)
-    names = request.trackers or enabled(recipe)
+    names = request.trackers or enabled_trackers(recipe)
     if not names:
         message = f"{request.run / 'recipe.yaml'} has no tracker; expected trackers=NAMES, of {', '.join(TRACKERS)}"
         raise RecipeError(Problem("trackers", "missing-value", message))

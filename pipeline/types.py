@@ -179,7 +179,7 @@ class Rollout:
         return tuple(span for turn in self.turns for span in turn.completion.spans)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """True if the episode could not be judged; False for an episode that was cut before its first token."""
         return self.failure not in ("", NOTHING_SAID)
 

@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float) else secrets.redacted(str(value))
+    return value if value is None or isinstance(value, bool | int | float) else secrets.redact(str(value))
 
 
 # ---- the form of lines --------------------------------------------------------------------------------------------------

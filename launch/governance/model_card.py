@@ -29,7 +29,7 @@ def text(run: RunFolder, step: int) -> str:
     """Return the model card of a run's checkpoint, as Markdown with the front matter of the Hugging Face Hub."""
     scored = [each for each in evaluations.of_run(run.folder) if each.step == step]
     card = "\n".join([*_front_matter(run), *_lineage(run, step), *_scores(scored), *_recipe(run)])
-    return secrets.redacted(card) + "\n"
+    return secrets.redact(card) + "\n"
 
 
 def _front_matter(run: RunFolder) -> Iterator[str]:

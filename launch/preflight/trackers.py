@@ -20,7 +20,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if containers.has_another_python(recipe.cluster.train):
         return
     tracking = extras.find("tracking")
-    for name in tracking.enabled(recipe) if tracking else ():
+    for name in tracking.enabled_trackers(recipe) if tracking else ():
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
             message = f"got true, but {package} is not installed. Try pip install 'hetstep[{package}]', or false"

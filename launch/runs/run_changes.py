@@ -31,7 +31,7 @@ def rows(run: RunFolder) -> list[dict[str, Any]]:
 
 def pending(run: RunFolder) -> list[dict[str, Any]]:
     """Return the requests that the run has not answered, oldest first."""
-    requests = ((number, _values(run, number)) for number in steer_files.unanswered(run.folder, run.answers))
+    requests = ((number, _values(run, number)) for number in steer_files.find_unanswered(run.folder, run.answers))
     return [{"request": number, "values": values} for number, values in requests if values]
 
 

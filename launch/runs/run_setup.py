@@ -351,7 +351,7 @@ def append_manifest(
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "user": getpass.getuser(),
         "host": socket.gethostname(),
-        "command": kept_secrets.redacted(shlex.join(command)),
+        "command": kept_secrets.redact(shlex.join(command)),
         "cwd": os.getcwd(),
         "executor": executor,
         "job_id": job_id,

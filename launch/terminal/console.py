@@ -48,7 +48,7 @@ def print_problems(problems: Sequence[Problem]) -> None:
     if sys.stderr.isatty():
         _rich().print_problems(problems)
     else:
-        print(plain(secrets.redacted(f"error: {format_problems(problems)}")), file=sys.stderr)
+        print(plain(secrets.redact(f"error: {format_problems(problems)}")), file=sys.stderr)
 
 
 def print_unmet(heading: str, problems: Sequence[Problem]) -> None:

@@ -123,6 +123,6 @@ def _problem_grid(problems: Sequence[Problem], mark: tuple[str, str]) -> Table:
 
 
 def _problem_text(problem: Problem) -> Text:
-    origin, key, message = (plain(secrets.redacted(part)) for part in (problem.origin, problem.key, problem.message))
+    origin, key, message = (plain(secrets.redact(part)) for part in (problem.origin, problem.key, problem.message))
     parts = [(f"{origin}: ", "dim") if origin else "", (key, "bold") if key else "", ": " if key else "", message]
     return Text.assemble(*filter(None, parts), (f" [{problem.code}]", "dim"))

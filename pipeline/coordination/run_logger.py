@@ -58,9 +58,9 @@ class RunLogger:
         estimates: whether the train ranks compute the advantages.
         """
         if self._monitor:
-            self._monitor.learned(samples, models)
+            self._monitor.note_learning(samples, models)
         if self._learning:
-            self._learning.learned(samples, estimates)
+            self._learning.note_learning(samples, estimates)
 
     def step_ended(self, step: int, values: dict[str, float], groups: list[RolloutGroup] | None) -> dict[str, float]:
         """Log a step and return its metrics, with the resource monitor's metrics added."""

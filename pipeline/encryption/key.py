@@ -111,7 +111,7 @@ def _run(command: str, timeout_s: float) -> bytes:
         message = f"got `{command}`, which cannot be started here: {error}; expected a program that prints the key"
         raise _error("key_command", "file-not-found", message) from None
     if ended.returncode:
-        said = secrets.redacted(ended.stderr.decode(errors="replace").strip()[-STDERR_CHARACTERS:])
+        said = secrets.redact(ended.stderr.decode(errors="replace").strip()[-STDERR_CHARACTERS:])
         message = (
             f"got exit status {ended.returncode} from `{command}`; expected 0 and the key. Its stderr: {said or 'nothing'}"
         )

@@ -52,7 +52,7 @@ class GenerationTask:
         return Answer(
             question.id,
             sample,
-            None if rollout.failed else rollout.reward,
+            None if rollout.has_failed else rollout.reward,
             rollout.metrics,
             prompt,
             text,

@@ -69,7 +69,7 @@ class GuardedStream(io.TextIOBase):
     @override
     def write(self, text: str) -> int:
         with self._lock:
-            clean = secrets.redacted(text, self._secrets)
+            clean = secrets.redact(text, self._secrets)
             try:
                 self._stream.write(self._notice() + clean)
                 self._stream.flush()

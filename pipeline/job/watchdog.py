@@ -39,7 +39,7 @@ from pipeline.job import signals
 from pipeline.job.world import Activity, RankInfo, WorkerGroups, World, heartbeat_interval_s
 from pipeline.node.memory_kills import MemoryKills
 from pipeline.observe.warning_file import MEMORY_CHECKS, last_warning
-from pipeline.recipe.secrets import redacted
+from pipeline.recipe.secrets import redact
 from pipeline.store.relay import STORE_GONE
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Failure:
         """
         temporary = folder / f"failure.{self.rank}-{os.getpid()}.tmp"
         try:
-            temporary.write_text(redacted(json.dumps(self._record())))
+            temporary.write_text(redact(json.dumps(self._record())))
             os.link(temporary, folder / "failure.json")  # atomic: the launcher may end this process at any moment
         except FileExistsError:
             return False  # the first failure is the cause

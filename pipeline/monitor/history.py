@@ -141,12 +141,12 @@ class History:
 
     def mean(self, name: str, ranks: Iterable[int]) -> dict[int, float]:
         """Return rank -> mean of a reading over the last LASTING steps with a new sample. Ranks with fewer are left out."""
-        found = {}
+        means = {}
         for rank in ranks:
             values = [step.values[name] for step in self._latest.get(rank, ()) if name in step.values]
             if len(values) == LASTING:
-                found[rank] = statistics.fmean(values)
-        return found
+                means[rank] = statistics.fmean(values)
+        return means
 
     def describe(self, rank: int) -> str:
         """Return `rank 3 (generate) on node1`."""

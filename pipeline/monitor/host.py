@@ -31,16 +31,20 @@ class HostReader:
 
     def read(self) -> Sample:
         """Return the readings."""
-        own, own_s = _process(self._pid)
-        held, seconds = 0.0, {}
+        own_bytes, own_s = _process(self._pid)
+        children_bytes, seconds = 0.0, {}
         for pid in descendants(self._pid):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 size, seconds[pid] = _process(pid)
-                held += size
+                children_bytes += size
         self._ended_s += sum(spent for pid, spent in self._children_s.items() if pid not in seconds)
         self._children_s = seconds
-        found = {"rss_gb": own / GB, "children_gb": held / GB, "cpu": own_s + self._ended_s + sum(seconds.values())}
-        return found | self._read_node() if self._nics else found
+        readings = {
+            "rss_gb": own_bytes / GB,
+            "children_gb": children_bytes / GB,
+            "cpu": own_s + self._ended_s + sum(seconds.values()),
+        }
+        return readings | self._read_node() if self._nics else readings
 
     def _read_node(self) -> Sample:
         assert self._nics
@@ -74,16 +78,16 @@ def descendants(pid: int) -> list[int]:
 
     Reads only the /proc entries of these processes, because a node may have thousands of processes.
     """
-    found, left = [], [pid]
-    while left:
-        tasks = Path(f"/proc/{left.pop()}/task")
+    pids, pending = [], [pid]
+    while pending:
+        tasks = Path(f"/proc/{pending.pop()}/task")
         with contextlib.suppress(OSError):
             for task in os.listdir(tasks):
                 with contextlib.suppress(OSError):
-                    children = [int(each) for each in (tasks / task / "children").read_bytes().split()]
-                    found += children
-                    left += children
-    return found
+                    children = [int(child) for child in (tasks / task / "children").read_bytes().split()]
+                    pids += children
+                    pending += children
+    return pids
 
 
 def cgroup_memory(root: Path = SYSTEM_FILES) -> tuple[int, int] | None:
@@ -91,14 +95,14 @@ def cgroup_memory(root: Path = SYSTEM_FILES) -> tuple[int, int] | None:
 
     The use does not count file caches that the kernel can drop.
     """
-    found = []
+    bounds = []
     for folder, limit, use in _cgroups(root):
         with contextlib.suppress(OSError, ValueError):  # a limit of `max` is no number
             bound, used = int((folder / limit).read_text()), int((folder / use).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             if bound < NO_LIMIT:
-                found.append((bound, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))))
-    return min(found, key=lambda each: each[0] - each[1], default=None)
+                bounds.append((bound, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))))
+    return min(bounds, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
@@ -110,8 +114,8 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
                 continue
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
             limit, use = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-            own = top / path.lstrip("/")
-            for folder in (own, *own.parents):
+            own_folder = top / path.lstrip("/")
+            for folder in (own_folder, *own_folder.parents):
                 yield folder, limit, use
                 if folder == top:
                     break

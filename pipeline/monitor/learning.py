@@ -71,26 +71,26 @@ class RunReader:
 
     def judgements(self) -> str:
         """Return the first judgements of the last step, each with the ends of its prompt and answer."""
-        found = ((group, rollout) for group in self.groups for rollout in group.rollouts if not rollout.failure)
-        return "; ".join(self._judgement(group, rollout) for (group, rollout), _ in zip(found, range(JUDGEMENTS), strict=False))
+        pairs = ((group, rollout) for group in self.groups for rollout in group.rollouts if not rollout.failure)
+        return "; ".join(self._judgement(group, rollout) for (group, rollout), _ in zip(pairs, range(JUDGEMENTS), strict=False))
 
     def _judgement(self, group: RolloutGroup, rollout: Rollout) -> str:
         expected = group.prompt.task.get("answer")
         parts = [
             f"prompt {self._end(group.prompt.tokens)}",
             f"answer {self._end(rollout.turns[-1].completion.tokens if rollout.turns else [])}",
-            *([] if expected is None else [f"expected {_quoted(str(expected))}"]),
-            *([f"extracted {_quoted(rollout.extracted)}"] if rollout.extracted else []),
-            *([f"the environment failed: {_quoted(rollout.broke)}"] if rollout.broke else []),
+            *([] if expected is None else [f"expected {_quote(str(expected))}"]),
+            *([f"extracted {_quote(rollout.extracted)}"] if rollout.extracted else []),
+            *([f"the environment failed: {_quote(rollout.broke)}"] if rollout.broke else []),
             f"reward {rollout.reward:g}",
         ]
         return ", ".join(parts)
 
     def _end(self, tokens: Iterable[int]) -> str:
-        return _quoted(str(self.tokenizer.decode([int(token) for token in tokens][-SHOWN_TOKENS:])))
+        return _quote(str(self.tokenizer.decode([int(token) for token in tokens][-SHOWN_TOKENS:])))
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     shown = text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}"
     return json.dumps(shown, ensure_ascii=False)
 
@@ -173,12 +173,12 @@ def no_trained_token(steps: Sequence[StepSummary], reader: RunReader) -> str:
 
 def no_gradient(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """Return a message if the gradient or the learning rate is 0."""
-    for key, what, cure in (
+    for key, quantity, cure in (
         ("train/lr", "the learning rate", "Look at policy.optimizer.kwargs.lr and policy.scheduler"),
         ("train/grad_norm", "the gradient", "Look at which parameters are frozen, and at the advantages"),
     ):
         if all(step.values.get(key) == 0 and step.tokens and step.advantage is not False for step in steps):
-            return f"{what} of the last {len(steps)} steps is 0 ({key}), so the weights do not change. {cure}"
+            return f"{quantity} of the last {len(steps)} steps is 0 ({key}), so the weights do not change. {cure}"
     return ""
 
 
@@ -208,7 +208,7 @@ class LearningMonitor:
         self._samples: Sequence[Sample] = ()
         self._estimates = False
 
-    def learned(self, samples: Sequence[Sample], estimates: bool) -> None:
+    def note_learning(self, samples: Sequence[Sample], estimates: bool) -> None:
         """Remember the samples on which the train ranks learn in this step. estimates: whether they compute the advantages."""
         self._samples, self._estimates = samples, estimates
 
@@ -225,8 +225,8 @@ class LearningMonitor:
     def _summary(self, step: int, values: Mapping[str, float], groups: Sequence[RolloutGroup]) -> StepSummary:
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts if not rollout.failure)
         tokens = int(sum(sample.loss_mask.sum() for sample in self._samples))
-        own = groups and not self._estimates and isinstance(config.section(self._recipe), RewardedConfig)
-        advantage = any(sample.advantages.any() for sample in self._samples) if own else None
+        is_known = groups and not self._estimates and isinstance(config.section(self._recipe), RewardedConfig)
+        advantage = any(sample.advantages.any() for sample in self._samples) if is_known else None
         newest = max((span.version for rollout in rollouts for span in rollout.spans), default=None)
         return StepSummary(step, tokens, advantage, values, rollouts, newest)
 

@@ -134,12 +134,12 @@ class StepOperations:
         if not work.model or seconds <= 0:
             return {}
         prefix, peak = f"resources/{component}", self._peaks[component]
-        found = {f"{prefix}_tflops_per_rank": work.model / seconds / ranks / TERA}
+        rates = {f"{prefix}_tflops_per_rank": work.model / seconds / ranks / TERA}
         if peak:
-            found[f"{prefix}_mfu"] = work.model / (seconds * ranks * peak)
+            rates[f"{prefix}_mfu"] = work.model / (seconds * ranks * peak)
             if component == "train":
-                found[f"{prefix}_hfu"] = work.hardware / (seconds * ranks * peak)
-        return found
+                rates[f"{prefix}_hfu"] = work.hardware / (seconds * ranks * peak)
+        return rates
 
 
 def _peak(recipe: Recipe, name: str, component: ComponentConfig) -> float | None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pipeline.monitor.gpu import reasons
 from pipeline.monitor.history import History
 
-Found = tuple[int, str]
-Check = Callable[[History], Iterator[Found]]
+Finding = tuple[int, str]
+Check = Callable[[History], Iterator[Finding]]
 
 SLOW = 1.3
 """A rank is slow if it works longer than this times the median of its peers."""
@@ -32,27 +32,27 @@ FAR = 10
 """If a run has no last step, a leak counts if memory is full within FAR times the steps so far."""
 
 
-def slow_rank(history: History) -> Iterator[Found]:
+def slow_rank(history: History) -> Iterator[Finding]:
     """Find a train or reward rank that works longer than its peers, which wait for it in collectives."""
     for name in ("train", "reward"):
         ranks = history.components.get(name, ())
         waiting = history.mean("waiting", ranks)
         blocked = history.mean("collective", ranks)
-        own = {rank: max(0.0, 1 - share - blocked[rank]) for rank, share in waiting.items() if rank in blocked}
-        for rank, usual in _above_peers(own, SLOW):
-            if statistics.fmean(blocked[peer] for peer in own if peer != rank) > WAITED_FOR + blocked[rank]:
+        work = {rank: max(0.0, 1 - share - blocked[rank]) for rank, share in waiting.items() if rank in blocked}
+        for rank, usual in _above_peers(work, SLOW):
+            if statistics.fmean(blocked[peer] for peer in work if peer != rank) > WAITED_FOR + blocked[rank]:
                 message = (
-                    f"{history.describe(rank)} computes {own[rank] / usual:.1f} times as long as its peers, which wait for it."
+                    f"{history.describe(rank)} computes {work[rank] / usual:.1f} times as long as its peers, which wait for it."
                     f" Look for other processes, a lower clock or a slow disk on {_or_leave_out(history, rank)}"
                 )
                 yield rank, message
 
 
-def slow_engine(history: History) -> Iterator[Found]:
+def slow_engine(history: History) -> Iterator[Finding]:
     """Find an engine whose steps take longer than the steps of the other engines."""
     leaders = [engine[0] for engine in history.engines]
-    count, busy = (history.mean(name, leaders) for name in ("engine_steps", "engine_s"))
-    seconds = {rank: busy[rank] / each for rank, each in count.items() if each > 0 and rank in busy}
+    counts, busy = (history.mean(name, leaders) for name in ("engine_steps", "engine_s"))
+    seconds = {rank: busy[rank] / count for rank, count in counts.items() if count > 0 and rank in busy}
     for rank, usual in _above_peers(seconds, SLOW_ENGINE):
         message = (
             f"{history.describe(rank)} takes {1e3 * seconds[rank]:.1f} ms for a step of its engine; its peers take"
@@ -64,8 +64,8 @@ def slow_engine(history: History) -> Iterator[Found]:
 def _or_leave_out(history: History, rank: int) -> str:
     """Return the name of a rank's node and, if there are others, how to run without it."""
     node = history.nodes.get(rank, "its node")
-    others = set(history.nodes.values()) - {node}
-    return f"{node}, or leave the node out: cluster.sbatch_options={{exclude: {node}}}" if others else node
+    other_nodes = set(history.nodes.values()) - {node}
+    return f"{node}, or leave the node out: cluster.sbatch_options={{exclude: {node}}}" if other_nodes else node
 
 
 def _above_peers(values: dict[int, float], factor: float) -> Iterator[tuple[int, float]]:
@@ -75,7 +75,7 @@ def _above_peers(values: dict[int, float], factor: float) -> Iterator[tuple[int,
         yield from ((rank, usual) for rank, value in values.items() if value > factor * usual)
 
 
-def slow_gpu(history: History) -> Iterator[Found]:
+def slow_gpu(history: History) -> Iterator[Finding]:
     """Find a busy GPU whose clock is below the clocks of its peers."""
     for ranks in history.components.values():
         clocks, busy = (history.mean(name, ranks) for name in ("sm_clock_mhz", "gpu_util"))
@@ -90,7 +90,7 @@ def slow_gpu(history: History) -> Iterator[Found]:
                 yield rank, message
 
 
-def throttling(history: History) -> Iterator[Found]:
+def throttling(history: History) -> Iterator[Finding]:
     """Find a GPU whose clock heat or power limits."""
     for ranks in history.components.values():
         for rank, share in history.mean("throttled", ranks).items():
@@ -103,10 +103,10 @@ def throttling(history: History) -> Iterator[Found]:
                 yield rank, message
 
 
-def host_leak(history: History) -> Iterator[Found]:
+def host_leak(history: History) -> Iterator[Finding]:
     """Find host memory that grows steadily, so that it is full before the run ends."""
     for node in sorted(set(history.nodes.values())):
-        here = [rank for rank, its in history.nodes.items() if its == node]
+        here = [rank for rank, host in history.nodes.items() if host == node]
         free = [history.now[rank]["node_memory_free_gb"] for rank in here if "node_memory_free_gb" in history.now.get(rank, {})]
         slopes = {
             (rank, name): slope
@@ -126,7 +126,7 @@ def host_leak(history: History) -> Iterator[Found]:
         yield rank, message
 
 
-def gpu_leak(history: History) -> Iterator[Found]:
+def gpu_leak(history: History) -> Iterator[Finding]:
     """Find GPU memory that grows steadily, so that it is full before the run ends."""
     for (rank, name), growth in history.growth.items():
         free = history.now[rank].get("gpu_memory_free_gb")
@@ -149,7 +149,7 @@ def _ends(history: History, free_gb: float, gb_per_step: float) -> int | None:
     return round(ends) if ends < (history.max_steps or FAR * step) else None
 
 
-def starved_queue(history: History) -> Iterator[Found]:
+def starved_queue(history: History) -> Iterator[Finding]:
     """Find train ranks that wait for generate ranks, or the reverse, in runs in which both should work at the same time."""
     if not history.runs_ahead or not {"train", "generate"} <= history.components.keys():
         return
@@ -159,7 +159,7 @@ def starved_queue(history: History) -> Iterator[Found]:
         return
     trains, samples = statistics.fmean(train.values()), statistics.fmean(generate.values())
     outside = statistics.fmean(history.mean("environments", generate).values() or [0.0])
-    both = f"train ranks wait {trains:.0%} of the time, generate ranks {samples:.0%}"
+    waits = f"train ranks wait {trains:.0%} of the time, generate ranks {samples:.0%}"
     if trains > STARVED:
         rank = max(train, key=train.__getitem__)
         if outside > BUSY:
@@ -168,16 +168,16 @@ def starved_queue(history: History) -> Iterator[Found]:
             cure = "give cluster.generate more nodes, or cluster.train fewer"
         else:
             cure = "engines wait because of the bound on age. Raise async_grpo.max_trajectory_age_steps"
-        yield rank, f"{both}: {history.describe(rank)} waits for rollouts; {cure}"
+        yield rank, f"{waits}: {history.describe(rank)} waits for rollouts; {cure}"
     elif samples - outside > STARVED and trains < BUSY:
         rank = max(generate, key=generate.__getitem__)
         yield (
             rank,
-            f"{both}: {history.describe(rank)} waits for training; give cluster.train more nodes, or cluster.generate fewer",
+            f"{waits}: {history.describe(rank)} waits for training; give cluster.train more nodes, or cluster.generate fewer",
         )
 
 
-def full_cache(history: History) -> Iterator[Found]:
+def full_cache(history: History) -> Iterator[Finding]:
     """Find an engine that preempts requests because its KV cache is full."""
     leaders = [engine[0] for engine in history.engines]
     use = history.mean("kv_cache", leaders)
@@ -190,7 +190,7 @@ def full_cache(history: History) -> Iterator[Found]:
             yield rank, message
 
 
-def full_memory(history: History) -> Iterator[Found]:
+def full_memory(history: History) -> Iterator[Finding]:
     """Find a node whose host memory is nearly full."""
     for rank, sample in history.now.items():
         if sample.get("node_memory", 0.0) > FULL and sample["node_memory_free_gb"] < 4 * LEAST_FREE_GB:
@@ -202,7 +202,7 @@ def full_memory(history: History) -> Iterator[Found]:
             yield rank, message
 
 
-def full_disk(history: History) -> Iterator[Found]:
+def full_disk(history: History) -> Iterator[Finding]:
     """Find a node on which the file system of the run folder is nearly full."""
     for rank, sample in history.now.items():
         if sample.get("disk", 0.0) > FULL and sample["disk_free_gb"] < LEAST_FREE_GB:

@@ -56,7 +56,7 @@ def of_steps(
     steps, ahead = config.bound(config.section(recipe).max_num_steps), config.generates(recipe) and config.runs_ahead(recipe)
     history = History(workers.by_component(), world.nodes(), workers.engines, steps, ahead)
     shared = {"generate"} if workers.colocated else set()
-    gpus = sum(each.nodes * each.gpus_per_node for name, each in config.components(recipe).items() if name not in shared)
+    gpus = sum(part.nodes * part.gpus_per_node for name, part in config.components(recipe).items() if name not in shared)
     monitor = StepMonitor(history, StepOperations.of(recipe), gpus, samples, world.info.folder / FOLDER / "warnings.jsonl")
     sampler.on_sample = monitor.look
     return monitor

@@ -124,8 +124,8 @@ class Sampler:
         """Watch the main thread until the next sample is due; return whether the sampler is stopped."""
         looked = time.monotonic()
         ends = looked + self._period_s
-        while (left := ends - time.monotonic()) > 0:
-            if self._stopped.wait(min(LOOK_S, left) if self._watch else left):
+        while (remaining := ends - time.monotonic()) > 0:
+            if self._stopped.wait(min(LOOK_S, remaining) if self._watch else remaining):
                 return True
             if self._watch:
                 now = time.monotonic()
@@ -135,22 +135,22 @@ class Sampler:
 
     def sample(self) -> None:
         """Take one sample. The readings of a source that raises are left out; its first error is logged."""
-        found: Sample = {}
+        readings: Sample = {}
         for number, source in enumerate(self._sources):
             try:
-                found |= source()
+                readings |= source()
             except Exception as error:
                 self._tell_once(number, "a part of this rank's resources cannot be read", error)
         if self._watch:
-            found["collective"] = self._watch.seconds
-        for name in AVERAGED & found.keys():
-            self._sums[SUM + name] = self._sums.get(SUM + name, 0.0) + found[name]
+            readings["collective"] = self._watch.seconds
+        for name in AVERAGED & readings.keys():
+            self._sums[SUM + name] = self._sums.get(SUM + name, 0.0) + readings[name]
         self._count += 1
-        found |= {**self._sums, COUNT: float(self._count), TAKEN: time.monotonic()}
-        self.encoded, self.latest = msgspec.msgpack.encode(found), found
+        readings |= {**self._sums, COUNT: float(self._count), TAKEN: time.monotonic()}
+        self.encoded, self.latest = msgspec.msgpack.encode(readings), readings
         self._look()
         if self._file:
-            self._file.add(found)
+            self._file.add(readings)
 
     def _look(self) -> None:
         try:
@@ -158,7 +158,7 @@ class Sampler:
         except Exception as error:
             self._tell_once("warnings", "some warnings about resources are lost", error)
 
-    def _tell_once(self, part: object, what: str, error: Exception) -> None:
+    def _tell_once(self, part: object, message: str, error: Exception) -> None:
         if part not in self._failed:
             self._failed.add(part)
-            logger.warning("%s (%s: %s)", what, type(error).__name__, error)
+            logger.warning("%s (%s: %s)", message, type(error).__name__, error)

@@ -74,7 +74,7 @@ class StepMonitor:
         self._trained: tuple[Sequence[Sample], Sequence[str]] = ((), ())
         self._step = 0
 
-    def learned(self, samples: Sequence[Sample], models: Sequence[str]) -> None:
+    def note_learning(self, samples: Sequence[Sample], models: Sequence[str]) -> None:
         """Remember the samples on which the train ranks learn in this step, and the models that they update."""
         self._trained = samples, models
 
@@ -88,9 +88,9 @@ class StepMonitor:
                 self._step = step
                 self._collect()
                 view = self._history.step_ended(step, metrics)
-                found = self._over_ranks(view) | self._derived(view) | self._work(metrics, groups)
+                resources = self._over_ranks(view) | self._derive(view) | self._work(metrics, groups)
                 warned = self._check(AFTER_A_STEP + AT_ANY_TIME)
-            return found | {f"{RESOURCES}warnings": float(warned)}
+            return resources | {f"{RESOURCES}warnings": float(warned)}
         except Exception:
             logger.exception("the resources of step %d are not known; the run goes on", step)
             return {}
@@ -111,38 +111,38 @@ class StepMonitor:
 
     def _over_ranks(self, view: StepView) -> dict[str, float]:
         """Return min, mean and max of each reading over the ranks of each component, and the rank at the max."""
-        found = {}
+        metrics = {}
         for component, ranks in self._history.components.items():
             for name in SHOWN:
                 if values := view.of(name, ranks):
                     key, most = f"{RESOURCES}{component}_{name}", max(values, key=values.__getitem__)
-                    found[f"{key}_mean"] = statistics.fmean(values.values())
+                    metrics[f"{key}_mean"] = statistics.fmean(values.values())
                     if len(values) > 1:
-                        found |= {
+                        metrics |= {
                             f"{key}_min": min(values.values()),
                             f"{key}_max": values[most],
                             f"{key}_max_rank": float(most),
                         }
-        return found
+        return metrics
 
-    def _derived(self, view: StepView) -> dict[str, float]:
-        found = {}
+    def _derive(self, view: StepView) -> dict[str, float]:
+        metrics = {}
         for component, ranks in self._history.components.items():
             waiting, blocked = view.of("waiting", ranks), view.of("collective", ranks)
-            own = [max(0.0, 1 - share - blocked.get(rank, 0.0)) for rank, share in waiting.items()]
-            if len(own) > 1 and max(own) > 0:
-                found[f"{RESOURCES}{component}_straggling"] = (max(own) - statistics.fmean(own)) / max(own)
+            work = [max(0.0, 1 - share - blocked.get(rank, 0.0)) for rank, share in waiting.items()]
+            if len(work) > 1 and max(work) > 0:
+                metrics[f"{RESOURCES}{component}_straggling"] = (max(work) - statistics.fmean(work)) / max(work)
         leaders = [view.ranks[engine[0]].grown for engine in self._history.engines if engine[0] in view.ranks]
         if queries := sum(grown.get("prefix_queries", 0.0) for grown in leaders):
-            found[f"{RESOURCES}generate_prefix_hits"] = sum(grown.get("prefix_hits", 0.0) for grown in leaders) / queries
+            metrics[f"{RESOURCES}generate_prefix_hits"] = sum(grown.get("prefix_hits", 0.0) for grown in leaders) / queries
         if any("preemptions" in grown for grown in leaders):
-            found[f"{RESOURCES}generate_preemptions"] = sum(grown.get("preemptions", 0.0) for grown in leaders)
+            metrics[f"{RESOURCES}generate_preemptions"] = sum(grown.get("preemptions", 0.0) for grown in leaders)
         rate = view.metrics.get("throughput/tokens_per_s")
         if rate and self._gpus:
-            found[f"{RESOURCES}tokens_per_s_per_gpu"] = rate / self._gpus
+            metrics[f"{RESOURCES}tokens_per_s_per_gpu"] = rate / self._gpus
         if rate and (watts := self._watts(view)):
-            found[f"{RESOURCES}energy_wh_per_million_tokens"] = watts / rate * 1e6 / HOUR_S
-        return found
+            metrics[f"{RESOURCES}energy_wh_per_million_tokens"] = watts / rate * 1e6 / HOUR_S
+        return metrics
 
     def _watts(self, view: StepView) -> float:
         """Return the power of all GPUs over the step; ranks that share a GPU count it once."""
@@ -159,12 +159,12 @@ class StepMonitor:
         samples, models = self._trained
         components = self._history.components
         train = self._operations.train(samples, models)
-        found = self._operations.metrics("train", train, metrics.get("time/train", 0.0), len(components["train"]))
+        rates = self._operations.metrics("train", train, metrics.get("time/train", 0.0), len(components["train"]))
         if groups and "generate" in components:
             clock = "time/step" if self._history.runs_ahead else "time/rollout"  # engines that run ahead never stop
             work = ModelWork(self._operations.generate(groups))
-            found |= self._operations.metrics("generate", work, metrics.get(clock, 0.0), len(components["generate"]))
-        return found
+            rates |= self._operations.metrics("generate", work, metrics.get(clock, 0.0), len(components["generate"]))
+        return rates
 
     # ---- warnings -----------------------------------------------------------------------------------------------------------
 
@@ -172,13 +172,13 @@ class StepMonitor:
         """Write the due warnings of these checks, for each check only for its first ranks; return how many warnings hold."""
         holding = 0
         for check in checks:
-            found = list(check(self._history))
-            holding += len(found)
-            if not found or not self._due(check):
+            problems = list(check(self._history))
+            holding += len(problems)
+            if not problems or not self._due(check):
                 continue
             self._given[check.__name__] = self._step, time.time()
-            for number, (rank, message) in enumerate(found[:MOST_RANKS]):
-                more = len(found) - MOST_RANKS if number == MOST_RANKS - 1 else 0
+            for number, (rank, message) in enumerate(problems[:MOST_RANKS]):
+                more = len(problems) - MOST_RANKS if number == MOST_RANKS - 1 else 0
                 self._warn(check.__name__, rank, f"{message}. The same holds on {more} more ranks" if more > 0 else message)
         return holding
 

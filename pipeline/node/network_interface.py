@@ -49,9 +49,9 @@ def find_interface(address: str) -> str | None:
     """Return the name of this machine's interface that has `address`, an IPv4 or IPv6 address; None if none has."""
     target = _parse(address)
     for name, addresses in psutil.net_if_addrs().items():
-        for found in addresses:
+        for candidate in addresses:
             try:
-                if _parse(found.address) == target:
+                if _parse(candidate.address) == target:
                     return name
             except ValueError:  # a hardware address
                 continue
@@ -63,20 +63,20 @@ def keep_user_setting() -> bool:
 
     Raises RecipeError if this node lacks an interface that the variable names.
     """
-    given = os.environ.get(VARIABLE, "")
-    here = psutil.net_if_addrs()
-    for name in filter(None, given.split(",")):
-        if name not in here:
+    setting = os.environ.get(VARIABLE, "")
+    present = psutil.net_if_addrs()
+    for name in filter(None, setting.split(",")):
+        if name not in present:
             raise RecipeError(
                 Problem(
                     VARIABLE,
                     "not-a-choice",
-                    f"got {name!r}; expected one of {', '.join(here)}. Try an interface that every node has",
+                    f"got {name!r}; expected one of {', '.join(present)}. Try an interface that every node has",
                 )
             )
-    if given:
-        _set_for_nccl([name for name in given.split(",") if name])
-    return bool(given)
+    if setting:
+        _set_for_nccl([name for name in setting.split(",") if name])
+    return bool(setting)
 
 
 def use_interface_of(address: str) -> None:
@@ -86,9 +86,9 @@ def use_interface_of(address: str) -> None:
     """
     name = find_interface(address)
     if name is None:
-        found = ", ".join(psutil.net_if_addrs())
+        names = ", ".join(psutil.net_if_addrs())
         message = (
-            f"got no interface with {address}, the address at which other nodes reach this node; expected one of {found}. Try"
+            f"got no interface with {address}, the address at which other nodes reach this node; expected one of {names}. Try"
             " the interface that other nodes reach"
         )
         raise RecipeError(Problem(VARIABLE, "missing-value", message))
@@ -121,5 +121,5 @@ def _leaves_data_alone(names: list[str]) -> bool:
     if has_rdma() and not {"NCCL_NET", "NCCL_IB_DISABLE"} & os.environ.keys():  # with either, sockets may carry the data
         return True
     states = psutil.net_if_stats()
-    others = [state for other, state in states.items() if other not in names and not other.startswith(UNUSED)]
-    return not any(state.isup and state.speed >= max(states[name].speed for name in names) for state in others)
+    alternatives = [state for interface, state in states.items() if interface not in names and not interface.startswith(UNUSED)]
+    return not any(state.isup and state.speed >= max(states[name].speed for name in names) for state in alternatives)

@@ -123,7 +123,7 @@ def _lead(world: World, cluster: ClusterConfig, needs: InstallationNeeds) -> Non
     if token:
         with world.phase("read other nodes' markers"):
             unread = probe.unreadable_markers(world.info, results.reports, token)
-        results.add_problems(diagnosis.shared(results.ranks, results.reports, unread))
+        results.add_problems(diagnosis.run_folders(results.ranks, results.reports, unread))
         _measure(world, results, cluster.node_checks.min_gb_per_s)
         probe.remove_marker(world.info, token)
         results.add_problems(diagnosis.links(results.names, results.links, cluster.node_checks.min_gb_per_s))

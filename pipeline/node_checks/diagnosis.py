@@ -43,44 +43,46 @@ def reports(
     nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
     """Return the problems of GPUs and nodes that the ranks' reports show."""
-    found: Problems = {}
+    problems: Problems = {}
 
     def add(more: Mapping[str, list[str]]) -> None:
         for node, why in more.items():
-            found.setdefault(node, []).extend(why)
+            problems.setdefault(node, []).extend(why)
 
     for component in COMPONENTS:
         members = set(getattr(workers, component))
         config: ComponentConfig = getattr(cluster, component)
-        on = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
-        on = {node: there for node, there in on.items() if there}
-        by_node = {node: report for node, there in on.items() if (report := _node_report(there))}
-        others = {
+        groups = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
+        groups = {node: group for node, group in groups.items() if group}
+        by_node = {node: report for node, group in groups.items() if (report := _node_report(group))}
+        peers = {
             node: report
             for node, ranks in nodes.items()
-            if node not in on and (report := _node_report(seen[r] for r in ranks if r in seen))
+            if node not in groups and (report := _node_report(seen[r] for r in ranks if r in seen))
         }
         for name in sorted({name for report in by_node.values() for name in report.versions}):
             # NCCL may not log its network. A node that lacks any other of these is an outlier.
             reporting = {node: report for node, report in by_node.items() if name in report.versions or name != NETWORK}
             values = {node: report.versions.get(name, "none") for node, report in reporting.items()}
-            elsewhere = [report.versions[name] for report in others.values() if name in report.versions and name in ONE_FOR_ALL]
+            elsewhere = [report.versions[name] for report in peers.values() if name in report.versions and name in ONE_FOR_ALL]
             add(outliers(values, f"{name} ({component})", elsewhere))
-        kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
+        kinds = {
+            node: " and ".join(sorted({s.gpu.name for s in group if s.gpu and s.gpu.name})) for node, group in groups.items()
+        }
         add(outliers({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
-        most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
-        for node, there in on.items():
-            add({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
+        most_gb = max((s.gpu.memory_gb for group in groups.values() for s in group if s.gpu), default=0.0)
+        for node, group in groups.items():
+            add({node: [*_space(group), *(_gpus(group, config, component, most_gb) if config.gpus_per_node else [])]})
     add(_same_gpu(nodes, seen, workers, cluster))
     add(_exclusive(nodes, seen, workers))
     code = {node: report.code for node, ranks in nodes.items() if (report := _node_report(seen[r] for r in ranks if r in seen))}
     add(outliers(code, "digest of the code in pipeline/ and launch/"))
-    return {node: list(dict.fromkeys(why)) for node, why in found.items() if why}  # components on one node see the same
+    return {node: list(dict.fromkeys(why)) for node, why in problems.items() if why}  # components on one node see the same
 
 
-def _node_report(there: Iterable[RankReport]) -> NodeReport | None:
+def _node_report(rank_reports: Iterable[RankReport]) -> NodeReport | None:
     """Return the first node report among these ranks, or None."""
-    return next((report.node for report in there if report.node), None)
+    return next((report.node for report in rank_reports if report.node), None)
 
 
 def _node_reports(ranks: Iterable[int], seen: Mapping[int, RankReport]) -> list[NodeReport]:
@@ -90,38 +92,38 @@ def _node_reports(ranks: Iterable[int], seen: Mapping[int, RankReport]) -> list[
 
 def _exclusive(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups) -> Problems:
     """Return problems of nodes whose GPUs admit only one process although components share these GPUs."""
-    found: Problems = {}
+    problems: Problems = {}
     for node, ranks in nodes.items() if workers.colocated else ():
-        own = {report.gpu.uuid for rank in ranks if (report := seen.get(rank)) and report.gpu}
+        used = {report.gpu.uuid for rank in ranks if (report := seen.get(rank)) and report.gpu}
         for report in _node_reports(ranks, seen):
-            closed = [uuid for uuid, gpu in report.gpus.items() if uuid in own and gpu.mode == "Exclusive_Process"]
+            closed = [uuid for uuid, gpu in report.gpus.items() if uuid in used and gpu.mode == "Exclusive_Process"]
             if closed:
                 why = f"compute mode Exclusive_Process of GPU {' and '.join(closed)} admits one process; two ranks share it"
-                found[node] = [f"{why}. Try nvidia-smi --compute-mode=DEFAULT"]
-    return found
+                problems[node] = [f"{why}. Try nvidia-smi --compute-mode=DEFAULT"]
+    return problems
 
 
 def _same_gpu(
     nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
     """Return problems of nodes on which ranks share a GPU although the recipe does not place them on the same GPU."""
-    found: Problems = {}
+    problems: Problems = {}
     for node, ranks in nodes.items():
         users: dict[str, list[int]] = {}
         for report in (seen[rank] for rank in ranks if rank in seen):
             if report.gpu and report.gpu.uuid:
                 users.setdefault(report.gpu.uuid, []).append(report.rank)
-        for uuid, there in users.items():
-            counts = Counter(map(workers.name, there))
+        for uuid, gpu_ranks in users.items():
+            counts = Counter(map(workers.name, gpu_ranks))
             parts = [getattr(cluster, name) for name, count in counts.items() if count > 1]
             crowded = any(ranks_per_node(part) <= part.gpus_per_node for part in parts)
             if crowded or (len(counts) > 1 and not workers.colocated):
-                users_text = " and ".join(f"rank {rank} ({workers.name(rank)})" for rank in there)
-                found.setdefault(node, []).append(f"{users_text} use the same GPU {uuid}")
-    return found
+                users_text = " and ".join(f"rank {rank} ({workers.name(rank)})" for rank in gpu_ranks)
+                problems.setdefault(node, []).append(f"{users_text} use the same GPU {uuid}")
+    return problems
 
 
-def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()) -> Problems:
+def outliers(values: Mapping[str, str], label: str, elsewhere: Sequence[str] = ()) -> Problems:
     """Return problems of the nodes whose value differs from the majority's. values: node -> its value.
 
     elsewhere: values of other nodes, which must be equal to these. They count only if `values` has no majority.
@@ -133,9 +135,9 @@ def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()
         usual, number = votes.most_common(1)[0]
         if usual in counts and number > votes.total() / 2:
             bad = {node: value for node, value in values.items() if value != usual}
-            return {node: [f"{what}: {value}, but {usual} on {number} others"] for node, value in bad.items()}
+            return {node: [f"{label}: {value}, but {usual} on {number} others"] for node, value in bad.items()}
     return {
-        node: [Undecided(f"{what}: {value}, but {' or '.join(v for v, _ in counts.most_common() if v != value)} elsewhere")]
+        node: [Undecided(f"{label}: {value}, but {' or '.join(v for v, _ in counts.most_common() if v != value)} elsewhere")]
         for node, value in values.items()
     }
 
@@ -145,19 +147,19 @@ def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: Clust
 
     Components that share GPUs communicate over gloo, so only torch's release counts there.
     """
-    found: dict[str, dict[str, str]] = {}  # what -> component -> the value of most of its nodes
+    majorities: dict[str, dict[str, str]] = {}  # name -> component -> the value of most of its nodes
     for component in COMPONENTS:
-        there = [node.versions for node in _node_reports(getattr(workers, component), seen)]
+        node_versions = [node.versions for node in _node_reports(getattr(workers, component), seen)]
         for name in (*MUST_MATCH, NETWORK):
-            counts = Counter(versions[name] for versions in there if name in versions)
+            counts = Counter(versions[name] for versions in node_versions if name in versions)
             usual, number = counts.most_common(1)[0] if counts else ("", 0)
             if 2 * number > counts.total() and (name == TORCH or not workers.colocated):
-                found.setdefault(name, {})[component] = usual
+                majorities.setdefault(name, {})[component] = usual
     titles = {TORCH: "torch's release", CUDA: "CUDA's major release"}
-    parts = {name: {of: common_part(name, version) for of, version in found.get(name, {}).items()} for name in MUST_MATCH}
-    parts[NETWORK] = found.get(NETWORK, {})
+    parts = {name: {of: common_part(name, version) for of, version in majorities.get(name, {}).items()} for name in MUST_MATCH}
+    parts[NETWORK] = majorities.get(NETWORK, {})
     mismatches = {name: _difference(titles.get(name, name), values, cluster) for name, values in parts.items()}
-    notes = [_difference(f"{name}'s build", found.get(name, {}), cluster) for name in (TORCH, CUDA)]
+    notes = [_difference(f"{name}'s build", majorities.get(name, {}), cluster) for name in (TORCH, CUDA)]
     return {name: why for name, why in mismatches.items() if why}, [why for why in notes if why]
 
 
@@ -169,13 +171,13 @@ def lacks(
     somewhere: Problems = {}
     for component in COMPONENTS:
         members = set(getattr(workers, component))
-        found = {node: there[0].lacks for node, ranks in nodes.items() if (there := _node_reports(members & set(ranks), seen))}
-        shared = [what for what in next(iter(found.values()), []) if all(what in others for others in found.values())]
+        absent = {node: first[0].lacks for node, ranks in nodes.items() if (first := _node_reports(members & set(ranks), seen))}
+        shared = [item for item in next(iter(absent.values()), []) if all(item in items for items in absent.values())]
         if shared:
             everywhere[component] = f"{component} ranks: {'; '.join(shared)}"
-        for node, what in found.items():
-            if own := [one for one in what if one not in shared]:
-                somewhere.setdefault(node, []).extend(own)
+        for node, node_items in absent.items():
+            if unshared := [item for item in node_items if item not in shared]:
+                somewhere.setdefault(node, []).extend(unshared)
     return everywhere, somewhere
 
 
@@ -196,7 +198,7 @@ def remedy(mismatches: Mapping[str, str], workers: WorkerGroups, cluster: Cluste
     return "the components' installations do not match", advice
 
 
-def _difference(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
+def _difference(label: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
     """Return how components differ, with their images if those differ too; "" if they do not."""
     if len(set(values.values())) < 2:
         return ""
@@ -204,32 +206,34 @@ def _difference(what: str, values: Mapping[str, str], cluster: ClusterConfig) ->
     keys = {name: f"cluster.{name}" for name in values}
     if len(set(images.values())) > 1:
         keys = {name: f"{key}.container_image={images[name] or 'null'}" for name, key in keys.items()}
-    return f"{what} is {', '.join(f'{value} in {keys[name]}' for name, value in values.items())}"
+    return f"{label} is {', '.join(f'{value} in {keys[name]}' for name, value in values.items())}"
 
 
-def _space(there: list[RankReport]) -> list[str]:
+def _space(rank_reports: list[RankReport]) -> list[str]:
     return [
         f"{folder}: only {free * 1000:.0f} MB can be written; expected at least {LEAST_FREE_GB * 1000:.0f} MB"
-        for report in there
+        for report in rank_reports
         if report.node
         for folder, free in report.node.free_gb.items()
         if free < LEAST_FREE_GB
     ]
 
 
-def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_gb: float) -> list[str]:
+def _gpus(rank_reports: list[RankReport], component: ComponentConfig, name: str, most_gb: float) -> list[str]:
     """Return the problems of a component's GPUs on a node. most_gb: memory of its largest GPU on any node."""
-    own = {report.rank: report.gpu for report in there if report.gpu}
-    found = [f"rank {rank}: {gpu.problem}" for rank, gpu in own.items() if gpu.problem]
-    visible = {uuid for gpu in own.values() for uuid in gpu.visible}
+    gpus = {report.rank: report.gpu for report in rank_reports if report.gpu}
+    problems = [f"rank {rank}: {gpu.problem}" for rank, gpu in gpus.items() if gpu.problem]
+    visible = {uuid for gpu in gpus.values() for uuid in gpu.visible}
     if len(visible) < component.gpus_per_node:
-        found.append(f"it shows {len(visible)} GPUs; cluster.{name}.gpus_per_node is {component.gpus_per_node}")
-    for rank, gpu in own.items():
-        found += _memory(rank, gpu, component, name, most_gb)
-    for node in (report.node for report in there if report.node):
-        found += [node.driver] if node.driver else []
-        found += [f"GPU {uuid} {text}" for uuid, gpu in node.gpus.items() if uuid in visible for text in _remapping(gpu.rows)]
-    return found
+        problems.append(f"it shows {len(visible)} GPUs; cluster.{name}.gpus_per_node is {component.gpus_per_node}")
+    for rank, gpu in gpus.items():
+        problems += _memory(rank, gpu, component, name, most_gb)
+    for node in (report.node for report in rank_reports if report.node):
+        problems += [node.driver] if node.driver else []
+        problems += [
+            f"GPU {uuid} {text}" for uuid, gpu in node.gpus.items() if uuid in visible for text in _remapping(gpu.rows)
+        ]
+    return problems
 
 
 def _remapping(rows: Sequence[str]) -> Iterator[str]:
@@ -259,18 +263,18 @@ def notes(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], worker
 
 def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, most_gb: float) -> list[str]:
     """Return the problems of a GPU's memory. cluster.<component>.gpu is not compared: it only names the GPU of the plan."""
-    expected, found = component.gpu_memory_gb, []
+    expected, problems = component.gpu_memory_gb, []
     if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (expected or most_gb):
-        other = (
+        comparison = (
             f"cluster.{name}.gpu_memory_gb is {expected:g}" if expected else f"the largest GPU of {name} has {most_gb:.1f} GB"
         )
-        found.append(f"rank {rank}: its GPU ({gpu.name}) has {gpu.memory_gb:.1f} GB; {other}")
+        problems.append(f"rank {rank}: its GPU ({gpu.name}) has {gpu.memory_gb:.1f} GB; {comparison}")
     if gpu.used_gb > FOREIGN_GB:
-        found.append(f"rank {rank}: {gpu.used_gb:.1f} GB of its GPU {gpu.uuid} are in use before anything is loaded")
-    return found
+        problems.append(f"rank {rank}: {gpu.used_gb:.1f} GB of its GPU {gpu.uuid} are in use before anything is loaded")
+    return problems
 
 
-def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unread: Mapping[int, str]) -> Problems:
+def run_folders(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unread: Mapping[int, str]) -> Problems:
     """Return problems of the nodes that do not share the run folder with rank 0.
 
     If these are most of the nodes, return problems of all other nodes instead, among them rank 0's node. If there are only two
@@ -296,18 +300,20 @@ def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float 
     slow, fast = split_by_speed(dict(measured), least)
     dead_links: Problems = {}
     slow_links: Problems = {}
-    for (one, other), link in measured.items():
-        for rank, peer in ((one, other), (other, one)):
+    for (first, second), link in measured.items():
+        for rank, peer in ((first, second), (second, first)):
             if not (rank in slow or {rank, peer} <= set(fast)):
                 continue
             if link.problem:
                 dead_links.setdefault(names[rank], []).append(f"{names[peer]} ({link.problem})")
             elif least is not None and link.gb_per_s < least:
                 slow_links.setdefault(names[rank], []).append(f"{link.gb_per_s:.3g} GB/s to {names[peer]}")
-    found = {node: [f"no network to {' and '.join(peers)}"] for node, peers in dead_links.items()}
+    problems = {node: [f"no network to {' and '.join(peers)}"] for node, peers in dead_links.items()}
     for node, speeds in slow_links.items():
-        found.setdefault(node, []).append(f"a slow network, {', '.join(speeds)}; cluster.node_checks.min_gb_per_s is {least:g}")
-    return found
+        problems.setdefault(node, []).append(
+            f"a slow network, {', '.join(speeds)}; cluster.node_checks.min_gb_per_s is {least:g}"
+        )
+    return problems
 
 
 def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float) -> Problems:
@@ -317,10 +323,10 @@ def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float)
     off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > most}
     if len(skews) == 2 and off:
         off = {0: -sum(off.values()), **off}
-    others = "the others'" if len(skews) > 2 else "the other's"
+    reference = "the others'" if len(skews) > 2 else "the other's"
     bound = f"cluster.node_checks.max_clock_skew_s is {most:g}"
     return {
-        names[rank]: [f"its clock is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {others}; {bound}"]
+        names[rank]: [f"its clock is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {reference}; {bound}"]
         for rank, skew in off.items()
     }
 
@@ -331,10 +337,10 @@ def clock_offsets(measured: Mapping[Pair, Link]) -> dict[int, tuple[float, float
     No rank has to compare its clock with all others. Over 500 nodes the errors of 500 half round trips add up to about 50 ms.
     """
     neighbours: dict[int, list[tuple[int, float, float]]] = {}
-    for (opener, other), link in measured.items():
+    for (opener, answerer), link in measured.items():
         if link.error_s:
-            neighbours.setdefault(opener, []).append((other, link.ahead_s, link.error_s))
-            neighbours.setdefault(other, []).append((opener, -link.ahead_s, link.error_s))
+            neighbours.setdefault(opener, []).append((answerer, link.ahead_s, link.error_s))
+            neighbours.setdefault(answerer, []).append((opener, -link.ahead_s, link.error_s))
     reached = {0: (0.0, 0.0)} if 0 in neighbours else {}
     queue = list(reached)
     for rank in queue:

@@ -186,28 +186,28 @@ class Metrics:
                 raise
 
     @contextmanager
-    def _going_on(self, what: str, step: int) -> Iterator[None]:
-        """Log an OSError of the block, which writes `what`, in place of raising it; later, log the steps that were lost."""
-        missing, begun = self._missing.setdefault(what, []), time.monotonic()
+    def _going_on(self, output: str, step: int) -> Iterator[None]:
+        """Log an OSError of the block, which writes `output`, in place of raising it; later, log the steps that were lost."""
+        missing, begun = self._missing.setdefault(output, []), time.monotonic()
         try:
             yield
             if (took := time.monotonic() - begun) > SLOW_S:
-                tell_slow(f"writing {what} of step {step}", took)
+                tell_slow(f"writing {output} of step {step}", took)
         except OSError as error:
             if not missing:
-                logger.warning("%s of step %d cannot be written (%s); the run goes on without them", what, step, error)
+                logger.warning("%s of step %d cannot be written (%s); the run goes on without them", output, step, error)
             missing.append(step)
             return
         if missing:
-            lost = "nothing is missing" if what == "TensorBoard" else f"the data of steps {_spans(missing)} are lost"
-            logger.info("%s can be written again, from step %d on; %s", what, step, lost)
+            lost = "nothing is missing" if output == "TensorBoard" else f"the data of steps {_spans(missing)} are lost"
+            logger.info("%s can be written again, from step %d on; %s", output, step, lost)
             missing.clear()
 
     def close(self) -> None:
         """Log the steps whose rollouts or TensorBoard events were never written."""
-        for what, steps in self._missing.items():
+        for output, steps in self._missing.items():
             if steps:
-                logger.warning("%s of steps %s were never written", what, _spans(steps))
+                logger.warning("%s of steps %s were never written", output, _spans(steps))
 
 
 class Reader:

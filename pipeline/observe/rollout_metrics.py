@@ -40,7 +40,7 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         "turns": _mean(turns),
         "turns_max": float(max(turns, default=math.nan)),
         "broke_judge": _mean([float(bool(rollout.broke)) for rollout in judged]),
-        "env_failures": float(sum(rollout.failed for rollout in rollouts)),
+        "env_failures": float(sum(rollout.has_failed for rollout in rollouts)),
     }
     for name in sorted({name for rollout in judged for name in rollout.metrics}):
         values[name] = _mean([rollout.metrics[name] for rollout in judged if name in rollout.metrics])

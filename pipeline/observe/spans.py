@@ -74,19 +74,19 @@ class Span:
         """The category with the most time."""
         return max(self.categories, key=self.categories.__getitem__)
 
-    def same_activity(self, other: Span) -> bool:
-        """Return whether the other span has the same verb and phase."""
-        (verb, phase), (other_verb, other_phase) = self.name, other.name
-        return verb == other_verb and (phase == other_phase or (len(self.names) > 2 and not phase))
+    def same_activity(self, following: Span) -> bool:
+        """Return whether the following span has the same verb and phase."""
+        (verb, phase), (next_verb, next_phase) = self.name, following.name
+        return verb == next_verb and (phase == next_phase or (len(self.names) > 2 and not phase))
 
-    def absorb(self, other: Span) -> None:
-        """Merge `other`, the span that follows directly, into this span."""
-        self.end = other.end
-        self.count += other.count
-        for (verb, phase), seconds in other.names.items():
+    def absorb(self, following: Span) -> None:
+        """Merge `following`, the span that follows directly, into this span."""
+        self.end = following.end
+        self.count += following.count
+        for (verb, phase), seconds in following.names.items():
             name = (verb, phase) if (verb, phase) in self.names or len(self.names) < MOST_NAMES else (verb, "")
             self.names[name] = self.names.get(name, 0.0) + seconds
-        for key, seconds in other.categories.items():
+        for key, seconds in following.categories.items():
             self.categories[key] = self.categories.get(key, 0.0) + seconds
 
     def part(self, begin: float, end: float) -> Span | None:

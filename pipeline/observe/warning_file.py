@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe.secrets import redacted
+from pipeline.recipe.secrets import redact
 
 FILE = Path("resources/warnings.jsonl")
 """Path of the warnings in an attempt's folder."""
@@ -38,7 +38,7 @@ def append(file: Path, lines: Sequence[dict[str, Any]]) -> None:
     if lines:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as out:
-            out.write(redacted("".join(json.dumps(line) + "\n" for line in lines)))
+            out.write(redact("".join(json.dumps(line) + "\n" for line in lines)))
 
 
 def last_warning(attempt: Path, checks: Sequence[str], node: str) -> dict[str, Any] | None:

@@ -44,11 +44,11 @@ def is_secret(variable: str) -> bool:
 
 def in_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return value -> name of each variable that holds a secret, longest values first."""
-    found = {value: name for name, value in environment.items() if is_secret(name) and len(value) >= SHORTEST}
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+    names = {value: name for name, value in environment.items() if is_secret(name) and len(value) >= SHORTEST}
+    return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
 
-def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
+def redact(text: str, values: Mapping[str, str] | None = None) -> str:
     """Return the text with *** in place of secrets. values: value -> name; None: the result of `in_environment`."""
     for value in in_environment() if values is None else values:
         text = text.replace(value, "***")

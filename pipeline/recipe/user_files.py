@@ -40,8 +40,8 @@ OTHER_FORMATS = {
 
 def other_format(first: bytes) -> str | None:
     """Return the error of a data file in another format than JSON lines, by its first bytes; None if they show no other."""
-    found = next((kind for mark, kind in OTHER_FORMATS.items() if first.startswith(mark)), None)
-    return f"got {found[0]}; expected one JSON object per line. Try {found[1]}" if found else None
+    kind = next((texts for mark, texts in OTHER_FORMATS.items() if first.startswith(mark)), None)
+    return f"got {kind[0]}; expected one JSON object per line. Try {kind[1]}" if kind else None
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
@@ -96,9 +96,9 @@ def lines(file: BinaryIO, longest: int = MAX_LINE, cut: bool = False) -> Iterato
             if not cut:
                 why = f"line {number} has more than {_size(longest)}; expected one record per line"
                 raise OSError(errno.EFBIG, why, file.name if isinstance(file.name, str) else None)
-            rest = line
-            while rest and not rest.endswith(b"\n"):
-                rest = file.readline(1 << 20)
+            chunk = line
+            while chunk and not chunk.endswith(b"\n"):
+                chunk = file.readline(1 << 20)
         yield line
 
 

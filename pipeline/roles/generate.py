@@ -179,18 +179,18 @@ class GenerateRole:
         Return how many sequences the engine decodes at once; 0 for an engine that scores.
         """
         policy, checkpoint = self._policy, self._recipe.evaluate.checkpoint if self._serves == "policy" else None
-        share, given = (self._world.own.rank(), self._world.own.size()), self._recipe.checkpointing
+        share, settings = (self._world.own.rank(), self._world.own.size()), self._recipe.checkpointing
         with self._world.phase("verify weights"):
             if folder := self._recipe.evaluate.checkpoint:
-                verification.check_share(read_record(Path(folder)), given.verify, share)
+                verification.check_share(read_record(Path(folder)), settings.verify, share)
             if not self._recipe.policy.random_init:
-                verification.check_export("policy.model_name", Path(self._recipe.policy.model_name), given.verify, share)
+                verification.check_export("policy.model_name", Path(self._recipe.policy.model_name), settings.verify, share)
         if self._serves == "reward_model":
             return 0  # loaded where it was built
         with self._world.phase("load weights"):
             update = self._backend.update()
             if checkpoint:
-                update.load(checkpoint_weights(Path(checkpoint), policy, key=verification.obtain_key(given)))
+                update.load(checkpoint_weights(Path(checkpoint), policy, key=verification.obtain_key(settings)))
             else:
                 update.load(model_weights(policy, self._seed))
             update.commit(0)
@@ -200,8 +200,8 @@ class GenerateRole:
     def likelihoods(self, unit: list[LikelihoodRequest]) -> list[Likelihood]:
         """Return the log-probs of the texts of `unit` on the engine's leader, [] on its peers. No episode may be open."""
         with self._world.phase("likelihoods"):
-            found = self._backend.likelihoods(unit)
-        return found if self._leads else []
+            results = self._backend.likelihoods(unit)
+        return results if self._leads else []
 
     @verb("rollout")
     def score(self, work: ScoreWork) -> list[float]:

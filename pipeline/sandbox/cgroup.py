@@ -46,7 +46,7 @@ def prepare() -> bool:
     if delegated_folder() is not None:
         return True
     version, own_folder = _own()
-    if version != 2 or not _delegated(own_folder) or "memory" not in (own_folder / "cgroup.controllers").read_text().split():
+    if version != 2 or not _is_delegated(own_folder) or "memory" not in (own_folder / "cgroup.controllers").read_text().split():
         return False
     (own_folder / RANKS).mkdir(exist_ok=True)
     until = time.monotonic() + RETRY_S
@@ -70,9 +70,9 @@ def prepare() -> bool:
 def delegated_folder() -> Path | None:
     """Return the folder in which this process may make memory cgroups; None if there is none."""
     version, own_folder = _own()
-    if version == 1 and _delegated(own_folder):
+    if version == 1 and _is_delegated(own_folder):
         return own_folder
-    if version == 2 and own_folder.name == RANKS and _delegated(own_folder.parent):
+    if version == 2 and own_folder.name == RANKS and _is_delegated(own_folder.parent):
         return own_folder.parent if "memory" in (own_folder.parent / "cgroup.subtree_control").read_text().split() else None
     return None
 
@@ -162,7 +162,7 @@ def memory_cgroup(cgroups: str, mounts: str) -> tuple[int, Path]:
     return 0, Path("/")
 
 
-def _delegated(folder: Path) -> bool:
+def _is_delegated(folder: Path) -> bool:
     for mark in ("user.delegate", "trusted.delegate"):
         with contextlib.suppress(OSError):
             if os.getxattr(folder, mark) == b"1":

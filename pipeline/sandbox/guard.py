@@ -159,7 +159,7 @@ class _Watch:
             if sum(map(len, self._outputs.values())) > self._limits.output_bytes:
                 return -signal.SIGKILL, "output"
             if (now := time.monotonic()) >= next_sample:
-                if cause := self._exceeded(now - begun):
+                if cause := self._check_limits(now - begun):
                     return -signal.SIGKILL, cause
                 next_sample = now + self._tick_s
 
@@ -169,7 +169,7 @@ class _Watch:
         beyond = status == -signal.SIGKILL and self._used.cpu_s > self._limits.cpu_s - 2 * TICK_S
         return "cpu time" if status == -signal.SIGXCPU or beyond else f"signal {-status}"
 
-    def _exceeded(self, seconds: float) -> str | None:
+    def _check_limits(self, seconds: float) -> str | None:
         """Sample the usage, set the next sampling interval, and return an exceeded limit or None. seconds: wall time so far."""
         limits = self._limits
         if os.getppid() != self._rank:

@@ -125,5 +125,5 @@ def _among(constants: Iterable[int], then: int = ALLOW) -> list[bytes]:
     return [instruction for constant in constants for instruction in _if(EQUAL, constant, [_return(then)])]
 
 
-def _return(what: int) -> bytes:
-    return _instruction(RETURN, 0, 0, what)
+def _return(action: int) -> bytes:
+    return _instruction(RETURN, 0, 0, action)

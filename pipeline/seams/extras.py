@@ -60,10 +60,10 @@ def is_here(name: str) -> bool:
     module = EXTRAS[name].module
     assert module is not None, f"{name}: the core does not reach it"
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # of the package that holds it
         return False
-    return found is not None and found.origin is not None  # a folder that is left without files has no origin
+    return spec is not None and spec.origin is not None  # a folder that is left without files has no origin
 
 
 def find(name: str) -> Any | None:

@@ -37,8 +37,8 @@ from pipeline.steering.steer_files import (
     KeyChange,
     answers,
     decode,
+    find_unanswered,
     read_request,
-    unanswered,
     write_answer,
 )
 
@@ -68,7 +68,7 @@ class Steering:
         """Apply the changes of a checkpoint, before the rest of it is loaded. step: its step; 0 without a checkpoint."""
         for answer in map(decode, state):
             self._apply(answer, stream)
-        self._again = sorted((each for each in self._answers if each.changes and each.step > step), key=_order)
+        self._again = sorted((later for later in self._answers if later.changes and later.step > step), key=_order)
 
     def step_ended(self, step: int, stream: Stream | Mixture) -> dict[str, float]:
         """Apply the changes due after `step` steps, and return a metric that marks the step; {} if nothing changed."""
@@ -86,7 +86,7 @@ class Steering:
             self._answer(request, step, (), f"the run ended at step {step} before the change could take effect")
 
     def _requests(self, step: int) -> Iterable[ChangeRequest]:
-        for number in unanswered(self._folder, self._answers):
+        for number in find_unanswered(self._folder, self._answers):
             try:
                 yield read_request(self._folder, number)
             except FileNotFoundError:
@@ -97,14 +97,14 @@ class Steering:
     def _take(self, request: ChangeRequest, step: int, stream: Stream | Mixture) -> int:
         """Check a request, answer it, and apply its changes. Return their number; 0 if it was refused."""
         try:
-            given = live_keys.steered(self._started, self._recipe, live_keys.parsed(request.values))
-            self._refuse_what_ranks_cannot({change.key: change.new for change in given})
+            steered = live_keys.steered(self._started, self._recipe, live_keys.parsed(request.values))
+            self._refuse_what_ranks_cannot({change.key: change.new for change in steered})
         except RecipeError as error:
             self._answer(request, step, (), str(error))
             return 0
         started = self._started
-        found = tuple(KeyChange(each.key, each.old, each.new, live_keys.value_at(started, each.key)) for each in given)
-        return self._apply(self._answer(request, step, found), stream)
+        changes = tuple(KeyChange(c.key, c.old, c.new, live_keys.value_at(started, c.key)) for c in steered)
+        return self._apply(self._answer(request, step, changes), stream)
 
     def _refuse_what_ranks_cannot(self, values: dict[str, Any]) -> None:
         """Raise RecipeError if a train rank cannot take these values: a schedule without a needed argument, for example."""
@@ -123,7 +123,7 @@ class Steering:
 
     def _apply(self, answer: ChangeAnswer, stream: Stream | Mixture) -> int:
         """Apply the changes of an answer on all ranks, and return their number."""
-        values = {each.key: each.new for each in answer.changes if self._holds(each)}
+        values = {key_change.key: key_change.new for key_change in answer.changes if self._holds(key_change)}
         if values:
             self._train.call(TrainRole.change, values).result()
             live_keys.put(self._recipe, values)
@@ -140,9 +140,9 @@ class Steering:
         now = live_keys.value_at(self._started, change.key)
         if now == change.submitted:
             return True
-        told = on_one_line(now), on_one_line(change.new)
+        texts = on_one_line(now), on_one_line(change.new)
         logger.warning(
-            "%s is %s: a later submission set this value, so the earlier change to %s no longer applies", change.key, *told
+            "%s is %s: a later submission set this value, so the earlier change to %s no longer applies", change.key, *texts
         )
         return False
 

@@ -112,7 +112,7 @@ def numbers(run_dir: Path) -> list[int]:
         names = os.listdir(run_dir / FOLDER)
     except FileNotFoundError:
         return []
-    return sorted(int(found[1]) for name in names if (found := NAME.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
 
 
 def read_request(run_dir: Path, number: int) -> ChangeRequest:
@@ -129,9 +129,9 @@ def read_request(run_dir: Path, number: int) -> ChangeRequest:
     return ChangeRequest(number, request.values, request.user, request.host, request.time)
 
 
-def unanswered(run_dir: Path, given: Iterable[ChangeAnswer]) -> list[int]:
+def find_unanswered(run_dir: Path, past_answers: Iterable[ChangeAnswer]) -> list[int]:
     """Return the numbers of the requests without an answer, in order."""
-    done = {answer.request for answer in given}
+    done = {answer.request for answer in past_answers}
     return [number for number in numbers(run_dir) if number not in done]
 
 

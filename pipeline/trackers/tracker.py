@@ -83,25 +83,25 @@ class Tracker(Protocol):
         ...
 
 
-def flattened(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
     """Return nested mappings as one flat mapping with dotted keys. key: prefix of the keys."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         below = f"{key}.{name}" if key else str(name)
-        flat |= flattened(value, below) if isinstance(value, Mapping) and value else {below: value}
+        flat |= flatten(value, below) if isinstance(value, Mapping) and value else {below: value}
     return flat
 
 
 def messages(sample: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return a line of a rollouts file as the messages of a conversation."""
-    told = [{"role": "user", "content": str(sample.get("prompt", ""))}]
+    conversation = [{"role": "user", "content": str(sample.get("prompt", ""))}]
     if turns := sample.get("turns"):
         for turn in turns:
-            told.append({"role": "assistant", "content": turn["said"]})
+            conversation.append({"role": "assistant", "content": turn["said"]})
             if turn["told"]:
-                told.append({"role": "user", "content": turn["told"]})
-        return told
-    return [*told, {"role": "assistant", "content": str(sample.get("completion", ""))}]
+                conversation.append({"role": "user", "content": turn["told"]})
+        return conversation
+    return [*conversation, {"role": "assistant", "content": str(sample.get("completion", ""))}]
 
 
 COLUMNS = ("prompt", "completion", "reward", "finish", "sample", "prompt_index")

@@ -75,11 +75,11 @@ class TrackioTracker:
 
     def log(self, steps: Sequence[LoggedStep]) -> None:
         """Insert the rows of steps in one transaction or request."""
-        self._insert([(f"{each.step}", each.step, each.time, dict(each.values)) for each in steps])
+        self._insert([(f"{step.step}", step.step, step.time, dict(step.values)) for step in steps])
 
     def _insert(self, rows: Sequence[tuple[str, int, float, dict[str, Any]]]) -> None:
         """Insert rows of (end of the row's id, step, unix seconds, values)."""
-        names = [f"{self._run.id}:{own}" for own, *_ in rows]
+        names = [f"{self._run.id}:{suffix}" for suffix, *_ in rows]
         steps, values = [row[1] for row in rows], [row[3] for row in rows]
         times = [datetime.fromtimestamp(row[2], UTC).isoformat() for row in rows]
         project, config = self._section.project, dict(self._run.recipe)
@@ -89,8 +89,8 @@ class TrackioTracker:
             return
         shared = {"project": project, "run": self._name, "run_id": self._run.id, "config": config}
         entries = [
-            {**shared, "metrics": each, "step": step, "timestamp": time, "log_id": name}
-            for each, step, time, name in zip(values, steps, times, names, strict=True)
+            {**shared, "metrics": metrics, "step": step, "timestamp": time, "log_id": name}
+            for metrics, step, time, name in zip(values, steps, times, names, strict=True)
         ]
         self._client.predict(api_name="/bulk_log", logs=entries, hf_token=self._token)
 

@@ -112,8 +112,8 @@ class WandbTracker:
 
     def log(self, steps: Sequence[LoggedStep]) -> None:
         """Log steps. Offline, wait until they are in the file. Raises TimeoutError if that takes too long."""
-        for each in steps:
-            self._wandb.log({**each.values, "_timestamp": each.time}, step=each.step, commit=True)
+        for step in steps:
+            self._wandb.log({**step.values, "_timestamp": step.time}, step=step.step, commit=True)
         until = time.monotonic() + WRITTEN_S
         while self._log and self._log.last_step() < steps[-1].step:
             if time.monotonic() > until:

@@ -101,7 +101,7 @@ def _holds_secret(path: Path) -> bool:
     Other files are not read.
     """
     text = (small_files.read_text(path) or "") if path.suffix == ".yaml" else ""
-    return secrets.redacted(text) != text
+    return secrets.redact(text) != text
 
 
 def _version(path: Path) -> str:

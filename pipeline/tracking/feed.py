@@ -28,7 +28,7 @@ AT_ONCE = 200
 """Most steps that are sent together."""
 
 
-def enabled(recipe: Recipe) -> list[str]:
+def enabled_trackers(recipe: Recipe) -> list[str]:
     """Return the names of the trackers that a recipe asks for."""
     return [name for name in TRACKERS if getattr(recipe.logger, f"{name}_enabled")]
 
@@ -70,8 +70,8 @@ class Feed:
                 tracker = self._begin_record(step)
             else:
                 self._send(tracker, [line for line in lines if line["step"] > self.last])
-        for each in self._missing(ended):
-            self._attach(tracker, each)
+        for attachment in self._missing(ended):
+            self._attach(tracker, attachment)
 
     def _is_behind(self, ended: bool) -> bool:
         """Return whether a closed record lacks steps or attachments. Goes on reading metrics.jsonl at its current position."""
@@ -82,9 +82,9 @@ class Feed:
     def _open(self) -> Tracker:
         position, first = self._position, run_id(self._run_dir)
         position.write(self._path)  # raises on a full disk, where W&B's start would hang
-        own = first if position.record == 1 else f"{first}-{position.record}"
+        record_id = first if position.record == 1 else f"{first}-{position.record}"
         plain = environment_names.named(self._run_dir, small_files.read_yaml(self._run_dir / "recipe.yaml"))
-        run = TrackedRun(own, first, self._recipe.name, self._run_dir.resolve(), _redacted(plain))
+        run = TrackedRun(record_id, first, self._recipe.name, self._run_dir.resolve(), _redact(plain))
         tracker = self._kind(getattr(self._recipe.logger, self.name), run, position.state)
         self._tracker = tracker  # before it opens: `reset` closes what has half begun
         if (held := tracker.open()) is not None:
@@ -117,24 +117,24 @@ class Feed:
             part = lines[at : at + AT_ONCE]
             self._position.digests |= {line["step"]: digest(line) for line in part}
             self._position.write(self._path)
-            tracker.log([_logged(line) for line in part])
+            tracker.log([_make_step(line) for line in part])
             self._position.last = part[-1]["step"]
             self._position.write(self._path)
 
     def _missing(self, ended: bool) -> list[Attachment]:
-        found = attachments(self._run_dir, self._recipe.checkpointing.save_period, self.last if ended else self.last - 1)
+        candidates = attachments(self._run_dir, self._recipe.checkpointing.save_period, self.last if ended else self.last - 1)
         known = self._position.attached | self._refused
-        return [each for each in found if known.get(each.name) != each.version]
+        return [attachment for attachment in candidates if known.get(attachment.name) != attachment.version]
 
-    def _attach(self, tracker: Tracker, each: Attachment) -> None:
+    def _attach(self, tracker: Tracker, attachment: Attachment) -> None:
         """Send an attachment. A failure is only logged, since steps matter more."""
         try:
-            each.send(tracker)
+            attachment.send(tracker)
         except Exception as error:
-            logger.warning("%s: %s could not be sent (%s)", self.title, each.name, brief(error))
-            self._refused[each.name] = each.version
+            logger.warning("%s: %s could not be sent (%s)", self.title, attachment.name, brief(error))
+            self._refused[attachment.name] = attachment.version
             return
-        self._position.attached[each.name] = each.version
+        self._position.attached[attachment.name] = attachment.version
         self._position.write(self._path)
 
     def reset(self) -> None:
@@ -156,17 +156,17 @@ class Feed:
             self._position.write(self._path)
 
 
-def _logged(line: Mapping[str, Any]) -> LoggedStep:
+def _make_step(line: Mapping[str, Any]) -> LoggedStep:
     values = {key: value for key, value in line.items() if key not in ("step", "time") and value is not None}
     return LoggedStep(line["step"], line["time"], values)
 
 
-def _redacted(value: Any) -> Any:
+def _redact(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _redacted(inner) for key, inner in value.items()}
+        return {str(key): _redact(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_redacted(inner) for inner in value]
-    return secrets.redacted(value) if isinstance(value, str) else value
+        return [_redact(inner) for inner in value]
+    return secrets.redact(value) if isinstance(value, str) else value
 
 
 def brief(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from pipeline.config import Recipe
 from pipeline.seams.job_events import JobObserver
-from pipeline.tracking.feed import brief, enabled
+from pipeline.tracking.feed import brief, enabled_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class TrackerProcess:
 
 def start(recipe: Recipe, run_dir: Path, folder: Path) -> TrackerProcess | None:
     """Start the process of a recipe's trackers; return None if the recipe has no tracker. folder: the attempt's."""
-    if not enabled(recipe):
+    if not enabled_trackers(recipe):
         return None
     command = [
         sys.executable,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pipeline import config
 from pipeline.files import rank_log
-from pipeline.tracking.feed import Feed, brief, enabled
+from pipeline.tracking.feed import Feed, brief, enabled_trackers
 from pipeline.tracking.position import FOLDER
 from pipeline.tracking.supervision import BEHIND
 
@@ -120,7 +120,7 @@ def alone(folder: Path, wait_s: float = 0.0, ending: threading.Event | None = No
 def feed_all(run_dir: Path, stop: threading.Event, attempt: str) -> int:
     """Feed all trackers of the recipe until `stop` is set and they have all data. Return the exit status."""
     recipe = config.read(run_dir / "recipe.yaml")
-    threads = [FeedThread(Feed(name, recipe, run_dir), stop, run_dir / "done.json") for name in enabled(recipe)]
+    threads = [FeedThread(Feed(name, recipe, run_dir), stop, run_dir / "done.json") for name in enabled_trackers(recipe)]
     for thread in threads:
         thread.start()
     until = None

@@ -253,7 +253,7 @@ class FSDPBackend(TrainBackend):
         read: list[torch.Tensor] = []
         if keep_weights:  # what a refit reads: merged weights without their parts, or the adapters
             self._merge()
-            read = [self.local_tensor(name) for name in self._served]
+            read = [self.local_tensor(name) for name in self._served_layout]
         changing = [local(parameter) for parameter in self._trained.values()]
         changing += self._merged.tensors.values() if self._merged else ()
         if self._role.trained:
@@ -276,7 +276,7 @@ class FSDPBackend(TrainBackend):
     def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = getattr(torch, self._policy.precision)
         self._merge(always=model)
-        for name, pieces in (self._model.layout if model else self._served).items():
+        for name, pieces in (self._model.layout if model else self._served_layout).items():
             # Cast before gathering, which halves the traffic in half precision.
             tensor = gather_full(self._parameters[name], self.local_tensor(name).to(self.device, served_dtype(name, dtype)))
             outer = whole(tuple(tensor.shape))
@@ -291,7 +291,7 @@ class FSDPBackend(TrainBackend):
         return adapters.shapes if adapters and self._role.serves_adapters else self._shapes
 
     @property
-    def _served(self) -> dict[str, list[Piece]]:
+    def _served_layout(self) -> dict[str, list[Piece]]:
         """{parameter: its pieces of tensors on disk} for the parameters that refits read."""
         adapters = self._model.adapters
         return adapters.layout if adapters and self._role.serves_adapters else self._model.layout
@@ -301,7 +301,7 @@ class FSDPBackend(TrainBackend):
         self._merge()
         return [
             region(piece, name, self.local_tensor(name).stride())
-            for name, pieces in self._served.items()
+            for name, pieces in self._served_layout.items()
             for piece in restrict(pieces, local_box(self._parameters[name]))
         ]
 
@@ -341,7 +341,7 @@ class FSDPBackend(TrainBackend):
     def _entries(self) -> Iterator[Entry]:
         """Yield this rank's part of a checkpoint, without the parts that a lower rank holds too."""
         shapes, rank = self._saved_shapes(), self._group.rank()
-        saved_here = [saved for saved in self._saved() if is_first_holder(saved[1], rank)]
+        saved_here = [saved for saved in self._saved_parameters() if is_first_holder(saved[1], rank)]
         for prefix, parameter, pieces in saved_here:
             yield from checkpoint_state.entries(prefix, parameter, pieces, shapes)
         pieces_of: dict[torch.Tensor, list[Piece]] = {parameter: pieces for _, parameter, pieces in saved_here}
@@ -358,7 +358,9 @@ class FSDPBackend(TrainBackend):
         lora.check_record(folder, record.get("lora"), self._lora_record)
         freezing.check_record(folder, record, self._policy.freeze_parameters)
         shapes = self._saved_shapes()
-        expected = {f"{prefix}.{piece.name}": shapes[piece.name] for prefix, _, pieces in self._saved() for piece in pieces}
+        expected = {
+            f"{prefix}.{piece.name}": shapes[piece.name] for prefix, _, pieces in self._saved_parameters() for piece in pieces
+        }
         stored = {name: shape for name, shape in reader.shapes.items() if name.startswith(("model.", "adapter."))}
         if stored != expected:
             raise checkpoint_state.other_model(folder, stored, expected)
@@ -377,7 +379,7 @@ class FSDPBackend(TrainBackend):
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
         self._optimizer, self._schedule = optimizer, schedule
         self._scale.restore(record.get("loss_scale"))
-        for prefix, parameter, pieces in self._saved():
+        for prefix, parameter, pieces in self._saved_parameters():
             checkpoint_state.load_entries(prefix, parameter, pieces, reader)
         checkpoint_state.load_optimizer(self._optimizer, self._pieces(), shapes, reader)
         self._refresh_merged()
@@ -385,7 +387,7 @@ class FSDPBackend(TrainBackend):
         if record["ranks"] == self._group.size() and record.get("layout", sizes) == sizes:
             checkpoint_state.load_random(self.device, rank, reader, records[rank]["random"])
 
-    def _saved(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
+    def _saved_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
         """Yield (prefix of its names in a checkpoint, parameter, its pieces on disk) for each parameter that is saved.
 
         These are all parameters or, with adapters, the trained parameters.
@@ -403,7 +405,7 @@ class FSDPBackend(TrainBackend):
         return self._shapes | (self._model.adapters.shapes if self._model.adapters else {})
 
     def _pieces(self) -> dict[torch.Tensor, list[Piece]]:
-        return {parameter: pieces for _, parameter, pieces in self._saved()}
+        return {parameter: pieces for _, parameter, pieces in self._saved_parameters()}
 
 
 def _weights(model: PackedModel) -> list[torch.Tensor]:

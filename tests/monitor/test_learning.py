@@ -44,7 +44,7 @@ class Run:
             prompts = [Prompt(i, QUESTION, "", {"answer": "15"}) for i in range(2)]
             groups = [RolloutGroup(each, tuple(make(each.index, j, self.step) for j in range(4))) for each in prompts]
             self.step += 1
-            self.monitor.learned(self.algorithm.compute_advantages(groups), self.algorithm.needs.estimates)
+            self.monitor.note_learning(self.algorithm.compute_advantages(groups), self.algorithm.needs.estimates)
             self.monitor.step_ended(self.step, {"train/lr": 1e-3, "train/grad_norm": 1.0, **values}, groups)
         return self.holding()
 
@@ -132,7 +132,7 @@ def test_a_data_set_of_which_nothing_is_trained(tmp_path):
     run = Run(tmp_path, "sft")
     for step in range(STEPS):
         mask = np.zeros(5, np.bool_)
-        run.monitor.learned([SimpleNamespace(loss_mask=mask, advantages=mask)], False)
+        run.monitor.note_learning([SimpleNamespace(loss_mask=mask, advantages=mask)], False)
         run.monitor.step_ended(step + 1, {"train/lr": 1e-3, "train/grad_norm": 0.0}, None)
     assert run.holding() == ["no_trained_token"]
 

@@ -151,10 +151,10 @@ def _watch(monkeypatch: pytest.MonkeyPatch, sample: Callable[[UsageMeter], Resou
 def test_an_idle_program_is_sampled_less_often_until_it_works(monkeypatch: pytest.MonkeyPatch):
     used = [ResourceUsage(1, 1 << 20, 0.1)]
     watch, _ = _watch(monkeypatch, lambda meter: used[-1])
-    ticks = [watch._exceeded(1.0) or watch._tick_s for _ in range(10)]
+    ticks = [watch._check_limits(1.0) or watch._tick_s for _ in range(10)]
     assert ticks[:3] == [guard.TICK_S, 2 * guard.TICK_S, 4 * guard.TICK_S] and ticks[-1] == guard.IDLE_TICK_S
     used.append(ResourceUsage(1, 1 << 20, 0.11))
-    assert watch._exceeded(1.0) is None and watch._tick_s == guard.TICK_S
+    assert watch._check_limits(1.0) is None and watch._tick_s == guard.TICK_S
 
 
 def test_a_program_with_new_input_is_sampled_at_once(monkeypatch: pytest.MonkeyPatch):

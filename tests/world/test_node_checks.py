@@ -418,9 +418,9 @@ def test_outliers_are_the_minority_or_all_without_a_majority():
 def test_nodes_that_do_not_share_the_run_folder_are_named():
     ranks = {f"n{i}": [i] for i in range(4)}
     seen = reports(nodes=4, per_node=1)
-    assert diagnosis.shared(ranks, seen, {}) == {}
-    assert list(diagnosis.shared(ranks, seen, {2: "no such file"})) == ["n2"]
+    assert diagnosis.run_folders(ranks, seen, {}) == {}
+    assert list(diagnosis.run_folders(ranks, seen, {2: "no such file"})) == ["n2"]
     for rank in (1, 2, 3):
         seen[rank].node.shared = "no such file"
-    assert list(diagnosis.shared(ranks, seen, {})) == ["n0"]  # rank 0's own node sees another folder than all others
-    assert sorted(diagnosis.shared({"n0": [0], "n1": [1]}, seen, {})) == ["n0", "n1"]
+    assert list(diagnosis.run_folders(ranks, seen, {})) == ["n0"]  # rank 0's own node sees another folder than all others
+    assert sorted(diagnosis.run_folders({"n0": [0], "n1": [1]}, seen, {})) == ["n0", "n1"]

@@ -77,12 +77,12 @@ class ForkedJudge:
         reading = asyncio.ensure_future(read_message(self._reader, EnvReply, MAX_REPLY_BYTES))
         while not reading.done() and not self.ended.done():
             part, begun = self.progress.read()
-            left = begun + (BUILD_S if part == "build" else limit_s) - time.monotonic()
-            if left <= 0:
+            remaining = begun + (BUILD_S if part == "build" else limit_s) - time.monotonic()
+            if remaining <= 0:
                 reading.cancel()
                 self.kill()
                 return ""
-            await asyncio.wait({reading, self.ended}, timeout=min(left, limit_s), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading, self.ended}, timeout=min(remaining, limit_s), return_when=asyncio.FIRST_COMPLETED)
         if self.ended.done():
             await asyncio.wait({reading}, timeout=LAST_REPLY_S)
         if not reading.done():
@@ -183,11 +183,11 @@ class JudgeGroup:
                     continue
                 fresh, chosen.busy, chosen.calls = not chosen.calls, True, chosen.calls + 1
                 task = asyncio.ensure_future(self._run(call, chosen, fresh))
-                task.add_done_callback(self._ended)
+                task.add_done_callback(self._finish)
                 self._running.add(task)
         self._waiting.extendleft(reversed(held_back))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _finish(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         task.result()  # its error is raised in the loop, whose handler reports it
         self._start()
@@ -199,14 +199,14 @@ class JudgeGroup:
             if held.ended.done():
                 raise LookupError
             return None if held.busy else held
-        idle = [one for one in self.judges if not one.busy and not one.suspect]
-        free = [one for one in idle if not one.episodes]
+        idle = [judge for judge in self.judges if not judge.busy and not judge.suspect]
+        free = [judge for judge in idle if not judge.episodes]
         if free and not call.tries:
             return free[-1]
         if call.tries or len(self.judges) < self._most:
             self.judges.append(self._fork(self))
             return self.judges[-1]
-        return min(idle, key=lambda one: len(one.episodes), default=None)
+        return min(idle, key=lambda judge: len(judge.episodes), default=None)
 
     async def _run(self, call: _WaitingCall, taken: ForkedJudge, fresh: bool) -> None:
         self._send_reply(call.command.call)
@@ -243,11 +243,11 @@ class JudgeGroup:
             return f"{part or 'it'} took more than {self._timeout_s:g} s (env.{self.name}.timeout_s)"
         return f"its judge {how}" if part else LOST_WITH_JUDGE
 
-    def _fail(self, call: _WaitingCall, why: str, of_answer: bool, how: str = "", told: str = "") -> None:
+    def _fail(self, call: _WaitingCall, why: str, of_answer: bool, how: str = "", trace: str = "") -> None:
         if of_answer and (outcome := self._outcome_of(how)) is not None:
             self._send_reply(EnvReply(call.command.call, outcome))
             return
-        self._log.log(call.command.title, why, of_answer, told)
+        self._log.log(call.command.title, why, of_answer, trace)
         self._send_reply(EnvReply(call.command.call, None, why, of_answer))
 
     def _outcome_of(self, how: str) -> StepOutcome | None:
@@ -270,13 +270,13 @@ class JudgeGroup:
     async def close(self) -> None:
         """Let the judges close the environment; kill those that do not end in time."""
         self._waiting.clear()
-        used = [one for one in self.judges if one.calls and not one.busy]
-        for one in used:
-            one.tell(frame(EnvCommand()))
+        used = [judge for judge in self.judges if judge.calls and not judge.busy]
+        for judge in used:
+            judge.tell(frame(EnvCommand()))
         if used:
-            await asyncio.wait({one.ended for one in used}, timeout=CLOSE_S)
-        for one in self.judges:
-            one.kill()
+            await asyncio.wait({judge.ended for judge in used}, timeout=CLOSE_S)
+        for judge in self.judges:
+            judge.kill()
 
 
 @dataclass
@@ -288,13 +288,13 @@ class _FailureLog:
     suppressed: int = field(default=0, init=False)
     last: float = field(default=0.0, init=False)
 
-    def log(self, title: str, why: str, of_answer: bool, told: str) -> None:
+    def log(self, title: str, why: str, of_answer: bool, trace: str) -> None:
         now = time.monotonic()
         if self.lines >= LOGGED_AT_ONCE and now < self.last + LOG_INTERVAL_S:
             self.suppressed += 1
             return
-        others = f" (and {self.suppressed} others before that were not logged)" if self.suppressed else ""
-        what = "broke its environment and counts as wrong" if of_answer else "failed"
-        first = "" if self.lines else "\n" + told
-        logger.warning(f"env.{self.environment}: {title} {what}: {why}{others}{first.rstrip()}")
+        note = f" (and {self.suppressed} others before that were not logged)" if self.suppressed else ""
+        consequence = "broke its environment and counts as wrong" if of_answer else "failed"
+        first = "" if self.lines else "\n" + trace
+        logger.warning(f"env.{self.environment}: {title} {consequence}: {why}{note}{first.rstrip()}")
         self.lines, self.suppressed, self.last = self.lines + 1, 0, now

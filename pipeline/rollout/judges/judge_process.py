@@ -162,9 +162,9 @@ def _judge(stepper: EnvStepper, command: EnvCommand, progress: Progress) -> EnvR
         outcome = stepper.step(request, progress.begin)
     except BaseException as error:  # SystemExit too, which would end the judge
         stepper.forget(command.episode)
-        found, stuck = failure_of(error, progress.read()[0]), isinstance(error, ProcessStuck)
-        told = encodable(traceback.format_exc()[-TRACEBACK_CHARS:])
-        return EnvReply(command.call, None, found.why, found.of_answer, stuck=stuck, traceback=told)
+        failure, stuck = failure_of(error, progress.read()[0]), isinstance(error, ProcessStuck)
+        trace = encodable(traceback.format_exc()[-TRACEBACK_CHARS:])
+        return EnvReply(command.call, None, failure.why, failure.of_answer, stuck=stuck, traceback=trace)
     if is_final(request.last, outcome):
         stepper.forget(command.episode)
         return EnvReply(command.call, outcome)

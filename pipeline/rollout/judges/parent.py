@@ -67,8 +67,8 @@ class EnvReport(msgspec.Struct, array_like=True):
     @classmethod
     def of(cls, error: BaseException) -> EnvReport:
         """Return the report of an exception, with its traceback."""
-        told = map(encodable, (type(error).__name__, str(error), "".join(traceback.format_exception(error))))
-        return cls([], [], {}, *told)
+        texts = map(encodable, (type(error).__name__, str(error), "".join(traceback.format_exception(error))))
+        return cls([], [], {}, *texts)
 
 
 class Parent:
@@ -145,20 +145,22 @@ class Parent:
         self._writer.write(frame(report))
 
     def _fork(self, group: JudgeGroup) -> ForkedJudge:
-        ours, its = socket.socketpair()
+        parent_end, judge_end = socket.socketpair()
         progress = Progress()
         progress.begin("build")
         pid = os.fork()
         if not pid:
-            self._become_judge(group, its, ours, progress)
-        its.close()
+            self._become_judge(group, judge_end, parent_end, progress)
+        judge_end.close()
         with contextlib.suppress(OSError):  # the child does the same
             os.setpgid(pid, pid)
-        forked = ForkedJudge(pid, ours, progress)
+        forked = ForkedJudge(pid, parent_end, progress)
         self._by_pid[pid] = group, forked
         return forked
 
-    def _become_judge(self, group: JudgeGroup, connection: socket.socket, ours: socket.socket, progress: Progress) -> NoReturn:
+    def _become_judge(
+        self, group: JudgeGroup, connection: socket.socket, parent_end: socket.socket, progress: Progress
+    ) -> NoReturn:
         status = 1
         try:
             os.setpgid(0, 0)
@@ -166,8 +168,8 @@ class Parent:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             asyncio._set_running_loop(None)  # the loop is the parent's
             asyncio.set_event_loop(None)
-            for other in (self._connection, ours, *(judge.connection for _, judge in self._by_pid.values())):
-                other.close()
+            for sock in (self._connection, parent_end, *(judge.connection for _, judge in self._by_pid.values())):
+                sock.close()
             judge_process.run(connection, progress, group.limits, functools.partial(self._stepper, group))
             status = 0
         except BaseException:

@@ -72,8 +72,8 @@ class JudgePool:
                 report = self._process.reports.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 self._process.end()
-                what = f"the environments' process has not loaded {', '.join(self._settings.env)}"
-                raise RuntimeError(f"env: {what} within {timeout_s:g} s") from None
+                failure = f"the environments' process has not loaded {', '.join(self._settings.env)}"
+                raise RuntimeError(f"env: {failure} within {timeout_s:g} s") from None
             if report is None:
                 raise RuntimeError(f"the environments' process {self._process.end()} before its environments were loaded")
             self._take(report)
@@ -120,10 +120,10 @@ class JudgePool:
             answers += self._take_reports()
             self._replace(self._process.end())
         self._dispatch()
-        others, self._answers = self._answers, []
-        for episode, _ in others:
+        unjudged, self._answers = self._answers, []
+        for episode, _ in unjudged:
             self.forget(episode)
-        return answers + others
+        return answers + unjudged
 
     def seconds_left(self) -> float | None:
         """Return the seconds until `take` must be called even if `wakeup` is not set; None if it need not be called."""
