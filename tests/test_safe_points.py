@@ -288,7 +288,7 @@ def test_a_metric_that_a_checkpoint_lacks_is_logged_once(tmp_path, caplog):
     steps.end(2)
     (warning,) = [record.getMessage() for record in caplog.records if "metric_name" in record.getMessage()]
     assert "got train:lss, but the metrics of step 1 have no train/lss" in warning
-    assert warning.endswith("There are: time/step, train/loss")
+    assert warning.endswith("Its metrics: time/step, train/loss")
 
 
 def test_a_step_without_validation_is_named_as_the_reason(tmp_path, caplog):
