@@ -164,7 +164,7 @@ def show(loaded: suite.LoadedSuite, folder: SweepFolder) -> int:
 def _submit(folder: SweepFolder, own: str | None = None) -> bool:
     """Submit the due jobs to Slurm, and a check that depends on them. Return whether a later check will evaluate the gates.
 
-    own: the id of this process's job, if it is the check. If another check waits, failed jobs are left to it.
+    If another check waits, failed jobs are left to it. own: the id of this process's job, if it is a check.
     """
     queue = Queue("slurm")
     job_states = folder.job_states(queue)

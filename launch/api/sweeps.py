@@ -272,7 +272,8 @@ def begin(loaded: LoadedSuite, name: str, values: list[str], id: str | None = No
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     try:
-        with open(log, "ab") as output:
-            return start_detached(command, output, audit_log.environment())
+        output = open(log, "ab")  # noqa: SIM115 - closed below
     except OSError as error:
         raise RecipeError(Problem("folder", "unwritable", f"{log} cannot be written: {error.strerror}")) from None
+    with output:
+        return start_detached(command, output, audit_log.environment())

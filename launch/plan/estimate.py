@@ -68,7 +68,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Return clock -> its seconds in a step."""
+        """Return the predicted seconds of a step by clock, see `phase.CLOCKS`."""
         return seconds_by_clock(self.phases)
 
     @cached_property

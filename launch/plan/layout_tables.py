@@ -16,7 +16,7 @@ Held = Iterable[tuple[str, Box]]
 
 
 class TableBuilder:
-    """Builds LayoutTables, or their columns, from pairs of a tensor's name and a box."""
+    """Builds LayoutTables from (unit, tensor name, box), or only their columns from (tensor name, box)."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors

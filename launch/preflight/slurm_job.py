@@ -106,10 +106,10 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
 
 
 def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
-    """Yield a problem if the recipe uses images and srun lacks pyxis's options.
+    """Yield a problem for each image key if srun lacks pyxis's options.
 
-    notes: receives image imports that delay the start, cancellations that lose the steps since the last checkpoint, and a check
-    that was not possible.
+    notes: receives warnings that an image's import delays the start, that cancelling the job loses the steps since the last
+    checkpoint, and that srun's options could not be checked.
     """
     used = [f"cluster.{name}.container_image" for name, component in components(recipe).items() if component.container_image]
     if not used:

@@ -266,7 +266,10 @@ class SourceReader:
 
 
 def _installed_folders(top: str) -> list[Path]:
-    """Return the folders or the file of an installed top-level module, without importing it; [] if it is not installed."""
+    """Return the folders of an installed top-level package, or [the origin of a module], without importing it.
+
+    The origin is a file, or "built-in" or "frozen". [] if it is not installed, or is a folder without __init__.py.
+    """
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):

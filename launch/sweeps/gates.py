@@ -1,8 +1,8 @@
-"""Evaluate gates on a run's numbers over its seeds: bounds, baseline bands, speeds, equality to the bit, paired evaluations.
+"""Evaluate the gates of a run over its seeds. Kinds: bounds, baseline bands, speeds, bitwise equality, paired evaluations.
 
 A gate fails if an input is missing, such as a metric, a finite value or the gate's entry in the baseline. A gate is skipped,
-and reported as `not judged`, if the run did not complete (which fails the suite anyway), or if the hardware of a speed gate
-differs from the baseline's.
+and reported as `not judged`, if the run did not complete (which fails the suite anyway). A gate on speed is also skipped if the
+run's hardware is unknown, differs between seeds, or is not the baseline's.
 """
 
 from __future__ import annotations

@@ -303,4 +303,4 @@ def _choices(recipe: Recipe, key: str, recipe_keys: Reading, record: Mapping[str
         answered = parse_conversation(record[conversation], conversation)[-1]["role"] == "assistant"
         answer_hints = [] if answered else [f"{key}.output_key={guess[name]}" for name in ("output_key",) if name in guess]
         hint = " ".join([f"{key}.messages_key={conversation}", *answer_hints])
-    return f"no column {lacking_columns} with a text or messages; there are: {columns}. Try {hint}{bare}"
+    return f"no column {lacking_columns} with a string or messages; there are: {columns}. Try {hint}{bare}"

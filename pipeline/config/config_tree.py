@@ -281,7 +281,7 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
         line = f"{file}:{key.start_mark.line + 1}"
         if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
             text = key.value if isinstance(key, yaml.ScalarNode) else ""
-            raise RecipeError(Problem(text, "wrong-type", "got a key that is not a text; expected quotes around it", line))
+            raise RecipeError(Problem(text, "wrong-type", "got a key that is not a string; expected quotes around it", line))
         if name == REPLACES:
             branch.replaces = loader.construct_object(value) is True
             continue
@@ -300,7 +300,7 @@ def _insist_on_plain(value: Any, origin: str, key: str = "", depth: int = 0) -> 
         for item in value if isinstance(value, list) else [*value, *value.values()]:
             _insist_on_plain(item, origin, key, depth + 1)
     elif not isinstance(value, str | int | float | None):
-        message = f"got a {type(value).__name__}; expected a text, a number, true, false, null, a list or a mapping"
+        message = f"got a {type(value).__name__}; expected a string, a number, true, false, null, a list or a mapping"
         raise RecipeError(Problem(key, "wrong-type", message, origin))
 
 

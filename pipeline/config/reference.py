@@ -23,7 +23,7 @@ from pipeline.config.schema import Recipe
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import MISSING
 
-NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "object": "mapping"}
+NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "string", "object": "mapping"}
 BOUNDS = {  # name in pydantic -> (keyword in JSON schema, name in messages)
     "ge": ("minimum", "at least"),
     "gt": ("exclusiveMinimum", "above"),

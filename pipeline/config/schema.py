@@ -68,11 +68,11 @@ class DatasetConfig:
     input_key: Annotated[
         Text,
         Field(
-            description="Column of the prompt: a text, or messages {role, content}. DPO, RM: the prompt of both answers;"
+            description="Column of the prompt: a string, or messages {role, content}. DPO, RM: the prompt of both answers;"
             " `''` if the answers include it."
         ),
     ] = "input"
-    output_key: Annotated[Text, Field(description="Column of the answer: a text, or messages.")] = "output"
+    output_key: Annotated[Text, Field(description="Column of the answer: a string, or messages.")] = "output"
     messages_key: Annotated[
         Text | None, Field(description="Column of a list of {role, content}, in place of input_key and output_key.")
     ] = None

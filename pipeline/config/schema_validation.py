@@ -172,8 +172,8 @@ EXPECTED = {
     "float": "a number",
     "number": "a number",
     "finite": "a finite number",
-    "string": "a text",
-    "text": "a text, in quotes if '{word}' is meant",
+    "string": "a string",
+    "text": "a string, in quotes if '{word}' is meant",
     "list": "a list",
     "dict": "a mapping of keys",
     "dataclass": "a mapping of keys",
@@ -273,8 +273,10 @@ def _problem(key: str, error: Mapping[str, Any], origin: str | None) -> Problem:
         return Problem(key, kind, context["message"], origin or "")
     context = {name: str(one).replace(" or ", ", ").replace("'", "") for name, one in context.items()}
     code, expected = BOUNDS.get(kind) or ("wrong-type", EXPECTED[kind.partition("_")[0]])
-    each = "a list, each item " if isinstance(error["loc"][-1], int) else ""
-    return Problem(key, code, f"got {_shown(error['input'])}; expected {each}{expected.format(**context)}", origin or "")
+    expected, shown = expected.format(**context), _shown(error["input"])
+    if isinstance(error["loc"][-1], int):
+        expected, shown = f"{expected} for each item", f"the list item {shown}"
+    return Problem(key, code, f"got {shown}; expected {expected}", origin or "")
 
 
 def _printable(name: str) -> str:

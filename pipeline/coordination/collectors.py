@@ -120,8 +120,8 @@ class Collector(ABC):
     def _refuse_to_go_on(self, sampled: str, selected: int) -> None:
         """Raise the RuntimeError that says that dynamic sampling does not fill a step."""
         raise RuntimeError(
-            f"{self._name}.dynamic_sampling_max_gen_batches: after {sampled} only {selected} of {self.prompts_per_step} groups"
-            f" have rewards that vary: the data are too easy or too hard for this policy, or"
+            f"{self._name}.dynamic_sampling_max_gen_batches: after {sampled}, only {selected} groups have rewards that vary;"
+            f" a step needs {self.prompts_per_step}. The data are too easy or too hard for this policy, or"
             f" {self._name}.num_generations_per_prompt is too small"
         )
 

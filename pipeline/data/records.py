@@ -156,7 +156,7 @@ class RecordReader:
 
     def _refuse_bare(self, key: str) -> None:
         if not self.data.apply_chat_template:
-            raise ValueError(f"'{key}' is a list of messages; expected a text, since data.apply_chat_template is false")
+            raise ValueError(f"'{key}' is a list of messages; expected a string, since data.apply_chat_template is false")
 
     # ---- pairs ---------------------------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ def text_of(record: Record, key: str) -> str:
     """Return the text in a column. A number becomes a text. Raise ValueError for other values."""
     value = value_of(record, key)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"'{key}' is a {type(value).__name__}, not a text or a number")
+        raise ValueError(f"'{key}' is a {type(value).__name__}, not a string or a number")
     return str(value)
 
 

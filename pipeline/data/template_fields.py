@@ -92,4 +92,4 @@ def _parse(value: Any, key: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except ValueError as error:
-        raise ValueError(f"'{key}' is a text that is not JSON: {error}") from None
+        raise ValueError(f"'{key}' is a string that is not JSON: {error}") from None

@@ -227,7 +227,10 @@ class AssistantTurns:
         return f"{self._mark}x{i}x"
 
     def _mark_message(self, message: Message, i: int) -> Message:
-        """Return message i with its mark at the end of each of its texts; of tools' names only if it has no other texts."""
+        """Return message i with its mark at the end of each of its texts.
+
+        Names of tools are marked only if the message has no other text.
+        """
         mark, fields = self._mark_of(i), {key: message[key] for key in FIELDS if message.get(key)}
         trailing = message["role"] == "assistant"
         marked = {key: _add_marks(value, mark, trailing) for key, value in fields.items()}

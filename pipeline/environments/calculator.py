@@ -1,7 +1,8 @@
-"""A calculator tool: computes the exact value of an arithmetic expression that a model wrote, in microseconds.
+"""A calculator tool: computes the value of an arithmetic expression that a model wrote, within milliseconds.
 
-It walks the syntax tree of the text, and Python evaluates none of the text. Numbers are fractions, so 0.1+0.2 is 0.3. Limits on
-the text's length, on the size of every intermediate number and on exponents keep every expression fast.
+It walks the syntax tree of the text and never calls `eval`. Numbers are exact fractions, so 0.1+0.2 is 0.3; only roots and
+fractional powers are floats. A result that is not an integer is rounded to 12 digits. Limits on the text's length, on the size
+of every intermediate number and on exponents keep every expression fast.
 
 Leaves out: variables, complex numbers, and all functions except sqrt and abs.
 """

@@ -270,7 +270,7 @@ def _text_of_pickle(content: bytes) -> str:
     texts = []
     for opcode, argument, _ in genops(content):
         if opcode.name not in PLAIN_PICKLE:
-            raise ValueError(f"the private tests are a pickle with the opcode {opcode.name}; expected a pickle of a text")
+            raise ValueError(f"the private tests are a pickle with the opcode {opcode.name}; expected a pickle of a string")
         if isinstance(argument, str):
             texts.append(argument)
     if len(texts) != 1:

@@ -165,4 +165,4 @@ Pattern = Annotated[Text, Check(_pattern_error)]
 
 def requires_placeholder(placeholder: str) -> Check:
     """Return the check that a text contains a placeholder such as `{}`."""
-    return Check(lambda text: None if placeholder in text else f"expected a text with {placeholder} in it")
+    return Check(lambda text: None if placeholder in text else f"expected a string with {placeholder} in it")

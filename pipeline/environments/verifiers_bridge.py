@@ -4,7 +4,8 @@ The package runs a task as a whole: an agent's program requests completions over
 program is a chat loop in this process (`PolicyHarness`; the package allows other programs). The endpoint of its requests
 (`Bridge`) holds each request until the policy has answered. Everything runs in one event loop, in a thread.
 
-Imported only where the package is installed. Leaves out: several agents, tasks that need a container, images.
+Imported only where the package is installed. Does not support tasks with several agents, tasks with
+images as input, or tasks that need a container.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ class TransformersBackend(GenerateBackend):
         )
 
     def _remove(self, ended: list[int]) -> None:
-        """Remove the rows `ended`, which ascend; the last rows move into their places."""
+        """Remove the rows with the indices `ended`, in ascending order. The last remaining rows fill the gaps."""
         if not ended:
             return
         rows = self._rows

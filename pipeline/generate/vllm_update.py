@@ -111,7 +111,10 @@ class VLLMUpdate(WeightUpdate):
         self._serve(version, recompute_kv_cache)
 
     def give_up(self) -> None:
-        """Restore the live tensors of the open modules; values that were written into them stay."""
+        """Put the live tensors of open units back into their modules.
+
+        Their contents are not rolled back: values that were written stay.
+        """
         for unit in list(self._targets):
             self._put_back(unit)
 

@@ -63,7 +63,7 @@ def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif name in MAPPINGS and not isinstance(value, Mapping):
             yield name, "a mapping or null"
         elif name in ("model_type", "hidden_act") and not isinstance(value, str):
-            yield name, "a text"
+            yield name, "a string"
         elif name in ("architectures", "layer_types") and not (
             isinstance(value, list) and all(isinstance(one, str) for one in value)
         ):

@@ -56,7 +56,9 @@ def _refuse_bool(value: Any) -> Any:
 
 def _text(value: Any) -> Any:
     if isinstance(value, bool):
-        raise PydanticCustomError("text_type", "expected a text, in quotes if '{word}' is meant", {"word": str(value).lower()})
+        raise PydanticCustomError(
+            "text_type", "expected a string, in quotes if '{word}' is meant", {"word": str(value).lower()}
+        )
     return str(value) if isinstance(value, int | float) else value
 
 
@@ -141,7 +143,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def _line_error(text: str) -> str | None:
-    return f"got {text!a}; expected a text without control characters" if _CONTROL.search(text) else None
+    return f"got {text!a}; expected a string without control characters" if _CONTROL.search(text) else None
 
 
 def _word_error(text: str) -> str | None:

@@ -150,8 +150,8 @@ class EpisodeDriver:
     def work(self, verb_waits: Callable[[], bool], look_s: float | None = None) -> None:
         """Work until a verb waits, or until there is nothing to do before the next verb.
 
-        verb_waits: returns whether a verb waits. look_s: most seconds between two calls of `verb_waits`; None: no limit,
-        because the arrival of a verb sets `wakeup`.
+        verb_waits: returns whether a verb waits. look_s: most seconds to wait for environments before `verb_waits` is called
+        again; None: no limit, because the arrival of a verb sets `wakeup`.
         """
         while not verb_waits():
             if self._can_step:

@@ -156,7 +156,7 @@ class RpcClient:
         self._asking = world.store.clone()  # the watchdog's connection
 
     def open(self, call: Call, ranks: tuple[int, ...]) -> Future[Any]:
-        """Number a call and return its future."""
+        """Give a call a number, and return its future."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._futures[number] = future = Future(self, number, call, ranks)

@@ -119,7 +119,7 @@ class FSDPBackend(TrainBackend):
         if model not in ("policy", "reference"):
             raise ValueError(f"model '{model}' is not one of: policy, reference")
         if top_k and self._role.head == "values":
-            raise ValueError("top_k: a model with a value head has no most likely tokens")
+            raise ValueError(f"top_k: got {top_k} for a model with a value head, which does not predict tokens; expected 0")
         self._check(batches)
         if model == "policy":
             with torch.no_grad():

@@ -121,7 +121,7 @@ def test_the_margin_is_on_the_chosen_sequence():
         ({"chosen": "2", "rejected": "3"}, "has no 'input'"),
         ({"input": "1", "chosen": "2", "rejected": "2"}, "'chosen' and 'rejected' are the same"),
         ({"input": "1", "chosen": "2", "rejected": " "}, "'rejected' is empty"),
-        ({"input": "1", "chosen": {"text": "2"}, "rejected": "2"}, "'chosen' is a dict, not a text or a number"),
+        ({"input": "1", "chosen": {"text": "2"}, "rejected": "2"}, "'chosen' is a dict, not a string or a number"),
         (
             {"input": "1", "chosen": DOS, "rejected": "2"},
             "one of 'chosen' and 'rejected' is a list of messages and the other is not",

@@ -45,4 +45,4 @@ def test_published_configurations_are_right(name):
 @pytest.mark.parametrize("value", [["llama"], {"llama": 1}, 3])
 def test_a_family_that_is_no_text_is_refused(value):
     problems = list(config_values.problems("k", {**SIZES, "model_type": value}))
-    assert [(one.key, one.code) for one in problems] == [("k", "wrong-type")] and "expected a text" in str(problems[0])
+    assert [(one.key, one.code) for one in problems] == [("k", "wrong-type")] and "expected a string" in str(problems[0])

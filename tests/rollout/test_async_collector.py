@@ -90,7 +90,7 @@ def test_a_discarded_group_is_replaced_by_one_of_the_newest_weights():
 
 def test_discarded_groups_have_a_bound():
     of, fleet = collector(changes={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 2})
-    with pytest.raises(RuntimeError, match=r"dynamic_sampling_max_gen_batches: after 8 prompts only 0 of 4 groups"):
+    with pytest.raises(RuntimeError, match=r"dynamic_sampling_max_gen_batches: after 8 prompts, only 0 groups"):
         run(of, fleet, Stream(100), select=lambda groups: [])
 
 

@@ -131,7 +131,7 @@ def _content(turns: Any) -> str:
     if isinstance(content, dict):
         content = content.get("answer")
     if not isinstance(content, str):
-        raise ValueError(f"got {turns!r}; expected turns with a text as 'content'")
+        raise ValueError(f"got {turns!r}; expected turns with a string as 'content'")
     return content
 
 

@@ -27,5 +27,5 @@ class RewardBench(Format):
 def _texts(record: Record, key: str) -> list[str]:
     texts = record[key] if isinstance(record[key], list) else [record[key]]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"'{key}' is {record[key]!r}; expected a text, or a list of texts")
+        raise ValueError(f"'{key}' is {record[key]!r}; expected a string, or a list of strings")
     return texts

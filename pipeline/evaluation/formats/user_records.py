@@ -18,7 +18,7 @@ from pipeline.recipe.values import Text
 class RecordsArguments:
     """Columns of the records."""
 
-    prompt_key: Annotated[Text, Field(description="Column of the prompt: a text, or messages {role, content}.")] = "prompt"
+    prompt_key: Annotated[Text, Field(description="Column of the prompt: a string, or messages {role, content}.")] = "prompt"
     answer_key: Annotated[
         Text | None, Field(description="Column of the expected answer. null: the environment needs none.")
     ] = "answer"

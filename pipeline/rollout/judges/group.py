@@ -121,8 +121,9 @@ Fork = Callable[["JudgeGroup"], ForkedJudge]
 class JudgeGroup:
     """The judges of one environment, forked on demand.
 
-    Each open episode has a judge of its own from its first turn to its last; only above MOST_JUDGES do episodes share judges.
-    At most as many judges compute at a time as the environment has workers.
+    Each open episode has a judge of its own from its first turn to its last. Episodes share judges if more are open than the
+    environment has workers and, unless each judge builds its own environment, than MOST_JUDGES. At most as many judges compute
+    at a time as the environment has workers.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class JudgeGroup:
         self._start()
 
     def _start(self) -> None:
-        """Start waiting calls while a worker and a judge are free."""
+        """Start queued calls while a worker is free, and a judge is free or can be forked."""
         held_back: list[_WaitingCall] = []
         while self._waiting and len(self._running) < self._workers:
             call = self._waiting.popleft()

@@ -86,7 +86,7 @@ class ParentProcess:
             wakeup.set()
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended. Then all of its reports are in `reports`."""
+        """Return whether the process has ended. If so, first wait at most READ_S for its last reports."""
         if self._poll() is None:
             return False
         self._reader.join(READ_S)

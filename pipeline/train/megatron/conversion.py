@@ -39,7 +39,7 @@ from pipeline.types import Head
 
 
 def shared_folder() -> Path:
-    """Return the folder of conversions, from the environment."""
+    """Return the folder of converted checkpoints that environment variables name; without one, `hetstep` in HF_HOME."""
     for variable in (VARIABLE, "NRL_MEGATRON_CHECKPOINT_DIR"):
         if value := os.environ.get(variable):
             return Path(value).expanduser()

@@ -50,13 +50,13 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
 @pytest.mark.parametrize(
     ("algorithm", "rows", "overrides", "says"),
     [
-        ("sft", [{"q": "a", "a": "b", "n": 1}] * 3, (), "F:1: no column 'input' or 'output' with a text or messages; there are:"
-         " q, a, n. Try data.train.input_key=q data.train.output_key=a"),
+        ("sft", [{"q": "a", "a": "b", "n": 1}] * 3, (), "F:1: no column 'input' or 'output' with a string or messages; there"
+         " are: q, a, n. Try data.train.input_key=q data.train.output_key=a"),
         ("grpo", [{"source": "s", "prompt": "a", "gold": "b"}], ANY_ANSWER, "Try data.train.input_key=prompt"
          " data.train.output_key=gold"),
         ("sft", [{"id": 1, "gold": "b", "source": "s", "x": "a"}], (), "Try data.train.input_key=x data.train.output_key=gold"),
-        ("grpo", [{"input": "a", "answer": ["assert f(1) == 2"]}], (), "no column 'answer' with a text or messages; there are:"
-         " input, answer (a list). Try"),
+        ("grpo", [{"input": "a", "answer": ["assert f(1) == 2"]}], (), "no column 'answer' with a string or messages; there"
+         " are: input, answer (a list). Try"),
         ("sft", [{"problem": "a", "solution": "b", "answer": "c"}], (), "can be read in 2 ways; expected one. Try"
          " data.train.input_key=problem data.train.output_key=solution or data.train.input_key=problem"
          " data.train.output_key=answer"),
@@ -68,7 +68,7 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
         ("dpo", [{"question": "a", "better": "b", "worse": "c"}], (), "Try data.train.input_key=question"
          " data.train.chosen_key=better data.train.rejected_key=worse"),
         ("dpo", [{"chosen": "a b", "rejected": "a c"}], CHAT, "=false, which takes the common beginning"),
-        ("grpo", [{"question": "a", "solution": "b"}], (), "no column 'input' or 'answer' with a text or messages; there are:"
+        ("grpo", [{"question": "a", "solution": "b"}], (), "no column 'input' or 'answer' with a string or messages; there are:"
          " question, solution. Try data.train.input_key=question data.train.output_key=solution"),
         ("sft", [{"prompt": "a", "completion": "b"}, *[{"text": "a"}] * 2, {"prompt": "a", "completion": "b"}, {"text": "a"}],
          (), "F:2: has no 'prompt'; it has: text. Try to fix it, or data.bad_records=drop (and in 2 more: lines 3, 5)"),
@@ -78,7 +78,7 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
         ("sft", '[{"text": "a"}]', (), "F:1: got a list; expected a JSON object. Try one record a line: jq"),
         ("sft", "\ufeff" + '{"text": "a"}\n', (), "F:1: not JSON: a byte order mark at its beginning"),
         ("sft", '{"text": NaN}\n', (), "F:1: not JSON"),
-        ("sft", [{"input": "a", "output": None}] * 2, (), "F:1: no column 'output' with a text"),
+        ("sft", [{"input": "a", "output": None}] * 2, (), "F:1: no column 'output' with a string"),
         ("grpo", [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}], (), "F:2: the tokenizer in"),
     ],
 )  # fmt: skip
