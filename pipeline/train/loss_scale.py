@@ -66,14 +66,14 @@ class LossScale:
         if self._dynamic and self._steps >= GROWTH_STEPS:
             self.factor, self._steps = self.factor * 2, 0
 
-    def record(self) -> list[float]:
-        """Return the state for a checkpoint, as JSON values."""
-        return [self.factor, self._steps]
+    def record(self) -> list[float] | None:
+        """Return the state for a checkpoint, as JSON values; None in other precisions than float16."""
+        return [self.factor, self._steps] if self._dynamic else None
 
     def restore(self, record: Any) -> None:
         """Continue with the state of a checkpoint, as `record` returned it. In other precisions than float16, do nothing.
 
-        record None: the checkpoint has no such state, and the scale stays as it is.
+        record None: the checkpoint is of another precision, and the scale stays as it is.
         """
         if self._dynamic and record is not None:
             self.factor, self._steps = float(record[0]), int(record[1])

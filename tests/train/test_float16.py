@@ -119,6 +119,8 @@ def test_the_scale_doubles_after_many_steps_and_is_1_in_other_precisions():
     for _ in range(loss_scale.GROWTH_STEPS):
         scale.count_step()
     assert scale.record() == [INITIAL, 0]
+    scale.restore(LossScale("bfloat16").record())
+    assert scale.record() == [INITIAL, 0]  # a checkpoint in bfloat16 has no scale for float16
     plain = LossScale("bfloat16")
     plain.restore([2.0**7, 3])
     for _ in range(loss_scale.GROWTH_STEPS):
