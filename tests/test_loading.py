@@ -241,7 +241,7 @@ def test_values_are_converted_to_their_type(write, override, value):
         ("policy.tokenizer=5", "a mapping of keys"),
         ("policy.tokenizer=null", "a mapping of keys"),
         ("cluster.train.srun_args=x", "a list"),
-        ("cluster.train.srun_args=[[x]]", "expected a string for each item"),
+        ("cluster.train.srun_args=[[x]]", "a string for each item"),
         ("policy.generation.top_k=x", "a whole number"),
         ("env.e=null", "a mapping of keys"),
     ],

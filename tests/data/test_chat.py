@@ -211,7 +211,7 @@ def test_a_template_that_marks_nothing_is_refused():
 
 def test_an_input_that_is_not_text_is_refused():
     made = encoder(CHATML, DatasetConfig())
-    for value, says in ((None, "a NoneType, not a string"), (True, "a bool, not a text"), (["a"], "not a list of {role")):
+    for value, says in ((None, "a NoneType, not a string"), (True, "a bool, not a string"), (["a"], "not a list of {role")):
         with pytest.raises(ValueError, match=f"'input' is {says}"):
             made.prompt({"input": value})
 

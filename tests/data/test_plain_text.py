@@ -74,7 +74,7 @@ def test_a_token_without_context_is_not_counted():
     assert learned(tokenizer, tokens, mask) == ("abcd</s>", "bcd</s>")
     chosen, _ = encode_pair(encoder(tokenizer), 0, {"input": "", "chosen": "ab", "rejected": "ac"})
     assert chosen.loss_mask.tolist() == [False, True, True]
-    with pytest.raises(ValueError, match="has no context"):
+    with pytest.raises(ValueError, match="no token remains to learn"):
         encoder(tokenizer).conversation({"input": "", "output": ""})
     with pytest.raises(ValueError, match="the prompt is empty"):
         encoder(tokenizer).prompt({"input": ""})

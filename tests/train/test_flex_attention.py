@@ -98,7 +98,7 @@ def test_the_compiled_forward_pass():
         (AttentionKind(chunk=8), torch.float16, (512, 512), "flex"),
         (AttentionKind(softcap=50.0), torch.float32, (64, 64), "tensors are float32"),
         (AttentionKind(softcap=50.0), torch.bfloat16, (8, 8), "heads are narrower than 16"),
-        (AttentionKind(), torch.bfloat16, (192, 128), "heads are 192 and 128 wide"),
+        (AttentionKind(), torch.bfloat16, (192, 128), "query heads are 192 wide and value heads 128"),
     ],
 )
 def test_the_choice_on_a_gpu(kind, dtype, widths, chosen, monkeypatch, caplog):

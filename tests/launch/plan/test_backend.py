@@ -195,7 +195,7 @@ def test_a_resumed_run_keeps_its_backend(load, tmp_path):
     assert (choice.backend, choice.reason) == ("megatron", "the run began with it")
     run_setup.check(recipe)
     other, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=false"), before=run_setup.earlier(recipe))
-    with pytest.raises(RecipeError, match=r"enabled is (True|False) there"):
+    with pytest.raises(RecipeError, match=r"enabled is (True|False) in the run"):
         run_setup.check(other)
 
 

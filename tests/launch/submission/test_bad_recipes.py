@@ -143,7 +143,7 @@ def test_a_missing_tokenizer_is_refused(tmp_path):
     assert "policy.tokenizer.name" in (message := refuse(tmp_path)) and "has no tokenizer" in message
 
 
-@pytest.mark.parametrize(("line", "says"), [('{"input": "a", ', "data.jsonl:3: not JSON"), ("[1]", "data.jsonl:3: a list")])
+@pytest.mark.parametrize(("line", "says"), [('{"input": "a", ', "data.jsonl:3: not JSON"), ("[1]", "data.jsonl:3: got a list")])
 def test_a_malformed_data_file_is_refused(tmp_path, line, says):
     write_recipe(tmp_path)
     with open(tmp_path / "data.jsonl", "a") as file:
