@@ -4,7 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline import config
-from pipeline.algorithms import ALGORITHMS, read_by
+from pipeline.algorithms import ALGORITHMS, ahead, read_by
+from pipeline.algorithms.grpo import GRPO
+from pipeline.algorithms.rewarded import RewardedAlgorithm
 from tests.problems import refused
 
 IS = "loss_fn.use_importance_sampling_correction=true"
@@ -19,6 +21,7 @@ KL_IN_REWARD = "loss_fn.use_kl_in_reward=true loss_fn.reference_policy_kl_penalt
 ON_POLICY = "loss_fn.force_on_policy_ratio=true"
 ENGINES = "loss_fn.use_generation_logprobs=true"
 JUDGE = "env.e.kind=reward_model env.e.model_name=r"
+LOSS_FN = " ".join(name for name, kind in ALGORITHMS.items() if issubclass(kind, RewardedAlgorithm))
 
 
 # A small recipe: one update a step, 8 prompts with 4 answers each.
@@ -254,8 +257,8 @@ def test_valid_keys_are_accepted(algorithm, overrides):
     ("key", "names"),
     [
         ("grpo.seed", "grpo"),
-        ("loss_fn", "grpo ppo"),
-        ("loss_fn.ratio_clip_min", "grpo ppo"),
+        ("loss_fn", LOSS_FN),
+        ("loss_fn.ratio_clip_min", LOSS_FN),
         ("loss_fn.kl_type", "distillation"),
         ("value_loss_fn.scale", "ppo"),
         ("data.learn_prefilled", "sft dpo rm"),
@@ -266,3 +269,14 @@ def test_valid_keys_are_accepted(algorithm, overrides):
 )
 def test_readers_of_a_key_are_named(key, names):
     assert read_by(key) == tuple(names.split())
+
+
+def test_a_derived_algorithm_reads_and_names_the_keys_of_its_own_section():
+    """As a subclass that adds a file and a registry line does: the section has another name, and the inherited keys."""
+    recipe = complete("grpo", "grpo.normalize_rewards=false grpo.async_grpo.enabled=true loss_fn.use_generation_logprobs=true")
+    recipe.grpo.num_generations_per_prompt = 1
+    recipe.algorithm, recipe.derived = "derived", recipe.grpo
+    assert not recipe.derived.adv_estimator.normalize_rewards
+    assert ahead.settings(recipe) is recipe.grpo.async_grpo and ahead.key_in(recipe.derived, "derived") == "derived.async_grpo"
+    keys = [problem.key for problem in GRPO(recipe).problems()]
+    assert "derived.num_generations_per_prompt" in keys and not [key for key in keys if key.startswith("grpo.")]

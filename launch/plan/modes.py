@@ -21,7 +21,7 @@ from launch.plan import placement, split
 from launch.plan.estimate import Plan, elsewhere, step_elsewhere
 from launch.plan.placement import Changes
 from pipeline import config
-from pipeline.algorithms.ahead import section_of, settings
+from pipeline.algorithms.ahead import key_in, settings
 from pipeline.config import Problem, Recipe, RecipeError, collected
 
 ON_POLICY = ("sync", "colocated")
@@ -191,7 +191,7 @@ def _keys(recipe: Recipe, name: str) -> Changes:
         return {}
     if name == "colocated":
         return placement.colocation(recipe)
-    key = section_of(recipe.algorithm)
+    key = key_in(config.section(recipe), recipe.algorithm)
     keys: Changes = {"policy.generation.colocated.enabled": False} if config.colocated(recipe) else {}
     if name == "sync":
         return keys | ({f"{key}.enabled": False} if config.runs_ahead(recipe) else {})

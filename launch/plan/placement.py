@@ -21,7 +21,7 @@ from launch.executors.nodes import groups, hosts, shares_gpus
 from launch.plan import backend_choice
 from launch.terminal.units import plural
 from pipeline import config
-from pipeline.algorithms.ahead import section_of
+from pipeline.algorithms.ahead import key_in
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, config_tree, hardware, ranks, ranks_per_node
 from pipeline.config.cluster import SHARED
 
@@ -136,5 +136,5 @@ def colocation(recipe: Recipe) -> Changes:
         name = config.reward_environment(recipe)
         changes |= {f"env.{name}.served_by": "train", f"env.{name}.cpu_offload": True}
     if config.runs_ahead(recipe):
-        changes[f"{section_of(recipe.algorithm)}.enabled"] = False
+        changes[f"{key_in(config.section(recipe), recipe.algorithm)}.enabled"] = False
     return changes

@@ -58,19 +58,30 @@ class AsyncConfig:
         return self.enabled and self.max_trajectory_age_steps > 0
 
 
-def section_of(algorithm: str) -> str:
-    """Return the key of an algorithm's section of asynchronous generation, such as grpo.async_grpo, even if it has none."""
-    return f"{algorithm}.async_{algorithm}"
+def settings_in(section: object) -> tuple[str, AsyncConfig] | None:
+    """Return (field, settings) of asynchronous generation in an algorithm's section; None if the algorithm cannot run ahead."""
+    return next(((name, value) for name, value in vars(section).items() if isinstance(value, AsyncConfig)), None)
+
+
+def key_in(section: object, name: str) -> str:
+    """Return the key of the settings of asynchronous generation in an algorithm's section, such as grpo.async_grpo.
+
+    name: the algorithm's name. If the algorithm cannot run ahead, the key that the settings would have.
+    """
+    field, _ = settings_in(section) or (f"async_{name}", None)
+    return f"{name}.{field}"
 
 
 def settings(recipe: Recipe) -> AsyncConfig | None:
-    """Return the section of asynchronous generation of the recipe's algorithm; None if the algorithm cannot run ahead."""
-    return getattr(getattr(recipe, recipe.algorithm), f"async_{recipe.algorithm}", None)
+    """Return the settings of asynchronous generation of the recipe's algorithm; None if the algorithm cannot run ahead."""
+    _, config = settings_in(getattr(recipe, recipe.algorithm)) or ("", None)
+    return config
 
 
 def problems(recipe: Recipe, name: str) -> Iterator[Problem]:
     """Yield contradictions between the section, if it is enabled, and the rest of the recipe. name: the algorithm's name."""
-    section, config, key = getattr(recipe, name), settings(recipe), section_of(name)
+    section, config = getattr(recipe, name), settings(recipe)
+    key = key_in(section, name)
     if config is None or not config.enabled:
         return
     age, share, prompts, ahead = (

@@ -103,8 +103,8 @@ class DPO(PairedAlgorithm):
         yield from super().problems()
         config = self.section
         if config.label_smoothing != 0 and config.preference_loss == "ipo":
-            message = f"got {config.label_smoothing}; expected 0 with dpo.preference_loss=ipo"
-            yield Problem("dpo.label_smoothing", "has-no-effect", message)
+            message = f"got {config.label_smoothing}; expected 0 with {self.name}.preference_loss=ipo"
+            yield Problem(f"{self.name}.label_smoothing", "has-no-effect", message)
         if config.preference_loss_weight == 0 and config.sft_loss_weight == 0:
-            message = "got 0 with dpo.sft_loss_weight=0, which leaves nothing to learn; expected one of them above 0"
-            yield Problem("dpo.preference_loss_weight", "contradiction", message)
+            message = f"got 0 with {self.name}.sft_loss_weight=0, which leaves nothing to learn; expected one of them above 0"
+            yield Problem(f"{self.name}.preference_loss_weight", "contradiction", message)

@@ -49,10 +49,10 @@ class AdvantageConfig:
         Field(description="Advantage estimator. opd: the log-probs of on_policy_distillation.teachers, without rewards."),
     ] = "grpo"
     normalize_rewards: Annotated[Bool, Field(description="See grpo.normalize_rewards.")] = interpolation(
-        "${grpo.normalize_rewards}"
+        "${..normalize_rewards}"
     )
     use_leave_one_out_baseline: Annotated[Bool, Field(description="See grpo.use_leave_one_out_baseline.")] = interpolation(
-        "${grpo.use_leave_one_out_baseline}"
+        "${..use_leave_one_out_baseline}"
     )
     minus_baseline: Annotated[
         Bool, Field(description="name=reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
@@ -143,44 +143,44 @@ class GRPO(RewardedAlgorithm):
     @override
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
-        config, estimator = self.section, self.section.adv_estimator
+        config, estimator, key = self.section, self.section.adv_estimator, f"{self.name}.adv_estimator"
         low, high = config.advantage_clip_low, config.advantage_clip_high
         yield from self._check_teachers()
         alone = config.num_generations_per_prompt < 2 and not self._has_teachers
         if alone and (not self._plus_plus or estimator.minus_baseline):
             message = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
-            without = ". Try grpo.adv_estimator.minus_baseline=false" if self._plus_plus else ""
-            yield Problem("grpo.num_generations_per_prompt", "too-small", message + without)
+            without = f". Try {key}.minus_baseline=false" if self._plus_plus else ""
+            yield Problem(f"{self.name}.num_generations_per_prompt", "too-small", message + without)
         if not self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
             message = (
-                f"got true with grpo.adv_estimator.name={estimator.name}, whose advantages use no per-token rewards;"
-                " expected false. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo"
+                f"got true with {key}.name={estimator.name}, whose advantages use no per-token rewards;"
+                f" expected false. Try {key}.name=reinforce_plus_plus, or algorithm=ppo"
             )
             yield Problem("loss_fn.use_kl_in_reward", "contradiction", message)
         if low is not None and high is not None and low > high:
-            message = f"got {low}; expected at most grpo.advantage_clip_high={high}"
-            yield Problem("grpo.advantage_clip_low", "too-large", message)
+            message = f"got {low}; expected at most {self.name}.advantage_clip_high={high}"
+            yield Problem(f"{self.name}.advantage_clip_low", "too-large", message)
 
     def _check_teachers(self) -> Iterator[Problem]:
         teachers, generation = self.recipe.on_policy_distillation.teachers, self.recipe.policy.generation
-        name = self.section.adv_estimator.name
+        name, key = self.section.adv_estimator.name, f"{self.name}.adv_estimator"
         if not self._has_teachers:
             if teachers:
-                message = f"got teachers with grpo.adv_estimator.name={name}, which uses none. Try grpo.adv_estimator.name=opd"
+                message = f"got teachers with {key}.name={name}, which uses none. Try {key}.name=opd"
                 yield Problem(f"{SECTION}.teachers", "has-no-effect", message)
             return
         if not teachers:
-            message = f"got none with grpo.adv_estimator.name={name}; expected a teacher for each environment"
+            message = f"got none with {key}.name={name}; expected a teacher for each environment"
             yield Problem(f"{SECTION}.teachers", "missing-value", message)
             return
         yield from problems(self.recipe)
         if self.recipe.loss_fn.use_generation_logprobs:
-            message = "got true with grpo.adv_estimator.name=opd, which needs the train ranks' log-probs of pi_old"
+            message = f"got true with {key}.name=opd, which needs the train ranks' log-probs of pi_old"
             yield Problem("loss_fn.use_generation_logprobs", "contradiction", f"{message}; expected false")
-        for key, neutral in (("top_p", 1.0), ("top_k", None)):
-            if (value := getattr(generation, key)) != neutral:
+        for limit, neutral in (("top_p", 1.0), ("top_k", None)):
+            if (value := getattr(generation, limit)) != neutral:
                 message = (
-                    f"got {value} with grpo.adv_estimator.name={name}; expected {'null' if neutral is None else 1}, since"
+                    f"got {value} with {key}.name={name}; expected {'null' if neutral is None else 1}, since"
                     " opd compares policy and teacher over the whole vocabulary"
                 )
-                yield Problem(f"policy.generation.{key}", "contradiction", message)
+                yield Problem(f"policy.generation.{limit}", "contradiction", message)

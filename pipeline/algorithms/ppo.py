@@ -110,11 +110,11 @@ class PPO(RewardedAlgorithm):
         start, steps = config.policy_training_start_step, config.max_num_steps
         if estimator.length_adaptive_alpha > 0 and (lambda_ := estimator.gae_lambda_policy) is not None:
             message = f"got {lambda_}; expected null with length_adaptive_alpha above 0, which sets the lambda of each answer"
-            yield Problem("ppo.adv_estimator.gae_lambda_policy", "contradiction", message)
+            yield Problem(f"{self.name}.adv_estimator.gae_lambda_policy", "contradiction", message)
         if not self.recipe.value.model_name:
             yield Problem(
                 "value.model_name", "missing-value", "got no model; expected a folder or a Hugging Face name for the critic"
             )
         if start >= steps > 0:
-            message = f"got {start}; expected below ppo.max_num_steps={steps}, or the policy never learns"
-            yield Problem("ppo.policy_training_start_step", "too-large", message)
+            message = f"got {start}; expected below {self.name}.max_num_steps={steps}, or the policy never learns"
+            yield Problem(f"{self.name}.policy_training_start_step", "too-large", message)

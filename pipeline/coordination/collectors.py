@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from pipeline.algorithms.ahead import section_of
+from pipeline.algorithms.ahead import key_in, settings_in
 from pipeline.config import AsyncConfig, GenerationConfig, OnlineConfig, RewardedConfig
 from pipeline.coordination.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
 from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
@@ -181,7 +181,7 @@ class SyncCollector(Collector):
                 f"got false, but the checkpoint of step {step} has rollouts that were sampled ahead and would be lost; expected"
                 " true, as in its run"
             )
-            raise RecipeError(Problem(f"{section_of(self._name)}.enabled", "run-exists", message))
+            raise RecipeError(Problem(f"{key_in(self._section, self._name)}.enabled", "run-exists", message))
         return {}
 
     @property
@@ -204,7 +204,7 @@ class AsyncCollector(Collector):
     ):
         super().__init__(section, dispatch, judge, *specs, name=name)
         self._rewarded, self._ahead = section, ahead
-        self._buffer = Buffer(ahead, section.num_prompts_per_step, section_of(name))
+        self._buffer = Buffer(ahead, section.num_prompts_per_step, key_in(section, name))
 
     @property
     @override
@@ -333,9 +333,10 @@ def build(
 
     name: of the section in the recipe. engines: one group of ranks for each engine. judge: None if no model gives rewards.
     """
-    keys: AsyncConfig | None = getattr(section, f"async_{name}", None)
-    ahead = keys or AsyncConfig()
-    failures = FailureMonitor(ahead.max_generation_failures, f"{section_of(name)}.max_generation_failures" if keys else "env")
+    _, ahead = settings_in(section) or ("", None)
+    failures_key = f"{key_in(section, name)}.max_generation_failures" if ahead else "env"
+    ahead = ahead or AsyncConfig()
+    failures = FailureMonitor(ahead.max_generation_failures, failures_key)
     dispatch = Dispatcher(engines, section.seed, section.max_rollout_turns, failures)
     validation = RolloutSpec("val", section.val_num_generations_per_prompt, sampling(generation, "val_"), urgent=True)
     apart = ahead.enabled and ahead.stragglers == "cut"
