@@ -26,7 +26,7 @@ NOT_OURS = {  # keys of NeMo-RL and of examples that the pages name
     *("checkpointing.checkpoint_dir", "logger.log_dir", "sft.val_global_batch_size"),
     *("policy.dtensor_cfg.env_vars", "policy.dynamic_batching.enabled", "value.megatron_cfg.optimizer"),
 }
-OF_EXAMPLES = ("focal.", "logger.loss_file")  # keys that worked examples add
+OF_EXAMPLES = ("focal.", "median_grpo.", "logger.loss_file")  # keys that worked examples add
 PLACES = {
     "NAME": "tiny_grpo",
     "RUN_DIR": "runs/x",

@@ -82,30 +82,36 @@ ALGORITHMS = ROOT / "pipeline/algorithms/README.md"
 
 def test_the_algorithm_has_its_keys(example):
     folder = example(ALGORITHMS)
-    write, explain, train = page_commands(ALGORITHMS, folder)
+    write, explain, train, variant = page_commands(ALGORITHMS, folder)
     assert run(folder, *write).returncode == 0
     assert "| `gamma` | number, at least 0 | `2.0` |" in (folder / "recipes/KEYS.md").read_text()
     assert "focal.gamma: number, at least 0; default 2.0" in run(folder, *explain).stdout
     refused = run(folder, *train, "focal.gamma=0")
     assert refused.returncode == 2 and "focal.gamma: got 0" in refused.stderr and "[has-no-effect]" in refused.stderr
+    refused = run(folder, *variant, "median_grpo.num_generations_per_prompt=1")
+    assert refused.returncode == 2 and "median_grpo.num_generations_per_prompt: got 1" in refused.stderr
 
 
 @pytest.mark.full
 def test_the_algorithm_trains(example):
     folder = example(ALGORITHMS)
-    train = page_commands(ALGORITHMS, folder)[-1]
+    train, variant = page_commands(ALGORITHMS, folder)[-2:]
     assert train[-1] == "run_dir=runs/focal"
     quick = (*ONE_STEP, "focal.val_at_end=false", "focal.max_num_steps=2", "policy.train_global_batch_size=8")
     done = run(folder, *train, *quick, "policy.scheduler=null")
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = steps(folder / "runs/focal")
     assert second["train/loss"] < first["train/loss"] and 0 < second["train/weight"] < first["train/weight"] < 1
+    few = ("median_grpo.max_num_steps=2", "median_grpo.num_prompts_per_step=4", "policy.train_global_batch_size=64")
+    done = run(folder, *variant, "cluster.executor=local", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [step["step"] for step in steps(folder / "runs/median") if "train/reward" in step] == [1, 2]
 
 
 @pytest.mark.full
 def test_the_algorithms_command_runs_as_it_stands(example):
     folder = example(ALGORITHMS)
-    done = run(folder, *page_commands(ALGORITHMS, folder)[-1], "run_dir=runs/as_it_stands", "cluster.executor=local")
+    done = run(folder, *page_commands(ALGORITHMS, folder)[-2], "run_dir=runs/as_it_stands", "cluster.executor=local")
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [step["train/loss"] for step in steps(folder / "runs/as_it_stands") if "train/loss" in step]
     assert len(losses) == 20 and losses[-1] < losses[0]
