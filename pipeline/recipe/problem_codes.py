@@ -36,7 +36,7 @@ RECIPES = {
         "Change one of the two keys.",
     ),
     "given-twice": ProblemCode(
-        "A key is given twice in a YAML mapping, or a value twice in a list of distinct values, such as seeds.",
+        "A YAML mapping has a key twice, or a list of distinct values a value twice.",
         "Remove one of the two.",
     ),
     "has-no-effect": ProblemCode(
@@ -56,7 +56,7 @@ RECIPES = {
         "Choose one that the message lists.",
     ),
     "not-divisible": ProblemCode(
-        "A size does not divide another: for example, the tensor-parallel size and the number of attention heads.",
+        "A size does not divide another, such as the tensor-parallel size the number of heads.",
         "Choose a divisor that the message lists.",
     ),
     "secret-in-recipe": ProblemCode(
@@ -154,7 +154,7 @@ RUNS = {
         " compares all files.",
     ),
     "in-use": ProblemCode(
-        "Another job or command writes into this folder, another process listens on the service's port, or the service already"
+        "Another job or command writes into this folder or listens on this port, or the service already"
         " computes its maximum number of plans or exports.",
         "Follow the job with `python launch/submit.py follow=RUN_DIR`, wait for its end, or give another `run_dir` or `port`.",
     ),
@@ -204,8 +204,8 @@ RUNS = {
     ),
     "wrong-key": ProblemCode(
         "A checkpoint or rollouts are encrypted, and the key is missing or wrong.",
-        "Use the key whose fingerprint the message shows. Set it in `checkpointing.encryption`; for commands that read a run"
-        " folder, set the environment variable HETSTEP_KEY_FILE.",
+        "Use the key with the fingerprint that the message shows: in `checkpointing.encryption`, or for commands that read"
+        " a run folder in the variable HETSTEP_KEY_FILE.",
     ),
     "tampered": ProblemCode(
         "A line or file with a recorded hash was changed, added or lost, as in an audit log.",
@@ -228,7 +228,7 @@ CLUSTERS = {
         "Add the mount that the message shows to `cluster.<component>.container_mounts`.",
     ),
     "out-of-memory": ProblemCode(
-        "According to the plan, the model does not fit into the GPUs' memory.",
+        "The model does not fit into the GPUs' memory, by the plan.",
         "Use more parallelism, more or larger GPUs, recomputation or offloading. `plan=true` shows the memory by part.",
     ),
     "over-limit": ProblemCode(

@@ -18,7 +18,7 @@ from tests.sandbox.hosts import LIMITS, Host
 PAGE = Path(__file__).parents[2] / "pipeline/sandbox/ATTACKS.md"
 BEGIN, END = "<!-- python -m tests.sandbox.attacks writes from here -->\n", "<!-- to here -->\n"
 COLUMNS = ("bubblewrap", "namespaces", "namespaces, from root", "none")
-HELD, THROUGH = "held", "**gets through**"
+HELD, THROUGH = "held", "**passes**"
 
 REACHES = {  # attack: a program that prints ESCAPED if it succeeds
     "read another file of the user": 'refused(open, told["folder"] + "/secret")',

@@ -1,4 +1,9 @@
-"""Golden values of this folder: outputs of peers' own code for given inputs. README.md describes how they are made.
+"""Golden values of this folder: outputs of peers' own code for given inputs.
+
+To make a value again, check out the repository at the file's `commit`, and import the source file; imports besides torch that
+its functions do not use (Ray, engines, data) can be empty modules. Set torch's default dtype to float64, since some functions
+make tensors. Call the function with the batch, as the docstring of the formula in `ours.py` says, and take the gradient of the
+loss with `torch.autograd.grad`. verl's `response_mask` is `token_mask * sample_mask`.
 
 The head of a file has `repository`, `commit`, `file`, and the `torch` version and `dtype` that the peer's code ran with.
 `inputs` has batches by name, and each of `cases` the `function`, the `batch` and the `arguments`, which are ours; `theirs` has
