@@ -38,7 +38,7 @@ STEPS = 3
 JUDGEMENTS = 3
 """Judgements that a warning shows."""
 SHOWN_TOKENS, SHOWN_CHARACTERS = 40, 60
-"""Most tokens and most characters of the end of a prompt or an answer that a warning shows."""
+"""Most tokens and most characters of the end of a prompt or an answer that a warning shows; of an error, of each end."""
 SAME = 1e-5
 """Rewards count as equal if they differ by less than this, relative to the largest: float32 rewards differ by rounding."""
 
@@ -81,7 +81,7 @@ class RunReader:
             f"answer {self._end(rollout.turns[-1].completion.tokens if rollout.turns else [])}",
             *([] if expected is None else [f"expected {_quote(str(expected))}"]),
             *([f"extracted {_quote(rollout.extracted)}"] if rollout.extracted else []),
-            *([f"the environment failed: {_quote(rollout.broke)}"] if rollout.broke else []),
+            *([f"the environment failed: {_quote(rollout.broke, SHOWN_CHARACTERS)}"] if rollout.broke else []),
             f"reward {rollout.reward:g}",
         ]
         return ", ".join(parts)
@@ -90,8 +90,9 @@ class RunReader:
         return _quote(str(self.tokenizer.decode([int(token) for token in tokens][-SHOWN_TOKENS:])))
 
 
-def _quote(text: str) -> str:
-    shown = text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}"
+def _quote(text: str, head: int = 0) -> str:
+    """Return a text in quotes: its last SHOWN_CHARACTERS, and its first `head` characters, which name an error's type."""
+    shown = text if len(text) <= head + SHOWN_CHARACTERS else f"{text[:head]}...{text[-SHOWN_CHARACTERS:]}"
     return json.dumps(shown, ensure_ascii=False)
 
 

@@ -112,6 +112,15 @@ def test_equal_rewards_show_three_judgements_of_bounded_length(tmp_path):
     assert "too easy" in easy.lines()[0]["message"]
 
 
+def test_equal_rewards_show_both_ends_of_an_error(tmp_path):
+    error = f"step raised TypeError: {'unsupported operands, ' * 20}'int' and 'str' at /home/me/my_reward.py:3"
+    run = Run(tmp_path)
+    run.steps(lambda i, j, step: rollout("15", 0.0, version=step, broke=error))
+    (message,) = (line["message"] for line in run.lines())
+    assert message.count('failed: "step raised TypeError: ') == message.count(' at /home/me/my_reward.py:3"') == 3
+    assert len(message) < 400 + 3 * 5 * SHOWN_CHARACTERS
+
+
 def test_rewards_of_failed_episodes_do_not_count_and_distillation_has_none(tmp_path):
     def failed(i: int, j: int, step: int) -> Rollout:
         return rollout("15", 0.0 if j else 5.0, version=step, failure="" if j else "no judge")
