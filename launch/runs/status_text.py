@@ -25,7 +25,7 @@ HEADER = ("state", "step", "each", "left", "restarts", "written", "last value", 
 
 def text(summary: dict[str, Any]) -> str:
     """Return a text of many lines with all facts about a run. summary: the result of `run_summary.full`."""
-    return "\n".join(map(plain, [heading(summary), *(f"{label:{LABEL}s}{text}" for label, text in rows(summary))]))
+    return "\n".join(map(plain, [heading(summary), *(f"{label:{LABEL - 1}s} {text}" for label, text in rows(summary))]))
 
 
 def as_json(value: Any) -> str:
@@ -97,8 +97,9 @@ def rows(run: dict[str, Any]) -> Iterator[Row]:
     of = "" if run["max_steps"] is None else f" of {run['max_steps']}"
     yield _row_of("step", f"{run['step']}{of}", f"last written {since(run['last_written'])} ago")
     yield from _time(run)
+    width = max((len(key) for key in run["metrics"]), default=0)
     for key, values in run["metrics"].items():
-        yield f"{key:16s}", f"{values[-1]:<10.4g} {sparkline(values)}  {_trend(values)}".rstrip()
+        yield f"{key:{width}s}", f"{values[-1]:<10.4g} {sparkline(values)}  {_trend(values)}".rstrip()
     if run["phases"]:
         total = sum(run["phases"].values())
         parts = [

@@ -17,7 +17,7 @@ from launch.executors.executor import ROOT
 from launch.executors.local import HetLocalExecutor, start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
-from launch.runs import run_state, run_summary
+from launch.runs import run_state, run_summary, status_text
 from launch.runs.run_folder import RunFolder
 from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig
@@ -220,6 +220,17 @@ def test_validations_many_steps_apart_have_a_trend(run, capsys):
     lines = [line | {"step": step} | ({} if step % 60 else {"val/accuracy": step / 1000}) for step in range(1, 301)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     assert json.loads(asked(capsys, run, "json=true")[1])["metrics"]["val/accuracy"] == [0.06, 0.12, 0.18, 0.24, 0.3]
+
+
+def test_long_names_of_metrics_and_components_stand_apart_from_their_values(run, capsys):
+    lines = [json.loads(line) | {"train/broke_judge": 0.9922} for line in (run / "metrics.jsonl").read_text().splitlines()[:6]]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = run_summary.full(RunFolder.at(run), run_state.state(RunFolder.at(run)))
+    summary["components"] = [{"name": "reward_model", "state": "RUNNING", "nodes": "n1", "reason": ""}]
+    text = status_text.text(summary)
+    assert "  reward_model RUNNING  n1" in text
+    starts = {re.match(r"train/\w+ +", line).end() for line in text.splitlines() if line.startswith("train/")}
+    assert starts == {len("train/broke_judge ")}
 
 
 def test_watching_ends_with_the_run(run, monkeypatch, capsys):
