@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import (
@@ -19,6 +20,14 @@ from pipeline.config import (
     parse_conversation,
 )
 from pipeline.data.records import RecordReader
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of a user's reward function. An environment that is a class has none."""
+
+    required: Sequence[str]  # that it needs from a record
+    kwargs: Sequence[str] = ()  # that kwargs give, in place of columns of the same names
 
 
 def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, fields: Sequence[str] = ()) -> str | None:
@@ -90,6 +99,20 @@ def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list
         yield f"{key}.tools_key: {message}{hint}"
 
 
+def replaced_columns(key: str, dataset: DatasetConfig, fields: Fields, records: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a note for each argument of the user's reward function that kwargs give and the records have too."""
+    for name in _field_names(dataset, records):
+        if name in fields.kwargs:
+            argument = f"env.{dataset.env_name}.kwargs.{name}"
+            yield f"{argument}: it replaces '{name}' of the records of {key}. Try another name to keep both"
+
+
+def _field_names(dataset: DatasetConfig, records: list[dict[str, Any]]) -> dict[str, None]:
+    """Return the names of the fields that records give a reward function."""
+    columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
+    return columns | ({"expected": None} if dataset.output_key in columns or dataset.messages_key else {})
+
+
 def absent_columns(
     recipe: Recipe,
     key: str,
@@ -110,8 +133,7 @@ def absent_columns(
         message = f"got {configured.output_key}; expected one of the columns {', '.join(columns)}. Try {close_names[0]}"
         yield Problem(f"{key}.output_key", "missing-column", message)
         return
-    names = {*columns} | ({"expected"} if dataset.output_key in columns or dataset.messages_key else set())
-    if absent := [field for field in fields if field not in names]:
+    if absent := [field for field in fields if field not in _field_names(dataset, records)]:
         hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in the environment's kwargs"
         path = recipe.env[dataset.env_name or ""].kind
         message = f"{path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"

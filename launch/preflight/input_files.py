@@ -24,6 +24,7 @@ from launch.preflight import (
     teacher_vocabulary,
 )
 from launch.preflight.data_files import FirstRecords
+from launch.preflight.data_records import Fields
 from launch.preflight.rendered_records import RenderedRecords
 from launch.recipes.model_files import hf_home, hub_cache
 from pipeline import config
@@ -50,12 +51,12 @@ def problems(
     recipe: Recipe,
     pending: Sequence[os.PathLike] = (),
     notes: list[str] | None = None,
-    fields: Mapping[str, Sequence[str]] | None = None,
+    fields: Mapping[str, Fields] | None = None,
 ) -> Iterator[Problem]:
     """Yield problems of tokenizers and data files.
 
     pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
-    fields: name of a user's environment -> the fields that it needs from a record (`user_imports.required_fields`).
+    fields: name of a user's environment -> its fields (`user_imports.fields`).
     """
     notes = [] if notes is None else notes
     notes += prompt_tokens.notes(recipe)
@@ -76,7 +77,7 @@ def _check_dataset(
     dataset: DatasetConfig,
     tokenizer: Path | None,
     notes: list[str],
-    fields: Mapping[str, Sequence[str]],
+    fields: Mapping[str, Fields],
 ) -> Iterator[Problem]:
     texts: list[Problem] = []
     template, system = "{}", ""
@@ -123,13 +124,13 @@ def _check_records(
     dataset: DatasetConfig,
     records: FirstRecords,
     notes: list[str],
-    fields: Sequence[str] | None,
+    fields: Fields | None,
     rendered: Callable[..., RenderedRecords],
 ) -> Generator[Problem, None, tuple[list[tuple[int, str]], list[tuple[int, str]]]]:
     """Yield a problem for each fault of the records, one for all records with the same fault; return (prompts, answers).
 
-    Each is a list of (record number, text); the answers are those to learn from. fields: the fields that the user's reward
-    function needs; None without such a function. rendered: a function that returns the renderer of a data set's records.
+    Each is a list of (record number, text); the answers are those to learn from. fields: those of the user's environment; None
+    if there is none. rendered: a function that returns the renderer of a data set's records.
     """
     numbered = records.numbered
     inputs: list[tuple[int, str]] = []
@@ -151,15 +152,17 @@ def _check_records(
             return [], []
         rows = [record for _, record in numbered]
         notes += data_records.absent_tools(recipe, key, dataset, rows)
+        required: Sequence[str] = ()
         if fields is not None:
-            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, rows))
+            notes += data_records.replaced_columns(key, columns.dataset, fields, rows)
+            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields.required, rows))
             yield from absent
-            fields = () if absent else fields
+            required = () if absent else fields.required
         expected = data_records.ExpectedAnswers(recipe, columns.dataset)
         refused = rendered(dataset=columns.dataset).faults(numbered, notes)
         for number, record in numbered:
             try:
-                text = data_records.prompt(recipe, record, columns.dataset, fields or ())
+                text = data_records.prompt(recipe, record, columns.dataset, required)
                 if number in refused:
                     raise ValueError(refused[number])
             except ValueError as error:

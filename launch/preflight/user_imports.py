@@ -7,6 +7,7 @@ code that cannot be imported for this reason, a note says so, and only the sourc
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 from launch.executors import containers
 from launch.executors.executor import ROOT
 from launch.preflight import bounded, user_source
+from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS
 from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, trains
@@ -120,13 +122,16 @@ def _read(references: list[CodeReference], folders: Sequence[Path]) -> dict[str,
     }
 
 
-def required_fields(recipe: Recipe, replies: Replies) -> dict[str, list[str]]:
-    """Return name under `env` -> the fields that this user's environment needs from a record, without those that kwargs give.
+def fields(recipe: Recipe, replies: Replies) -> dict[str, Fields]:
+    """Return name under `env` -> the fields of this user's environment.
 
-    An environment that is a class needs none. Environments that could not be imported or are not valid are left out.
+    An environment that is a class has none. Environments that could not be imported or are not valid are left out.
     """
     return {
-        reference.key.split(".")[1]: [field for field in replies[reference.key]["required"] if field not in reference.kwargs]
+        reference.key.split(".")[1]: Fields(
+            [name for name in replies[reference.key]["required"] if name not in reference.kwargs],
+            [*reference.kwargs] if "named" in replies[reference.key] else [],
+        )
         for reference in code_references(recipe)
         if not isinstance(replies, str) and reference.role == "environment" and "ok" in replies[reference.key]
     }
@@ -158,7 +163,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
             key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
             yield Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
         elif "ok" in answer:
-            continue
+            notes += _unnamed_arguments(reference, answer)
         elif elsewhere and ("absent" in answer or answer["foreign"]):
             yield from _check_source(recipe, reference, answer, notes)
         elif "absent" in answer:
@@ -166,6 +171,18 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
             yield Problem(reference.key, "not-installed", what)
         else:
             yield Problem(reference.key, "not-importable", f"{reference.path} cannot be imported: {answer['raised']}")
+
+
+def _unnamed_arguments(reference: CodeReference, answer: dict[str, Any]) -> Iterator[str]:
+    """Yield a note for each of a reward function's kwargs that only its `**fields` takes, which may be misspelt."""
+    named = answer.get("named")
+    if named is None or answer["fields"] is not None:
+        return
+    for name in reference.kwargs:
+        if name not in named:
+            close_names = difflib.get_close_matches(name, named, 1)
+            advice = f"Did you mean {close_names[0]}?" if close_names else f"Try a parameter {name}"
+            yield f"{reference.key.removesuffix('kind')}kwargs.{name}: only **fields of {reference.path} takes it. {advice}"
 
 
 def _probe(

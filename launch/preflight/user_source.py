@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from launch.executors.executor import ROOT
 from launch.preflight.stand_ins import UNKNOWN, bindings, class_of, function_of, may_bind, statements
-from pipeline.environments import custom
+from launch.preflight.user_code_probe import reply_about
 from pipeline.recipe import user_code, user_files
 
 MAX_SOURCE = 4 << 20
@@ -55,14 +55,7 @@ def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path
         return fault.reply
     if stand_in is UNKNOWN:
         return {"ok": True, "fields": None, "required": []}
-    if role == "environment":
-        if wrong := custom.problem(stand_in, kwargs):
-            return {"wrong": wrong, "code": "wrong-type" if custom.problem(stand_in, ()) else "unknown-key"}
-        if not isinstance(stand_in, type):
-            return {"ok": True, "fields": custom.fields(stand_in), "required": custom.required_fields(stand_in)}
-    elif not callable(stand_in):
-        return {"wrong": f"it is a {type(stand_in).__name__}, which cannot be called", "code": "wrong-type"}
-    return {"ok": True, "fields": None, "required": []}
+    return reply_about(stand_in, role, kwargs)
 
 
 def lacks(path: str, folders: Sequence[Path]) -> str | None:

@@ -241,7 +241,7 @@ def site_problems_of(
     yield from placement.problems(recipe)
     yield from evaluation_checkpoint.problems(recipe)
     code = user_imports.probe(recipe, trust.current(dry))
-    yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
+    yield from input_files.problems(recipe, pending, notes, user_imports.fields(recipe, code))
     yield from record_counts.problems(recipe, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     if not config.trains(recipe):

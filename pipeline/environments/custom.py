@@ -5,13 +5,13 @@ A reward function is called once per answer, `function(prompt, answer, **fields)
     prompt   the last text of the user; without a chat template, the bare prompt
     answer   the policy's text
     fields   the record's columns, except columns named like the function's first two parameters; `expected`, the record's
-             expected answer (the column that `output_key` names), if there is one; and env.<name>.kwargs
+             expected answer (the column that `output_key` names), if there is one; and env.<name>.kwargs, which win
 
-A function without `**fields` receives the fields that it has parameters for. If it raises or does not return a finite number,
-the answer is wrong and its reward 0, as in any environment; the metric `broke_judge` is the share of such answers, and the log
-has the first traceback. Where wrong answers get rewards below 0, set env.<name>.broken_reward, so that breaking the function
-does not pay. If it cannot judge for a reason that no answer can cause, such as a lost connection, it raises
-`pipeline.environments.environment.Unjudged`, and the episode is dropped. So are episodes whose record lacks a field of a
+A function without `**fields` receives the fields that it has parameters for; other kwargs are refused. If it raises or does not
+return a finite number, the answer is wrong and its reward 0, as in any environment; the metric `broke_judge` is the share of
+such answers, and the log has the first traceback. Where wrong answers get rewards below 0, set env.<name>.broken_reward, so
+that breaking the function does not pay. If it cannot judge for a reason that no answer can cause, such as a lost connection, it
+raises `pipeline.environments.environment.Unjudged`, and the episode is dropped. So are episodes whose record lacks a field of a
 parameter without a default.
 """
 
@@ -89,6 +89,8 @@ def problem(class_or_function: Any, kwargs: Collection[str]) -> str | None:
         return f"got parameters ({', '.join(parameters)}); expected (prompt, answer, **fields)"
     if (names := fields(class_or_function)) is not None and (unknown := [name for name in kwargs if name not in names]):
         return f"got {unknown[0]} in kwargs; expected parameters of the function: {', '.join(names) or 'none'}"
+    if first := [name for name in _first_two(class_or_function) if name in kwargs]:
+        return f"got {first[0]} in kwargs; expected no name of the function's first two parameters. Try another name"
     return None
 
 
@@ -111,16 +113,22 @@ def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
     return None
 
 
-def fields(function: Callable[..., Any]) -> list[str] | None:
-    """Return the names of a reward function's parameters after the prompt and the answer; None if it takes any field."""
-    parameters = _parameters(function)
-    if parameters is None or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
+def named_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a reward function's parameters after the prompt and the answer, without `*args` and `**fields`."""
+    parameters = _parameters(function) or {}
     positional = [name for name, parameter in parameters.items() if parameter.kind in POSITIONAL]
     return [
         *positional[2:],
         *(name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY),
     ]
+
+
+def fields(function: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a reward function's parameters after the prompt and the answer; None if it takes any field."""
+    parameters = _parameters(function)
+    if parameters is None or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return named_parameters(function)
 
 
 def _first_two(function: Callable[..., Any]) -> list[str]:
@@ -138,12 +146,7 @@ def _first_two(function: Callable[..., Any]) -> list[str]:
 def required_fields(function: Callable[..., Any]) -> list[str]:
     """Return the names of the `fields` that have no default."""
     parameters = _parameters(function) or {}
-    positional = [name for name, parameter in parameters.items() if parameter.kind in POSITIONAL]
-    names = [
-        *positional[2:],
-        *(name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY),
-    ]
-    return [name for name in names if parameters[name].default is inspect.Parameter.empty]
+    return [name for name in named_parameters(function) if parameters[name].default is inspect.Parameter.empty]
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:

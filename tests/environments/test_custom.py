@@ -107,6 +107,7 @@ def test_a_reward_must_be_a_finite_number(reward, monkeypatch):
         (later, [], "got an async function"),
         (short, [], "got parameters (answer); expected (prompt, answer, **fields)"),
         (some_of_it, ["scal"], "got scal in kwargs; expected parameters of the function: expected, level, scale"),
+        (all_of_it, ["answer"], "got answer in kwargs; expected no name of the function's first two parameters"),
         (Scaled, [], "kwargs do not fit Scaled(scale: float) -> None: missing a required argument: 'scale'"),
         (Scaled, ["scale", "bias"], "got an unexpected keyword argument 'bias'"),
         (3, [], "got a int; expected a class, or a function"),

@@ -56,13 +56,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def examined(folder, *overrides, executor="local", trust=Trust.EVERYTHING):
-    """Return (problems of code and of the columns that it needs, notes)."""
+    """Return (problems of code and of the columns that it needs, notes about both)."""
     recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
-    notes = []
+    notes, of_data = [], []
     replies = user_imports.probe(recipe, trust)
-    of_files = input_files.problems(recipe, fields=user_imports.required_fields(recipe, replies))
+    of_files = input_files.problems(recipe, notes=of_data, fields=user_imports.fields(recipe, replies))
     columns = [problem for problem in of_files if problem.code in ("missing-column", "bad-record")]
-    return list(map(str, [*columns, *user_imports.problems(recipe, executor, notes, replies)])), notes
+    problems = list(map(str, [*columns, *user_imports.problems(recipe, executor, notes, replies)]))
+    return problems, [*(note for note in of_data if note.startswith("env.")), *notes]
 
 
 def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
@@ -105,6 +106,28 @@ def test_wrong_user_code_is_refused_whether_it_is_imported_or_read(folder, overr
     problems, notes = examined(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]), trust=trust)
     assert says.format(folder=folder) in problems[0], problems
     assert len(notes) == (trust is Trust.LISTED)
+
+
+@pytest.mark.parametrize("trust", [Trust.EVERYTHING, Trust.LISTED])
+def test_arguments_that_only_star_star_fields_takes_are_noted(folder, trust):
+    (folder / "rewards_of_mine.py").write_text("def right(prompt, answer, expected, *, bonus=1.0, **fields): return 1.0\n")
+    problems, notes = examined(folder, "env.mine.kwargs={bonos: 2.0, bonus: 2.0, scale: 3.0}", trust=trust)
+    assert problems == [] and [note for note in notes if note.startswith("env.mine.kwargs")] == [
+        "env.mine.kwargs.bonos: only **fields of rewards_of_mine.right takes it. Did you mean bonus?",
+        "env.mine.kwargs.scale: only **fields of rewards_of_mine.right takes it. Try a parameter scale",
+    ]
+
+
+@pytest.mark.parametrize("name", ["level", "expected"])
+def test_an_argument_that_replaces_a_field_of_the_records_is_noted(folder, name):
+    (folder / "rewards_of_mine.py").write_text("def right(prompt, answer, level, expected, weight=1.0): return 1.0\n")
+    problems, notes = examined(folder, f"env.mine.kwargs={{{name}: 7, weight: 2.0}}")
+    assert problems == [] and notes == [
+        f"env.mine.kwargs.{name}: it replaces '{name}' of the records of data.{data}. Try another name to keep both"
+        for data in ("train", "validation")
+    ]
+    (folder / "rewards_of_mine.py").write_text(CODE["rewards_of_mine.py"].replace("scale", name))
+    assert examined(folder, "env.mine.kind=rewards_of_mine.Scaled", f"env.mine.kwargs.{name}=7") == ([], [])
 
 
 def test_the_working_directory_is_searched_last(folder):
@@ -247,7 +270,8 @@ def test_a_later_record_without_a_needed_column_is_refused_or_dropped(folder, fu
     )
     assert examined(folder, kind, "data.bad_records=drop") == ([], [])
     given = f"env.mine.kwargs.{field}=1"  # the recipe gives it, so that no record needs it
-    assert examined(folder, kind, given) == ([], [])
+    problems, notes = examined(folder, kind, given)
+    assert problems == [] and len(notes) == 2 and all(f".{field}: it replaces '{field}'" in note for note in notes)
 
 
 @pytest.mark.parametrize(
