@@ -15,6 +15,7 @@ from pipeline.config import (
     column,
     column_names,
     generates,
+    guess_columns,
     judged_by_answer,
     parse_conversation,
 )
@@ -112,7 +113,9 @@ def absent_columns(
         return
     names = {*columns} | ({"expected"} if dataset.output_key in columns or dataset.messages_key else set())
     if absent := [field for field in fields if field not in names]:
-        hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in the environment's kwargs"
+        answer = guess_columns(["output_key"], list(columns), judged=True)["output_key"]
+        hint = "a default for it, or a value in the environment's kwargs"
+        hint = f"{key}.output_key={answer}" if absent[0] == "expected" else hint
         path = recipe.env[dataset.env_name or ""].kind
         message = f"{path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"
         yield Problem(f"env.{dataset.env_name}.kind", "missing-column", message)

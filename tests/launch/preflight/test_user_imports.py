@@ -89,7 +89,7 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
         ),
         (
             "data.train.output_key=solution",
-            "needs expected, but the records of data.train have: input, answer, level",
+            "needs expected, but the records of data.train have: input, answer, level. Try data.train.output_key=answer",
         ),
         ("env.mine.kind=needs_torch.right", "needs_torch.py imports no_such_package, which is not installed here"),
         ("env.mine.kind=broken.right", "cannot be imported: NameError: name 'nonsense' is not defined ({folder}/broken.py:2)"),
@@ -105,6 +105,15 @@ def test_wrong_user_code_is_refused_whether_it_is_imported_or_read(folder, overr
     problems, notes = examined(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]), trust=trust)
     assert says.format(folder=folder) in problems[0], problems
     assert len(notes) == (trust is Trust.LISTED)
+
+
+@pytest.mark.parametrize("trust", [Trust.EVERYTHING, Trust.LISTED])
+def test_fields_that_a_function_needs_are_checked_in_generated_data(folder, trust):
+    generated = RECIPE.replace("data_path: rows.jsonl, ", "").replace(".right", ".level")
+    (folder / "mine.yaml").write_text(generated)
+    problems, _ = examined(folder, trust=trust)
+    assert "rewards_of_mine.level needs level, but the records of data.train have: input, output, answer. Try" in problems[0]
+    assert examined(folder, "env.mine.kwargs.level=1", "env.mine.kwargs.weight=2", trust=trust)[0] == []
 
 
 def test_the_working_directory_is_searched_last(folder):
