@@ -72,7 +72,7 @@ class SubmitRequest:
         str | None,
         Key(
             "[KEY]",
-            "print type, range, default and meaning of a recipe's key or section, or cause and cure of an error's code",
+            "print type, range, default and meaning of a recipe's key or section, or cause and cure of errors' codes",
             read=str,
         ),
     ] = None
@@ -100,7 +100,8 @@ def main(arguments: list[str]) -> int:
 def execute(request: SubmitRequest) -> int:
     """Show, plan, submit or follow, as requested. Raises RecipeError."""
     if request.help is not None:
-        print(troubleshooting.explain(request.help) if request.help in CODES else reference.explained(request.help))
+        codes = set(request.help.split(","))
+        print(troubleshooting.explain(request.help) if codes <= CODES.keys() else reference.explained(request.help))
         return 0
     foreground.handle_signals()
     if request.follow:
