@@ -256,4 +256,5 @@ def unreadable(key: str, path: str | Path, error: Exception) -> Problem:
     """Return the problem of a file that cannot be read."""
     code = "file-not-found" if isinstance(error, FileNotFoundError) else "unreadable"
     reason = error.strerror if isinstance(error, OSError) else None
-    return Problem(key, code, f"{path}: {reason or error}")
+    hint = ". Try a path from the recipe's file, or on the command line from the working directory"
+    return Problem(key, code, f"{path}: {reason or error}{hint if code == 'file-not-found' else ''}")
