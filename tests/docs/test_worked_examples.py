@@ -246,7 +246,7 @@ def test_the_tracker_has_its_keys(example):
     write, explain, train = page_commands(TRACKERS, folder)
     assert run(folder, *write).returncode == 0
     assert "## logger.loss_file" in (folder / "recipes/KEYS.md").read_text()
-    assert "logger.loss_file.file: text; default loss.csv" in run(folder, *explain).stdout
+    assert "logger.loss_file.file: string; default loss.csv" in run(folder, *explain).stdout
     refused = run(folder, *train, "logger.loss_file.file=[a, b]", "dry_run=true")
     assert refused.returncode == 2 and "logger.loss_file.file: got" in refused.stderr
 
