@@ -19,7 +19,7 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch.preflight import model_readings
+from launch.preflight import model_readings, user_imports
 from launch.recipes import reading
 from launch.recipes.trust import Trust, trusting
 from launch.runs import run_changes
@@ -30,7 +30,7 @@ from launch.terminal import command_line, troubleshooting
 from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line
 from pipeline import config
-from pipeline.config import Problem, reference, refuse
+from pipeline.config import KINDS, Problem, RecipeError, reference, refuse
 from pipeline.recipe import secrets
 from pipeline.recipe.problem_codes import CODES
 from pipeline.steering import steer_files
@@ -72,7 +72,8 @@ class SubmitRequest:
         str | None,
         Key(
             "[KEY]",
-            "print type, range, default and meaning of a recipe's key or section, or cause and cure of an error's code",
+            "print type, range, default and meaning of a recipe's key or section (of env.NAME.kwargs with recipe=RECIPE: for"
+            " the kind that it uses), or cause and cure of errors' codes",
             read=str,
         ),
     ] = None
@@ -84,7 +85,14 @@ class SubmitRequest:
             yield Problem(flags[1], "contradiction", f"got {' and '.join(flags)}; expected one of them")
         if self.recipe is None and self.follow is None and self.help is None:
             yield Problem("recipe", "missing-value", "got no recipe; expected recipe=NAME, or follow=RUN_DIR")
-        if self.follow and (self.recipe or self.overrides or self.plan_from or flags):
+        of_recipe = self.recipe and self.help and reference.names_kwargs(self.help)
+        unused = flags or self.trust or self.follow or self.plan_from or (not of_recipe and (self.recipe or self.overrides))
+        if self.help is not None and unused:
+            message = (
+                "got other keys too; expected help=KEY alone, or help=env.NAME.kwargs recipe=NAME for the kind that it uses"
+            )
+            yield Problem("help", "contradiction", message)
+        elif self.follow and (self.recipe or self.overrides or self.plan_from or flags):
             yield Problem(
                 "follow",
                 "contradiction",
@@ -100,7 +108,7 @@ def main(arguments: list[str]) -> int:
 def execute(request: SubmitRequest) -> int:
     """Show, plan, submit or follow, as requested. Raises RecipeError."""
     if request.help is not None:
-        print(troubleshooting.explain(request.help) if request.help in CODES else reference.explained(request.help))
+        print(explained(request.help, request.recipe, request.overrides))
         return 0
     foreground.handle_signals()
     if request.follow:
@@ -113,6 +121,20 @@ def execute(request: SubmitRequest) -> int:
             found = examine(request.recipe, request.overrides, dry=True, plan_from=request.plan_from)
         return preview.show_plan(found) if request.plan else preview.dry_run(found)
     return foreground.submit(prepare(request.recipe, request.overrides, request.plan_from), request.detach)
+
+
+def explained(key: str, name: str | None, overrides: list[str]) -> str:
+    """Return the help of a recipe's key, or of codes separated by commas. name: a recipe, for the kwargs of its environment."""
+    if set(key.split(",")) <= CODES.keys():
+        return troubleshooting.explain(key)
+    if name is None:
+        return reference.explained(key)
+    recipe, environment = reading.inspect(name, overrides).recipe, key.split(".")[1]
+    if environment not in recipe.env:
+        message = f"got {key}; expected an environment of {name}: {', '.join(recipe.env) or 'it has none'}"
+        raise RecipeError(Problem("help", "not-a-choice", message))
+    kind = recipe.env[environment].kind
+    return reference.explained(key, [kind]) if kind in KINDS else user_imports.describe_kwargs(recipe, environment)
 
 
 def show(name: str, overrides: list[str]) -> int:

@@ -110,3 +110,10 @@ def test_megatrons_own_key_is_suggested_where_it_is_read():
     assert "'policy.optimizer.kwargs.lr'" in config.inspect("tiny_grpo", chosen).problems[0].message
     own = [*chosen, "policy.megatron_cfg.optimizer.weight_decay=0.0"]
     assert "'policy.megatron_cfg.optimizer.lr'" in config.inspect("tiny_grpo", own).problems[0].message
+
+
+def test_a_derived_algorithms_own_section_is_suggested(monkeypatch):
+    monkeypatch.setitem(aliases.ALGORITHMS, "derived", aliases.ALGORITHMS["grpo"])
+    monkeypatch.setattr(aliases, "ONLINE", (*aliases.ONLINE, "derived"))
+    names = {name: aliases.equivalents("scale_rewards", name, lambda key: 0) for name in ("derived", "grpo", "ppo")}
+    assert names == {"derived": ["derived.normalize_rewards"], **dict.fromkeys(("grpo", "ppo"), ["grpo.normalize_rewards"])}

@@ -370,3 +370,17 @@ def test_a_path_with_no_similar_file_beside_it(tmp_path):
         with refused(("recipe", "file-not-found")) as error:
             config.find(str(tmp_path / name))
         assert "there is no file " in str(error.value) and "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["reward.py", "rows.jsonl"])
+def test_a_file_of_another_kind_is_no_recipe(tmp_path, name):
+    (tmp_path / name).write_text('{"input": 1}')
+    with refused(("recipe", "bad-format")) as error:
+        config.load(str(tmp_path / name))
+    assert f"got '{tmp_path / name}'; expected a .yaml recipe" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["grpo:\n\tseed: 3\n", "grpo:\n  seed: 3\n\tval_period: 1\n", "name: @a\n"])
+def test_a_tab_or_a_mark_that_yaml_cannot_read_is_explained(write, text):
+    with pytest.raises(config.RecipeError, match="YAML indents with spaces, not tabs; a value that starts with @"):
+        config.load(write("a.yaml", text))

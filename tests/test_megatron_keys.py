@@ -329,6 +329,33 @@ def test_rank_counts_that_do_not_divide_are_refused(load, overrides, ranks, prob
         load(*on(*overrides, ranks=ranks))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        (sizes(pp=3), 8, "pipeline_model_parallel_size: got 3, which does not divide the 8 ranks of cluster.train (nodes 1 x 8"
+         " per node); expected a divisor of 8. Try 2 or 4, or cluster.train.nodes=3"),
+        (sizes(tp=4, pp=3), 8, "pipeline_model_parallel_size: got 3; the product tensor_model_parallel_size 4 x"
+         " pipeline_model_parallel_size 3 is 12, which does not divide the 8 ranks of cluster.train (nodes 1 x 8 per node);"
+         " expected a divisor of 2. Try 2, or cluster.train.nodes=3"),
+        (sizes(tp=8, pp=2), 8, "tensor_model_parallel_size 8 x pipeline_model_parallel_size 2 is 16, which does not divide the"
+         " 8 ranks of cluster.train (nodes 1 x 8 per node); expected a divisor of 4. Try 4, or cluster.train.nodes=2"),
+        (sizes(tp=3, pp=5), 8, "expected a smaller product. Try cluster.train.nodes=15"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_divide_names_its_key_and_what_fits(load, overrides, ranks, message):
+    for section, names in ((KEY, str), ("policy.dtensor_cfg", in_dtensor)):
+        chosen = [f"{section}.enabled=true", f"cluster.train.ranks_per_node={ranks}"]
+        with pytest.raises(config.RecipeError) as error:
+            load(*chosen, *map(names, overrides))
+        assert names(message) in str(error.value)
+
+
+def in_dtensor(text: str) -> str:
+    """Return a text about Megatron-Core's sizes with the keys of FSDP2, whose second size is the context's."""
+    text = text.replace(KEY, "policy.dtensor_cfg").replace("tensor_model_", "tensor_")
+    return text.replace("pipeline_model_", "context_")
+
+
 @pytest.mark.parametrize("given", [{"tp": 2, "pp": 2}, {"tp": 2, "ep": 4, "etp": 2}, {"pp": 2, "ep": 4}, {"cp": 4, "tp": 2}])
 def test_layouts_that_megatron_core_can_form(load, given):
     load(f"{KEY}.enabled=true", "cluster.train.ranks_per_node=8", *sizes(**given))

@@ -122,6 +122,47 @@ def test_help_of_an_environments_kwargs_is_by_kind(capsys):
     assert judge.startswith("env.NAME.kwargs.url: string; required\n")
 
 
+def test_help_of_kwargs_with_a_recipe_is_of_the_kind_that_it_uses(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(
+        "raise SystemExit\ndef right(prompt, answer, expected, *, bonus=1, **fields): return 1.0\n"
+        "class Own:\n    def __init__(self, scale, offset=0.5): ...\n"
+    )
+    (tmp_path / "own.yaml").write_text("defaults: tiny_grpo\n")
+    asked = ["help=env.addition.kwargs", f"recipe={tmp_path / 'own.yaml'}"]
+    assert submit.main(asked) == 0
+    text = capsys.readouterr().out
+    assert "kind: exact_match\nenv.NAME.kwargs.pattern: " in text and text.count("kind: ") == 1
+    assert submit.main([*asked, "env.addition={_override_: true, kind: own_rewards.right}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "kind: own_rewards.right",
+        "env.addition.kwargs.expected: required, here or as a column of the records",
+        "env.addition.kwargs.bonus: default 1",
+        "env.addition.kwargs.NAME: any other name",
+    ]
+    assert submit.main([*asked, "env.addition={_override_: true, kind: own_rewards.Own}"]) == 0
+    kwargs = "env.addition.kwargs"
+    assert capsys.readouterr().out == f"kind: own_rewards.Own\n{kwargs}.scale: required\n{kwargs}.offset: default 0.5\n"
+    assert submit.main([*asked, "env.addition={_override_: true, kind: own_rewards.Owm}"]) == 2
+    assert "has no Owm; did you mean Own?" in capsys.readouterr().err
+    assert submit.main(["help=env.math.kwargs", asked[1]]) == 2
+    assert "help: got env.math.kwargs; expected an environment of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["help=grpo.seed", "recipe=tiny_grpo"],
+        ["help=grpo.seed", "grpo.seed=3"],
+        ["help=env.addition.kwargs", "env.addition.kind=math"],
+        ["help=env.addition.kwargs", "recipe=tiny_grpo", "plan=true"],
+        ["help=unknown-key", "follow=runs/a"],
+    ],
+)
+def test_words_beside_help_that_it_does_not_use_are_refused(arguments, capsys):
+    assert submit.main(arguments) == 2
+    assert "error: help: got other keys too; expected help=KEY alone" in capsys.readouterr().err
+
+
 def test_help_without_a_key_lists_the_sections(capsys):
     assert submit.main(["help="]) == 0
     heads = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]

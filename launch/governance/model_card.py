@@ -71,7 +71,7 @@ def _lineage(run: RunFolder, step: int) -> Iterator[str]:
 
 def _teachers(run: RunFolder) -> Iterator[str]:
     """Yield the distinct names of the teacher models of a run with distillation."""
-    if run.algorithm == "distillation" or (run.algorithm == "grpo" and run.value("grpo.adv_estimator.name") == "opd"):
+    if run.algorithm == "distillation" or run.value(f"{run.algorithm}.adv_estimator.name") == "opd":
         sections = run.value("on_policy_distillation.teachers", {}).values() or [run.value("teacher", {})]
         yield from dict.fromkeys(_short_name(str(section.get("model_name") or "")) for section in sections)
 

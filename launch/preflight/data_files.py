@@ -1,4 +1,4 @@
-"""Read the first records of a data set before submission, from a JSONL file or a folder of Parquet or JSONL files.
+"""Read the first records of a data set before submission: of JSONL or Parquet files, or of a generated data set.
 
 The job reads a folder with the `datasets` library, which a login node need not have.
 """
@@ -8,21 +8,24 @@ from __future__ import annotations
 import errno
 import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launch.preflight import bounded
 from launch.recipes.model_files import hub_snapshot
-from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, Problem, RecipeError
+from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, Problem, RecipeError, collected, refuse
 from pipeline.data import named
 from pipeline.data.arrow_records import ArrowRecords
+from pipeline.data.datasets import load_records
 from pipeline.data.records import parse_record
 from pipeline.recipe import user_files
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
 SCAN_LINE = 8 << 20  # longest line there
 BATCH_ROWS = 64  # of Parquet, read at a time
+GENERATED_ROWS = 16  # of a generated data set
 SHOWN_NUMBERS = 5  # reported per fault, besides the first
 SPLITS = {
     "train": {"train", "training"},
@@ -79,6 +82,33 @@ def first_records(
     except _LeftToTheJob as error:
         notes.append(f"{key}: only the job checks the records of {name}: {error}")
         return None
+
+
+def first_generated(key: str, dataset: DatasetConfig, seed: int, notes: list[str]) -> FirstRecords | None:
+    """Return the first records of a generated data set; None for other data sets. Raises RecipeError for wrong kwargs.
+
+    seed: that of the recipe. notes: receives why they cannot be generated here.
+    """
+    size = dataset.kwargs.get("size")
+    few = min(size, GENERATED_ROWS) if isinstance(size, int) else size
+    sample = replace(dataset, kwargs={**dataset.kwargs, **({"size": few} if "size" in dataset.kwargs else {})})
+
+    def work() -> dict[str, list[Any]]:
+        faults: list[Problem] = []
+        records: Sequence[Record] = []
+        with collected(faults):
+            records = load_records(sample, seed)
+        return {"records": list(records), "faults": [(fault.code, fault.message) for fault in faults]}
+
+    if dataset.dataset_name not in GENERATED_DATASETS or dataset.data_path is not None:
+        return None
+    try:
+        reply = bounded.call(work)
+    except bounded.Unbounded as error:
+        notes.append(f"{key}: only the job generates its records: here {error}")
+        return None
+    refuse(Problem(key, code, message) for code, message in reply["faults"])
+    return FirstRecords(f"{key}.dataset_name", Path(dataset.dataset_name), rows=True, numbered=[*enumerate(reply["records"])])
 
 
 def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | None:
@@ -226,4 +256,5 @@ def unreadable(key: str, path: str | Path, error: Exception) -> Problem:
     """Return the problem of a file that cannot be read."""
     code = "file-not-found" if isinstance(error, FileNotFoundError) else "unreadable"
     reason = error.strerror if isinstance(error, OSError) else None
-    return Problem(key, code, f"{path}: {reason or error}")
+    hint = ". Try a path from the recipe's file, or on the command line from the working directory"
+    return Problem(key, code, f"{path}: {reason or error}{hint if code == 'file-not-found' else ''}")

@@ -16,6 +16,7 @@ from pipeline.config import (
     column,
     column_names,
     generates,
+    guess_columns,
     judged_by_answer,
     parse_conversation,
 )
@@ -133,8 +134,11 @@ def absent_columns(
         message = f"got {configured.output_key}; expected one of the columns {', '.join(columns)}. Try {close_names[0]}"
         yield Problem(f"{key}.output_key", "missing-column", message)
         return
-    if absent := [field for field in fields if field not in _field_names(dataset, records)]:
-        hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in the environment's kwargs"
+    names = _field_names(dataset, records)
+    if absent := [field for field in fields if field not in names]:
+        answer = guess_columns(["output_key"], list(columns), judged=True)["output_key"]
+        hint = "a default for it, or a value in the environment's kwargs"
+        hint = f"{key}.output_key={answer}" if absent[0] == "expected" else hint
         path = recipe.env[dataset.env_name or ""].kind
         message = f"{path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"
         yield Problem(f"env.{dataset.env_name}.kind", "missing-column", message)

@@ -99,6 +99,7 @@ def _check_dataset(
     records = None
     with collected(unread):
         records = data_files.first_records(key, dataset, notes, drops=recipe.data.bad_records == "drop")
+        records = records or data_files.first_generated(key, dataset, config.section(recipe).seed, notes)
     yield from unread
     if records is None:
         return
@@ -139,7 +140,8 @@ def _check_records(
     try:
         columns = config.recognize_columns(recipe, key, dataset, (record for _, record in numbered))
     except ValueError as error:
-        unusable[str(error)] = [numbered[0][0]]
+        alike = numbered if dataset.dataset_name in GENERATED_DATASETS else numbered[:1]
+        unusable[str(error)] = [number for number, _ in alike]
     else:
         if columns.description:
             notes.append(f"{key}: {columns.description}")
@@ -208,7 +210,7 @@ def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> d
 def _advice(key: str, fault: str, others_usable: bool) -> str:
     """Return the end of a message about `fault`, with a remedy. others_usable: whether other records have no fault."""
     if not others_usable:
-        return "; no record of the file can be used"
+        return "; no record can be used"
     return f", or {key}=drop" if ". Try " in fault else f". Try to fix it, or {key}=drop"
 
 

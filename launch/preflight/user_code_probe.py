@@ -1,8 +1,8 @@
 """Import and describe a user's code in a process of its own: `python -m launch.preflight.user_code_probe REPLY`.
 
 Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from stdin. Writes key -> reply as JSON into the file REPLY. A reply
-is one of {ok, fields, required}, for a function also {named}, {wrong, code}, {absent, importer} and {raised, foreign}. The
-caller discards the output of the code.
+is one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent, importer} and {raised,
+foreign}. The caller discards the output of the code.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[st
         if wrong := custom.problem(loaded_object, kwargs):
             return {"wrong": wrong, "code": "wrong-type" if custom.problem(loaded_object, ()) else "unknown-key"}
         if not inspect.isclass(loaded_object):
-            fields, named = custom.fields(loaded_object), custom.named_parameters(loaded_object)
-            required = custom.required_fields(loaded_object)
-            return {"ok": True, "fields": fields, "named": named, "required": required}
+            reply = {"ok": True, "fields": custom.fields(loaded_object), "required": custom.required_fields(loaded_object)}
+            named = custom.named_parameters(loaded_object)
+            return reply if named is None else {**reply, "named": named}
     elif not callable(loaded_object):
         return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}

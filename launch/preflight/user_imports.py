@@ -25,7 +25,7 @@ from launch.preflight import bounded, user_source
 from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS
-from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, trains
+from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, trains
 from pipeline.environments.tools import TOOLS, read_tools
 
 PROBE_S = 30.0
@@ -120,6 +120,20 @@ def _read(references: list[CodeReference], folders: Sequence[Path]) -> dict[str,
         reference.key: user_source.describe(reference.path, reference.role, sorted(reference.kwargs), folders) | {"read": True}
         for reference in references
     }
+
+
+def describe_kwargs(recipe: Recipe, name: str) -> str:
+    """Return lines about the kwargs of the environment `name`, of a user's kind, from its source. Raises RecipeError."""
+    kind = recipe.env[name].kind
+    try:
+        lines = user_source.arguments(kind, [*places(recipe), Path.cwd()])
+    except (user_source.CodeFault, RecursionError, ValueError) as error:
+        reply = error.reply if isinstance(error, user_source.CodeFault) else {}
+        message = f"{kind}: {reply.get('wrong') or reply.get('raised') or error}"
+        raise RecipeError(Problem(f"env.{name}.kind", "not-importable", message)) from None
+    if lines is None:
+        lines = ["not shown by its source"]
+    return "\n".join([f"kind: {kind}", *(f"env.{name}.kwargs.{line}" for line in lines)])
 
 
 def fields(recipe: Recipe, replies: Replies) -> dict[str, Fields]:

@@ -15,6 +15,7 @@ import builtins
 import difflib
 import functools
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,26 @@ def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path
     if stand_in is UNKNOWN:
         return {"ok": True, "fields": None, "required": []}
     return reply_about(stand_in, role, kwargs)
+
+
+def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
+    """Return `NAME: default VALUE` or `NAME: required` for each argument that kwargs may give to a user's environment.
+
+    Return None if the source does not show them. Raises CodeFault.
+    """
+    module, _, name = path.rpartition(".")
+    stand_in = SourceReader(folders, checks_imports=False).find(module, name)
+    if stand_in is UNKNOWN or not callable(stand_in):
+        return None
+    parameters = list(inspect.signature(stand_in).parameters.values())[0 if isinstance(stand_in, type) else 2 :]
+    required = "required" if isinstance(stand_in, type) else "required, here or as a column of the records"
+    return [
+        f"{parameter.name}: {required if parameter.default is parameter.empty else f'default {parameter.default!r}'}"
+        if parameter.kind is not parameter.VAR_KEYWORD
+        else "NAME: any other name"
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_POSITIONAL
+    ]
 
 
 def lacks(path: str, folders: Sequence[Path]) -> str | None:

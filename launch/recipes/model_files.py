@@ -122,6 +122,9 @@ def is_inside(name: str, folders: Iterable[os.PathLike]) -> bool:
     return any(Path(name).absolute().is_relative_to(Path(folder).absolute()) for folder in folders)
 
 
+EXAMPLES = "a folder that exists, such as the hf/ that a run saved, or a model's name on the Hugging Face Hub, ORG/NAME"
+
+
 def is_local(name: str) -> bool:
     """Return whether a model is a folder of this machine or in its Hugging Face cache."""
     return Path(name).is_dir() or _in_cache(name) is not None
@@ -140,7 +143,7 @@ def model_folder(key: str, name: str) -> Path:
     if snapshot := _in_cache(name):
         return snapshot
     if _looks_like_path(name):
-        raise ModelNotFound(Problem(key, "file-not-found", f"there is no folder {name}"))
+        raise ModelNotFound(Problem(key, "file-not-found", f"there is no folder {name}. Try {EXAMPLES}"))
     message = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
     message += f", or {key}=MODEL for the tokenizer of another model" if key.endswith(".tokenizer.name") else ""
     raise ModelNotFound(Problem(key, "unavailable-model", message))

@@ -130,7 +130,7 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
     overrides: list[str] = []
     problems: list[Problem] = []
     suggested: set[str] = set()  # keys that the problems suggest
-    arguments = _without_blanks(arguments, problems, suggested)
+    arguments = _without_blanks(arguments, problems, suggested, dotted=rest is not None)
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if not argument.isascii() and argument != argument.encode(errors="replace").decode():
@@ -162,20 +162,24 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
     return parsed
 
 
-def _without_blanks(arguments: list[str], problems: list[Problem], suggested: set[str]) -> list[str]:
+def _without_blanks(arguments: list[str], problems: list[Problem], suggested: set[str], dotted: bool) -> list[str]:
     """Return the arguments without those of each `key = value` with blanks around `=`; add a problem for each of these.
 
-    A shell splits `grpo.seed = 3` into `grpo.seed`, `=` and `3`.
+    A shell splits `grpo.seed = 3` into `grpo.seed`, `=` and `3`. dotted: whether dotted keys exist, so that `grpo.seed 3` is
+    one without its `=`.
     """
     rest, left = [], list(arguments)
     while left:
         first, *others = left
         count = _count_split(first, *others[:2])
+        if count == 1 and dotted and _lacks_equals(first, *others[:1]):
+            count = 2
         if count == 1:
             rest.append(first)
         else:
             key, value = first.rstrip("="), "".join(left[1:count]).lstrip("=")
-            message = f"got '{' '.join(left[:count])}'; expected {key}={value}, without spaces around `=`"
+            given = " ".join(left[:count])
+            message = f"got '{given}'; expected {key}={value}{', without spaces around `=`' if '=' in given else ''}"
             problems.append(_problem(key, "bad-format", _clip(message, 3 * MAX_CHARACTERS)))
             suggested.add(key)
         left = left[count:]
@@ -191,6 +195,13 @@ def _count_split(first: str, second: str = "", third: str = "") -> int:
     if second == "=":
         return 3 if third and "=" not in third else 1
     return 2 if re.fullmatch(r"=[^=].*", second) else 1
+
+
+def _lacks_equals(key: str, value: str = "") -> bool:
+    """Return whether two successive arguments are a dotted key and its value."""
+    is_key = re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", key) and not key.endswith((".yaml", ".yml")) and not os.path.exists(key)
+    is_value = value and "=" not in value and (_number(value) == _number(value) or not value.startswith(tuple(FOREIGN)))
+    return bool(is_key and is_value)
 
 
 def _keys(request: type) -> dict[str, tuple[Any, Key]]:
@@ -278,7 +289,9 @@ def _no_key(argument: str, following: list[str], keys: dict[str, Key]) -> tuple[
     if name == option:
         key = next((word for word in ("recipe", "sweep") if word in keys), "")
         suggestion = f"{key}={_clip(argument)}" if key else "key=value"
-        if key and "." in argument and "/" not in argument and not argument.endswith(".yaml"):  # a dotted key
+        if argument in keys:
+            suggestion = f"{argument}={keys[argument].value}"
+        elif key and "." in argument and "/" not in argument and not argument.endswith(".yaml"):  # a dotted key
             key, suggestion = "", f"{_clip(argument)}=VALUE"
         return _problem(argument, "bad-format", f"{why}; try {suggestion}"), key
     name = "recipe" if name in ("config", "config-path", "config-name") and "recipe" in keys else name.replace("-", "_")

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from launch.terminal.safe_text import on_one_line, plain
 from pipeline.recipe import secrets
-from pipeline.recipe.problems import HELP_HINT, Problem
+from pipeline.recipe.problems import Problem, help_hint
 
 LABEL_WIDTH = 10
 MIN_TEXT_WIDTH = 20
@@ -86,7 +86,7 @@ def print_problems(problems: Sequence[Problem]) -> None:
     if len(problems) > 1:
         console.print(Text.assemble(("error", "bold red"), f": {len(problems)} problems"))
     console.print(_problem_grid(problems, ("error:", "bold red") if len(problems) == 1 else ("  •", "")))
-    console.print(Text(HELP_HINT, style="dim"))
+    console.print(Text(help_hint(problems), style="dim"), soft_wrap=True)  # so that it can be copied
 
 
 def print_unmet(heading: str, problems: Sequence[Problem]) -> None:

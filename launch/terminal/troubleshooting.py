@@ -23,7 +23,9 @@ For a run that started and then failed, see [When a run fails](OPERATIONS.md#whe
 
 
 def explain(code: str) -> str:
-    """Return a text of several lines with the cause and the remedy of a problem code."""
+    """Return a text of several lines with the cause and the remedy of a problem code, or of several after one another."""
+    if "," in code:
+        return "\n".join(map(explain, code.split(",")))
     return f"{code}\n    cause: {CODES[code].cause}\n    cure:  {CODES[code].cure}"
 
 

@@ -87,7 +87,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
     try:
         listed, _ = digests.read_manifest(folder)
     except ValueError as error:
-        raise _describe_damage(key, "", [str(error)], "export it again") from None
+        raise _describe_damage(key, "", [str(error)], "to export it again") from None
     names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *WITHOUT_DIGEST) and not name.startswith(".")]
     problems = list(digests.name_problems(names, listed))
     if not problems and verify == "full":

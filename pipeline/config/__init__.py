@@ -32,7 +32,15 @@ from pipeline.config.cluster import (
     ranks,
     ranks_per_node,
 )
-from pipeline.config.columns import Message, column, column_names, judged_by_answer, parse_conversation, recognize_columns
+from pipeline.config.columns import (
+    Message,
+    column,
+    column_names,
+    guess_columns,
+    judged_by_answer,
+    parse_conversation,
+    recognize_columns,
+)
 from pipeline.config.data import (
     DATASET_CARDS,
     GENERATED_DATASETS,

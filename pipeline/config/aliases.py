@@ -6,10 +6,11 @@ and Hugging Face's trainers, verl, OpenRLHF, and from NeMo-RL where its names di
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 
-from pipeline.algorithms import OFFLINE, ONLINE
+from pipeline.algorithms import ALGORITHMS, OFFLINE, ONLINE
 
 OWN = "<algorithm>"  # placeholder for the section of the recipe's algorithm
 
@@ -191,7 +192,19 @@ def equivalents(key: str, algorithm: str | None, rank: Callable[[str], int]) -> 
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     found = next((ALIASES[end] for end in ends if end in ALIASES), ())
     section = algorithm if algorithm in (*ONLINE, *OFFLINE) else ONLINE[0]
-    return _best([one.replace(OWN, section) for one in found], rank)
+    return _best([_in_section(one.replace(OWN, section), section) for one in found], rank)
+
+
+def _in_section(key: str, algorithm: str) -> str:
+    """Return the key in the algorithm's own section, if `key` is of another algorithm's section and both sections have it."""
+    section, _, rest = key.partition(".")
+    if section not in ALGORITHMS:
+        return key
+    try:
+        functools.reduce(getattr, rest.split("."), ALGORITHMS[algorithm].Section())
+    except AttributeError:
+        return key
+    return f"{algorithm}.{rest}"
 
 
 def _best(keys: Iterable[str], rank: Callable[[str], int]) -> list[str]:

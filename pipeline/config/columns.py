@@ -264,11 +264,15 @@ def _describe(reading: Reading) -> str:
     return f"reads {' and '.join(parts)}" if parts else "reads the common beginning of both answers as the prompt"
 
 
-def _guess_columns(keys: list[str], columns: list[str]) -> Reading:
-    """Return key -> a likely column: a column with a usual name for this key, else the first without a usual name."""
+def guess_columns(keys: list[str], columns: list[str], judged: bool) -> Reading:
+    """Return key -> a likely column: a column with a usual name for this key, else the first without a usual name.
+
+    judged: whether the answer is judged, not learned. The default, `output`, is then less likely than a final answer.
+    """
     unused, guess = list(columns), {}
+    expected = (*EXPECTED[1:], *EXPECTED[:1]) if judged else EXPECTED
     for key in keys:
-        likely = {"input_key": PROMPTS, "output_key": (*EXPECTED, *ANSWER_NAMES)}.get(key, ())
+        likely = {"input_key": PROMPTS, "output_key": (*expected, *ANSWER_NAMES)}.get(key, ())
         last = {name: name.rpartition(".")[2].lower() for name in unused}
         usual = [name for known in likely for name in unused if last[name] == known]
         unusual = [name for name in unused if last[name] not in (*LABELS, *PROMPTS, *EXPECTED, *ANSWER_NAMES)]
@@ -292,7 +296,8 @@ def _choices(recipe: Recipe, key: str, recipe_keys: Reading, record: Mapping[str
     keys = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
     key_columns = {name: {**DEFAULTS, **recipe_keys}[name] for name in keys}
     lacking = [name for name, column_name in key_columns.items() if not _has(record, column_name)]
-    guess = _guess_columns(lacking, [name for name in names if _has(record, name) and name not in key_columns.values()])
+    usable = [name for name in names if _has(record, name) and name not in key_columns.values()]
+    guess = guess_columns(lacking, usable, generates(recipe))
     hint = " ".join(f"{key}.{name}={column_name}" for name, column_name in guess.items())
     bare = ""
     if paired and lacking == ["input_key"] and isinstance(column(record, key_columns["chosen_key"]), str):

@@ -152,14 +152,20 @@ def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
+NEVER_YAML = (".csv", ".ipynb", ".jsonl", ".md", ".parquet", ".py", ".sh")
+
+
 def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
     """Return the file NAME.yaml in the folder, or else the file whose path is `name`, with or without .yaml.
 
     If there is none, raise RecipeError for `key`. Its message lists the names in the folder or, if `name` looks like a path
-    (with a slash, .yaml or .yml), the file with the most similar name.
+    (with a slash, .yaml or .yml), the file with the most similar name. Raise it too for a file of another kind, such as .py.
     """
     for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
         if os.path.isfile(path):  # False also for a name that is too long for a file
+            if path.suffix in NEVER_YAML:
+                message = f"got '{name}'; expected a .yaml {key.rpartition('.')[2]}"
+                raise RecipeError(Problem(key, "bad-format", message))
             return path
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     near = difflib.get_close_matches(re.sub(r"\.ya?ml$", "", Path(name).name), known, 1)

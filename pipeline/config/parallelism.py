@@ -20,7 +20,7 @@ Backend = Literal["megatron", "dtensor"]
 
 DTENSOR = "policy.dtensor_cfg"
 MEGATRON = "policy.megatron_cfg"
-LARGEST_NAMED = 1024  # largest divisor that a message lists
+LARGEST_NAMED = 1024  # largest divisor that a message suggests
 
 
 def requested_backend(policy: PolicyConfig) -> Backend | None:
@@ -117,18 +117,27 @@ def _check_dtensor(policy: PolicyConfig, component: ComponentConfig, realm: str)
 def check_divides(section: str, sizes: Mapping[str, int], component: ComponentConfig, realm: str) -> Iterator[Problem]:
     """Yield a problem if a component's number of ranks is not a multiple of the product of `sizes`.
 
-    sizes: name of a key in `section` -> parallel size.
+    sizes: name of a key in `section` -> parallel size. The problem names the first key of which another value would suffice.
     """
-    count, size = ranks(component), math.prod(sizes.values())
-    if count % size:
-        divisors = ", ".join(str(k) for k in range(1, min(count, LARGEST_NAMED) + 1) if count % k == 0)
-        cuts = {name: value for name, value in sizes.items() if value > 1}
-        product = " x ".join(f"{name} {value}" for name, value in cuts.items()) if len(cuts) > 1 else size
-        message = (
-            f"got {product}, which does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x"
-            f" {ranks_per_node(component)} per node); expected {'one of ' if ',' in divisors else ''}{divisors}"
-        )
-        yield Problem(f"{section}.{next(iter(cuts))}", "not-divisible", message)
+    count, product = ranks(component), math.prod(sizes.values())
+    if count % product == 0:
+        return
+    cuts = {name: size for name, size in sizes.items() if size > 1}
+    fits = [name for name, size in cuts.items() if count % (product // size) == 0]
+    name = next(iter(fits or cuts))
+    size, left = cuts[name], count // (product // cuts[name])
+    names = " x ".join(f"{cut} {value}" for cut, value in cuts.items())
+    got = f"got {size}; the product {names} is {product}, which" if len(cuts) > 1 else f"got {size}, which"
+    divisors = [k for k in range(1, min(left, LARGEST_NAMED) + 1) if left % k == 0] if fits else []
+    near = [*[k for k in divisors if k < size][-1:], *[k for k in divisors if k > size][:1]]
+    expected = "a smaller product" if not fits else f"a divisor of {left}" if left > 1 else "1"
+    step = product // math.gcd(product, ranks_per_node(component))
+    nodes = f"cluster.{realm}.nodes={math.ceil(component.nodes / step) * step}"
+    message = (
+        f"{got} does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x {ranks_per_node(component)} per"
+        f" node); expected {expected}. Try {', or '.join(filter(None, (' or '.join(map(str, near)), nodes)))}"
+    )
+    yield Problem(f"{section}.{name}", "not-divisible", message)
 
 
 def data_parallel_size(recipe: Recipe, backend: Backend) -> int:

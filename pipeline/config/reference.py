@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -216,10 +216,16 @@ def _type(described: dict[str, Any]) -> str:
 # ---- help and KEYS.md -------------------------------------------------------------------------------------------------------
 
 
-def explained(key: str) -> str:
+def names_kwargs(key: str) -> bool:
+    """Return whether a dotted key is `env.NAME.kwargs`, or inside it."""
+    return _generic(key) == KWARGS
+
+
+def explained(key: str, kinds: Collection[str] | None = None) -> str:
     """Return a text with type, default and meaning of a key, or of a section and its keys. "" means the first level.
 
-    Raise RecipeError, which names the most similar key, for an unknown key.
+    kinds: kinds of environments to list for `env.NAME.kwargs`; None: all. Raise RecipeError, which names the most similar key,
+    for an unknown key.
     """
     name = _generic(key)
     if name is None:
@@ -241,7 +247,7 @@ def explained(key: str) -> str:
     own = [keys()[name]] if name in keys() else []
     lines = [*map(_paragraph, [*own, *_inside(name)])]
     for kind, inside in kwargs().items() if name == KWARGS else ():
-        lines += ["", f"kind: {kind}", *map(_paragraph, inside)]
+        lines += ["", f"kind: {kind}", *map(_paragraph, inside)] if kinds is None or kind in kinds else []
     return "\n".join(lines)
 
 

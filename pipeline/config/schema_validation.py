@@ -275,7 +275,7 @@ def _problem(key: str, error: Mapping[str, Any], origin: str | None) -> Problem:
     code, expected = BOUNDS.get(kind) or ("wrong-type", EXPECTED[kind.partition("_")[0]])
     expected, shown = expected.format(**context), _shown(error["input"])
     if isinstance(error["loc"][-1], int):
-        expected, shown = f"{expected} for each item", f"the list item {shown}"
+        expected, shown = f"{expected} for each item", f"{shown} as an item"
     return Problem(key, code, f"got {shown}; expected {expected}", origin or "")
 
 

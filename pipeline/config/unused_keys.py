@@ -2,7 +2,7 @@
 
 On the command line such a key is an error, because the user expects an effect. In the recipe's own file it is a note: a file
 may have the sections of both backends or of several algorithms, so that one key selects among them. Inherited keys are not
-reported.
+reported, unless the file or the command line changes the algorithm: then a note names those that its section lacks.
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: Re
 
 
 def notes(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[str]:
-    """Yield notes on keys for the other backend or another algorithm in the recipe's own file, `file` in `origins`."""
+    """Yield notes on keys for the other backend or another algorithm in the recipe's own file, `file` in `origins`.
+
+    Also on those that it inherits for another algorithm, if it or the command line sets the algorithm.
+    """
     readers = Readers.of(recipe)
     given = list(_given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file))
     if readers.backend:
@@ -164,6 +167,20 @@ def notes(recipe: Recipe, origins: Mapping[str, str], references: References, fi
         yield from _note(file, unread, f"the backend is {NAMES[readers.backend]}")
     unread = [key for key in given if readers.algorithm not in read_by(key)]
     yield from _note(file, unread, f"the algorithm is {readers.algorithm}")
+    if origins.get("algorithm", "").rpartition(":")[0] in (file, ""):  # "": the command line
+        inherited = _given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] not in (file, ""))
+        lacking = [key for key in inherited if _lacks(recipe, key, origins)]
+        why = f"the algorithm is {readers.algorithm}. They are inherited; try them in the section {readers.algorithm}"
+        yield from _note(file, lacking, why)
+
+
+def _lacks(recipe: Recipe, key: str, origins: Mapping[str, str]) -> bool:
+    """Return whether the algorithm has a key of another one's section too, but unset and with another value."""
+    section, _, rest = key.partition(".")
+    counterpart, now = f"{recipe.algorithm}.{rest}", from_plain(dataclasses.asdict(recipe), None)
+    if section not in ALGORITHMS or section == recipe.algorithm or counterpart in origins:
+        return False
+    return now.find(counterpart) is not None and _value(now, counterpart) != _value(now, key)
 
 
 def _note(file: str, unread: list[str], why: str) -> Iterator[str]:

@@ -75,4 +75,8 @@ def summary(error: Exception) -> str:
         at = [f" at line {mark.line + 1}, column {mark.column + 1}" if mark else "" for _, mark in marked]
         error = ValueError(": ".join(f"{what}{where}" for (what, _), where in zip(marked, at, strict=True) if what))
     text = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:196]} ..."
+    text = text if len(text) <= 200 else f"{text[:196]} ..."
+    unreadable = "cannot start any token" in text or "tab character" in text
+    return (
+        f"{text}. YAML indents with spaces, not tabs; a value that starts with @, % or ` needs quotes" if unreadable else text
+    )

@@ -113,9 +113,14 @@ def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
     return None
 
 
-def named_parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a reward function's parameters after the prompt and the answer, without `*args` and `**fields`."""
-    parameters = _parameters(function) or {}
+def named_parameters(function: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a reward function's parameters after the prompt and the answer, without `*args` and `**fields`.
+
+    None if the function has no signature, as some of C have none.
+    """
+    parameters = _parameters(function)
+    if parameters is None:
+        return None
     positional = [name for name, parameter in parameters.items() if parameter.kind in POSITIONAL]
     return [
         *positional[2:],
@@ -146,7 +151,7 @@ def _first_two(function: Callable[..., Any]) -> list[str]:
 def required_fields(function: Callable[..., Any]) -> list[str]:
     """Return the names of the `fields` that have no default."""
     parameters = _parameters(function) or {}
-    return [name for name in named_parameters(function) if parameters[name].default is inspect.Parameter.empty]
+    return [name for name in named_parameters(function) or () if parameters[name].default is inspect.Parameter.empty]
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:

@@ -378,7 +378,7 @@ def _arguments(
 def _fp8(vllm_cfg: VLLMConfig) -> dict[str, Any]:
     """Return the arguments for vLLM's own quantisation of incoming bfloat16 weights to e4m3.
 
-    Each block of weights has a float32 scale. Activations are quantised dynamically in groups of 128. NeMo-RL's fp8 is the same
+    Each block of weights has a float32 scale. Activations are quantized dynamically in groups of 128. NeMo-RL's fp8 is the same
     (nemo_rl/models/generation/vllm/quantization/fp8.py).
     """
     if current_platform.is_cpu():

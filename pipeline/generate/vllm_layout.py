@@ -73,7 +73,7 @@ def raw_name(module: str, parameter: str) -> str:
 def record(model: VLLMModel, shapes: Mapping[str, Shape], precision: torch.dtype, complete: bool) -> dict[str, ModuleUnit]:
     """Return the units of a vLLM model on this rank, by name, in the model's order; the model is unchanged.
 
-    shapes: of every tensor on disk. precision: the policy's. complete: whether every parameter must be loaded (quantised models
+    shapes: of every tensor on disk. precision: the policy's. complete: whether every parameter must be loaded (quantized models
     have some that are not). Raises ValueError if one is not loaded, or is loaded in a way that cannot be traced.
     """
     modules = dict(model.named_modules())

@@ -2,7 +2,7 @@
 
 At vLLM's sleep level 2, weights, KV cache and scratch memory are dropped. Buffers (rotary tables, attention's scales) and the
 parameters named in SLEEP_ARGUMENTS are copied to the host and return with the weights. State outside the models (the runner's
-state, CUDA graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. The next refit recomputes the scales of quantised
+state, CUDA graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. The next refit recomputes the scales of quantized
 weights. Modules and their attention kernels also keep tensors that are neither parameters nor buffers, such as ALiBi slopes.
 They lie in the weights' memory, and vLLM does not save them, so this module does. At level 1 the whole memory of the weights is
 copied to the host and returns.

@@ -7,7 +7,7 @@ and loads them with vLLM's own loader. Tensors derived from several modules (att
 CPU) are recomputed once all units are finished.
 
 vLLM's reload functions are private; the version is pinned. Quantised checkpoints are not supported; the policy's are not
-quantised.
+quantized.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The experts' gate and up projections alternate in one tensor of all experts, and their activation is clamped.
 
-Not supported: quantised checkpoints, as OpenAI publishes them (MXFP4), and experts that tensor parallelism splits.
+Not supported: quantized checkpoints, as OpenAI publishes them (MXFP4), and experts that tensor parallelism splits.
 """
 
 from __future__ import annotations

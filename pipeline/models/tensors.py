@@ -3,7 +3,7 @@
 Plans use the list where neither library is installed. Names and shapes are those on disk, as transformers saves a model: one
 tensor per expert, except for gpt_oss, which has one tensor for all experts of a layer. Tests compare them with transformers.
 
-Not supported: quantised checkpoints (gpt_oss is described as dequantised), the layers for multi-token prediction, which
+Not supported: quantized checkpoints (gpt_oss is described as dequantized), the layers for multi-token prediction, which
 transformers does not load, and the other parts of multimodal models.
 """
 

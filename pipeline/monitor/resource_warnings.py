@@ -167,7 +167,7 @@ def starved_queue(history: History) -> Iterator[Finding]:
         elif samples < BUSY:
             cure = "give cluster.generate more nodes, or cluster.train fewer"
         else:
-            cure = "engines wait because of the bound on age. Raise async_grpo.max_trajectory_age_steps"
+            cure = "engines wait because of the bound on age. Raise max_trajectory_age_steps of asynchronous generation"
         yield rank, f"{waits}: {history.describe(rank)} waits for rollouts; {cure}"
     elif samples - outside > STARVED and trains < BUSY:
         rank = max(generate, key=generate.__getitem__)

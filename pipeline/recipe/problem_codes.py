@@ -244,7 +244,7 @@ CLUSTERS = {
         "Make the plan in a shell: `python launch/submit.py recipe=NAME plan=true`.",
     ),
     "unreachable": ProblemCode(
-        "Slurm's controller, an earlier run's host or `key_command` does not answer, or no interface has the service's `host`.",
+        "Slurm's controller, an earlier run's host or `key_command` fails or does not answer, or no interface has the `host`.",
         "Try again. `cluster.executor=local` runs on this machine. Cancel a leftover job with `scancel`.",
     ),
 }

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 
 from pipeline.recipe.problem_codes import CODES
 
-HELP_HINT = "for cause and cure: python launch/submit.py help=CODE"
-"""The line below a list of problems."""
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -61,12 +58,18 @@ def refuse(problems: Iterable[Problem]) -> None:
         raise RecipeError(*found)
 
 
+def help_hint(problems: Iterable[Problem]) -> str:
+    """Return the line below a list of problems: the command that explains their codes."""
+    codes = dict.fromkeys(problem.code for problem in problems)
+    return f"for cause and cure: python launch/submit.py help={','.join(codes)}"
+
+
 def format_problems(problems: Sequence[Problem]) -> str:
     """Return the problems as text for a command, each with `[code]` at its end. Several problems form a list."""
     lines = [f"{problem} [{problem.code}]" for problem in problems]
     if len(lines) == 1:
         return lines[0]
-    return "\n  - ".join([f"{len(lines)} problems", *lines]) + f"\n{HELP_HINT}"
+    return "\n  - ".join([f"{len(lines)} problems", *lines]) + f"\n{help_hint(problems)}"
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class LossScale:
     def restore(self, record: Any) -> None:
         """Continue with the state of a checkpoint, as `record` returned it. In other precisions than float16, do nothing.
 
-        record None: the checkpoint is of another precision, and the scale stays as it is.
+        record None: the checkpoint is of another precision or has no such state, and the scale stays as it is.
         """
         if self._dynamic and record is not None:
             self.factor, self._steps = float(record[0]), int(record[1])

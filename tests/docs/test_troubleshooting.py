@@ -65,3 +65,12 @@ def test_a_cause_and_a_cure_are_sentences():
 def test_help_prints_cause_and_cure(capsys):
     assert submit.main(["help=not-divisible"]) == 0
     assert CODES["not-divisible"].cause in (printed := capsys.readouterr().out) and CODES["not-divisible"].cure in printed
+
+
+def test_the_line_below_several_problems_names_codes_that_help_explains(capsys):
+    assert submit.main(["recipe=tiny_grpo", "grpo.sed=1", "policy.precision=int4", "grpo.sed2=1"]) == 2
+    *_, command = capsys.readouterr().err.splitlines()
+    assert command.endswith("submit.py help=unknown-key,not-a-choice")
+    assert submit.main(command.partition("submit.py ")[2].split()) == 0
+    printed = capsys.readouterr().out
+    assert all(CODES[code].cause in printed and CODES[code].cure in printed for code in ("unknown-key", "not-a-choice"))

@@ -128,7 +128,7 @@ def _megatron_optimizer(t: Translator) -> None:
     start, end = s.get("start_weight_decay"), s.get("end_weight_decay")
     if start != end:
         instead = "the same value as end_weight_decay"
-        t.lacks(f"{key}.scheduler.start_weight_decay", f"{start}, which becomes {end}", "this optimizer", instead)
+        t.lacks(f"{key}.scheduler.start_weight_decay", f"{start}, which becomes {end}", "a weight decay that changes", instead)
         return
     decay = s.get("end_weight_decay", o["weight_decay"])  # Megatron-Core uses the schedule's value
     kwargs = {"lr": o["lr"], "betas": [o["adam_beta1"], o["adam_beta2"]], "eps": o["adam_eps"], "weight_decay": decay}

@@ -6,7 +6,7 @@ parameter (its sources and the result), not by the model. `conversion_cache.py` 
 
 The conversion of a model with a value head contains only its body, because the checkpoint may not have the head yet.
 
-Not supported: quantised checkpoints. Conversions do not depend on the layout: each rank reads its boxes of whole parameters.
+Not supported: quantized checkpoints. Conversions do not depend on the layout: each rank reads its boxes of whole parameters.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def open_conversion(
     conversion takes too long.
     """
     if getattr(config, "quantization_config", None):
-        raise unsupported_model(f"{policy.model_name} is quantised; expected an unquantised checkpoint")
+        raise unsupported_model(f"{policy.model_name} is quantized; expected an unquantized checkpoint")
     root = folder or shared_folder()
     files = checkpoint_files(policy.model_name)
     parameters = family(config.model_type).parameters(config, head)

@@ -55,7 +55,7 @@ def readable_tensors(tensors: Iterable[tuple[str, weight_files.TensorEntry]]) ->
     readable = {}
     for name, stored in tensors:
         if stored.dtype not in weight_files.FLOATS:
-            raise ValueError(f"{name} has dtype {stored.dtype}; expected {', '.join(weight_files.FLOATS)}. Is it quantised?")
+            raise ValueError(f"{name} has dtype {stored.dtype}; expected {', '.join(weight_files.FLOATS)}. Is it quantized?")
         readable[name] = StoredTensor(stored.path, DTYPES[stored.dtype], stored.shape, stored.start, stored.nbytes)
     return readable
 

@@ -130,10 +130,38 @@ def test_a_margin_is_refused_where_nothing_learns_from_it():
         assert [(one.key, one.code) for one in caught.value.problems] == [("data.train.margin_key", "unsupported")]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "override", "says"),
+    [
+        ("grpo", "data.train.output_key=target", "data.train.dataset_name: scratchpad_addition, row 0 (from 0): no column"
+         " 'target' with a string or messages; there are: input, output, answer. Try data.train.output_key=answer; no record"),
+        ("sft", "data.train.output_key=target", "Try data.train.output_key=output; no record can be used"),
+        ("dpo", "data.validation.chosen_key=good", "Try data.validation.chosen_key=chosen; no record can be used"),
+        ("grpo", "data.train.kwargs.digits=[0]", "data.train: scratchpad: got digits [0]; expected numbers of at least 1"),
+        ("grpo", "data.train.kwargs.sizes=3", "data.train: dataset_name 'pipeline.data.scratchpad.addition': the call"),
+        ("calculator", "data.train.split=test", "data.train: calculator_multiplication: got split 'test'; expected train or"),
+        ("puzzle", "data.train.output_key=target", "Try data.train.output_key=answer; no record can be used"),
+    ],
+)  # fmt: skip
+def test_columns_and_arguments_of_generated_data_are_checked(algorithm, override, says):
+    model = (f"policy.model_name={config.RECIPES}/tiny", "policy.random_init=true", "needs=[]")
+    assert list(input_files.problems(config.load(f"tiny_{algorithm}", model))) == []
+    (problem,) = input_files.problems(config.load(f"tiny_{algorithm}", [*model, override]))
+    assert says in str(problem)
+
+
+def test_generated_data_that_take_too_long_here_are_left_to_the_job():
+    model = (f"policy.model_name={config.RECIPES}/tiny", "policy.random_init=true", "needs=[]")
+    notes: list[str] = []
+    recipe = config.load("tiny_grpo", [*model, "data.train.kwargs.digits=[9999]"])
+    assert list(input_files.problems(recipe, notes=notes)) == []
+    assert any(note.startswith("data.train: only the job generates its records: here it raised ValueError") for note in notes)
+
+
 def test_dropping_rows_is_not_advised_if_none_would_remain(tmp_path):
     rows = [{"input": "a", "chosen": "b", "rejected": "b"}] * 3
     (problem,), _ = examined(tmp_path, "dpo", rows)
-    assert problem.endswith("no record of the file can be used (and in 2 more: lines 2, 3)")
+    assert problem.endswith("no record can be used (and in 2 more: lines 2, 3)")
     (problem,), _ = examined(tmp_path, "dpo", rows, "data.bad_records=drop")
     assert "are the same; expected two different answers; no record" in problem
     good = {"input": "a", "chosen": "b", "rejected": "c"}
@@ -146,7 +174,7 @@ def test_lines_that_are_not_json_are_dropped_but_not_all(tmp_path):
     assert len(problems) == 2 and all("data.bad_records=drop" in problem for problem in problems)
     assert examined(tmp_path, "sft", wrong + good, "data.bad_records=drop")[0] == []
     problems, _ = examined(tmp_path, "sft", wrong, "data.bad_records=drop")
-    assert len(problems) == 2 and all("no record of the file can be used" in problem for problem in problems)
+    assert len(problems) == 2 and all("no record can be used" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("overlong_first", [False, True])

@@ -90,7 +90,7 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
         ),
         (
             "data.train.output_key=solution",
-            "needs expected, but the records of data.train have: input, answer, level",
+            "needs expected, but the records of data.train have: input, answer, level. Try data.train.output_key=answer",
         ),
         ("env.mine.kind=needs_torch.right", "needs_torch.py imports no_such_package, which is not installed here"),
         ("env.mine.kind=broken.right", "cannot be imported: NameError: name 'nonsense' is not defined ({folder}/broken.py:2)"),
@@ -128,6 +128,15 @@ def test_an_argument_that_replaces_a_field_of_the_records_is_noted(folder, name)
     ]
     (folder / "rewards_of_mine.py").write_text(CODE["rewards_of_mine.py"].replace("scale", name))
     assert examined(folder, "env.mine.kind=rewards_of_mine.Scaled", f"env.mine.kwargs.{name}=7") == ([], [])
+
+
+@pytest.mark.parametrize("trust", [Trust.EVERYTHING, Trust.LISTED])
+def test_fields_that_a_function_needs_are_checked_in_generated_data(folder, trust):
+    generated = RECIPE.replace("data_path: rows.jsonl, ", "").replace(".right", ".level")
+    (folder / "mine.yaml").write_text(generated)
+    problems, _ = examined(folder, trust=trust)
+    assert "rewards_of_mine.level needs level, but the records of data.train have: input, output, answer. Try" in problems[0]
+    assert examined(folder, "env.mine.kwargs.level=1", "env.mine.kwargs.weight=2", trust=trust)[0] == []
 
 
 def test_the_working_directory_is_searched_last(folder):

@@ -88,8 +88,33 @@ def test_sections_of_other_algorithms_in_a_file_are_noted(tmp_path):
     problems, (note,) = unread(own)
     unread_keys = "ppo.max_num_steps, loss_fn.zero_outside_topk"
     assert problems == [] and note == f"{own}: {unread_keys}: not read, because the algorithm is sft"
-    (note,) = unread(own, "algorithm=rm", "data.train.dataset_name=scratchpad_preferences", "data.validation=null")[1]
-    assert note.startswith(f"{own}: sft.max_num_steps, ppo.max_num_steps")
+    pairs = ("data.train.dataset_name=scratchpad_preferences", "data.validation=null")
+    note, inherited = unread(own, "algorithm=rm", *pairs)[1]
+    assert note.startswith(f"{own}: sft.max_num_steps, ppo.max_num_steps") and "sft.val_at_end" in inherited
+
+
+def test_inherited_keys_that_a_change_of_the_algorithm_drops_are_noted(tmp_path):
+    own, parent = tmp_path / "own.yaml", config.find("tiny_grpo").resolve()
+    batch = "policy.train_global_batch_size=32"
+    own.write_text(f"defaults: {parent}\nalgorithm: ppo\nppo: {{max_num_steps: 3}}\n")
+    (tmp_path / "child.yaml").write_text("defaults: own.yaml\n")
+    keys = "grpo.num_prompts_per_step, grpo.num_generations_per_prompt, grpo.val_period"
+    problems, (note,) = unread(str(own), batch)
+    assert (
+        problems == [] and note.startswith(f"{own}: {keys} and ") and "They are inherited; try them in the section ppo" in note
+    )
+    assert unread(str(own), "algorithm=grpo")[1] == [f"{own}: ppo.max_num_steps: not read, because the algorithm is grpo"]
+    (note,) = unread(str(tmp_path / "child.yaml"), batch, "algorithm=distillation", "teacher.model_name=x")[1]
+    assert "grpo.num_prompts_per_step" in note and "the algorithm is distillation" in note
+    assert unread(str(tmp_path / "child.yaml"), batch) == ([], [])
+    own.write_text(own.read_text().replace("max_num_steps: 3", "num_prompts_per_step: 32, num_generations_per_prompt: 1"))
+    assert "num_prompts_per_step" not in unread(str(own), batch)[1][0]
+
+
+@pytest.mark.parametrize("path", sorted(config.RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_recipe_drops_inherited_keys(path):
+    loaded = reading.inspect(str(path))
+    assert "They are inherited" not in "\n".join(loaded.unread(loaded.recipe)[1])
 
 
 def test_on_the_command_line_of_a_recipe_of_nemo_rls():

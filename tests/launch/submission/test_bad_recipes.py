@@ -21,7 +21,7 @@ from tests.launch.model import write_data, write_model, write_recipe, write_weig
 from tests.problems import named, refused
 
 SUBMIT = ROOT / "launch/submit.py"
-HELP = "for cause and cure: python launch/submit.py help=CODE"
+HELP = "for cause and cure: python launch/submit.py help="
 TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 
 
@@ -67,7 +67,7 @@ def told(message: str) -> list[str]:
     """Return the problems of an error: one after `error: `, more as a list below it. A problem may have further lines."""
     first, *rest = message.removeprefix("error: ").strip().replace("\n      ", " ").splitlines()
     if rest:
-        assert rest.pop() == HELP
+        assert rest.pop().startswith(HELP)
     return [line.removeprefix("  - ") for line in rest] if rest else [first]
 
 
@@ -160,8 +160,9 @@ def test_malformed_messages_are_refused(tmp_path):
         "policy.tokenizer.chat_template='{{ messages[0].content }}'",
     ]
     assert "data.jsonl:1: 'chat' is not a list of {role, content}" in refuse(tmp_path, *chat)
-    assert f"data.train.system_prompt_file: {tmp_path}/no.txt: No such file" in refuse(
-        tmp_path, *chat, "data.train.system_prompt_file=no.txt", count=2
+    assert (
+        f"data.train.system_prompt_file: {tmp_path}/no.txt: No such file or directory. Try a path from the recipe's"
+        in refuse(tmp_path, *chat, "data.train.system_prompt_file=no.txt", count=2)
     )
 
 

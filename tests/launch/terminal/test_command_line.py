@@ -146,6 +146,18 @@ def test_every_command_explains_its_keys(name, capsys):
                 "a.b: got 'a.b= c'; expected a.b=c, without spaces around `=`",
             ],
         ),
+        (
+            ["recipe=a", "grpo.seed", "3", "x.y", "-1", "z.w"],
+            [
+                "grpo.seed: got 'grpo.seed 3'; expected grpo.seed=3",
+                "x.y: got 'x.y -1'; expected x.y=-1",
+                "z.w: is not key=value; try z.w=VALUE",
+            ],
+        ),
+        (
+            ["recipe", "tiny"],
+            ["recipe: is not key=value; try recipe=NAME", "tiny: is not key=value; try recipe=tiny"],
+        ),
     ],
 )
 def test_each_mistake_is_one_problem(arguments, problems):

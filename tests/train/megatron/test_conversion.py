@@ -466,11 +466,11 @@ def assert_refused(checkpoint: Path, shared: Path, message: str) -> None:
     assert not any(shared.glob("*/0*"))
 
 
-def test_refuses_quantised_weights(checkpoint, shared, realm):
+def test_refuses_quantized_weights(checkpoint, shared, realm):
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    assert_refused(checkpoint, shared, "is quantised")
+    assert_refused(checkpoint, shared, "is quantized")
 
 
 @pytest.mark.parametrize(
