@@ -6,7 +6,6 @@ and Hugging Face's trainers, verl, OpenRLHF, and from NeMo-RL where its names di
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable
 
@@ -196,15 +195,10 @@ def equivalents(key: str, algorithm: str | None, rank: Callable[[str], int]) -> 
 
 
 def _in_section(key: str, algorithm: str) -> str:
-    """Return the key in the algorithm's own section, if `key` is of another algorithm's section and both sections have it."""
+    """Return the key in the algorithm's own section if it derives from the algorithm that `key` belongs to, else `key`."""
     section, _, rest = key.partition(".")
-    if section not in ALGORITHMS:
-        return key
-    try:
-        functools.reduce(getattr, rest.split("."), ALGORITHMS[algorithm].Section())
-    except AttributeError:
-        return key
-    return f"{algorithm}.{rest}"
+    derives = section in ALGORITHMS and issubclass(ALGORITHMS[algorithm], ALGORITHMS[section])
+    return f"{algorithm}.{rest}" if derives else key
 
 
 def _best(keys: Iterable[str], rank: Callable[[str], int]) -> list[str]:
