@@ -188,10 +188,11 @@ class AttemptTrace:
         return self.steps[first][0], self.steps[last][1]
 
     def step(self, number: int | None, pixels: int) -> StepSpans:
-        """Return the spans of step `number`; None: of the last step that ended or, if no step has ended, from the start.
+        """Return the spans of a step.
 
-        pixels: the width at which the spans are drawn; spans too short to be seen at this width are merged. Raises RecipeError
-        if the attempt did not make the step.
+        number: None for the last step that ended or, if no step has ended, for all spans since the attempt began. pixels: the
+        width at which the spans are drawn; spans too short to be seen at this width are merged. Raises RecipeError if the
+        attempt did not make the step.
         """
         if number is None and not self.steps:
             begin = self.ranks[0].began

@@ -62,7 +62,7 @@ class Chart:
     marks: Sequence[Mark] = ()
     levels: Sequence[tuple[float, str]] = ()  # horizontal lines with their names, e.g. the limits of a gate
     note: str = ""  # below the title
-    points: int = field(default=POINTS, kw_only=True)  # most points of a series
+    points: int = field(default=POINTS, kw_only=True)  # maximum number of points of a series
 
 
 def figures(charts: Sequence[Chart], runs: Sequence[str] = ("",)) -> Html:

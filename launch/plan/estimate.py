@@ -355,9 +355,10 @@ def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, M
 
 
 def needed_model(recipe: Recipe) -> str | None:
-    """Return the name of the model from which a needed recipe trains this recipe's policy.
+    """Return the name of the model that a needed recipe will train into this recipe's policy.
 
-    Return None if the policy exists, or if no needed recipe writes it.
+    If that recipe starts from another needed recipe's output, return the first model of the chain. Return None if the policy
+    exists, or if no needed recipe writes it.
     """
     if Path(recipe.policy.model_name).is_dir():
         return None

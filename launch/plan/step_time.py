@@ -24,7 +24,7 @@ from launch.plan.generate_time import EngineLoad, decoding
 from pipeline.config import Recipe, ahead, colocated, runs_ahead
 
 BUNDLES = 200  # bundles of sequences that are assumed to have one length
-OLDEST = 8  # most rollouts ahead: with more, still no step waits for a long answer
+OLDEST = 8  # maximum number of rollouts ahead: with more, still no step waits for a long answer
 WARM_UP = 3  # steps to simulate first, besides one for each rollout in flight
 ROUNDS = 4  # measured rounds, each of one step for each rollout in flight
 

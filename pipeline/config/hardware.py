@@ -137,7 +137,7 @@ def memory_gb(component: ComponentConfig) -> float:
 
 
 def nvlink_gpus(component: ComponentConfig) -> int:
-    """Return how many of a component's ranks, in node order, are connected by NVLink."""
+    """Return the largest number of consecutive ranks that share an NVLink domain. The component may have fewer ranks."""
     described, own = gpu(component.gpu), component.ranks_per_node or component.gpus_per_node
     return described.nvlink_gpus if described.nvlink_crosses_nodes else min(described.nvlink_gpus, own)
 

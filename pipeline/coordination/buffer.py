@@ -51,7 +51,7 @@ class Buffer:
 
     @property
     def max_age(self) -> int:
-        """Most steps between sampling a group and training on it."""
+        """Maximum number of steps between sampling a group and training on it."""
         return self._config.max_trajectory_age_steps
 
     @property
@@ -61,7 +61,7 @@ class Buffer:
 
     @property
     def capacity(self) -> int:
-        """Most groups that may be live at once."""
+        """Maximum number of groups that may be live at once."""
         if self._config.stragglers == "keep":
             return self._size + self._size * self.max_age // 2
         return self._size * (self.max_age + 1)

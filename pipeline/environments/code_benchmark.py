@@ -180,7 +180,7 @@ class _Wrong(Exception):
 
 
 class _Program:
-    """A running program of `code_process.py` that exchanges frames with this process. frame_limit: most bytes of a frame."""
+    """A running program of `code_process.py` that exchanges frames with this process. frame_limit: maximum bytes of a frame."""
 
     def __init__(self, program: InteractiveProgram, frame_limit: int) -> None:
         self._program, self._frame_limit = program, frame_limit

@@ -30,7 +30,7 @@ LENGTH = struct.Struct("<I")  # the number of bytes of a frame
 VERDICT, REQUEST = b"V", b"C"
 """First byte of the judge's frames."""
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
-ITEMS = 1 << 20  # most items of an iterator
+ITEMS = 1 << 20  # maximum number of items of an iterator
 RECURSION = 50_000  # recursion limit, as LiveCodeBench's judge sets it
 
 

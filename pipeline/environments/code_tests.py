@@ -34,7 +34,7 @@ DEFINITIONS = (
 )
 """Statements that do not test the answer."""
 LITERAL = 1 << 16
-"""Most characters of a text that is parsed as a literal: the policy writes it, and may write a huge one."""
+"""Maximum number of characters of a text that is parsed as a literal: the policy writes it, and may write a huge one."""
 
 
 @dataclass(frozen=True, slots=True)

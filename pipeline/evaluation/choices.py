@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNIT_TOKENS = 1 << 16
-"""Most tokens of a unit of several questions; a context that choices share counts once. They fill several engine batches."""
+"""Maximum tokens of a unit of several questions; a context that choices share counts once. They fill several engine batches."""
 ENCODED_TOGETHER = 1024  # questions
 
 

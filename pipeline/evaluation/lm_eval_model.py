@@ -64,7 +64,7 @@ class EnginesLM(TemplateLM):
         self.tokenizer: Any = tokenizer
         self._longest = recipe.policy.generation.vllm_cfg.max_model_len  # tokens of a text
         self.max_length: int = self._longest - 1
-        """Most input tokens of a text. The last token of a text is only scored, never an input."""
+        """Maximum number of input tokens of a text. The last token of a text is only scored, never an input."""
         self._config, self._seed = recipe.evaluate.lm_eval, recipe.evaluate.seed
         self._template_kwargs = recipe.policy.tokenizer.chat_template_kwargs or {}
         self._encoder = ContinuationEncoder(tokenizer)

@@ -19,7 +19,7 @@ MANIFEST = "digests.sha256"
 ORIGIN = "lineage.json"
 """Name of the file with the origin of a checkpoint or an export. An export's list leaves it out, since it has hashes itself."""
 LONGEST = 64 << 20
-"""Most bytes of a list. It is enough for half a million files."""
+"""Maximum number of bytes of a list. It is enough for half a million files."""
 READERS = 4
 """Files that one process hashes at a time."""
 NOT_OURS = (".nfs",)

@@ -24,9 +24,9 @@ from pipeline.recipe.problems import Problem, RecipeError
 Value = TypeVar("Value")
 
 LONGEST = 32 << 20
-"""Most bytes of a file, or of a line of JSON lines. Decoded JSON takes up to twenty times as much memory."""
+"""Maximum number of bytes of a file, or of a line of JSON lines. Decoded JSON takes up to twenty times as much memory."""
 LONGEST_YAML = 4 << 20
-"""Most bytes of a YAML file. Reading YAML takes a second per megabyte."""
+"""Maximum number of bytes of a YAML file. Reading YAML takes a second per megabyte."""
 REMEDY = "Try to restore it from a copy, or to delete it"
 
 LAST_MOMENT = 1e11

@@ -49,7 +49,7 @@ LAZY = "TORCH_GLOO_LAZY_INIT"  # environment variable that torch reads
 RELAYED_FROM = 256
 """World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay may fail."""
 MOST_PATHS = 4096
-"""Most pairs (train rank, generate rank) to connect all pairs at the start. If there are more, a refit uses few of them."""
+"""Maximum number of pairs (train rank, generate rank) that are all connected at the start. Of more, a refit uses few."""
 BEATS_PER_S = 4096
 """Heartbeats that rank 0 reads per second."""
 

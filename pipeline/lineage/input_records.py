@@ -29,7 +29,7 @@ MARK = digests.ORIGIN
 KINDS = ("checkpoint", "export")
 """Values of `kind` in a lineage.json."""
 MOST_FILES = 10_000
-"""Most files of an input that are listed. Of a larger folder, the first files by name are listed."""
+"""Maximum number of files of an input that are listed. Of a larger folder, the first files by name are listed."""
 
 
 class InputEntry(TypedDict):

@@ -61,9 +61,10 @@ def run_box(runs: Sequence[Run], end: int, starts: tuple[int, int], shape: Shape
 
 
 def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
-    """Split a run that crosses rows of `row` entries into the end of its first row, whole rows, and a rest.
+    """Split a run that extends over rows of `row` entries: its entries in the first row, in whole rows, and in the last row.
 
-    head: the number of entries in the first row. Return (number of entries before the part, runs of the part) for each part.
+    head: the number of the run's entries in the first row. Return (number of the run's entries before the part, runs of the
+    part) for each part that is not empty.
     """
     count, stride, far = run
     rows, tail = divmod(count - head, row)

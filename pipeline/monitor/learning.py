@@ -38,7 +38,7 @@ STEPS = 3
 JUDGEMENTS = 3
 """Judgements that a warning shows."""
 SHOWN_TOKENS, SHOWN_CHARACTERS = 40, 60
-"""Most tokens and most characters of the end of a prompt or an answer that a warning shows; of an error, of each end."""
+"""Maximum tokens and characters of the end of a prompt or an answer that a warning shows; of an error, of each end."""
 SAME = 1e-5
 """Rewards count as equal if they differ by less than this, relative to the largest: float32 rewards differ by rounding."""
 

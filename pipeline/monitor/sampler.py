@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 """Seconds between two looks at the main thread's stack."""
 MOST_BYTES = 4 << 20
-"""Most bytes of a file of samples: about 14 hours at a sample every 5 s. A full file is kept as the older one of two."""
+"""Maximum bytes of a file of samples: about 14 hours at a sample every 5 s. A full file is kept as the older one of two."""
 CLOSE_S = 2.0
-"""Most seconds that the end of a run waits for a sampler whose disk hangs."""
+"""Maximum seconds that the end of a run waits for a sampler whose disk hangs."""
 Source = Callable[[], Sample]
 
 

@@ -40,7 +40,7 @@ AGAIN_S = 600.0
 MOST_RANKS = 4
 """Ranks that a check names at once."""
 MOST_WARNINGS = 2000
-"""Most lines of a run's file of warnings in one attempt; later warnings are only in rank 0's log."""
+"""Maximum number of lines of a run's file of warnings in one attempt; later warnings are only in rank 0's log."""
 HOUR_S = 3600
 SHOWN = tuple(name for name, reading in READINGS.items() if reading.shown)
 

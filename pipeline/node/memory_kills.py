@@ -17,7 +17,7 @@ from pathlib import Path
 
 SYSTEM_FILES = Path("/")
 MOST_GROUPS = 256
-"""Most groups to read in cgroup v1 besides this process's group and its parents."""
+"""Maximum number of groups to read in cgroup v1 besides this process's group and its parents."""
 
 
 class MemoryKills:

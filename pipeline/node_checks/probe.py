@@ -40,7 +40,7 @@ REMAPPING = ("pending", "failure")
 """Problems of a GPU's memory. "pending": a row with an error is replaced at the GPU's next reset; "failure": no row is left to
 replace it (docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt, "Row Remapping"). A GPU that has replaced its rows is healthy."""
 SMI_S = 20.0
-"""Most seconds for nvidia-smi, which takes several without a persistence daemon. A driver that is stuck never answers."""
+"""Maximum seconds for nvidia-smi, which takes several without a persistence daemon. A driver that is stuck never answers."""
 
 
 class GPUReport(msgspec.Struct, array_like=True):

@@ -54,7 +54,7 @@ QUIET_RANKS_PER_S = 64
 """Number of ranks of a run that rewrite an unchanged activity in the same second."""
 DOUBLING_BYTES = 8 << 20
 MOST_UNWRITTEN = 10_000
-"""Most lines that are kept while the disk fails. Older lines are dropped."""
+"""Maximum number of lines that are kept while the disk fails. Older lines are dropped."""
 CLOSE_S = 5.0
 """Seconds that the end of a run waits for a hanging disk."""
 

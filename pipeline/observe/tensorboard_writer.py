@@ -25,7 +25,7 @@ class TensorBoardWriter:
     """Appends scalar events to a folder of TensorBoard."""
 
     def __init__(self, folder: Path, last: int):
-        """Continue after step `last` (-1: from the start). Hide events after that step."""
+        """Continue a folder after step `last` (-1: from the start). TensorBoard hides its events of later steps."""
         self._folder = folder
         self._shown = _last_step(folder, last)
         self._path: Path | None = None

@@ -60,7 +60,7 @@ class EpisodeDriver:
     ):
         """Bind the driver to an engine and its environments.
 
-        max_length: most tokens of a prompt and its episode together. broken_rewards: environment -> reward of an answer that
+        max_length: maximum tokens of a prompt and its episode together. broken_rewards: environment -> reward of an answer that
         breaks it; 0 for environments that are not in the mapping.
         """
         self._engine, self._environments, self._lockstep, self._world = engine, environments, lockstep, world
@@ -150,7 +150,7 @@ class EpisodeDriver:
     def work(self, verb_waits: Callable[[], bool], look_s: float | None = None) -> None:
         """Work until a verb waits, or until there is nothing to do before the next verb.
 
-        verb_waits: returns whether a verb waits. look_s: most seconds to wait for environments before `verb_waits` is called
+        verb_waits: returns whether a verb waits. look_s: maximum seconds to wait for environments before `verb_waits` is called
         again; None: no limit, because the arrival of a verb sets `wakeup`.
         """
         while not verb_waits():

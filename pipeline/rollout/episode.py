@@ -104,7 +104,7 @@ class Episode:
     def step_request(self, max_length: int) -> StepRequest:
         """Return the request to the environment to judge `completion`.
 
-        max_length: most tokens of a prompt and its episode together.
+        max_length: maximum tokens of a prompt and its episode together.
         """
         assert self.completion is not None
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1

@@ -25,7 +25,7 @@ from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun, flatten
 TAG = "hetstep.run"
 EVALUATION = "evaluation/"
 METRICS, PARAMETERS = 1000, 100
-"""Most metrics and parameters of one request."""
+"""Maximum number of metrics and parameters of one request."""
 LONGEST = 6000
 """Characters of a parameter's value."""
 TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}

@@ -17,7 +17,7 @@ from pipeline.trackers.tracker import LoggedStep, Tracker
 
 FILES = ("recipe.yaml", "report.html")
 SAMPLES = 16
-"""Most rollouts of a step that are sent."""
+"""Maximum number of rollouts of a step that are sent."""
 
 
 class _Metric(TypedDict):
@@ -96,9 +96,9 @@ def _send_scores(tracker: Tracker, path: Path) -> None:
 
 
 def _holds_secret(path: Path) -> bool:
-    """Return whether a YAML file holds a secret, as a recipe may that was changed after the check before submission.
+    """Return whether a YAML file holds a secret: a recipe may have been changed since submission checked it.
 
-    Other files are not read.
+    Other files are not read, and count as free of secrets.
     """
     text = (small_files.read_text(path) or "") if path.suffix == ".yaml" else ""
     return secrets.redact(text) != text

@@ -25,7 +25,7 @@ from pipeline.tracking.step_lines import StepLines
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 200
-"""Most steps that are sent together."""
+"""Maximum number of steps that are sent together."""
 
 
 def enabled_trackers(recipe: Recipe) -> list[str]:

@@ -173,7 +173,7 @@ def expand(hf: PreTrainedModel) -> dict[str, str]:
     """Return {module name: style} from the model's plan, in which `*` stands for layer numbers. Experts are left out."""
     plan, hybrid = dict(hf.tp_plan or {}), mixers(hf)
     if not plan and not hybrid:
-        raise _unsupported_plan(f"{type(hf).__name__} has no tensor-parallel plan; expected 1")
+        raise _unsupported_plan(f"{type(hf).__name__} has no tensor-parallel plan; expected a size of 1")
     experts = tuple(f"{name}." for name in expert_modules(hf))
     modules = [name for name, _ in hf.named_modules() if not f"{name}.".startswith(experts)]
     expanded = {name: plan[generic] for name in modules if (generic := _generic(name)) in plan}

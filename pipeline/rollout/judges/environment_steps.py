@@ -40,7 +40,7 @@ class EnvironmentSettings:
     env: dict[str, EnvironmentConfig]
     tokenizer: TokenizerConfig
     chat: bool  # prompts are rendered with the chat template
-    turns: int  # most turns of an episode
+    turns: int  # maximum number of turns of an episode
     folders: list[str]  # search path of modules
     grace_s: float = GRACE_S
     apart: dict[str, int] = field(default_factory=dict)  # environments that each judge builds for itself -> their workers
@@ -62,7 +62,7 @@ class StepRequest:
     prompt: Prompt | None  # None after the first turn
     tokens: np.ndarray  # [C] int32
     last: bool  # it is the policy's last turn
-    room: int  # most tokens of an observation
+    room: int  # maximum number of tokens of an observation
     stop: str = ""  # the stop string that ends the tokens, see `Completion.stop`
 
 

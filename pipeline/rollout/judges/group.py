@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 MOST_JUDGES = 256
-"""Most judges of an environment, unless it has more workers; further open episodes share these judges."""
+"""Maximum number of judges of an environment, unless it has more workers; further open episodes share these judges."""
 MAX_REPLY_BYTES = 1 << 24
 BUILD_S = 300.0  # for an environment that a judge builds for itself
 LAST_REPLY_S = 0.2  # for the reply of a judge that has ended, whose children may hold the connection open

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two looks at the process while calls are open
 MAX_DEATHS = 3
-"""Most consecutive deaths of the process without an answer. One more death ends the run."""
+"""Maximum number of consecutive deaths of the process without an answer. One more death ends the run."""
 LOAD_SHARE = 5 / 6
 """Share of cluster.timeouts.setup for building all environments, so that this error, which names them, comes first."""
 LOST_WITH_PROCESS = "the environments' process that held the episode has ended"
