@@ -32,7 +32,7 @@ def test_memory_of_the_process_and_of_its_descendants(tmp_path):
     assert child.pid in found and len(descendants(os.getpid())) < len(found)
     assert after["children_gb"] - before["children_gb"] > 0.2
     assert after["cpu"] > before["cpu"]
-    assert reader.read()["cpu"] >= after["cpu"], "the CPU seconds of a process that has ended still count"
+    assert reader.read()["cpu"] > after["cpu"] - 1e-6, "the CPU seconds of a process that has ended still count"
 
 
 def test_the_first_rank_of_a_node_reads_the_node(tmp_path):

@@ -91,7 +91,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(models):
 
 def test_values_have_no_most_likely_tokens(models):
     valued = ranks.backend(cases.policy(models / "qwen3"), role=model_roles.VALUES)
-    with pytest.raises(ValueError, match="no most likely tokens"):
+    with pytest.raises(ValueError, match="does not predict tokens"):
         valued.forward([cases.pack([0])], top_k=2)
 
 
