@@ -54,9 +54,7 @@ def test_more_batches_until_the_step_is_full():
 
 def test_exceeding_the_bound_on_batches_names_the_key_and_the_groups_found():
     of, _ = collector(grpo(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2))
-    with pytest.raises(
-        RuntimeError, match=r"grpo\.dynamic_sampling_max_gen_batches: after 2 batches of 4 .* only 0 groups"
-    ):
+    with pytest.raises(RuntimeError, match=r"grpo\.dynamic_sampling_max_gen_batches: after 2 batches of 4 .* only 0 groups"):
         collect(of, Stream(100), lambda groups: [])
 
 
