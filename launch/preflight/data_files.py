@@ -89,6 +89,8 @@ def first_generated(key: str, dataset: DatasetConfig, seed: int, notes: list[str
 
     seed: that of the recipe. notes: receives why they cannot be generated here.
     """
+    if dataset.dataset_name not in GENERATED_DATASETS or dataset.data_path is not None:
+        return None
     size = dataset.kwargs.get("size")
     few = min(size, GENERATED_ROWS) if isinstance(size, int) else size
     sample = replace(dataset, kwargs={**dataset.kwargs, **({"size": few} if "size" in dataset.kwargs else {})})
@@ -100,8 +102,6 @@ def first_generated(key: str, dataset: DatasetConfig, seed: int, notes: list[str
             records = load_records(sample, seed)
         return {"records": list(records), "faults": [(fault.code, fault.message) for fault in faults]}
 
-    if dataset.dataset_name not in GENERATED_DATASETS or dataset.data_path is not None:
-        return None
     try:
         reply = bounded.call(work)
     except bounded.Unbounded as error:

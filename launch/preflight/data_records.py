@@ -102,7 +102,7 @@ def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list
 
 def replaced_columns(key: str, dataset: DatasetConfig, fields: Fields, records: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a note for each argument of the user's reward function that kwargs give and the records have too."""
-    for name in _field_names(dataset, records):
+    for name in _field_names(dataset, records) if fields.kwargs else ():
         if name in fields.kwargs:
             argument = f"env.{dataset.env_name}.kwargs.{name}"
             yield f"{argument}: it replaces '{name}' of the records of {key}. Try another name to keep both"

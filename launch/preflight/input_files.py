@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.preflight import (
     architecture,
@@ -156,10 +157,7 @@ def _check_records(
         notes += data_records.absent_tools(recipe, key, dataset, rows)
         required: Sequence[str] = ()
         if fields is not None:
-            notes += data_records.replaced_columns(key, columns.dataset, fields, rows)
-            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields.required, rows))
-            yield from absent
-            required = () if absent else fields.required
+            required = yield from _check_fields(recipe, key, dataset, columns.dataset, fields, rows, notes)
         expected = data_records.ExpectedAnswers(recipe, columns.dataset)
         refused = rendered(dataset=columns.dataset).faults(numbered, notes)
         for number, record in numbered:
@@ -180,6 +178,26 @@ def _check_records(
     bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
     yield from _bad_record_problems(records, bad)
     return inputs, answers
+
+
+def _check_fields(
+    recipe: Recipe,
+    key: str,
+    configured: DatasetConfig,
+    dataset: DatasetConfig,
+    fields: Fields,
+    rows: list[dict[str, Any]],
+    notes: list[str],
+) -> Generator[Problem, None, Sequence[str]]:
+    """Yield a problem if no record has a field that the user's reward function needs.
+
+    Return the fields that each record must have: none after such a problem. configured: as the recipe has it; dataset: with its
+    recognized columns. notes: receives which columns kwargs replace.
+    """
+    notes += data_records.replaced_columns(key, dataset, fields, rows)
+    absent = list(data_records.absent_columns(recipe, key, configured, dataset, fields.required, rows))
+    yield from absent
+    return () if absent else fields.required
 
 
 def _bad_record_problems(records: FirstRecords, bad: dict[str, list[int]]) -> Iterator[Problem]:

@@ -22,11 +22,9 @@ For a run that started and then failed, see [When a run fails](OPERATIONS.md#whe
 """
 
 
-def explain(code: str) -> str:
-    """Return a text of several lines with the cause and the remedy of a problem code, or of several after one another."""
-    if "," in code:
-        return "\n".join(map(explain, code.split(",")))
-    return f"{code}\n    cause: {CODES[code].cause}\n    cure:  {CODES[code].cure}"
+def explain(codes: str) -> str:
+    """Return lines with the cause and the remedy of each problem code. codes: separated by commas."""
+    return "\n".join(f"{code}\n    cause: {CODES[code].cause}\n    cure:  {CODES[code].cure}" for code in codes.split(","))
 
 
 def markdown() -> str:
