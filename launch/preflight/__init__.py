@@ -15,7 +15,7 @@ imports torch.
       disk_space                 free space for conversions and checkpoints
       container_images           images and mounts
     user_imports                  the user's own code can be imported and has the right shape
-      user_source, stand_ins      the same from its source alone, for code that is not trusted
+      user_source                 the same from its source alone, for code that is not trusted
     compiler                     kernels for this machine's GPUs can be compiled
     sandbox_support              programs that the policy writes can be sandboxed
     slurm_job                    Slurm accepts each component's request and can start all of them together

@@ -11,6 +11,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -165,25 +166,27 @@ def _forbidden(key: str, names: Iterable[str], reasons: Mapping[str, str]) -> It
 
 def _engine(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _forbidden(VLLM_KWARGS, arguments, FIXED | {name: f"{key} sets this" for name, key in SET_BY_KEYS.items()})
-    if not arguments or (types := _known_parameters("vllm.engine.arg_utils.EngineArgs")) is None:
+    if not arguments or (known := _known_parameters("vllm.engine.arg_utils.EngineArgs")) is None:
         return
-    yield from _unknown(VLLM_KWARGS, arguments, types, "the installed vLLM")
-    for name, value in arguments.items():
-        if not _fits(types.get(name), value):
-            yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected vLLM's type {types[name]}")
+    yield from _unknown(VLLM_KWARGS, arguments, known, "the installed vLLM")
+    for name in arguments.keys() & known.keys():
+        if not _fits(str(known[name].annotation), arguments[name]):
+            message = f"got {arguments[name]!r}; expected vLLM's type {known[name].annotation}"
+            yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", message)
 
 
-def _known_parameters(dotted: str) -> signatures.Parameters | None:
+def _known_parameters(dotted: str) -> Mapping[str, Parameter] | None:
     """Return a class's parameters; None if they are not known or this version has no such class, which the job reports."""
     try:
-        return signatures.parameters(dotted)
+        signature = signatures.signature(dotted)
     except signatures.NoSuchClass:
         return None
+    return signature.parameters if signature else None
 
 
-def _fits(annotation: str | None, value: Any) -> bool:
+def _fits(annotation: str, value: Any) -> bool:
     """Return whether a YAML value fits an annotation such as `int | None`; True for annotations that cannot be checked."""
-    kinds = [kind.strip() for kind in (annotation or "").split("|")]
+    kinds = [kind.strip() for kind in annotation.split("|")]
     types = {PLAIN[kind] for kind in kinds if kind in PLAIN}
     return len(types) < len(kinds) or type(value) in types or (type(value) is int and float in types)
 
@@ -287,21 +290,17 @@ def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], model_argument:
         yield Problem(f"{key}.name", "unsupported", f"got {name}, which {reason}. Try {example}")
         return
     try:
-        parameters = signatures.parameters(name)
+        signature = signatures.signature(name)
     except signatures.NoSuchClass:
         library = name.partition(".")[0]
         message = f"got '{name}', which the installed {library} does not have; expected a class such as {example}"
         yield Problem(f"{key}.name", "not-a-choice", message)
         return
-    if parameters is not None:
-        yield from _unknown(
-            f"{key}.kwargs", kwargs, [parameter for parameter in parameters if parameter != model_argument], name
-        )
-        if absent := [
-            parameter
-            for parameter in signatures.required_parameters(name)
-            if parameter != model_argument and parameter not in kwargs
-        ]:
+    if signature is not None:
+        parameters = {other: parameter for other, parameter in signature.parameters.items() if other != model_argument}
+        yield from _unknown(f"{key}.kwargs", kwargs, parameters, name)
+        needed = [other for other, parameter in parameters.items() if parameter.default is parameter.empty]
+        if absent := [other for other in needed if other not in kwargs]:
             yield Problem(f"{key}.kwargs.{absent[0]}", "missing-value", f"{name} needs {', '.join(absent)}")
 
 

@@ -1,71 +1,121 @@
-"""Read the parameters of a library's classes from its source. Importing the library would take seconds.
+"""Read the signatures of functions and classes from their source.
 
-The module does not see classes that are made at run time, nor parameters that a class takes through `**kwargs`, except for
-those of its base classes.
+Importing a library takes seconds (torch 2, transformers 5, vLLM 8 of CPU time), may need GPUs, and importing a stranger's code
+runs it. The source does not show classes that are made at run time, nor parameters that a class takes through `**kwargs`.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from inspect import Parameter, Signature
 from pathlib import Path
-
-Parameters = dict[str, str | None]
-"""Parameter name -> its annotation as written in the source; None without an annotation."""
+from typing import Any
 
 
 class NoSuchClass(LookupError):
     """Raised if the library is installed but has no such class."""
 
 
-@cache
-def parameters(dotted: str) -> Parameters | None:
-    """Return the parameters of a class, without `self`; None if they are not known. Raises NoSuchClass.
+class SourceText(str):
+    """The source of a parameter's default, which is its repr."""
 
-    They are not known if the library is not installed, or the class takes **kwargs.
+    def __repr__(self) -> str:
+        return self if len(self) <= 40 else "..."
+
+
+def module_spec(dotted: str, folders: Sequence[Path] = ()) -> ModuleSpec | None:
+    """Return the spec of a module, found as an import finds it, but without importing the packages above it.
+
+    folders: searched after installed packages. Returns None if there is no such module.
     """
-    module, _, name = dotted.rpartition(".")
-    if not module or not _roots(module.partition(".")[0]):
-        return None
-    class_node = _class(module, name)
-    if class_node is None:
-        raise NoSuchClass(dotted)
-    return _parameters_of(*class_node)
-
-
-@cache
-def required_parameters(dotted: str) -> tuple[str, ...]:
-    """Return the parameters of a class that have no default, without `self`; none if they are not known."""
-    module, _, name = dotted.rpartition(".")
-    class_node = _class(module, name) if module and _roots(module.partition(".")[0]) else None
-    for item in class_node[1].body if class_node else ():
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            positional = [*item.args.posonlyargs, *item.args.args]
-            named = [a for a, value in zip(item.args.kwonlyargs, item.args.kw_defaults, strict=True) if value is None]
-            return tuple(a.arg for a in [*positional[: len(positional) - len(item.args.defaults)][1:], *named])
-    return ()
-
-
-@cache
-def _roots(package: str) -> tuple[Path, ...]:
-    """Return the folders of a top-level package; none if it is not installed."""
+    top, *inner = dotted.split(".")
     try:
-        spec = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        return ()
-    return tuple(map(Path, spec.submodule_search_locations or ())) if spec else ()
+        spec = None
+    if spec is None or spec.origin is None:  # a folder without __init__.py, which any other module hides
+        spec = PathFinder.find_spec(top, [*map(str, folders)]) or spec
+    for part in inner:
+        spec = PathFinder.find_spec(part, [*(spec.submodule_search_locations or ())]) if spec else None
+    return spec
 
 
 @cache
 def module(dotted: str) -> ast.Module | None:
-    """Return the syntax tree of a module's source; None if the source is not found."""
-    package, *path = dotted.split(".")
-    for root in _roots(package):
-        for file in (root.joinpath(*path, "__init__.py"), root.joinpath(*path).with_suffix(".py") if path else root):
-            if file.is_file():
-                return ast.parse(file.read_bytes())
-    return None
+    """Return the syntax tree of an installed module; None if its source is not found."""
+    spec = module_spec(dotted)
+    return ast.parse(Path(spec.origin).read_bytes()) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def absolute(dotted: str, is_package: bool, node: ast.ImportFrom) -> str:
+    """Return the absolute name of the module that a `from ... import` statement of the module `dotted` names."""
+    if not node.level:
+        return node.module or ""
+    above = dotted.split(".")[: None if is_package else -1]
+    return ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
+
+
+def signature_of(arguments: ast.arguments) -> Signature:
+    """Return the signature of a definition. Annotations are their source, and defaults are SourceText."""
+    positional, defaults = [*arguments.posonlyargs, *arguments.args], arguments.defaults
+    rows = [*zip(positional, [*[None] * (len(positional) - len(defaults)), *defaults], strict=True)]
+    first = len(arguments.posonlyargs)
+    return Signature(
+        [
+            *(_parameter(Parameter.POSITIONAL_ONLY, *row) for row in rows[:first]),
+            *(_parameter(Parameter.POSITIONAL_OR_KEYWORD, *row) for row in rows[first:]),
+            *(_parameter(Parameter.VAR_POSITIONAL, argument) for argument in [arguments.vararg] if argument),
+            *(
+                _parameter(Parameter.KEYWORD_ONLY, *row)
+                for row in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            ),
+            *(_parameter(Parameter.VAR_KEYWORD, argument) for argument in [arguments.kwarg] if argument),
+        ]
+    )
+
+
+def _parameter(kind: Any, argument: ast.arg, default: ast.expr | None = None) -> Parameter:
+    value = Parameter.empty if default is None else SourceText(ast.unparse(default))
+    annotation = ast.unparse(argument.annotation) if argument.annotation else Parameter.empty
+    return Parameter(argument.arg, kind, default=value, annotation=annotation)
+
+
+# ---- classes of libraries -----------------------------------------------------------------------------------------------
+
+
+@cache
+def signature(dotted: str) -> Signature | None:
+    """Return the signature of an installed library's class; None if it is not known. Raises NoSuchClass.
+
+    It is not known if the library is not installed, or the class takes **kwargs.
+    """
+    module_name, _, name = dotted.rpartition(".")
+    if not module_name or module_spec(module_name.partition(".")[0]) is None:
+        return None
+    if (definition := _class(module_name, name)) is None:
+        raise NoSuchClass(dotted)
+    for item in definition[1].body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            parameters = [*signature_of(item.args).parameters.values()][1:]
+            return None if item.args.kwarg else Signature(parameters)
+    return Signature([*fields(*definition).values()])
+
+
+def fields(dotted: str, node: ast.ClassDef) -> dict[str, Parameter]:
+    """Return name -> parameter for the annotated fields of a class of the module `dotted` and of its bases."""
+    annotated: dict[str, Parameter] = {}
+    for base in reversed(node.bases):
+        if isinstance(base, ast.Name) and (above := _class(dotted, base.id)):
+            annotated |= fields(*above)
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            argument = ast.arg(item.target.id, item.annotation)
+            annotated[argument.arg] = _parameter(Parameter.KEYWORD_ONLY, argument, item.value)
+    return {name: field for name, field in annotated.items() if not field.annotation.startswith("ClassVar")}
 
 
 def _class(dotted: str, name: str, visited: frozenset[str] = frozenset()) -> tuple[str, ast.ClassDef] | None:
@@ -75,44 +125,10 @@ def _class(dotted: str, name: str, visited: frozenset[str] = frozenset()) -> tup
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return dotted, node
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return _class(_imported_from(dotted, node), alias.name, visited | {dotted})
+    for node in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
+        for alias in node.names:
+            if (alias.asname or alias.name) == name:
+                spec = module_spec(dotted)
+                is_package = spec is not None and spec.submodule_search_locations is not None
+                return _class(absolute(dotted, is_package, node), alias.name, visited | {dotted})
     return None
-
-
-def _imported_from(dotted: str, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    package = dotted.split(".") if _is_package(dotted) else dotted.split(".")[:-1]
-    base = package[: len(package) - node.level + 1]
-    return ".".join([*base, *filter(None, [node.module])])
-
-
-def _is_package(dotted: str) -> bool:
-    package, *path = dotted.split(".")
-    return any(root.joinpath(*path, "__init__.py").is_file() for root in _roots(package))
-
-
-def _parameters_of(dotted: str, node: ast.ClassDef) -> Parameters | None:
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            if item.args.kwarg is not None:
-                return None
-            arguments = [*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs][1:]
-            return {a.arg: ast.unparse(a.annotation) if a.annotation else None for a in arguments}
-    return fields(dotted, node)
-
-
-def fields(dotted: str, node: ast.ClassDef) -> Parameters:
-    """Return name -> annotation for the annotated fields of a class and of its bases, as in a dataclass."""
-    annotated: Parameters = {}
-    for base in reversed(node.bases):
-        if isinstance(base, ast.Name) and (above := _class(dotted, base.id)):
-            annotated |= fields(*above)
-    for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            annotated[item.target.id] = ast.unparse(item.annotation)
-    return {name: kind for name, kind in annotated.items() if not (kind or "").startswith("ClassVar")}

@@ -1,8 +1,8 @@
 """Describe a user's code from its source alone, without importing it.
 
-The source shows most errors that an import would show: a module or a name that does not exist, a syntax error, a package that
-is not installed, a class that lacks methods, parameters that do not fit. It does not show other exceptions, names that are made
-at run time or by several statements, or changes by decorators and foreign base classes. Code with such errors passes.
+The source shows a module or a name that does not exist, a syntax error, a package that is not installed, and the parameters of
+functions and plain classes. It does not show names that are made at run time or by several statements, nor changes by
+decorators and foreign base classes: such code passes.
 
 Sources may be long and deeply nested, so callers bound the time (`launch/preflight/bounded.py`).
 """
@@ -13,27 +13,30 @@ import abc
 import ast
 import builtins
 import difflib
-import functools
-import importlib.util
 import inspect
+import sys
+import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from launch.executors.executor import ROOT
-from launch.preflight.stand_ins import UNKNOWN, bindings, class_of, function_of, may_bind, statements
+from launch.preflight.signatures import absolute, module_spec, signature_of
 from launch.preflight.user_code_probe import reply_about
 from pipeline.recipe import user_code, user_files
 
 MAX_SOURCE = 4 << 20
 """Largest module, in bytes."""
-MAX_MODULES = 200
-"""Maximum number of modules that are read for one name."""
 OURS = ("pipeline.environments.environment", "pipeline.environments.tool", "pipeline.evaluation.questions")
 """Modules with base classes for users. They are part of Hetstep, and are imported."""
-BASES = {"abc.ABC": abc.ABC, "typing.Protocol": Protocol}
+MAKE_NAMES = ("globals", "vars", "exec")
+"""Functions by which a module binds names that its source does not show."""
+UNKNOWN: Any = object()
+"""Stands for an object that the source does not show."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class CodeFault(Exception):
@@ -49,14 +52,11 @@ def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path
 
     kwargs: names under `env.NAME.kwargs`. folders: searched in this order, after installed packages.
     """
-    module, _, name = path.rpartition(".")
     try:
-        stand_in = SourceReader(folders).find(module, name)
+        stand_in = SourceReader(folders).find(path)
     except CodeFault as fault:
         return fault.reply
-    if stand_in is UNKNOWN:
-        return {"ok": True, "fields": None, "required": []}
-    return reply_about(stand_in, role, kwargs)
+    return {"ok": True, "fields": None, "required": []} if stand_in is UNKNOWN else reply_about(stand_in, role, kwargs)
 
 
 def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
@@ -64,9 +64,8 @@ def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
 
     Return None if the source does not show them. Raises CodeFault.
     """
-    module, _, name = path.rpartition(".")
-    stand_in = SourceReader(folders, checks_imports=False).find(module, name)
-    if stand_in is UNKNOWN or not callable(stand_in):
+    stand_in = SourceReader(folders, checks_imports=False).find(path)
+    if stand_in is UNKNOWN:
         return None
     parameters = list(inspect.signature(stand_in).parameters.values())[0 if isinstance(stand_in, type) else 2 :]
     required = "required" if isinstance(stand_in, type) else "required, here or as a column of the records"
@@ -81,9 +80,8 @@ def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
 
 def lacks(path: str, folders: Sequence[Path]) -> str | None:
     """Return why the module or the name of a dotted path does not exist; None if it exists, or if the source does not tell."""
-    module, _, name = path.rpartition(".")
     try:
-        SourceReader(folders, checks_imports=False).find(module, name)
+        SourceReader(folders, checks_imports=False).find(path)
     except CodeFault as fault:
         return fault.reply.get("wrong")
     except RecursionError:
@@ -91,206 +89,165 @@ def lacks(path: str, folders: Sequence[Path]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class ModuleSource:
-    """The source of a module."""
-
-    name: str
-    file: Path
-    is_package: bool
-    body: list[ast.stmt]
-
-    @functools.cached_property
-    def bindings(self) -> dict[str, ast.AST | None]:
-        """Return name -> node for the names that the module binds, as `stand_ins.bindings` does."""
-        return bindings(self.body)
-
-    @functools.cached_property
-    def has_stars(self) -> bool:
-        """Return whether the module has `from ... import *`."""
-        return any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in statements(self.body))
-
-    def absolute(self, node: ast.ImportFrom) -> str:
-        """Return the absolute name of the module in a `from ... import` statement."""
-        if not node.level:
-            return node.module or ""
-        package = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
-        return ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
-
-
 @dataclass
 class SourceReader:
-    """Reads modules, and finds stand-ins for the objects in them.
+    """Finds stand-ins for objects in modules: functions and classes with the same signatures, but no code.
 
     checks_imports: whether to check also that the imports of these modules exist
     """
 
     folders: Sequence[Path]
     checks_imports: bool = True
-    _read: dict[str, ModuleSource | None] = field(default_factory=dict)
     _known: dict[str, Any] = field(default_factory=dict)
 
-    def find(self, module: str, name: str) -> Any:
-        """Return a stand-in for a module's object of this name, or UNKNOWN. Raises CodeFault."""
-        path = f"{module}.{name}"
+    def find(self, path: str) -> Any:
+        """Return a stand-in for the object at a dotted path, or UNKNOWN. Raises CodeFault."""
         if path not in self._known:
-            is_first = not self._known
             self._known[path] = UNKNOWN  # for a name that leads back to itself
-            self._known[path] = self._find_name(module, name, is_first)
+            self._known[path] = self._find(path)
         return self._known[path]
 
-    def _find_name(self, module: str, name: str, is_first: bool) -> Any:
-        path = f"{module}.{name}"
-        if path in BASES:
-            return BASES[path]
+    def _find(self, path: str) -> Any:
+        module, _, name = path.rpartition(".")
+        if path == "abc.ABC":
+            return abc.ABC
         if module in OURS:
-            return self._load(path)
-        if not is_first and _installed_folders(module.partition(".")[0]):
+            try:
+                return user_code.load(path)
+            except user_code.NotFound as error:
+                raise CodeFault(wrong=str(error), code="not-importable") from None
+        if len(self._known) > 1 and not self._is_theirs(module):
             return UNKNOWN  # reading the sources of libraries would take seconds
-        source = self.source(module)
-        if source is None:
+        file = self._file(module)
+        if file is None:
             return UNKNOWN
-        bound = source.bindings
-        if name in bound:
-            return self._stand_in(source, name, bound[name])
-        if (
-            "__getattr__" in bound
-            or source.has_stars
-            or (source.is_package and self._exists(path))
-            or may_bind(source.body, name)
-        ):
+        body = _parse(file)
+        if self.checks_imports and self._is_theirs(module):
+            self._check_imports(module, file, body)
+        bound = [(other, node) for statement in _statements(body) for other, node in _bound_names(statement)]
+        nodes = [node for other, node in bound if other == name]
+        if nodes:
+            return self._stand_in(module, file, nodes[0]) if len(nodes) == 1 else UNKNOWN
+        if module_spec(path, self.folders) or {"*", "__getattr__"} & {other for other, _ in bound} or _may_bind(body, name):
             return UNKNOWN
-        near = difflib.get_close_matches(name, bound, 1)
+        near = difflib.get_close_matches(name, [other for other, _ in bound], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise CodeFault(wrong=f"{module} ({source.file}) has no {name}{hint}", code="not-importable")
+        raise CodeFault(wrong=f"{module} ({file}) has no {name}{hint}", code="not-importable")
 
-    def _load(self, path: str) -> Any:
-        try:
-            return user_code.load(path)
-        except user_code.NotFound as error:
-            raise CodeFault(wrong=str(error), code="not-importable") from None
-
-    def _stand_in(self, source: ModuleSource, name: str, node: ast.AST | None) -> Any:
-        """Return a stand-in for the object that a module binds to a name."""
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            return function_of(node)
-        if isinstance(node, ast.ClassDef):
-            return class_of(node, [self._value(source, base) for base in node.bases])
-        if isinstance(node, ast.ImportFrom):
-            original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
-            return self.find(source.absolute(node), original)
-        if isinstance(node, ast.expr):
-            return self._value(source, node)
-        return UNKNOWN
-
-    def _value(self, source: ModuleSource, node: ast.expr) -> Any:
-        """Return a stand-in for an expression of a module."""
-        if isinstance(node, ast.Lambda):
-            return function_of(node)
+    def _stand_in(self, module: str, file: Path, node: ast.AST | tuple[str, ast.ImportFrom] | None) -> Any:
+        """Return a stand-in for what a statement of a module binds to a name."""
+        if isinstance(node, tuple):
+            return self.find(f"{absolute(module, file.name == '__init__.py', node[1])}.{node[0]}")
+        if isinstance(node, Definition):
+            return UNKNOWN if getattr(node, "decorator_list", ()) else _function(node)
         if isinstance(node, ast.Name):
-            if node.id in source.bindings:
-                return self.find(source.name, node.id)
-            if node.id in ("__name__", "__file__", "__doc__") or source.has_stars or may_bind(source.body, node.id):
-                return UNKNOWN
             if hasattr(builtins, node.id):
                 return getattr(builtins, node.id)
-            raise CodeFault(raised=f"NameError: name '{node.id}' is not defined ({source.file}:{node.lineno})", foreign=False)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            bound = source.bindings.get(node.value.id)
-            if isinstance(bound, ast.Import):
-                modules = {alias.asname or alias.name: alias.name for alias in bound.names}
-                return self.find(modules[node.value.id], node.attr) if node.value.id in modules else UNKNOWN
+            return self.find(f"{module}.{node.id}")
+        if isinstance(node, ast.Constant):
+            return node.value
+        return self._class(module, node) if isinstance(node, ast.ClassDef) else UNKNOWN
+
+    def _class(self, module: str, node: ast.ClassDef) -> Any:
+        """Return a class with the methods of a definition; UNKNOWN if a decorator, a base or an attribute may change them."""
+        bases = [self.find(f"{module}.{base.id}") if isinstance(base, ast.Name) else UNKNOWN for base in node.bases]
+        methods = {name: item for statement in node.body for name, item in _bound_names(statement)}
+        plain = all(isinstance(item, Definition) and not getattr(item, "decorator_list", ()) for item in methods.values())
+        special = {name for name in methods if name.startswith("__") and name != "__init__"}
+        if node.decorator_list or node.keywords or special or not plain or not all(isinstance(base, type) for base in bases):
+            return UNKNOWN
+        members = {name: _function(item) for name, item in methods.items() if isinstance(item, Definition)}
         try:
-            return ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return types.new_class(node.name, tuple(bases), {}, lambda namespace: namespace.update(members))
+        except TypeError:  # bases that do not go together, which only the import reports
             return UNKNOWN
 
     # ---- modules ----------------------------------------------------------------------------------------------------------
 
-    def source(self, module: str) -> ModuleSource | None:
-        """Return the source of a module; None if it has no source, or if MAX_MODULES were read before.
-
-        Raises CodeFault if there is no such module.
-        """
-        if module not in self._read:
-            self._read[module] = None
-            if len(self._read) <= MAX_MODULES and (file := self._file(module)):
-                self._read[module] = source = ModuleSource(module, file, file.name == "__init__.py", _parse(file))
-                if self.checks_imports and self._is_theirs(module):
-                    self._check_imports(source)
-        return self._read[module]
-
-    def _roots(self, top: str) -> list[Path]:
-        """Return the folders of a top-level package, or the file of a top-level module.
-
-        An installed package hides a user's package of the same name, as in imports.
-        """
-        for spec_of in (_installed_folders, self._theirs):
-            if roots := spec_of(top):
-                return roots
-        return []
-
-    def _theirs(self, top: str) -> list[Path]:
-        for folder in self.folders:
-            if (folder / top / "__init__.py").is_file():
-                return [folder / top]
-            if (folder / f"{top}.py").is_file():
-                return [folder / f"{top}.py"]
-        return [folder / top for folder in (*self.folders, ROOT) if (folder / top).is_dir()]
-
     def _is_theirs(self, module: str) -> bool:
-        return not _installed_folders(module.partition(".")[0])
+        spec = module_spec(module.partition(".")[0])
+        return spec is None or spec.origin is None
 
     def _file(self, module: str) -> Path | None:
-        top, *inner = module.split(".")
-        roots = self._roots(top)
-        if not roots:
-            folders = ", ".join(dict.fromkeys(["installed packages", *map(str, self.folders)]))
-            raise CodeFault(wrong=f"there is no module {top}; looked in {folders}", code="not-importable")
-        for root in roots:
-            if root.suffix == ".py" and not inner:
-                return root
-            for file in (root.joinpath(*inner, "__init__.py"), root.joinpath(*inner).with_suffix(".py") if inner else root):
-                if file.is_file() and file.suffix == ".py":
-                    return file
-        if not self._is_theirs(module) or any(root.joinpath(*inner).is_dir() for root in roots):
-            return None  # of another kind than Python source, or a folder of packages
-        raise CodeFault(wrong=f"there is no module {module}; looked in {', '.join(map(str, roots))}", code="not-importable")
+        """Return the source of a module; None if it has none, such as a folder. Raises CodeFault if there is no such module."""
+        top = module.partition(".")[0]
+        folders = [*self.folders, ROOT]
+        spec = module_spec(module, folders)
+        if spec is None and (module_spec(top, folders) is None or self._is_theirs(module)):
+            places = ", ".join(dict.fromkeys(["installed packages", *map(str, self.folders)]))
+            missing = module if module_spec(top, folders) else top
+            raise CodeFault(wrong=f"there is no module {missing}; looked in {places}", code="not-importable")
+        return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
-    def _exists(self, module: str) -> bool:
-        """Return whether a package contains the module with this dotted name, whatever kind of file or folder it is."""
-        top, *inner, last = module.split(".")
-        folders = [root.joinpath(*inner) for root in self._roots(top)]
-        return any((folder / last).is_dir() or any(folder.glob(f"{last}.*")) for folder in folders)
-
-    def _check_imports(self, source: ModuleSource) -> None:
-        """Raise CodeFault if a module always imports another module that is missing or has a syntax error."""
-        for node in statements(source.body, always=True):
+    def _check_imports(self, module: str, file: Path, body: list[ast.stmt]) -> None:
+        """Raise CodeFault if a module always imports another module that is missing."""
+        for node in body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [source.absolute(node)] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                if not name or _installed_folders(name.partition(".")[0]):
-                    continue
-                try:
-                    self.source(name)
-                except CodeFault as fault:
-                    if "wrong" in fault.reply:
-                        raise CodeFault(absent=name, importer=str(source.file)) from None
-                    raise
+            names += [absolute(module, file.name == "__init__.py", node)] if isinstance(node, ast.ImportFrom) else []
+            for name in filter(None, names):
+                whole = name if self._is_theirs(name) else name.partition(".")[0]
+                if module_spec(whole, [*self.folders, ROOT]) is None and name not in sys.builtin_module_names:
+                    raise CodeFault(absent=name, importer=str(file))
 
 
-def _installed_folders(top: str) -> list[Path]:
-    """Return the folders of an installed top-level package, or [the origin of a module], without importing it.
+def _function(node: Definition) -> Any:
+    """Return a function that does nothing and has the signature of a definition."""
 
-    The origin is a file, or "built-in" or "frozen". [] if it is not installed, or is a folder without __init__.py.
+    async def coroutine(*args: Any, **kwargs: Any) -> None: ...
+
+    def plain(*args: Any, **kwargs: Any) -> None: ...
+
+    stand_in: Any = coroutine if isinstance(node, ast.AsyncFunctionDef) else plain
+    signature = signature_of(node.args)
+    unannotated = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    stand_in.__signature__ = signature.replace(parameters=unannotated)
+    stand_in.__name__ = stand_in.__qualname__ = getattr(node, "name", "<lambda>")
+    return stand_in
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a block and of the blocks inside it, but not of functions and classes."""
+    for node in body:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            for inner in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, inner, ()))
+            for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                yield from _statements(part.body)
+
+
+def _bound_names(node: ast.stmt) -> Iterator[tuple[str, Any]]:
+    """Yield (name, what it stands for) for each name that a statement binds.
+
+    That is a definition, the value of an assignment, or (name, statement) of an import; None if the source does not show it.
     """
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return []
-    if spec is None or spec.origin is None:  # none, or a folder without __init__.py
-        return []
-    return [Path(location) for location in spec.submodule_search_locations or [spec.origin]]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name, node
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((alias.asname or alias.name, (alias.name, node)) for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from ((alias.asname or alias.name.partition(".")[0], None) for alias in node.names)
+    elif not isinstance(node, ast.AnnAssign) or node.value is not None:
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        targets += [item.optional_vars for item in getattr(node, "items", ())]
+        for target in filter(None, targets):
+            value = (
+                getattr(node, "value", None) if isinstance(target, ast.Name) and not isinstance(node, ast.AugAssign) else None
+            )
+            names = (inner.id for inner in ast.walk(target) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store))
+            yield from ((name, value) for name in names)
+
+
+def _may_bind(body: Sequence[ast.stmt], name: str) -> bool:
+    """Return whether a module may bind `name` by `:=`, `global`, `case ... as`, globals(), vars(), exec or sys.modules."""
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if getattr(node, "id", None) in MAKE_NAMES or getattr(node, "attr", None) == "modules":
+            return True
+        if isinstance(node, ast.NamedExpr) and node.target.id == name:
+            return True
+        if (isinstance(node, ast.Global) and name in node.names) or (isinstance(node, ast.MatchAs) and node.name == name):
+            return True
+    return False
 
 
 def _parse(file: Path) -> list[ast.stmt]:

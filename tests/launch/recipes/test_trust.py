@@ -122,11 +122,12 @@ def test_an_untrusted_module_is_not_imported_by_a_trusted_one(stranger, monkeypa
 # ---- what the source shows ---------------------------------------------------------------------------------------------------
 
 SOURCES = {
-    "made": "import dataclasses, functools\nfrom made_base import Base, helper as renamed\n"
+    "made": "import dataclasses, functools\nfrom made_base import Base, Environment, helper as renamed\n"
     "@functools.cache\ndef cached(a): ...\n"
     "@dataclasses.dataclass\nclass Data(Base):\n    scale: float\n"
     "class Derived(Base):\n    def __init__(self, scale, *, bias=0): ...\n"
     "class Later(Base):\n    async def reset(self): ...\n    step = None\n"
+    "class Abstract(Environment):\n    def reset(self, prompt): ...\nbuiltin = print\n"
     "class Foreign(dataclasses.Field): ...\n"
     "lam = lambda prompt, answer, level: 1.0\nnumber = 3\nalias = renamed\n"
     "if number:\n    def inside(prompt, answer): ...\n"
@@ -155,7 +156,9 @@ SOURCES = {
         ("made.Derived", ("scal",), {"code": "wrong-type"}),
         ("made.Derived", ("scale", "bias"), {"ok": True}),
         ("made.Data", ("anything",), {"ok": True}),  # its decorator makes the parameters
-        ("made.Later", (), {"code": "wrong-type"}),
+        ("made.Later", (), {"ok": True}),  # its attributes may replace methods
+        ("made.Abstract", (), {"code": "wrong-type"}),
+        ("made.builtin", (), {"ok": True}),
         ("made.Foreign", (), {"ok": True}),
         ("made.cached", (), {"ok": True}),
         ("made.lam", ("level",), {"ok": True, "fields": ["level"], "required": ["level"]}),
