@@ -6,8 +6,10 @@ checked, since the allocation is already granted.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from launch.executors.nodes import NODE_KEYS, allocation_options, hosts
 from launch.executors.slurm_client import SlurmError, gpus, host_names, run_command
 from launch.preflight.slurm_request import ComponentRequest, requests
 from launch.terminal.units import plural
-from pipeline.config import Problem, Recipe
+from pipeline.config import Problem, Recipe, ranks_per_node
 
 # `Nodes=n[1-2] CPU_IDs=0-7,16 Mem=1024 GRES=gpu:h100:8(IDX:0-7)`; Mem is 0 where Slurm does not hand out memory.
 ON_NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)")
@@ -44,29 +46,22 @@ class Allocation:
         """Return each component's nodes, possibly fewer than its count. A plain allocation is split in order."""
         if self.het:
             return [self.parts[k] if k < len(self.parts) else [] for k in range(len(counts))]
-        first, node_lists = 0, []
-        for nodes in counts:
-            node_lists.append(self.parts[0][first : first + nodes])
-            first += nodes
-        return node_lists
+        nodes = iter(self.parts[0])
+        return [[*itertools.islice(nodes, count)] for count in counts]
 
 
 def read(job_id: str) -> Allocation:
     """Return a job's allocation. Raises SlurmError."""
-    lines = [
-        line for line in run_command("scontrol", "show", "job", "-d", "-o", job_id).splitlines() if line.startswith("JobId=")
-    ]
     parts = {}
-    for line in lines:
-        offset = re.search(r" HetJobOffset=(\d+)", line)
-        parts[int(offset[1]) if offset else 0] = list(_nodes(line))
+    for line in run_command("scontrol", "show", "job", "-d", "-o", job_id).splitlines():
+        if line.startswith("JobId="):
+            offset = re.search(r" HetJobOffset=(\d+)", line)
+            parts[int(offset[1]) if offset else 0] = [
+                AllocatedNode(name, _length(cpus), int(memory), gpus(gres))
+                for names, cpus, memory, gres in ON_NODES.findall(line)
+                for name in host_names(names)
+            ]
     return Allocation(job_id, [parts[k] for k in sorted(parts)], het=len(parts) > 1)
-
-
-def _nodes(line: str) -> Iterator[AllocatedNode]:
-    for names, cpus, memory, gres in ON_NODES.findall(line):
-        for name in host_names(names):
-            yield AllocatedNode(name, _length(cpus), int(memory), gpus(gres))
 
 
 def _length(ids: str) -> int:
@@ -83,7 +78,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
         yield Problem("cluster.executor", "unreachable", f"cannot read the resources of Slurm job {job_id}: {why}")
         return
     wanted_requests = requests(recipe)
-    node_lists = allocation.nodes_of([request.nodes for request in wanted_requests])
+    node_lists = allocation.nodes_of([request.host.nodes for request in wanted_requests])
     shortfalls = [
         problem
         for request, nodes in zip(wanted_requests, node_lists, strict=True)
@@ -102,17 +97,17 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
 
 def _shortfalls(allocation: Allocation, request: ComponentRequest, nodes: list[AllocatedNode]) -> Iterator[Problem]:
     """Yield a problem for each resource that a component's nodes lack."""
-    if len(nodes) < request.nodes:
-        room = not allocation.het and len(allocation.parts[0]) >= request.nodes
+    if len(nodes) < request.host.nodes:
+        room = not allocation.het and len(allocation.parts[0]) >= request.host.nodes
         shared = "; cluster.share_nodes=true puts all components on the same nodes" if room else ""
         has = (
-            f"got {request.nodes}; expected at most {len(nodes)}, which Slurm job {allocation.job_id} has for this"
+            f"got {request.host.nodes}; expected at most {len(nodes)}, which Slurm job {allocation.job_id} has for this"
             f" component{shared}"
         )
         yield Problem(f"{request.key}.nodes", "over-limit", has)
         return
-    used = nodes[: request.nodes]
-    for_ranks = f"CPUs for its {plural(request.ranks_per_node, 'rank')}"
+    used = nodes[: request.host.nodes]
+    for_ranks = f"CPUs for its {plural(ranks_per_node(request.host), 'rank')}"
     for name, unit, requested, has in (
         ("gpus_per_node", "GPUs", request.gpus, lambda node: node.gpus),
         ("cpus_per_task", for_ranks, request.cpus, lambda node: node.cpus),
@@ -127,16 +122,11 @@ def _shortfalls(allocation: Allocation, request: ComponentRequest, nodes: list[A
 
 def _describe(allocation: Allocation) -> str:
     """Describe the nodes in the order of the components: `2 nodes with 8 CPUs and 8 GPUs each, then 1 node ...`."""
-    kinds: list[tuple[int, int, int]] = []
-    for k, nodes in enumerate(allocation.parts):
-        for node in nodes:
-            kind = (k, node.cpus, node.gpus)
-            if kind not in kinds:
-                kinds.append(kind)
-    parts = []
-    for k, cpus, count in kinds:
-        number = sum((node.cpus, node.gpus) == (cpus, count) for node in allocation.parts[k])
-        parts.append(f"{plural(number, 'node')} with {plural(cpus, 'CPU')} and {plural(count, 'GPU')}{' each' * (number > 1)}")
+    kinds = Counter((k, node.cpus, node.gpus) for k, nodes in enumerate(allocation.parts) for node in nodes)
+    parts = (
+        f"{plural(number, 'node')} with {plural(cpus, 'CPU')} and {plural(count, 'GPU')}{' each' * (number > 1)}"
+        for (_, cpus, count), number in kinds.items()
+    )
     return ", then ".join(parts) or "no nodes"
 
 

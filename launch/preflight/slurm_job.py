@@ -91,10 +91,10 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
     """
     for count in range(2, len(suitable) + 1):
         for group in combinations(suitable, count):
-            requested = sum(request.nodes for request in group)
+            requested = sum(request.host.nodes for request in group)
             available = len(frozenset().union(*(suitable[request] for request in group)))
             if requested > available:
-                terms = " + ".join(str(request.nodes) for request in group)
+                terms = " + ".join(str(request.host.nodes) for request in group)
                 yield Problem(
                     f"{group[-1].key}.nodes",
                     "over-limit",

@@ -68,13 +68,13 @@ def _rows(names: tuple[str, ...], text: str) -> list[Fields]:
 
 def effective_account(request: ComponentRequest, accounting: Accounting | None) -> str | None:
     """Return the requested account, else the user's default; None if it is not known."""
-    return request.account or (accounting.default_account if accounting else None)
+    return request.host.account or (accounting.default_account if accounting else None)
 
 
 def effective_qos(accounting: Accounting | None, request: ComponentRequest, partition: str) -> str | None:
     """Return the requested QOS, else the association's default; None if it is not known."""
-    if request.qos or accounting is None:
-        return request.qos
+    if request.host.qos or accounting is None:
+        return request.host.qos
     row = accounting.association(effective_account(request, accounting), partition)
     names = _names(row["QOS"]) if row else []
     return (row["DefaultQOS"] if row else None) or ("normal" if "normal" in names else names[0] if len(names) == 1 else None)
@@ -133,16 +133,12 @@ def _applicable(accounting: Accounting, user: str, request: ComponentRequest, pa
 # ---- how much -----------------------------------------------------------------------------------------------------------
 
 
-def _per_node(request: ComponentRequest) -> dict[str, float]:
-    return {"node": 1, "cpu": request.cpus, "gres/gpu": request.gpus, "mem": request.memory_mb}
-
-
 def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
     request, rows = limits.request, [*limits.qos, limits.association]
     other_names = ", ".join(sorted(set(_names(limits.association["QOS"])) - {row["Name"] for row in limits.qos}))
     instead = f"another QOS (of {other_names})" if other_names else "another account, since there is no other QOS"
     for name, per_node in _per_node(request).items():
-        for field, count, of in (("MaxTRES", request.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
+        for field, count, of in (("MaxTRES", request.host.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
             holder, limit = _first(rows, field, name)
             if limit is not None and per_node * count > limit:
                 most_text = f"{int(limit // per_node)} nodes" if count > 1 or name == "node" else f"{limit:g}"
@@ -151,8 +147,8 @@ def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
                 )
                 yield Problem(f"{request.key}.nodes", "over-limit", f"{message}. Try {instead}")
         holder, least = _first(limits.qos, "MinTRES", name)
-        if least is not None and name in ("node", "gres/gpu") and per_node * request.nodes < least:
-            message = f"got {_times(request.nodes, per_node, name)}, but {holder} is for jobs of {least:g} or more"
+        if least is not None and name in ("node", "gres/gpu") and per_node * request.host.nodes < least:
+            message = f"got {_times(request.host.nodes, per_node, name)}, but {holder} is for jobs of {least:g} or more"
             yield Problem(request.key_of("--qos"), "too-small", f"{message}. Try {instead}")
     # A limit of a QOS takes precedence over the association.
     holder, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
@@ -170,7 +166,7 @@ def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
         settled = set() if holder.startswith("QOS ") else {t for s in under for qos in s.qos for t in tres(qos["GrpTRES"])}
         for field, whom in (("GrpTRES", ""), ("MaxTRESPU", " a user"), ("MaxTRESPA", " an account")):
             for resource, limit in tres(row.get(field, "")).items():
-                amounts = [s.request.nodes * _per_node(s.request).get(resource, 0) for s in under]
+                amounts = [s.request.host.nodes * _per_node(s.request).get(resource, 0) for s in under]
                 if sum(amounts) > limit and resource not in settled:
                     terms = " + ".join(f"{amount:g}" for amount in amounts)
                     most = f"expected at most the {limit:g} that {holder} allows{whom}"
@@ -178,12 +174,13 @@ def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
                     yield Problem(f"{key}.nodes", "over-limit", f"{message}. Try fewer nodes, or another QOS or account")
         for field, whom in (("GrpJobs", ""), ("MaxJobs", ""), ("MaxJobsPU", " a user"), ("MaxJobsPA", " an account")):
             if (text := row.get(field, "")) and len(under) > int(text):
-                message = f"got {len(under)} components ({of}), each a job to Slurm; expected at most the {text} that {holder}"
-                yield Problem(
-                    under[-1].request.key_of("--qos"),
-                    "over-limit",
-                    f"{message} allows{whom} at once. Try another QOS or account",
-                )
+                most = f"expected at most the {text} that {holder} allows{whom} at once"
+                message = f"got {len(under)} components ({of}), each a job to Slurm; {most}. Try another QOS or account"
+                yield Problem(under[-1].request.key_of("--qos"), "over-limit", message)
+
+
+def _per_node(request: ComponentRequest) -> dict[str, float]:
+    return {"node": 1, "cpu": request.cpus, "gres/gpu": request.gpus, "mem": request.memory_mb}
 
 
 def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None]:
@@ -193,10 +190,4 @@ def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None
 
 
 def _times(count: int, amount: float, name: str) -> str:
-    return (
-        f"{count} nodes"
-        if name == "node"
-        else f"{count} x {amount:g} {UNITS[name]}"
-        if count > 1
-        else f"{amount:g} {UNITS[name]}"
-    )
+    return f"{count} nodes" if name == "node" else f"{f'{count} x ' * (count > 1)}{amount:g} {UNITS[name]}"

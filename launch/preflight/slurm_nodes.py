@@ -1,15 +1,16 @@
 """Read the partitions and nodes of a cluster, and compare a request with a partition's own limits.
 
-Slurm accepts jobs beyond a partition's limits, unless EnforcePartLimits is set, and never starts them.
+Unless EnforcePartLimits is set, sbatch and its --test-only accept jobs beyond a partition's time limit and of accounts that may
+not use it. Slurm never starts them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from launch.executors.nodes import memory, takes_whole_nodes
 from launch.executors.slurm_client import Fields, configuration, gpus, minutes, parse_records, run_command
 from launch.preflight.slurm_request import ComponentRequest
 from pipeline.config import Problem
@@ -73,7 +74,7 @@ class Cluster:
 
     def may_return(self, request: ComponentRequest) -> set[str]:
         """Return the names of unavailable nodes whose resources would satisfy a request."""
-        needs, features = (request.cpus, request.gpus, request.memory_mb), set(re.findall(r"[\w.-]+", request.constraint or ""))
+        needs, features = (request.cpus, request.gpus, request.memory_mb), set(request.features)
         return {
             node.name
             for node in self.members(request)
@@ -103,9 +104,9 @@ def count_whole_nodes(request: ComponentRequest, cluster: Cluster, names: Collec
     names: names of suitable nodes, whose smallest values are taken.
     """
     nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
-    if request.all_memory and nodes:
+    if memory(request.host) == "0" and nodes:
         request = replace(request, memory_mb=min(node.memory_mb for node in nodes))
-    if request.takes_whole_nodes and nodes:
+    if takes_whole_nodes(request.host) and nodes:
         request = replace(request, cpus=min(node.cpus for node in nodes), gpus=min(node.gpus for node in nodes))
     return request
 
@@ -113,17 +114,15 @@ def count_whole_nodes(request: ComponentRequest, cluster: Cluster, names: Collec
 def partition_problems(
     partition: Fields, request: ComponentRequest, account: str | None, qos: str | None, flags: str
 ) -> Iterator[Problem]:
-    """Yield a problem for each limit of a partition that a request exceeds. flags: the QOS's flags, which may lift limits."""
-    name, key = partition["PartitionName"], request.key
+    """Yield a problem for each limit of a partition that a request exceeds, of those that `sbatch --test-only` may accept.
+
+    flags: the QOS's flags, which may lift the time limit.
+    """
+    name = partition["PartitionName"]
     limit = minutes(partition.get("MaxTime", "UNLIMITED"))
     if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:
-        message = f"got {request.minutes}; expected at most {limit:g} minutes in partition {name} ({key})"
+        message = f"got {request.minutes}; expected at most {limit:g} minutes in partition {name} ({request.key})"
         yield Problem("cluster.time_min", "over-limit", message)
-    most, least = partition.get("MaxNodes", "UNLIMITED"), partition.get("MinNodes", "0")
-    if most.isdigit() and request.nodes > int(most) and "PartitionMaxNodes" not in flags:
-        yield Problem(f"{key}.nodes", "over-limit", f"got {request.nodes}; expected at most {most} in partition {name}")
-    if least.isdigit() and request.nodes < int(least) and "PartitionMinNodes" not in flags:
-        yield Problem(f"{key}.nodes", "too-small", f"got {request.nodes}; expected at least {least} in partition {name}")
     for value, option, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
         allowed, denied = partition.get(f"Allow{kind}", "ALL"), partition.get(f"Deny{kind}", "")
         expected = f"one of {allowed}" if allowed != "ALL" else f"any but {denied}"

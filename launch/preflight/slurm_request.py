@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,18 +30,20 @@ class ComponentRequest:
     own_options: frozenset[str]  # names of sbatch_options set for this component only
     variables: frozenset[str]  # names of options that variables of the environment set
     host: ComponentConfig
-    nodes: int
     minutes: int
-    ranks_per_node: int
     cpus: int  # on each node, at least
     gpus: int  # on each node
     memory_mb: float  # on each node; 0: not set, or all
-    all_memory: bool
-    partitions: tuple[str, ...]  # alternatives; empty: Slurm's default
-    account: str | None
-    qos: str | None
-    constraint: str | None
-    takes_whole_nodes: bool  # without other jobs on the nodes
+
+    @property
+    def partitions(self) -> list[str]:
+        """Return the alternative partitions; [] for Slurm's default."""
+        return self.host.partition.split(",") if self.host.partition else []
+
+    @property
+    def features(self) -> list[str]:
+        """Return the names of features in the constraint."""
+        return re.findall(r"[\w.-]+", self.host.constraint or "")
 
     def keys(self, name: str) -> str:
         """Return the keys `name` of all components whose values add up to the request, as `KEY + KEY`."""
@@ -82,18 +85,10 @@ def requests(recipe: Recipe) -> list[ComponentRequest]:
                 own_options=frozenset(getattr(recipe.cluster, name).sbatch_options),
                 variables=variables,
                 host=host,
-                nodes=host.nodes,
                 minutes=recipe.cluster.time_min,
-                ranks_per_node=ranks_per_node(host),
                 cpus=ranks_per_node(host) * (host.cpus_per_task or 1),
                 gpus=host.gpus_per_node,
                 memory_mb=_memory(memory(host)),
-                all_memory=memory(host) == "0",
-                partitions=tuple(host.partition.split(",")) if host.partition else (),
-                account=host.account,
-                qos=host.qos,
-                constraint=host.constraint,
-                takes_whole_nodes=takes_whole_nodes(host),
             )
         )
     return requests

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from launch.executors import slurm_client
 from launch.executors.slurm import directives
@@ -48,10 +48,8 @@ def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
         assignments = [option for option in request.options if "=" in option]
         for option in (*flags, *(assignments if _parse_error(*assignments, "--version") else ())):
             reason = _parse_error(option, *(["--version"] if option in assignments else []))
-            code = next(
-                (code for words, code in OPTION_CODES.items() if words in reason), "bad-format" if option in assignments else ""
-            )
-            if reason and code:
+            usual = "bad-format" if reason and option in assignments else ""  # a flag is refused for the missing script
+            if code := next((code for words, code in OPTION_CODES.items() if words in reason), usual):
                 near = _near(option) if code == "unknown-key" else ""
                 yield Problem(request.key_of(option), code, f"got {option}, which sbatch refuses: {reason}{near}")
 
@@ -81,8 +79,7 @@ def _near(option: str) -> str:
 # ---- whether Slurm accepts a request ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SbatchResult:
+class SbatchResult(NamedTuple):
     """The result of one test request."""
 
     refusal: str = ""  # Slurm's message; empty: Slurm accepts the request
@@ -127,16 +124,13 @@ class SbatchTester:
         excluded: host lists of nodes that the request excludes.
         """
         without = [f"--exclude={','.join(excluded)}"] if excluded else []
-
-        def test(count: int) -> SbatchResult:
-            return self(request.options, "--time=1", f"--nodes={count}", *without)
-
-        if (best := test(least)).refusal:
-            return set()
-        low, high = least, available + 1
+        low, count, high, best = least - 1, least, available + 1, None
         while high - low > 1:
-            answer = test(count := (low + high) // 2)
+            answer = self(request.options, "--time=1", f"--nodes={count}", *without)
             low, high, best = (low, count, best) if answer.refusal else (count, high, answer)
+            count = (low + high) // 2
+        if best is None:
+            return set()
         if not best.nodes:  # accepted, with the message of another version
             raise SlurmError("`sbatch --test-only` does not report the nodes of a job", "failed")
         return set(host_names(best.nodes))

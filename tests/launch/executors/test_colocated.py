@@ -106,7 +106,8 @@ def test_one_allocation_and_two_steps_that_overlap(load, tmp_path):
 def test_slurm_gets_one_request(load):
     recipe = load(SHARE, *TWO_NODES)
     (request,) = requests(recipe)
-    assert (request.key, request.nodes, request.ranks_per_node, request.cpus, request.gpus) == ("cluster.train", 2, 2, 6, 2)
+    assert (request.key, request.host.nodes, request.host.ranks_per_node) == ("cluster.train", 2, 2)
+    assert (request.cpus, request.gpus) == (6, 2)
     assert allocated.salloc_command(recipe).count("--nodes") == 1
     assert list(hosts(components(load()))) == ["train", "generate"]
     bare = hosts(components(load(SHARE)))["train"]

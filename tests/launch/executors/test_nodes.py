@@ -94,7 +94,7 @@ def test_requests_of_components_are_summed(load_judged):
     assert (host.gpus_per_node, host.ranks_per_node) == (7, 7)
     assert host.cpus_per_task == 6  # 4 x 8 + 2 x 3 + 1 x 1 for 7 ranks
     (request,) = slurm_request.requests(recipe)
-    assert (request.gpus, request.cpus, request.takes_whole_nodes) == (7, 42, True)
+    assert (request.gpus, request.cpus, nodes.takes_whole_nodes(request.host)) == (7, 42, True)
     three = "cluster.train.gpus_per_node + cluster.generate.gpus_per_node + cluster.reward.gpus_per_node"
     assert request.keys("gpus_per_node") == three
 
