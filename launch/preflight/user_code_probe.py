@@ -1,31 +1,24 @@
-"""Import and describe a user's code in a process of its own: `python -m launch.preflight.user_code_probe REPLY`.
+"""Import a user's code and describe it, in a fork of the launcher (`launch/preflight/bounded.py`).
 
-Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from stdin. Writes key -> reply as JSON into the file REPLY. A reply
-is one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent, importer} and {raised,
-foreign}. The caller discards the output of the code.
+A reply about an object is one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent,
+importer} and {raised, foreign}.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pipeline.environments import custom
 from pipeline.recipe import user_code
 
 
-def describe(source: dict[str, Any]) -> dict[str, Any]:
-    """Import one object of the user, and return the reply about it.
-
-    source: its dotted path, role (environment, tool, dataset, format) and kwargs.
-    """
+def describe(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
+    """Import the user's object at a dotted path, and return the reply about it. role: environment, tool, dataset or format."""
     try:
-        loaded_object = user_code.load(source["path"])
+        loaded_object = user_code.load(path)
     except user_code.NotFound as error:
         return {"wrong": str(error), "code": "not-importable"}
     except ModuleNotFoundError as error:
@@ -36,7 +29,7 @@ def describe(source: dict[str, Any]) -> dict[str, Any]:
         file, line = _innermost(error)
         message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
         return {"raised": message, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
-    return reply_about(loaded_object, source["role"], source["kwargs"])
+    return reply_about(loaded_object, role, kwargs)
 
 
 def reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
@@ -57,14 +50,3 @@ def _innermost(error: BaseException) -> tuple[str, int | None]:
     """Return (file, line) of the code that raised an error, without the import system's frames."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     return frames[-1].filename, frames[-1].lineno
-
-
-def main(reply: str) -> None:
-    """Describe every object of the request on stdin, and write the reply."""
-    request = json.load(sys.stdin)
-    user_code.search_in(request["folders"])
-    Path(reply).write_text(json.dumps({source["key"]: describe(source) for source in request["asked"]}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
