@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.preflight import compiler
+from launch.preflight import installed
 from pipeline import config
 from pipeline.node import c_compiler
 from tests.launch.model import write_recipe
@@ -67,7 +67,7 @@ def test_a_compiler_that_the_user_named_must_exist(monkeypatch, tmp_path):
     ids=["vLLM", "Megatron-Core", "without fusion", "another python", "without GPUs"],
 )
 def test_preflight(overrides, components, no_header, tmp_path):
-    found = list(compiler.problems(config.load(str(write_recipe(tmp_path)), overrides)))
+    found = list(installed.compiler_problems(config.load(str(write_recipe(tmp_path)), overrides)))
     assert [problem.key for problem in found] == [f"cluster.{name}.gpus_per_node" for name in components]
     assert all(f"there is no {c_compiler.HEADER}. Install it" in problem.message for problem in found)
 

@@ -7,7 +7,7 @@ imports torch.
     architecture                 each model's config.json against the parallel layout
     evaluation_data              the data of an evaluation's tasks
     evaluation_checkpoint        the checkpoint of an evaluation is complete, and of the model that the recipe names
-    trackers                     the libraries of experiment trackers are installed
+    installed                    packages that some keys need, and the compiler of kernels for this machine's GPUs
     libraries, signatures        options that are handed on to vLLM, Megatron-Core, torch and transformers
     file_systems                 writable folders; calls the next four
       encryption_key             the file with the key of encrypted checkpoints, or the program that prints it
@@ -16,7 +16,6 @@ imports torch.
       container_images           images and mounts
     user_imports                  the user's own code can be imported and has the right shape
       user_source                 the same from its source alone, for code that is not trusted
-    compiler                     kernels for this machine's GPUs can be compiled
     sandbox_support              programs that the policy writes can be sandboxed
     slurm_job                    Slurm accepts each component's request and can start all of them together
       slurm_request              the request of each component

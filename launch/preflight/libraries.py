@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from launch.executors import containers
-from launch.preflight import signatures, trackers
+from launch.preflight import installed, signatures
 from launch.recipes.model_files import read_json
 from pipeline.algorithms import build
 from pipeline.config import (
@@ -26,7 +24,6 @@ from pipeline.config import (
     Recipe,
     aliases,
     generates,
-    serves_rewards,
     trains,
     uses_megatron,
 )
@@ -75,15 +72,7 @@ RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
     "attention_dropout": "dropout would add noise to the probability ratios",
     "hidden_dropout": "dropout would add noise to the probability ratios",
 }
-MEGATRON_ADAM = {
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "fused",
-    "foreach",
-}  # see pipeline/train/megatron/distributed_optimizer.py
-HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
+MEGATRON_ADAM = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")  # pipeline/train/megatron/distributed_optimizer.py
 UNFIT = {  # classes of torch that a recipe cannot use -> the reason
     "torch.optim.Optimizer": "is the base class of optimizers",
     "torch.optim.Muon": "updates matrices only, and models have vectors too, such as their norms",
@@ -107,16 +96,11 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     policy = recipe.policy
     if generates(recipe) and policy.generation.backend == "vllm":
         yield from _engine(policy.generation.vllm_kwargs)
-    yield from _encryption(recipe)
-    if recipe.evaluate.lm_eval.tasks and not containers.has_another_python(recipe.cluster.generate):
-        yield from _harness()
+    yield from installed.problems(recipe)
     if not trains(recipe):
         return
-    yield from trackers.problems(recipe)
     if uses_megatron(policy):
         yield from _megatron(policy.megatron_cfg.model_overrides)
-    else:
-        yield from _kernels(recipe)
     if not (uses_megatron(policy) and policy.megatron_cfg.optimizer is not None):
         yield from _optimizer("policy", policy.optimizer, uses_megatron(policy))
     if not (uses_megatron(policy) and policy.megatron_cfg.scheduler is not None):
@@ -204,51 +188,6 @@ def _megatron(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     config, mla_config = _known_parameters(f"{module}.TransformerConfig"), _known_parameters(f"{module}.MLATransformerConfig")
     if config is not None and mla_config is not None:
         yield from _unknown(key, arguments, {**config, **mla_config}, "the installed Megatron-Core")
-
-
-# ---- kernels of FSDP2 ---------------------------------------------------------------------------------------------------
-
-
-def _kernels(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each requested kernel package that is not installed, if the ranks use this Python."""
-    trainers = (recipe.cluster.train, recipe.cluster.reward) if serves_rewards(recipe) else (recipe.cluster.train,)
-    if all(map(containers.has_another_python, trainers)):
-        return
-    key, dtensor = "policy.dtensor_cfg", recipe.policy.dtensor_cfg
-    if dtensor.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-        message = (
-            f"got true, but liger_kernel is not installed. Try pip install 'hetstep[liger]', or {key}.use_liger_kernel=false"
-        )
-        yield Problem(f"{key}.use_liger_kernel", "not-installed", message)
-    if dtensor.flash_attention == 3 and importlib.util.find_spec("flash_attn_interface") is None:
-        message = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
-        yield Problem(f"{key}.flash_attention", "not-installed", message)
-
-
-# ---- encryption -----------------------------------------------------------------------------------------------------------
-
-
-def _encryption(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if the recipe encrypts files, the ranks use this Python, and it lacks the package for that."""
-    writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
-    is_needed = recipe.checkpointing.encryption.enabled and not containers.has_another_python(writer)
-    if is_needed and importlib.util.find_spec("cryptography") is None:
-        message = "got true, but cryptography is not installed. Try pip install 'hetstep[encryption]'"
-        yield Problem("checkpointing.encryption.enabled", "not-installed", message)
-
-
-# ---- lm-evaluation-harness ------------------------------------------------------------------------------------------------
-
-
-def _harness() -> Iterator[Problem]:
-    """Yield a problem if lm_eval is missing, or is of a version whose tasks and interface are not known to agree."""
-    try:
-        installed = importlib.metadata.version(HARNESS)
-    except importlib.metadata.PackageNotFoundError:
-        installed = "none"
-    if installed != HARNESS_VERSION:
-        message = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
-        yield Problem("evaluate.lm_eval.tasks", "not-installed", message)
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from launch.plan.estimate import Plan, plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
     architecture,
-    compiler,
     evaluation_checkpoint,
     evaluation_data,
     file_systems,
     input_files,
+    installed,
     libraries,
     record_counts,
     sandbox_support,
@@ -278,7 +278,7 @@ def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: 
             local.rank_environments(components(recipe))
         why = f" ({chosen})" if chosen.reason else ""
         yield from (replace(problem, message=f"{problem.message}{why}") for problem in problems)
-        yield from compiler.problems(recipe)
+        yield from installed.compiler_problems(recipe)
     elif chosen.name == "slurm":
         yield from slurm_job.problems(recipe, notes)
     elif job_id := allocation.current():

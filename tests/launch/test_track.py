@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import track
-from launch.preflight import trackers
+from launch.preflight import installed
 from launch.terminal.command_line import parse
 from launch.track import TrackRequest
 from pipeline import config
@@ -34,21 +34,21 @@ def without_packages(monkeypatch):
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_whose_package_is_missing_is_refused_before_submission(name, without_packages):
     key = f"logger.{name}_enabled"
-    (problem,) = trackers.problems(config.load("tiny_grpo", [f"{key}=true"]))
+    (problem,) = installed.problems(config.load("tiny_grpo", [f"{key}=true"]))
     assert (problem.key, problem.code) == (key, "not-installed") and f"pip install 'hetstep[{name}]'" in problem.message
-    assert list(trackers.problems(config.load("tiny_grpo", [f"{key}=false"]))) == []
+    assert list(installed.problems(config.load("tiny_grpo", [f"{key}=false"]))) == []
 
 
 @pytest.mark.parametrize(
     "elsewhere", ["cluster.train.container_image=/images/train.sqsh", "cluster.train.python=/other/python"]
 )
 def test_a_package_of_another_python_is_not_checked(elsewhere, without_packages):
-    assert list(trackers.problems(config.load("tiny_grpo", ["logger.wandb_enabled=true", elsewhere]))) == []
+    assert list(installed.problems(config.load("tiny_grpo", ["logger.wandb_enabled=true", elsewhere]))) == []
 
 
 def test_an_installed_package_passes(monkeypatch):
     find(monkeypatch, "installed")
-    assert list(trackers.problems(config.load("tiny_grpo", [f"logger.{name}_enabled=true" for name in TRACKERS]))) == []
+    assert list(installed.problems(config.load("tiny_grpo", [f"logger.{name}_enabled=true" for name in TRACKERS]))) == []
 
 
 def test_each_trackers_package_is_an_extra():

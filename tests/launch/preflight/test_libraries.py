@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from launch.executors.executor import ROOT
-from launch.preflight import libraries, signatures
+from launch.preflight import installed, libraries, signatures
 from pipeline import config
 from pipeline.config import Problem
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
@@ -217,7 +217,7 @@ def test_the_check_does_not_import_the_libraries():
 def test_lm_evaluation_harness_must_be_installed_in_its_version(monkeypatch):
     versions = {"lm_eval": "0.4.9"}
     monkeypatch.setattr("importlib.metadata.version", lambda name: versions[name])
-    (problem,) = libraries._harness()
+    (problem,) = installed._harness()
     assert (problem.key, problem.code) == ("evaluate.lm_eval.tasks", "not-installed") and "0.4.9" in problem.message
     versions["lm_eval"] = "0.4.13"
-    assert list(libraries._harness()) == []
+    assert list(installed._harness()) == []

@@ -1,0 +1,74 @@
+"""Check that this machine has what its ranks need: packages for some keys, and the compiler of kernels.
+
+Of ranks that run another Python, such as a container's, the job itself reports what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+
+from launch.executors import containers
+from pipeline import config
+from pipeline.config import ComponentConfig, Problem, Recipe, serves_rewards, trains, uses_megatron
+from pipeline.config.schema import TRACKERS
+from pipeline.node import c_compiler
+from pipeline.seams import extras
+
+HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
+
+
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each key that needs a package which is not installed."""
+    for key, package, message, components in _needs(recipe):
+        if not all(map(containers.has_another_python, components)) and importlib.util.find_spec(package) is None:
+            yield Problem(key, "not-installed", message)
+    if recipe.evaluate.lm_eval.tasks and not containers.has_another_python(recipe.cluster.generate):
+        yield from _harness()
+
+
+def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfig, ...]]]:
+    """Yield (key, package, message if it is missing, components that import it)."""
+    trainers = (recipe.cluster.train, recipe.cluster.reward) if serves_rewards(recipe) else (recipe.cluster.train,)
+    if recipe.checkpointing.encryption.enabled:
+        message = "got true, but cryptography is not installed. Try pip install 'hetstep[encryption]'"
+        writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
+        yield "checkpointing.encryption.enabled", "cryptography", message, (writer,)
+    if not trains(recipe):
+        return
+    tracking = extras.find("tracking")
+    for name in tracking.enabled_trackers(recipe) if tracking else ():
+        package = TRACKERS[name].package
+        message = f"got true, but {package} is not installed. Try pip install 'hetstep[{package}]', or false"
+        yield f"logger.{name}_enabled", package, message, (recipe.cluster.train,)  # launch/track.py can send the run later
+    key, dtensor = "policy.dtensor_cfg", recipe.policy.dtensor_cfg
+    if dtensor.use_liger_kernel and not uses_megatron(recipe.policy):
+        hint = f"Try pip install 'hetstep[liger]', or {key}.use_liger_kernel=false"
+        yield f"{key}.use_liger_kernel", "liger_kernel", f"got true, but liger_kernel is not installed. {hint}", trainers
+    if dtensor.flash_attention == 3 and not uses_megatron(recipe.policy):
+        message = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
+        yield f"{key}.flash_attention", "flash_attn_interface", message, trainers
+
+
+def _harness() -> Iterator[Problem]:
+    """Yield a problem if lm_eval is missing, or is of a version whose tasks and interface are not known to agree."""
+    try:
+        installed = importlib.metadata.version(HARNESS)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "none"
+    if installed != HARNESS_VERSION:
+        message = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
+        yield Problem("evaluate.lm_eval.tasks", "not-installed", message)
+
+
+def compiler_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each component that uses GPUs of this machine and cannot compile kernels for them.
+
+    The node checks, which run before ranks load anything, check other nodes, container images and a `python` of a component.
+    """
+    for name, component in config.components(recipe).items():
+        gpus, uses_this_python = component.gpus_per_node, not containers.has_another_python(component)
+        if gpus and uses_this_python and config.needs_triton(recipe, name) and (missing := c_compiler.missing()):
+            message = f"got {gpus}; {name} ranks compile kernels for GPUs, but there is no {missing}. Install it"
+            yield Problem(f"cluster.{name}.gpus_per_node", "not-installed", message)
