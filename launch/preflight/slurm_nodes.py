@@ -1,7 +1,7 @@
 """Read the partitions and nodes of a cluster, and compare a request with a partition's own limits.
 
-Unless EnforcePartLimits is set, sbatch and its --test-only accept jobs beyond a partition's time limit and of accounts that may
-not use it. Slurm never starts them.
+Unless EnforcePartLimits is set, sbatch and its --test-only accept jobs beyond a partition's time limit, of too few nodes, and of
+accounts that may not use it. Slurm never starts them.
 """
 
 from __future__ import annotations
@@ -116,9 +116,12 @@ def partition_problems(
 ) -> Iterator[Problem]:
     """Yield a problem for each limit of a partition that a request exceeds, of those that `sbatch --test-only` may accept.
 
-    flags: the QOS's flags, which may lift the time limit.
+    flags: the QOS's flags, which may lift limits.
     """
-    name = partition["PartitionName"]
+    name, least = partition["PartitionName"], partition.get("MinNodes", "0")
+    if least.isdigit() and request.host.nodes < int(least) and "PartitionMinNodes" not in flags:  # accepted from 26.05 on
+        message = f"got {request.host.nodes}; expected at least {least} in partition {name}"
+        yield Problem(f"{request.key}.nodes", "too-small", message)
     limit = minutes(partition.get("MaxTime", "UNLIMITED"))
     if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:
         message = f"got {request.minutes}; expected at most {limit:g} minutes in partition {name} ({request.key})"

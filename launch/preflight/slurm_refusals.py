@@ -135,9 +135,6 @@ class RefusalExaminer:
     ) -> Problem:
         """Return the problem of a demand that Slurm refuses. most: the largest value that it accepts with `accepted`."""
         key = request.key_of(f"--{name}") if name == "constraint" else f"{request.key}.{name}"
-        least = self.cluster.least_nodes(request)
-        if name == "nodes" and request.host.nodes < least:
-            return Problem(key, "too-small", f"got {value}; expected at least {least}, MinNodes of the partition")
         context, unit = f" with {' '.join(accepted)}" if accepted else "", "M" if name == "mem" else ""
         expected = f"; expected at most {most}{unit}{context}" if most else self._choices(request, name) or context
         requested = f"{value}{unit}" + (f" ({request.keys(name)})" if len(request.together) > 1 else "")
