@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.algorithms import OFFLINE, ONLINE
-from pipeline.config import config_tree, interpolation, paths, schema_validation, unused_keys, yaml_text
+from pipeline.config import config_tree, fixed_keys, interpolation, paths, schema_validation, unused_keys, yaml_text
 from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.recipe_checks import contradictions
 from pipeline.config.schema import Recipe
@@ -242,9 +242,8 @@ def _inspected(
     found_problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unused_keys.Readers.of_tree(whole)
-    for problem in schema_validation.unknown_keys(
-        Recipe, whole, advice=schema_validation.Advice(readers.hint, readers.rank, readers.unread)
-    ):
+    accepted = schema_validation.Advice(readers.hint, readers.rank, readers.unread, lambda key: bool(fixed_keys.hint(key)))
+    for problem in schema_validation.unknown_keys(Recipe, whole, advice=accepted):
         found_problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
@@ -264,7 +263,7 @@ def _inspected(
     found_problems += independent(contradictions(recipe), interpolation.dependent(faulty, references))
     unique = list(dict.fromkeys(found_problems))
     named = {"references": references, "from_environment": from_environment}
-    return Loaded(recipe, unique, origins, list(notes), frozenset(faulty), **named)
+    return Loaded(recipe, unique, origins, [*notes, *fixed_keys.notes(origins)], frozenset(faulty), **named)
 
 
 def _whole(given: ConfigMapping) -> ConfigMapping:
@@ -288,6 +287,7 @@ def _attempt(
     if any(isinstance(tree.find(key), ConfigMapping) for key in written):
         tree = schema_validation.with_defaults(Recipe, tree)
     recipe, wrong = schema_validation.validate_tree(Recipe, tree)
+    wrong += fixed_keys.problems(tree, readers.backend)
     faults |= {problem.key: problem for problem in wrong} | unresolved
     faults = {key: problem for key, problem in faults.items() if key not in faulty}
 

@@ -1,16 +1,15 @@
 """`policy.megatron_cfg`: the Megatron-Core backend's keys, named as in NeMo-RL.
 
+`pipeline/config/fixed_keys.py` has those of NeMo-RL's keys that can have only one value here.
 `pipeline/config/megatron_checks.py` checks combinations of keys, `pipeline/config/parallelism.py` how the ranks divide.
 """
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field
 
-from pipeline.recipe.values import LIVE, Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
+from pipeline.recipe.values import LIVE, Bool, Float, NotNegative, Positive, Text, Variables, interpolation
 
 MEGATRON_MODEL_TYPES = (
     "llama",
@@ -29,7 +28,6 @@ MEGATRON_MODEL_TYPES = (
     "qwen3_5_moe_text",
 )
 """The `model_type`s of pipeline/models/."""
-IGNORED = "Has no effect: "
 RECOMPUTE = (
     "Recompute activations in the backward pass. null: submit.py chooses the fastest setting that fits according to the plan,"
     " prints it and stores it. A continued run keeps the setting while it fits. Without GPUs, or for a model without a plan,"
@@ -37,22 +35,10 @@ RECOMPUTE = (
 )
 
 
-@dataclass(frozen=True)
-class OnlyDefault:
-    """Annotation of a NeMo-RL key that may only have its default, with the reason."""
-
-    reason: str
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {**handler(schema), "description": f"Only the default is supported: {self.reason}."}
-
-
 @dataclass
 class MegatronOptimizerConfig:
     """Optimizer in Megatron's names. Its state and main weights are float32, sharded over the data-parallel ranks."""
 
-    optimizer: Literal["adam"] = "adam"
-    """Optimizer. adam: AdamW."""
     lr: Annotated[Float, LIVE, Field(ge=0)] = 5e-6
     """Learning rate."""
     min_lr: Annotated[Float, LIVE, Field(ge=0)] = 0.0
@@ -65,31 +51,8 @@ class MegatronOptimizerConfig:
     """Adam's second beta."""
     adam_eps: Float = 1e-8
     """Adam's epsilon."""
-    sgd_momentum: Annotated[Float, Field(description=f"{IGNORED}the only optimizer is adam.")] = 0.9
     clip_grad: Annotated[Float | None, Field(ge=0)] = interpolation("${policy.max_grad_norm}")
     """Maximum norm of gradients. null, 0: do not clip."""
-    use_precision_aware_optimizer: Annotated[
-        Bool,
-        Field(
-            description=f"{IGNORED}with float32 state it computes the same, and checkpoints need the main weights as they are."
-        ),
-    ] = False
-    bf16: Bool | None = None
-    """Must be policy.precision == bfloat16, or null."""
-    fp16: Annotated[Bool, OnlyDefault("float16 trains with FSDP2 alone, see policy.precision")] = False
-    params_dtype: Annotated[Text, OnlyDefault("main weights are float32")] = "float32"
-    use_distributed_optimizer: Annotated[
-        Bool, OnlyDefault("the optimizer's state is always sharded over the data-parallel ranks")
-    ] = True
-    optimizer_cpu_offload: Annotated[
-        Bool, OnlyDefault("the optimizer's state stays on the GPUs, sharded over the data-parallel ranks")
-    ] = False
-    optimizer_offload_fraction: Annotated[
-        Float, OnlyDefault("the optimizer's state stays on the GPUs, sharded over the data-parallel ranks")
-    ] = 0.0
-    overlap_cpu_optimizer_d2h_h2d: Annotated[
-        Bool, OnlyDefault("the optimizer's state stays on the GPUs, sharded over the data-parallel ranks")
-    ] = False
 
 
 @dataclass
@@ -107,11 +70,6 @@ class MegatronSchedulerConfig:
     """Steps of warm-up."""
     lr_warmup_init: Annotated[Float, LIVE, Field(ge=0)] = 0.0
     """Learning rate at the start of the warm-up."""
-    start_weight_decay: Float | None = None
-    """optimizer.weight_decay or null, because weight decay is constant."""
-    end_weight_decay: Float | None = None
-    """optimizer.weight_decay or null, because weight decay is constant."""
-    weight_decay_incr_style: Annotated[Text, OnlyDefault("weight decay is constant")] = "constant"
 
 
 @dataclass
@@ -122,13 +80,6 @@ class MegatronDDPConfig:
     """Accumulate the gradients of a step's microbatches in float32. false: in policy.precision."""
     overlap_grad_reduce: Bool = True
     """Reduce gradients during the backward pass."""
-    overlap_param_gather: Annotated[
-        Bool, Field(description=f"{IGNORED}a refit reads all gathered weights before the next forward pass starts.")
-    ] = True
-    use_custom_fsdp: Annotated[
-        Bool, OnlyDefault("policy.dtensor_cfg.enabled=true shards parameters over data-parallel ranks")
-    ] = False
-    data_parallel_sharding_strategy: Annotated[Text, OnlyDefault("it applies to use_custom_fsdp")] = "optim_grads_params"
 
 
 @dataclass
@@ -137,7 +88,6 @@ class MegatronCheckpointConfig:
 
     async_save: Bool = False
     """Default of checkpointing.async_save."""
-    ckpt_assume_constant_structure: Annotated[Bool, OnlyDefault("a run's checkpoints all have the same structure")] = True
 
 
 @dataclass
@@ -167,14 +117,6 @@ class MegatronLoRAConfig:
     """pre: dropout of the input of A. post: of the output of B."""
     lora_A_init_method: Literal["xavier", "gaussian", "kaiming"] = "xavier"
     """Initialization of A. B starts at 0."""
-    lora_B_init_method: Annotated[Text, OnlyDefault("adapters start as the base model")] = "zero"
-    a2a_experimental: Annotated[
-        Bool, Field(description=f"{IGNORED}ranks exchange the dim columns between A and B, never whole activations.")
-    ] = False
-    lora_dtype: Annotated[
-        Text | None,
-        Field(description=f"{IGNORED}adapters are in policy.precision, in float32 in the optimizer."),
-    ] = None
     use_dora: Bool = False
     """Also train a magnitude for each row of W (DoRA, https://arxiv.org/abs/2402.09353)."""
     use_rslora: Bool = False
@@ -222,11 +164,6 @@ class MegatronConfig:
     """recompute_granularity=selective: modules by Megatron's names. null: [core_attn]."""
     empty_unused_memory_level: Annotated[NotNegative, Field(le=2)] = 0
     """When to empty the CUDA cache. 0: never. 1: after each step. 2: also after each forward pass."""
-    defer_fp32_logits: Annotated[
-        Bool, Field(description=f"{IGNORED}logits are cast to float32 policy.logprob_chunk_size tokens at a time.")
-    ] = True
-    pipeline_dtype: Text = interpolation("${policy.precision}")
-    """Data type of activations between stages. Only policy.precision is supported."""
 
     freeze_moe_router: Bool = True
     """Do not train the routers of mixtures of experts."""
@@ -260,38 +197,4 @@ class MegatronConfig:
     """Environment variables of the train ranks, set before Python starts."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
     """Other arguments of Megatron's TransformerConfig."""
-
-    virtual_pipeline_model_parallel_size: Annotated[
-        Int | None, OnlyDefault("interleaved pipeline stages are not supported")
-    ] = None
-    moe_token_dispatcher_type: Annotated[
-        Text, OnlyDefault("other dispatchers do not accept sequences of varying length, or need DeepEP")
-    ] = "alltoall"
-    moe_router_load_balancing_type: Annotated[
-        Text, OnlyDefault("a balancing loss would be divided by a different count than the policy's loss")
-    ] = "none"
-    moe_aux_loss_coeff: Annotated[
-        Float, OnlyDefault("a balancing loss would be divided by a different count than the policy's loss")
-    ] = 0.0
-    moe_enable_deepep: Annotated[Bool, OnlyDefault("DeepEP is not supported")] = False
-    moe_per_layer_logging: Annotated[Bool, OnlyDefault("the load of experts is not logged")] = False
-    mtp_num_layers: Annotated[Int, OnlyDefault("multi-token prediction is not trained")] = 0
-    mtp_loss_scaling_factor: Annotated[Float, OnlyDefault("multi-token prediction is not trained")] = 0.0
-    mtp_use_repeated_layer: Annotated[Bool, OnlyDefault("multi-token prediction is not trained")] = False
-    mtp_detach_heads: Annotated[Bool, OnlyDefault("multi-token prediction is not trained")] = False
-    cuda_graph_impl: Annotated[Text, OnlyDefault("packed batches vary in shape, and a CUDA graph has a fixed one")] = "none"
-    cuda_graph_modules: Annotated[list[Text], OnlyDefault("CUDA graphs are not supported")] = field(default_factory=list)
-    cuda_graph_warmup_steps: Annotated[Int, OnlyDefault("CUDA graphs are not supported")] = 3
-    fine_grained_activation_offloading: Annotated[
-        Bool, OnlyDefault("activation_checkpointing=true with recompute_granularity=selective saves memory too")
-    ] = False
-    offload_modules: Annotated[
-        list[Text] | None, OnlyDefault("activation_checkpointing=true with recompute_granularity=selective saves memory too")
-    ] = None
-    use_fused_linear_logprobs: Annotated[Bool, OnlyDefault("policy.logprob_chunk_size bounds the memory of logits")] = False
-    fused_linear_logprobs_chunk_size: Annotated[Int, OnlyDefault("policy.logprob_chunk_size bounds the memory of logits")] = 256
-    use_fused_weighted_squared_relu: Annotated[Bool, OnlyDefault("no supported model family has this activation")] = False
-    use_gloo_process_groups: Annotated[Bool, OnlyDefault("process groups use gloo on CPUs and NCCL on GPUs")] = False
-    fp8_cfg: dict[str, Any] = field(default_factory=lambda: {"enabled": False})
-    """Only enabled=false is supported; the other keys then have no effect."""
     peft: MegatronLoRAConfig = field(default_factory=MegatronLoRAConfig)

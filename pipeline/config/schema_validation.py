@@ -96,11 +96,13 @@ class Advice:
     hint: from an unknown key to a hint such as `did you mean 'b.c'?`; None if there is none
     rank: from an unknown key to a function from one of our keys to its rank as a suggestion, lowest first
     unread: from one of our keys to the reason why the recipe does not read it; None if it does
+    known: from a key to whether the recipe may have it although it is in no section
     """
 
     hint: Callable[[str], str | None] = lambda key: None
     rank: Callable[[str], Callable[[str], int]] = lambda near: lambda key: 0
     unread: Callable[[str], str | None] = lambda key: None
+    known: Callable[[str], bool] = lambda key: False
 
 
 def unknown_keys(
@@ -121,6 +123,8 @@ def unknown_keys(
             for where, child in nodes.items():
                 if inner and isinstance(child, ConfigMapping):
                     yield from unknown_keys(inner, child, whole, advice, f"{where}.")
+            continue
+        if advice.known(key):
             continue
         leaves = [(key, node)] if isinstance(node, ConfigValue) else list(node.leaves(f"{key}."))
         ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # a key of another section
