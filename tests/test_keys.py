@@ -1,4 +1,4 @@
-"""Every key of the schema is read somewhere, or is listed here as refused or without effect."""
+"""Every key of the schema is read somewhere."""
 
 import ast
 from pathlib import Path
@@ -7,18 +7,8 @@ from pipeline.config import reference, schema_validation
 from pipeline.config.config_tree import ConfigMapping, ConfigValue
 from pipeline.config.schema import Recipe
 from pipeline.trackers import TRACKERS
-from tests.test_megatron_keys import KEY, ONLY_DEFAULT
 
 ROOT = Path(__file__).parent.parent
-IGNORED = {  # and their description says so
-    "policy.megatron_cfg.optimizer.sgd_momentum",
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather",
-    "policy.megatron_cfg.defer_fp32_logits",
-    "policy.megatron_cfg.peft.a2a_experimental",
-    "policy.megatron_cfg.peft.lora_dtype",
-}
-REFUSED = {f"{KEY}.{key.removesuffix('.enabled')}" for key in ONLY_DEFAULT}
 
 
 def names_used() -> set[str]:
@@ -48,14 +38,7 @@ def test_every_key_is_read_somewhere():
     prefixed = {f"val_{name}" for name in used if "val_" in used}  # read by getattr(section, f"{prefix}{name}")
     switches = {f"{name}_enabled" for name in TRACKERS}  # read by getattr(logger, f"{name}_enabled")
     unread = {key for key, name in names.items() if name not in used | prefixed | switches}
-    assert unread - REFUSED - IGNORED == set()
-
-
-def test_keys_without_effect_are_documented_as_such():
-    meanings = {key.name: key.meaning for key in reference.keys().values()}
-    assert {name for name, meaning in meanings.items() if meaning.startswith("Has no effect")} == IGNORED
-    only_default = {name for name, meaning in meanings.items() if meaning.startswith("Only the default")}
-    assert only_default == REFUSED - {f"{KEY}.fp8_cfg"}
+    assert unread == set()
 
 
 def test_true_is_neither_a_number_nor_a_string_for_any_key():

@@ -90,7 +90,7 @@ def test_a_refusal_lists_the_keys_that_may_change_once_and_suggests_the_nearest(
 
 def test_a_section_that_is_null_does_not_appear_with_its_other_keys():
     assert refusals(load("tiny_grpo", MEGATRON), "policy.megatron_cfg.optimizer.lr=1") == [
-        ("policy.megatron_cfg.optimizer.optimizer", "not-live")
+        ("policy.megatron_cfg.optimizer.weight_decay", "not-live")
     ]
 
 

@@ -1,58 +1,16 @@
 """`policy.megatron_cfg`: NeMo-RL's section is accepted, unsupported values are refused by name, and layouts must divide."""
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from pipeline import config
-from pipeline.config import (
-    MegatronConfig,
-    MegatronOptimizerConfig,
-    MegatronSchedulerConfig,
-    PolicyConfig,
-    megatron_checks,
-    reference,
-)
+from pipeline.config import MegatronConfig, MegatronOptimizerConfig, PolicyConfig, fixed_keys, megatron_checks, reference
 from tests.problems import refused
 
 MINIMAL = "algorithm: grpo\npolicy: {model_name: x}\nenv: {e: {kind: math}}\ndata: {train: {env_name: e}}\n"
 KEY = "policy.megatron_cfg"
-ONLY_DEFAULT = (
-    "virtual_pipeline_model_parallel_size",
-    "moe_token_dispatcher_type",
-    "moe_enable_deepep",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_per_layer_logging",
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-    "mtp_use_repeated_layer",
-    "mtp_detach_heads",
-    "cuda_graph_impl",
-    "cuda_graph_modules",
-    "cuda_graph_warmup_steps",
-    "fine_grained_activation_offloading",
-    "offload_modules",
-    "use_fused_linear_logprobs",
-    "fused_linear_logprobs_chunk_size",
-    "use_fused_weighted_squared_relu",
-    "use_gloo_process_groups",
-    "fp8_cfg.enabled",
-    "peft.lora_B_init_method",
-    "optimizer.fp16",
-    "optimizer.params_dtype",
-    "optimizer.use_distributed_optimizer",
-    "optimizer.optimizer_cpu_offload",
-    "optimizer.optimizer_offload_fraction",
-    "optimizer.overlap_cpu_optimizer_d2h_h2d",
-    "scheduler.weight_decay_incr_style",
-    "distributed_data_parallel_config.use_custom_fsdp",
-    "distributed_data_parallel_config.data_parallel_sharding_strategy",
-    "checkpoint.ckpt_assume_constant_structure",
-)
-"""Keys of NeMo-RL's of which any value but the default is refused."""
 
 # The section of NeMo-RL's examples/configs/grpo_math_1B.yaml, key by key.
 NEMO_RL = """
@@ -172,7 +130,6 @@ def test_nemo_rls_section_is_accepted(load):
     recipe = load(text=text)
     assert config.uses_megatron(recipe.policy)
     assert recipe.policy.megatron_cfg.optimizer.clip_grad == recipe.policy.max_grad_norm == 1.0
-    assert recipe.policy.megatron_cfg.scheduler.start_weight_decay == 0.01
 
 
 def test_no_default_is_refused(load):
@@ -188,28 +145,46 @@ def test_float16_is_refused(load):
     assert load("policy.dtensor_cfg.enabled=true", "policy.precision=float16").policy.precision == "float16"
 
 
-@pytest.mark.parametrize("key", ONLY_DEFAULT)
-def test_unsupported_values_are_refused_by_name(load, key):
-    defaults = OmegaConf.create(
-        asdict(MegatronConfig(optimizer=MegatronOptimizerConfig(), scheduler=MegatronSchedulerConfig()))
-    )
-    other = {
-        bool: lambda value: not value,
-        int: lambda value: value + 1,
-        float: lambda value: value + 0.5,
-        str: lambda _: "odd",
-    }
-    special = {"cuda_graph_modules": ["moe"], "offload_modules": ["moe"], "virtual_pipeline_model_parallel_size": 2}
-    default = OmegaConf.select(defaults, key)
-    value = special[key] if key in special else other[type(default)](default)
-    given = [f"{KEY}.optimizer.lr=1e-6"] if key.startswith(("optimizer", "scheduler")) else []
-    given.append(f"{KEY}.{key}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
-    with refused((f"{KEY}.{key}", "unsupported")) as error:
-        load(*on(*given))
-    meaning = reference.keys()[f"{KEY}.{key.removesuffix('.enabled')}"].meaning
-    reason = meaning.removeprefix("Only the default is supported: ").removesuffix(".")
-    assert key.endswith(".enabled") or (str(error.value).endswith(reason) and reason != meaning)
-    load(f"{KEY}.enabled=false", *given)
+OTHER_VALUES = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    float: lambda value: value + 0.5,
+    str: lambda _: "odd",
+    list: lambda _: ["moe"],
+    type(None): lambda _: 2,
+}
+
+
+@pytest.mark.parametrize("key", fixed_keys.FIXED)
+def test_a_fixed_key_may_only_have_its_value(load, key):
+    value, reason = fixed_keys.FIXED[key]
+    section = [f"{KEY}.optimizer={{}}", f"{KEY}.scheduler={{}}"]
+
+    def given(value):
+        return [*section, f"{key}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"]
+
+    other = given(OTHER_VALUES[type(value)](value))
+    with refused((key, "unsupported")) as error:
+        load(*on(*other))
+    assert str(error.value).endswith(reason)
+    assert load(*on(*given(value))) == load(*on(*given(None))) == load(*on(*section))
+    text = MINIMAL.replace("{model_name: x}", f"{{model_name: x, megatron_cfg: {{enabled: false, {nested(key, 'odd')}}}}}")
+    assert load(text=text).policy.megatron_cfg.enabled is False  # nothing reads it
+    with pytest.raises(config.RecipeError, match=r"is fixed here to .* because "):
+        reference.explained(key)
+
+
+def nested(key: str, value: str) -> str:
+    """Return a key below `policy.megatron_cfg` and its value in YAML's flow style."""
+    outer, dot, inner = key.removeprefix(f"{KEY}.").partition(".")
+    return f"{outer}: {{{inner}: {value}}}" if dot else f"{outer}: {value}"
+
+
+@pytest.mark.parametrize("key", fixed_keys.IGNORED)
+def test_a_key_without_effect_is_noted(tmp_path, key):
+    (tmp_path / "a.yaml").write_text(MINIMAL)
+    loaded = config.inspect(str(tmp_path / "a.yaml"), on(f"{key}=1", f"{KEY}.optimizer.lr=1e-6"))
+    assert loaded.problems == [] and [note for note in loaded.notes if fixed_keys.IGNORED[key] in note] == loaded.notes != []
 
 
 OPTIMIZER = f"{KEY}.optimizer"
@@ -224,7 +199,6 @@ SERVED = (f"{PEFT}.enabled=true", f"{LORA_REFIT}=adapter")
     ("overrides", "problem"),
     [
         ([f"{KEY}.enabled=false", "policy.dtensor_cfg.enabled=false"], (f"{KEY}.enabled", "contradiction")),
-        ([f"{KEY}.pipeline_dtype=float32"], (f"{KEY}.pipeline_dtype", "contradiction")),
         ([f"{KEY}.moe_router_dtype=bf16"], (f"{KEY}.moe_router_dtype", "not-a-choice")),
         ([f"{KEY}.attention_backend=sdpa"], (f"{KEY}.attention_backend", "not-a-choice")),
         ([f"{KEY}.empty_unused_memory_level=3"], (f"{KEY}.empty_unused_memory_level", "too-large")),
@@ -245,7 +219,6 @@ SERVED = (f"{PEFT}.enabled=true", f"{LORA_REFIT}=adapter")
         ),
         ([f"{PEFT}.enabled=true", f"{PEFT}.exclude_modules=[x]", f"{PEFT}.target_modules=[y]"], (EXCLUDED, "contradiction")),
         ([f"{PEFT}.enabled=true", f"{PEFT}.target_modules=[linear_q,linear_qkv]"], (TARGETS, "contradiction")),
-        ([f"{PEFT}.enabled=true", f"{PEFT}.lora_dtype=float64"], (f"{PEFT}.lora_dtype", "unsupported")),
         ([f"{PEFT}.enabled=true", f"{PEFT}.use_dora=true", f"{PEFT}.dropout=0.5"], (f"{PEFT}.use_dora", "contradiction")),
         ([*SERVED, f"{PEFT}.use_dora=true"], (LORA_REFIT, "contradiction")),
         ([*SERVED, f"{PEFT}.dim=513"], (LORA_REFIT, "contradiction")),
@@ -253,9 +226,7 @@ SERVED = (f"{PEFT}.enabled=true", f"{LORA_REFIT}=adapter")
         ([*SERVED, "policy.generation.refit_transport=delta"], (LORA_REFIT, "contradiction")),
         ([f"{PEFT}.lora_A_init_method=normal"], (f"{PEFT}.lora_A_init_method", "not-a-choice")),
         ([f"{KEY}.model_overrides.sequence_parallel=true"], (f"{KEY}.model_overrides.sequence_parallel", "contradiction")),
-        ([f"{OPTIMIZER}.optimizer=lion"], (f"{OPTIMIZER}.optimizer", "not-a-choice")),
-        ([f"{OPTIMIZER}.bf16=false"], (f"{OPTIMIZER}.bf16", "contradiction")),
-        ([f"{OPTIMIZER}.bf16=true", "policy.precision=float32"], (f"{OPTIMIZER}.bf16", "contradiction")),
+        ([f"{KEY}.model_overrides.mtp_num_layers=1"], (f"{KEY}.model_overrides.mtp_num_layers", "unsupported")),
         ([f"{OPTIMIZER}.min_lr=1"], (f"{OPTIMIZER}.min_lr", "too-large")),
         ([f"{SCHEDULER}.lr_warmup_iters=2"], (SCHEDULER, "contradiction")),
         ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_decay_style=WSD"], (f"{SCHEDULER}.lr_decay_style", "not-a-choice")),
@@ -265,7 +236,6 @@ SERVED = (f"{PEFT}.enabled=true", f"{LORA_REFIT}=adapter")
             (f"{SCHEDULER}.lr_warmup_iters", "too-large"),
         ),
         ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_warmup_init=1"], (f"{SCHEDULER}.lr_warmup_init", "too-large")),
-        ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.end_weight_decay=0.1"], (f"{SCHEDULER}.end_weight_decay", "unsupported")),
     ],
 )
 def test_contradictory_values_are_refused(load, overrides, problem):
@@ -279,11 +249,8 @@ def test_keys_that_megatron_core_also_has_keep_their_names():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     ours_alone = {
-        *("enabled", "force_reconvert_from_hf", "activation_checkpointing", "empty_unused_memory_level", "defer_fp32_logits"),
-        *("freeze_moe_router", "optimizer", "scheduler", "distributed_data_parallel_config", "checkpoint", "env_vars"),
-        *("model_overrides", "peft", "fp8_cfg", "mtp_use_repeated_layer", "mtp_detach_heads", "use_fused_linear_logprobs"),
-        *("fused_linear_logprobs_chunk_size", "use_gloo_process_groups"),
-        *("cuda_graph_modules",),  # cuda_graph_scope in this version
+        *("enabled", "force_reconvert_from_hf", "activation_checkpointing", "empty_unused_memory_level", "model_overrides"),
+        *("freeze_moe_router", "optimizer", "scheduler", "distributed_data_parallel_config", "checkpoint", "env_vars", "peft"),
     }
 
     def names(cls):

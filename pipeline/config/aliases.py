@@ -13,140 +13,105 @@ from pipeline.algorithms import ALGORITHMS, OFFLINE, ONLINE
 
 OWN = "<algorithm>"  # placeholder for the section of the recipe's algorithm
 
-LR = ("policy.optimizer.kwargs.lr", "policy.megatron_cfg.optimizer.lr")
-WEIGHT_DECAY = ("policy.optimizer.kwargs.weight_decay", "policy.megatron_cfg.optimizer.weight_decay")
-BETAS = ("policy.optimizer.kwargs.betas",)
-EPS = ("policy.optimizer.kwargs.eps", "policy.megatron_cfg.optimizer.adam_eps")
-WARM_UP = ("policy.scheduler", "policy.megatron_cfg.scheduler.lr_warmup_iters")
-DECAY = ("policy.scheduler", "policy.megatron_cfg.scheduler.lr_decay_style")
-BATCH = ("policy.train_global_batch_size",)
-MICRO_BATCH = ("policy.train_micro_batch_size",)
-PROMPTS = (f"{OWN}.num_prompts_per_step", "policy.train_global_batch_size")
-GENERATIONS = (f"{OWN}.num_generations_per_prompt",)
-STEPS = (f"{OWN}.max_num_steps",)
-EPOCHS = (f"{OWN}.max_num_epochs",)
-VALIDATE = (f"{OWN}.val_period",)
-ANSWER = ("policy.generation.max_new_tokens",)
-PROMPT = ("data.max_input_seq_length",)
-WINDOW = ("policy.max_total_sequence_length",)
-KL = ("loss_fn.reference_policy_kl_penalty", "dpo.reference_policy_kl_penalty")
-MODEL = ("policy.model_name",)
-TOKENIZER = ("policy.tokenizer.name",)
-DATA = ("data.train.dataset_name", "data.train.data_path")
-FILE = ("data.train.data_path",)
-VALIDATION = ("data.validation.data_path", "data.validation.dataset_name")
-FOLDER = ("run_dir",)
-NODES = ("cluster.train.nodes", "cluster.generate.nodes")
-GPUS = ("cluster.train.gpus_per_node", "cluster.generate.gpus_per_node")
-ENGINE = "policy.generation.vllm_cfg"
-TENSOR = ("policy.dtensor_cfg.tensor_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size")
-RECOMPUTE = ("policy.dtensor_cfg.activation_checkpointing", "policy.megatron_cfg.activation_checkpointing")
-LORA = "policy.dtensor_cfg.lora_cfg"
-JUDGE = ("env.NAME.kind",)
-
+_NAMES = """
+policy.optimizer.kwargs.lr policy.megatron_cfg.optimizer.lr: lr learning_rate actor_learning_rate max_lr
+value.optimizer.kwargs.lr: value.lr value.optimizer.lr critic.optim.lr critic_learning_rate
+policy.optimizer.kwargs.weight_decay policy.megatron_cfg.optimizer.weight_decay: weight_decay
+policy.optimizer.kwargs.betas: betas adam_betas adam_beta1 adam_beta2
+policy.optimizer.kwargs.eps policy.megatron_cfg.optimizer.adam_eps: eps adam_epsilon adam_eps optimizer.epsilon
+policy.scheduler policy.megatron_cfg.scheduler.lr_warmup_iters: warmup_steps lr_warmup_steps warmup_ratio lr_warmup_iters
+policy.scheduler policy.megatron_cfg.scheduler.lr_warmup_iters: lr_warmup_steps_ratio
+policy.scheduler policy.megatron_cfg.scheduler.lr_decay_style: lr_scheduler_type lr_scheduler lr_schedule lr_decay_style
+policy.scheduler policy.megatron_cfg.scheduler.lr_decay_style: warmup_style
+policy.optimizer.name: optim optimizer
+policy.max_grad_norm: grad_clip clip_grad max_norm gradient_clip_val
+policy.train_global_batch_size: batch_size global_batch_size train.global_batch_size train_batch_size mini_batch_size
+policy.train_global_batch_size: ppo_mini_batch_size gradient_accumulation_steps
+policy.train_micro_batch_size: micro_batch_size per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size
+policy.train_micro_batch_size: ppo_micro_batch_size_per_gpu micro_batch_size_per_gpu
+<algorithm>.num_prompts_per_step policy.train_global_batch_size: data.train_batch_size rollout_batch_size num_prompts
+<algorithm>.num_prompts_per_step policy.train_global_batch_size: prompts_per_step
+policy.sequence_packing.enabled: packing dynamic_batching.enabled use_dynamic_bsz
+<algorithm>.max_num_steps: max_steps num_steps total_training_steps total_steps steps
+<algorithm>.max_num_epochs: num_train_epochs num_epochs total_epochs epochs max_epochs
+<algorithm>.val_period: eval_steps test_freq eval_period eval_interval val_interval
+checkpointing.save_period: save_steps save_freq save_interval
+checkpointing.keep_top_k: save_total_limit max_actor_ckpt_to_keep
+<algorithm>.seed: seed data_seed
+<algorithm>.num_generations_per_prompt: num_generations rollout.n n_samples_per_prompt n_samples group_size
+policy.generation.max_new_tokens: max_completion_length max_response_length max_tokens response_length generate_max_len
+data.max_input_seq_length: max_prompt_length prompt_max_len prompt_length
+policy.max_total_sequence_length: max_length max_seq_length max_seq_len seq_length sequence_length max_len
+policy.generation.temperature: temperature
+policy.generation.top_p: top_p
+policy.generation.top_k: top_k
+policy.generation.stop_token_ids: stop_token_ids
+policy.generation.stop_strings: stop_strings stop_string stop until stop_words
+<algorithm>.max_rollout_turns: max_rollout_turns
+policy.generation.vllm_cfg.gpu_memory_utilization: gpu_memory_utilization vllm_gpu_memory_utilization
+policy.dtensor_cfg.tensor_parallel_size policy.megatron_cfg.tensor_model_parallel_size: tensor_model_parallel_size
+policy.dtensor_cfg.tensor_parallel_size policy.megatron_cfg.tensor_model_parallel_size: tensor_parallel_size tp_size tp
+policy.generation.vllm_cfg.tensor_parallel_size: vllm_tensor_parallel_size rollout.tensor_model_parallel_size
+policy.max_total_sequence_length policy.generation.vllm_cfg.max_model_len: vllm_max_model_length max_model_len max_model_length
+policy.generation.vllm_cfg.enforce_eager: enforce_eager
+policy.generation.max_num_seqs: generation_batch_size
+loss_fn.reference_policy_kl_penalty dpo.reference_policy_kl_penalty: beta kl_coef kl_loss_coef init_kl_coef kl_penalty kl_weight
+loss_fn.reference_policy_kl_penalty dpo.reference_policy_kl_penalty: kl_beta
+loss_fn.ratio_clip_min loss_fn.ratio_clip_max: epsilon cliprange clip_ratio eps_clip clip_range epsilon_low clip_ratio_low
+loss_fn.ratio_clip_max: epsilon_high clip_ratio_high eps_clip_high
+loss_fn.ratio_clip_c: delta clip_ratio_c
+loss_fn.entropy_coeff: entropy_coef ent_coef
+grpo.normalize_rewards: scale_rewards
+<algorithm>.overlong_filtering: mask_truncated_completions
+ppo.ppo_epochs policy.train_global_batch_size: num_iterations num_ppo_epochs
+ppo.adv_estimator.gae_gamma: gamma adv_estimator.gamma
+ppo.adv_estimator.gae_lambda: lam gae_lambda lambd
+grpo.adv_estimator.name algorithm: adv_estimator
+loss_fn.token_level_loss dpo.preference_loss: loss_type
+loss_fn.sequence_level_importance_ratios: importance_sampling_level
+dpo.label_smoothing: label_smoothing
+policy.model_name: model model_name model_name_or_path model_path model.path pretrain base_model
+policy.tokenizer.name: tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path
+teacher.model_name: teacher_model teacher_model_name_or_path teacher_model_path
+policy.tokenizer.chat_template: chat_template chat_template_path
+policy.precision: dtype torch_dtype bf16 fp16 mixed_precision
+policy.dtensor_cfg.activation_checkpointing policy.megatron_cfg.activation_checkpointing: gradient_checkpointing
+policy.dtensor_cfg.activation_checkpointing policy.megatron_cfg.activation_checkpointing: activation_checkpointing
+policy.dtensor_cfg.activation_checkpointing policy.megatron_cfg.activation_checkpointing: enable_gradient_checkpointing
+policy.dtensor_cfg.use_liger_kernel: use_liger_kernel use_liger liger_kernel
+policy.dtensor_cfg.compile: torch_compile use_torch_compile
+policy.dtensor_cfg.lora_cfg.enabled: use_peft use_lora lora
+policy.dtensor_cfg.lora_cfg.dim: lora_r lora_rank lora_cfg.r
+policy.dtensor_cfg.lora_cfg.alpha: lora_alpha
+policy.dtensor_cfg.lora_cfg.target_modules: lora_target_modules target_modules
+data.train.dataset_name data.train.data_path: dataset dataset_name datasets
+data.train.data_path: train_files train_file data_path train_data prompt_data train_path
+data.validation.data_path data.validation.dataset_name: val_files val_file eval_dataset validation_file test_file val_path
+data.train.subset: dataset_config dataset_config_name subset
+data.train.split: dataset_train_split split
+data.train.input_key: prompt_key input_key dataset_text_field
+data.train.output_key: label_key answer_key output_key
+data.train.prompt_file: prompt_file
+data.train.system_prompt_file: system_prompt system_prompt_file
+data.shuffle: shuffle_dataset
+env.NAME.kind: reward_funcs reward_fn reward_function custom_reward_function.path remote_rm_url custom_reward_function.name
+env.NAME.kind: reward_func reward
+env.NAME.model_name env.NAME.kind: reward_model reward_model_path reward_pretrain reward_model.path
+run_dir: output_dir checkpoint_dir default_local_dir log_dir logging_dir save_path
+name: run_name experiment_name exp_name
+cluster.train.nodes cluster.generate.nodes: num_nodes nnodes nodes
+cluster.train.gpus_per_node cluster.generate.gpus_per_node: gpus_per_node n_gpus_per_node num_gpus_per_node num_gpus gpus
+cluster.time_min: time time_limit walltime
+cluster.train.partition cluster.generate.partition: partition
+cluster.train.account cluster.generate.account: account
+cluster.train.qos cluster.generate.qos: qos
+cluster.executor: executor
+policy.generation.colocated.enabled: colocate vllm_mode
+"""
 ALIASES: dict[str, tuple[str, ...]] = {
-    # the optimizer and its schedule
-    **dict.fromkeys(("lr", "learning_rate", "actor_learning_rate", "max_lr"), LR),
-    **dict.fromkeys(
-        ("value.lr", "value.optimizer.lr", "critic.optim.lr", "critic_learning_rate"), ("value.optimizer.kwargs.lr",)
-    ),
-    "weight_decay": WEIGHT_DECAY,
-    **dict.fromkeys(("betas", "adam_betas", "adam_beta1", "adam_beta2"), BETAS),
-    **dict.fromkeys(("eps", "adam_epsilon", "adam_eps", "optimizer.epsilon"), EPS),
-    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "warmup_ratio", "lr_warmup_iters", "lr_warmup_steps_ratio"), WARM_UP),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "lr_decay_style", "warmup_style"), DECAY),
-    **dict.fromkeys(("optim", "optimizer"), ("policy.optimizer.name",)),
-    **dict.fromkeys(("grad_clip", "clip_grad", "max_norm", "gradient_clip_val"), ("policy.max_grad_norm",)),
-    # batches
-    **dict.fromkeys(
-        ("batch_size", "global_batch_size", "train.global_batch_size", "train_batch_size", "mini_batch_size"), BATCH
-    ),
-    **dict.fromkeys(("ppo_mini_batch_size", "gradient_accumulation_steps"), BATCH),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size"), MICRO_BATCH),
-    **dict.fromkeys(("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "micro_batch_size_per_gpu"), MICRO_BATCH),
-    **dict.fromkeys(("data.train_batch_size", "rollout_batch_size", "num_prompts", "prompts_per_step"), PROMPTS),
-    "packing": ("policy.sequence_packing.enabled",),
-    **dict.fromkeys(("dynamic_batching.enabled", "use_dynamic_bsz"), ("policy.sequence_packing.enabled",)),
-    # steps and periods
-    **dict.fromkeys(("max_steps", "num_steps", "total_training_steps", "total_steps", "steps"), STEPS),
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs", "epochs", "max_epochs"), EPOCHS),
-    **dict.fromkeys(("eval_steps", "test_freq", "eval_period", "eval_interval", "val_interval"), VALIDATE),
-    **dict.fromkeys(("save_steps", "save_freq", "save_interval"), ("checkpointing.save_period",)),
-    **dict.fromkeys(("save_total_limit", "max_actor_ckpt_to_keep"), ("checkpointing.keep_top_k",)),
-    **dict.fromkeys(("seed", "data_seed"), (f"{OWN}.seed",)),
-    # sampling
-    **dict.fromkeys(("num_generations", "rollout.n", "n_samples_per_prompt", "n_samples", "group_size"), GENERATIONS),
-    **dict.fromkeys(
-        ("max_completion_length", "max_response_length", "max_tokens", "response_length", "generate_max_len"), ANSWER
-    ),
-    **dict.fromkeys(("max_prompt_length", "prompt_max_len", "prompt_length"), PROMPT),
-    **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "seq_length", "sequence_length", "max_len"), WINDOW),
-    **{name: (f"policy.generation.{name}",) for name in ("temperature", "top_p", "top_k", "stop_token_ids")},
-    **dict.fromkeys(("stop_strings", "stop_string", "stop", "until", "stop_words"), ("policy.generation.stop_strings",)),
-    "max_rollout_turns": (f"{OWN}.max_rollout_turns",),
-    **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), (f"{ENGINE}.gpu_memory_utilization",)),
-    **dict.fromkeys(("tensor_model_parallel_size", "tensor_parallel_size", "tp_size", "tp"), TENSOR),
-    **dict.fromkeys(("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size"), (f"{ENGINE}.tensor_parallel_size",)),
-    **dict.fromkeys(("vllm_max_model_length", "max_model_len", "max_model_length"), (*WINDOW, f"{ENGINE}.max_model_len")),
-    "enforce_eager": (f"{ENGINE}.enforce_eager",),
-    "generation_batch_size": ("policy.generation.max_num_seqs",),
-    # losses
-    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_penalty", "kl_weight", "kl_beta"), KL),
-    **dict.fromkeys(
-        ("epsilon", "cliprange", "clip_ratio", "eps_clip", "clip_range", "epsilon_low", "clip_ratio_low"),
-        ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"),
-    ),
-    **dict.fromkeys(("epsilon_high", "clip_ratio_high", "eps_clip_high"), ("loss_fn.ratio_clip_max",)),
-    **dict.fromkeys(("delta", "clip_ratio_c"), ("loss_fn.ratio_clip_c",)),
-    **dict.fromkeys(("entropy_coef", "ent_coef"), ("loss_fn.entropy_coeff",)),
-    "scale_rewards": ("grpo.normalize_rewards",),
-    "mask_truncated_completions": (f"{OWN}.overlong_filtering",),
-    **dict.fromkeys(("num_iterations", "num_ppo_epochs"), ("ppo.ppo_epochs", "policy.train_global_batch_size")),
-    **dict.fromkeys(("gamma", "adv_estimator.gamma"), ("ppo.adv_estimator.gae_gamma",)),
-    **dict.fromkeys(("lam", "gae_lambda", "lambd"), ("ppo.adv_estimator.gae_lambda",)),
-    "adv_estimator": ("grpo.adv_estimator.name", "algorithm"),
-    "loss_type": ("loss_fn.token_level_loss", "dpo.preference_loss"),
-    "importance_sampling_level": ("loss_fn.sequence_level_importance_ratios",),
-    "label_smoothing": ("dpo.label_smoothing",),
-    # models
-    **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path", "model.path", "pretrain", "base_model"), MODEL),
-    **dict.fromkeys(("tokenizer", "tokenizer_name", "tokenizer_path", "tokenizer_name_or_path"), TOKENIZER),
-    **dict.fromkeys(("teacher_model", "teacher_model_name_or_path", "teacher_model_path"), ("teacher.model_name",)),
-    **dict.fromkeys(("chat_template", "chat_template_path"), ("policy.tokenizer.chat_template",)),
-    **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16", "mixed_precision"), ("policy.precision",)),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "enable_gradient_checkpointing"), RECOMPUTE),
-    **dict.fromkeys(("use_liger_kernel", "use_liger", "liger_kernel"), ("policy.dtensor_cfg.use_liger_kernel",)),
-    **dict.fromkeys(("torch_compile", "use_torch_compile"), ("policy.dtensor_cfg.compile",)),
-    **dict.fromkeys(("use_peft", "use_lora", "lora"), (f"{LORA}.enabled",)),
-    **dict.fromkeys(("lora_r", "lora_rank", "lora_cfg.r"), (f"{LORA}.dim",)),
-    "lora_alpha": (f"{LORA}.alpha",),
-    **dict.fromkeys(("lora_target_modules", "target_modules"), (f"{LORA}.target_modules",)),
-    # data and rewards
-    **dict.fromkeys(("dataset", "dataset_name", "datasets"), DATA),
-    **dict.fromkeys(("train_files", "train_file", "data_path", "train_data", "prompt_data", "train_path"), FILE),
-    **dict.fromkeys(("val_files", "val_file", "eval_dataset", "validation_file", "test_file", "val_path"), VALIDATION),
-    **dict.fromkeys(("dataset_config", "dataset_config_name", "subset"), ("data.train.subset",)),
-    **dict.fromkeys(("dataset_train_split", "split"), ("data.train.split",)),
-    **dict.fromkeys(("prompt_key", "input_key", "dataset_text_field"), ("data.train.input_key",)),
-    **dict.fromkeys(("label_key", "answer_key", "output_key"), ("data.train.output_key",)),
-    "prompt_file": ("data.train.prompt_file",),
-    **dict.fromkeys(("system_prompt", "system_prompt_file"), ("data.train.system_prompt_file",)),
-    "shuffle_dataset": ("data.shuffle",),
-    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function", "custom_reward_function.path", "remote_rm_url"), JUDGE),
-    **dict.fromkeys(("custom_reward_function.name", "reward_func", "reward"), JUDGE),
-    **dict.fromkeys(
-        ("reward_model", "reward_model_path", "reward_pretrain", "reward_model.path"), ("env.NAME.model_name", *JUDGE)
-    ),
-    # the cluster and the output
-    **dict.fromkeys(("output_dir", "checkpoint_dir", "default_local_dir", "log_dir", "logging_dir", "save_path"), FOLDER),
-    **dict.fromkeys(("run_name", "experiment_name", "exp_name"), ("name",)),
-    **dict.fromkeys(("num_nodes", "nnodes", "nodes"), NODES),
-    **dict.fromkeys(("gpus_per_node", "n_gpus_per_node", "num_gpus_per_node", "num_gpus", "gpus"), GPUS),
-    **dict.fromkeys(("time", "time_limit", "walltime"), ("cluster.time_min",)),
-    **{name: (f"cluster.train.{name}", f"cluster.generate.{name}") for name in ("partition", "account", "qos")},
-    "executor": ("cluster.executor",),
-    "colocate": ("policy.generation.colocated.enabled",),
-    "vllm_mode": ("policy.generation.colocated.enabled",),
+    name: tuple(keys.split())
+    for keys, names in (line.split(": ") for line in _NAMES.strip().splitlines())
+    for name in names.split()
 }
 """Suffix of a dotted key, in lower case with underscores -> our keys. The longest matching suffix counts, and of its keys the
 first that the recipe reads."""

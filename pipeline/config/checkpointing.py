@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from pipeline.config.cluster import Seconds
 from pipeline.files.stored_files import SECTION
 from pipeline.recipe.problems import Problem
@@ -32,73 +30,45 @@ class EncryptionConfig:
     missing lines at the end.
     """
 
-    enabled: Annotated[
-        Bool,
-        Field(
-            description="Encrypt new checkpoints, rollouts and answers of evaluations. Files that are already plain stay plain."
-            " false with a key: read encrypted files, but write plain ones."
-        ),
-    ] = False
-    key_file: Annotated[
-        Line | None,
-        Field(description="File with the key, outside the run folder. Every node must be able to read it, and no other user."),
-    ] = None
-    key_command: Annotated[
-        Line | None,
-        Field(
-            description="Command that prints the key, such as `vault kv get -field=key secret/hetstep`; an alternative to"
-            " key_file. Each rank that needs the key runs it once, without a shell. Submission never runs it."
-        ),
-    ] = None
-    key_timeout_s: Annotated[Seconds, Field(description="Time limit of key_command, in seconds.")] = 60.0
+    enabled: Bool = False
+    """Encrypt new checkpoints, rollouts and answers of evaluations. Files that are already plain stay plain. false with a key:
+    read encrypted files, but write plain ones."""
+    key_file: Line | None = None
+    """File with the key, outside the run folder. Every node must be able to read it, and no other user."""
+    key_command: Line | None = None
+    """Command that prints the key, such as `vault kv get -field=key secret/hetstep`; an alternative to key_file. Each rank that
+    needs the key runs it once, without a shell. Submission never runs it."""
+    key_timeout_s: Seconds = 60.0
+    """Time limit of key_command, in seconds."""
 
 
 @dataclass
 class CheckpointingConfig:
     """Checkpoints of a run."""
 
-    enabled: Annotated[Bool, Field(description="Whether to save checkpoints.")] = True
-    save_period: Annotated[Positive, LIVE, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
-    keep_top_k: Annotated[
-        Positive | None,
-        LIVE,
-        Field(description="Number of best checkpoints to keep, by metric_name. The latest is always kept too. null: keep all."),
-    ] = 3
-    metric_name: Annotated[
-        Text | None,
-        Field(
-            description="Metric that ranks checkpoints, by its name in metrics.jsonl, such as `val/accuracy`; `val:accuracy` is"
-            " the same. null: keep the latest keep_top_k checkpoints."
-        ),
-    ] = None
-    higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
-    async_save: Annotated[Bool, Field(description="Write checkpoints while training continues.")] = interpolation(
-        "${policy.megatron_cfg.checkpoint.async_save}"
-    )
-    save_consolidated: Annotated[
-        Bool,
-        LIVE,
-        Field(
-            description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one. With adapters it needs memory"
-            " for merged weights."
-        ),
-    ] = False
-    checkpoint_must_save_by: Annotated[
-        Duration | None,
-        Field(
-            description="Time at which the run saves and exits, as days:hours:minutes:seconds after the job's start."
-            " null: the job's time limit."
-        ),
-    ] = None
-    verify: Annotated[
-        Verify,
-        Field(
-            description="What to verify before a checkpoint or an export is read. full: the checks of size, and the SHA-256 of"
-            " every file, which reads all files once more, at 0.5 to 2 GB/s per rank. size: names and sizes of a checkpoint's"
-            " files, and its list of digests; for an export, only names. off: names and sizes of the files that a checkpoint"
-            " lists."
-        ),
-    ] = "full"
+    enabled: Bool = True
+    """Whether to save checkpoints."""
+    save_period: Annotated[Positive, LIVE] = 10
+    """Steps between checkpoints. The last step is always saved."""
+    keep_top_k: Annotated[Positive | None, LIVE] = 3
+    """Number of best checkpoints to keep, by metric_name. The latest is always kept too. null: keep all."""
+    metric_name: Text | None = None
+    """Metric that ranks checkpoints, by its name in metrics.jsonl, such as `val/accuracy`; `val:accuracy` is the same. null:
+    keep the latest keep_top_k checkpoints."""
+    higher_is_better: Bool = True
+    """Whether a higher value of the metric is better."""
+    async_save: Bool = interpolation("${policy.megatron_cfg.checkpoint.async_save}")
+    """Write checkpoints while training continues."""
+    save_consolidated: Annotated[Bool, LIVE] = False
+    """Also write a Hugging Face checkpoint, in `hf/` beside the sharded one. With adapters it needs memory for merged
+    weights."""
+    checkpoint_must_save_by: Duration | None = None
+    """Time at which the run saves and exits, as days:hours:minutes:seconds after the job's start. null: the job's time
+    limit."""
+    verify: Verify = "full"
+    """What to verify before a checkpoint or an export is read. full: the checks of size, and the SHA-256 of every file, which
+    reads all files once more, at 0.5 to 2 GB/s per rank. size: names and sizes of a checkpoint's files, and its list of
+    digests; for an export, only names. off: names and sizes of the files that a checkpoint lists."""
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 

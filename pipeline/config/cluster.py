@@ -28,28 +28,23 @@ Bandwidth = Annotated[Float, Field(ge=1e-3)]
 class TimeoutsConfig:
     """Timeouts in seconds. One that expires ends the run and names the call, the phase and the ranks."""
 
-    join: Annotated[Seconds, Field(description="Waiting for all ranks to join the world.")] = 600.0
-    silence: Annotated[
-        Seconds, Field(description="Time without a heartbeat from a rank. Ten times as long while ranks load.")
-    ] = 60.0
-    setup: Annotated[Seconds, Field(description="Loading models and creating process groups.")] = 3600.0
-    rollout: Annotated[Seconds, Field(description="Sampling the answers of one step.")] = 7200.0
-    train: Annotated[Seconds, Field(description="Training in one step.")] = 7200.0
-    refit: Annotated[Seconds, Field(description="Moving weights to the engines.")] = 1800.0
-    save: Annotated[
-        Seconds,
-        Field(
-            description="Saving a checkpoint. Before, rank 0 waits up to the same time for rollouts that are still being"
-            " written."
-        ),
-    ] = 3600.0
-    storage: Annotated[
-        Seconds | None,
-        Field(
-            description="Waiting while the run folder's disk is full, read-only or unreachable. Failed"
-            " writes of rollouts and TensorBoard never end a run. null: 600, or half of save if that is less."
-        ),
-    ] = None
+    join: Seconds = 600.0
+    """Waiting for all ranks to join the world."""
+    silence: Seconds = 60.0
+    """Time without a heartbeat from a rank. Ten times as long while ranks load."""
+    setup: Seconds = 3600.0
+    """Loading models and creating process groups."""
+    rollout: Seconds = 7200.0
+    """Sampling the answers of one step."""
+    train: Seconds = 7200.0
+    """Training in one step."""
+    refit: Seconds = 1800.0
+    """Moving weights to the engines."""
+    save: Seconds = 3600.0
+    """Saving a checkpoint. Before, rank 0 waits up to the same time for rollouts that are still being written."""
+    storage: Seconds | None = None
+    """Waiting while the run folder's disk is full, read-only or unreachable. Failed writes of rollouts and TensorBoard never
+    end a run. null: 600, or half of save if that is less."""
 
 
 @dataclass
@@ -60,81 +55,52 @@ class ComponentConfig:
     gpu_memory_gb.
     """
 
-    nodes: Annotated[Positive, Field(le=1 << 16, description="Number of nodes.")] = 1
-    gpus_per_node: Annotated[NotNegative, Field(le=1024, description="GPUs on each node.")] = 0
-    gpu: Annotated[
-        Line,
-        Field(
-            description="The GPU model: a file in recipes/hardware/, without .yaml, or a path to one. The plan uses it."
-            " Its compute_capability decides whether flash_attention=3 is possible, and the value of"
-            " CUDA_DEVICE_MAX_CONNECTIONS for Megatron-Core."
-        ),
-    ] = "h100"
-    gpu_memory_gb: Annotated[
-        Float | None,
-        Field(ge=1, description="Memory of one GPU, in units of 10^9 bytes. null: the value in the description of `gpu`."),
-    ] = None
-    ranks_per_node: Annotated[
-        Positive | None, Field(le=1024, description="Ranks on each node. null: one per GPU, or 1 without GPUs.")
-    ] = None
-    cpus_per_task: Annotated[
-        Positive | None,
-        Field(
-            description="CPUs of one rank. null: ranks with GPUs share all of the job's CPUs on a node; other ranks get"
-            " one CPU each. OMP_NUM_THREADS is a rank's share, unless the submitting shell exports it."
-        ),
-    ] = None
-    partition: Annotated[Word | None, Field(description="sbatch --partition.")] = None
-    account: Annotated[Word | None, Field(description="sbatch --account.")] = None
-    qos: Annotated[Word | None, Field(description="sbatch --qos.")] = None
-    mem: Annotated[
-        Line | None,
-        Field(
-            description="Memory of each node, as in 500G. 0: all memory. default: Slurm's default. null: 0 on whole"
-            " nodes, otherwise default."
-        ),
-    ] = None
-    constraint: Annotated[Line | None, Field(description="sbatch --constraint.")] = None
-    exclusive: Annotated[
-        Bool | None,
-        Field(
-            description="Allocate whole nodes, with all CPUs and memory. null: true with GPUs, as in NeMo-RL's ray.sub,"
-            " because Slurm otherwise gives a rank one CPU and little memory. If a site forbids --exclusive"
-            " or --mem, use false with cpus_per_task and mem, or mem=default."
-        ),
-    ] = None
-    sbatch_options: Annotated[
-        Options,
-        Field(description="Other sbatch options for these nodes. They override cluster.sbatch_options."),
-    ] = field(default_factory=dict)
-    container_image: Annotated[
-        Line | None,
-        Field(
-            description="Container image for pyxis: the path of a .sqsh file, or [USER@][REGISTRY#]IMAGE[:TAG]."
-            " null: no container."
-        ),
-    ] = None
-    container_mounts: Annotated[
-        list[Line] | None,
-        Field(
-            description="Mounts, as SOURCE:TARGET[:FLAGS]. Submission checks that they cover all paths that the component"
-            " opens."
-        ),
-    ] = None
-    container_workdir: Annotated[Line | None, Field(description="Working directory in the container.")] = None
-    container_env: Annotated[
-        list[Line], Field(description="Environment variables whose value on the node overrides the image's value.")
-    ] = field(default_factory=list)
-    container_writable: Annotated[
-        Bool | None, Field(description="Whether the container is writable. null: the site's pyxis configuration decides.")
-    ] = None
-    python: Annotated[
-        Line | None, Field(description="Python interpreter in the container. null: the one that runs submit.py.")
-    ] = None
-    srun_args: Annotated[
-        list[Line], Field(description="Other arguments of srun. They come after --mpi=none, and override it.")
-    ] = field(default_factory=list)
-    env_vars: Annotated[Variables, Field(description="Environment variables of the ranks.")] = field(default_factory=dict)
+    nodes: Annotated[Positive, Field(le=1 << 16)] = 1
+    """Number of nodes."""
+    gpus_per_node: Annotated[NotNegative, Field(le=1024)] = 0
+    """GPUs on each node."""
+    gpu: Line = "h100"
+    """The GPU model: a file in recipes/hardware/, without .yaml, or a path to one. The plan uses it. Its compute_capability
+    decides whether flash_attention=3 is possible, and the value of CUDA_DEVICE_MAX_CONNECTIONS for Megatron-Core."""
+    gpu_memory_gb: Annotated[Float | None, Field(ge=1)] = None
+    """Memory of one GPU, in units of 10^9 bytes. null: the value in the description of `gpu`."""
+    ranks_per_node: Annotated[Positive | None, Field(le=1024)] = None
+    """Ranks on each node. null: one per GPU, or 1 without GPUs."""
+    cpus_per_task: Positive | None = None
+    """CPUs of one rank. null: ranks with GPUs share all of the job's CPUs on a node; other ranks get one CPU each.
+    OMP_NUM_THREADS is a rank's share, unless the submitting shell exports it."""
+    partition: Word | None = None
+    """sbatch --partition."""
+    account: Word | None = None
+    """sbatch --account."""
+    qos: Word | None = None
+    """sbatch --qos."""
+    mem: Line | None = None
+    """Memory of each node, as in 500G. 0: all memory. default: Slurm's default. null: 0 on whole nodes, otherwise default."""
+    constraint: Line | None = None
+    """sbatch --constraint."""
+    exclusive: Bool | None = None
+    """Allocate whole nodes, with all CPUs and memory. null: true with GPUs, as in NeMo-RL's ray.sub, because Slurm otherwise
+    gives a rank one CPU and little memory. If a site forbids --exclusive or --mem, use false with cpus_per_task and mem, or
+    mem=default."""
+    sbatch_options: Options = field(default_factory=dict)
+    """Other sbatch options for these nodes. They override cluster.sbatch_options."""
+    container_image: Line | None = None
+    """Container image for pyxis: the path of a .sqsh file, or [USER@][REGISTRY#]IMAGE[:TAG]. null: no container."""
+    container_mounts: list[Line] | None = None
+    """Mounts, as SOURCE:TARGET[:FLAGS]. Submission checks that they cover all paths that the component opens."""
+    container_workdir: Line | None = None
+    """Working directory in the container."""
+    container_env: list[Line] = field(default_factory=list)
+    """Environment variables whose value on the node overrides the image's value."""
+    container_writable: Bool | None = None
+    """Whether the container is writable. null: the site's pyxis configuration decides."""
+    python: Line | None = None
+    """Python interpreter in the container. null: the one that runs submit.py."""
+    srun_args: list[Line] = field(default_factory=list)
+    """Other arguments of srun. They come after --mpi=none, and override it."""
+    env_vars: Variables = field(default_factory=dict)
+    """Environment variables of the ranks."""
 
 
 OF_NODES = {
@@ -185,87 +151,62 @@ class NetworkConfig:
     The first two default to those of cluster.train.gpu.
     """
 
-    nic_gb_per_s: Annotated[Bandwidth, Field(description="Bandwidth of one rank to other nodes, in GB/s.")] = 50.0
-    node_gb_per_s: Annotated[
-        Bandwidth, Field(description="Bandwidth of one rank within its node, for example over NVLink, in GB/s.")
-    ] = 450.0
-    latency_us: Annotated[Float, Field(ge=0, description="Latency of one message, in microseconds.")] = 20.0
-    memory_gb_per_s: Annotated[
-        Bandwidth, Field(description="Rate at which a rank gathers data to send and scatters received data, in GB/s.")
-    ] = 1500.0
+    nic_gb_per_s: Bandwidth = 50.0
+    """Bandwidth of one rank to other nodes, in GB/s."""
+    node_gb_per_s: Bandwidth = 450.0
+    """Bandwidth of one rank within its node, for example over NVLink, in GB/s."""
+    latency_us: Annotated[Float, Field(ge=0)] = 20.0
+    """Latency of one message, in microseconds."""
+    memory_gb_per_s: Bandwidth = 1500.0
+    """Rate at which a rank gathers data to send and scatters received data, in GB/s."""
 
 
 @dataclass
 class RequeueConfig:
     """Automatic restarts of a run, in the same job, from its last checkpoint."""
 
-    enabled: Annotated[Bool, Field(description="Restart a run that ran out of time or crashed.")] = True
-    max_restarts: Annotated[
-        NotNegative,
-        Field(
-            description="Maximum restarts after crashes. A run that has saved no checkpoint since its last start is not"
-            " restarted."
-        ),
-    ] = 3
+    enabled: Bool = True
+    """Restart a run that ran out of time or crashed."""
+    max_restarts: NotNegative = 3
+    """Maximum restarts after crashes. A run that has saved no checkpoint since its last start is not restarted."""
 
 
 @dataclass
 class NodeChecksConfig:
     """Checks of every node before models load. The log names a node that fails, and a requeue excludes it."""
 
-    enabled: Annotated[Bool, Field(description="Whether to check nodes.")] = True
-    min_gb_per_s: Annotated[
-        Float | None,
-        Field(
-            ge=1e-6,
-            description="Minimum bandwidth between neighbors in the ring of nodes, in GB/s. null: measure and report only.",
-        ),
-    ] = None
-    max_clock_skew_s: Annotated[Seconds, Field(description="Maximum difference between two clocks, in seconds.")] = 5.0
+    enabled: Bool = True
+    """Whether to check nodes."""
+    min_gb_per_s: Annotated[Float | None, Field(ge=1e-6)] = None
+    """Minimum bandwidth between neighbors in the ring of nodes, in GB/s. null: measure and report only."""
+    max_clock_skew_s: Seconds = 5.0
+    """Maximum difference between two clocks, in seconds."""
 
 
 @dataclass
 class ClusterConfig:
     """The machines of a run."""
 
-    executor: Annotated[
-        Literal["auto", "slurm", "allocation", "local"],
-        Field(description="auto: the allocation that submit.py runs in, else slurm if a controller answers, else local."),
-    ] = "auto"
-    time_min: Annotated[
-        Positive, Field(description="Time limit of one allocation, in minutes. requeue continues the run in another one.")
-    ] = 240
+    executor: Literal["auto", "slurm", "allocation", "local"] = "auto"
+    """auto: the allocation that submit.py runs in, else slurm if a controller answers, else local."""
+    time_min: Positive = 240
+    """Time limit of one allocation, in minutes. requeue continues the run in another one."""
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
-    sbatch_options: Annotated[
-        Options,
-        Field(
-            description="Other sbatch options for the nodes of every component, as in {reservation: weekly, exclude:"
-            " 'n[3-4]', contiguous: null}; null for an option without a value. Options that another key sets"
-            " are refused."
-        ),
-    ] = field(default_factory=dict)
-    audit: Annotated[
-        Line,
-        Check(_audit_error),
-        Field(
-            description="Folder of the audit log of submissions, cancellations, changes of live runs, and exports. auto: the"
-            " first of these that has a log or that you may write: folders named runs above the run folder (topmost first), its"
-            " parent, the run folder. none: no log. If the log cannot be written, nothing is submitted."
-        ),
-    ] = AUDIT_AUTO
-    share_nodes: Annotated[
-        Bool,
-        Field(
-            description="Put all components on the same nodes, each with its own GPUs. For example, of 8 GPUs per node,"
-            " gpus_per_node is 4 in train and 4 in generate."
-        ),
-    ] = False
+    sbatch_options: Options = field(default_factory=dict)
+    """Other sbatch options for the nodes of every component, as in {reservation: weekly, exclude: 'n[3-4]', contiguous: null};
+    null for an option without a value. Options that another key sets are refused."""
+    audit: Annotated[Line, Check(_audit_error)] = AUDIT_AUTO
+    """Folder of the audit log of submissions, cancellations, changes of live runs, and exports. auto: the first of these that
+    has a log or that you may write: folders named runs above the run folder (topmost first), its parent, the run folder. none:
+    no log. If the log cannot be written, nothing is submitted."""
+    share_nodes: Bool = False
+    """Put all components on the same nodes, each with its own GPUs. For example, of 8 GPUs per node, gpus_per_node is 4 in
+    train and 4 in generate."""
     train: ComponentConfig = field(default_factory=ComponentConfig)
     generate: ComponentConfig = field(default_factory=_generate)
-    reward: Annotated[ComponentConfig, Field(description="Used only if an environment has served_by=reward.")] = field(
-        default_factory=_reward
-    )
+    reward: ComponentConfig = field(default_factory=_reward)
+    """Used only if an environment has served_by=reward."""
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(
             nic_gb_per_s=_of_gpu("train", "nic_gb_per_s"),

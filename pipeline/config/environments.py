@@ -41,7 +41,8 @@ KINDS = {
 class RewardTokenizerConfig(TokenizerConfig):
     """The reward model's tokenizer and its chat template."""
 
-    name: Annotated[Line | None, Field(description="Tokenizer. null: the one in the reward model's folder.")] = None
+    name: Line | None = None
+    """Tokenizer. null: the one in the reward model's folder."""
 
 
 @dataclass
@@ -56,42 +57,25 @@ class EnvironmentConfig:
         Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
         Field(description=f"One of {', '.join(KINDS)}; or the dotted path of your own class or function."),
     ] = MISSING
-    timeout_s: Annotated[Float, Field(gt=0, description="Time limit of one turn of an episode, in seconds.")] = 10.0
-    workers: Annotated[
-        Positive | None, Field(description="Turns that each engine scores concurrently. null: the kind's default.")
-    ] = None
-    broken_reward: Annotated[
-        Float,
-        Field(
-            ge=-1e15,
-            le=1e15,
-            description="Reward of an answer that crashes its environment. Lower it if your own kind gives wrong answers"
-            " less than 0.",
-        ),
-    ] = 0.0
-    kwargs: Annotated[dict[str, Any], Field(description="Arguments of the kind.")] = field(default_factory=dict)
-    model_name: Annotated[
-        Line | None,
-        Field(
-            description="Reward model: the hf/ folder that a run of algorithm rm saved, or any sequence classifier with"
-            " one label."
-        ),
-    ] = None
+    timeout_s: Annotated[Float, Field(gt=0)] = 10.0
+    """Time limit of one turn of an episode, in seconds."""
+    workers: Positive | None = None
+    """Turns that each engine scores concurrently. null: the kind's default."""
+    broken_reward: Annotated[Float, Field(ge=-1e15, le=1e15)] = 0.0
+    """Reward of an answer that crashes its environment. Lower it if your own kind gives wrong answers less than 0."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the kind."""
+    model_name: Line | None = None
+    """Reward model: the hf/ folder that a run of algorithm rm saved, or any sequence classifier with one label."""
     tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
-    precision: Annotated[Precision, Field(description="Precision of the reward model; see policy.precision.")] = interpolation(
-        "${policy.precision}"
-    )
-    served_by: Annotated[
-        Literal["train", "reward"],
-        Field(
-            description="Ranks that compute the reward model. train: the train ranks, with the policy's parallel layout."
-            " reward: separate ranks, those of cluster.reward."
-        ),
-    ] = "train"
-    cpu_offload: Annotated[
-        Bool, Field(description="served_by=train: keep the weights in host memory while the model is idle.")
-    ] = True
+    precision: Precision = interpolation("${policy.precision}")
+    """Precision of the reward model; see policy.precision."""
+    served_by: Literal["train", "reward"] = "train"
+    """Ranks that compute the reward model. train: the train ranks, with the policy's parallel layout. reward: separate ranks,
+    those of cluster.reward."""
+    cpu_offload: Bool = True
+    """served_by=train: keep the weights in host memory while the model is idle."""
 
 
 Environments = Mapping[str, EnvironmentConfig]

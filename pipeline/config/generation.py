@@ -17,105 +17,77 @@ available Mamba cache blocks")."""
 class ColocatedConfig:
     """Train and generate ranks that take turns on the same GPUs."""
 
-    enabled: Annotated[Bool, Field(description="Let train and generate ranks take turns on the same GPUs.")] = False
-    refit: Annotated[
-        Literal["ipc", "host"],
-        Field(
-            description="How a refit moves weights within a node. ipc: receivers map the sender's memory, with CUDA IPC"
-            " on GPUs, and fall back to host where that is impossible. host: through host memory, with gloo."
-            " refit_transport=broadcast always uses host memory."
-        ),
-    ] = "ipc"
+    enabled: Bool = False
+    """Let train and generate ranks take turns on the same GPUs."""
+    refit: Literal["ipc", "host"] = "ipc"
+    """How a refit moves weights within a node. ipc: receivers map the sender's memory, with CUDA IPC on GPUs, and fall back to
+    host where that is impossible. host: through host memory, with gloo. refit_transport=broadcast always uses host memory."""
 
 
 @dataclass
 class VLLMConfig:
     """Options of vLLM's engines."""
 
-    tensor_parallel_size: Annotated[Positive, Field(description="Tensor-parallel ranks of an engine.")] = 1
-    pipeline_parallel_size: Annotated[Positive, Field(description="Pipeline stages of an engine.")] = 1
-    expert_parallel_size: Annotated[
-        Positive,
-        Field(
-            description="1: experts are tensor-parallel like other weights. tensor_parallel_size: each rank holds whole"
-            " experts."
-        ),
-    ] = 1
-    gpu_memory_utilization: Annotated[
-        Float, Field(ge=0.01, le=1, description="Fraction of a GPU's memory that an engine uses.")
-    ] = 0.6
-    max_model_len: Annotated[Int, Field(ge=2, description="Maximum number of tokens of a prompt and its answer.")] = (
-        interpolation("${policy.max_total_sequence_length}")
-    )
-    enforce_eager: Annotated[
-        Bool | None,
-        Field(description="Without compiled code and CUDA graphs. null: eager on CPUs, where compilation takes minutes."),
-    ] = None
-    enable_prefix_caching: Annotated[Bool, Field(description="Reuse the KV cache of common prefixes.")] = True
-    precision: Annotated[
-        Literal["auto", "fp8"],
-        Field(
-            description="auto: policy.precision. fp8: linear layers in 8 bits with scales for blocks of 128 x 128,"
-            " quantized again at every refit."
-        ),
-    ] = "auto"
-    quantization_ignored_layer_kws: Annotated[
-        list[Text] | None, Field(description="Layers whose names contain one of these texts are not quantized.")
-    ] = None
-    env_vars: Annotated[Variables, Field(description="Environment variables of the generate ranks.")] = field(
-        default_factory=dict
-    )
+    tensor_parallel_size: Positive = 1
+    """Tensor-parallel ranks of an engine."""
+    pipeline_parallel_size: Positive = 1
+    """Pipeline stages of an engine."""
+    expert_parallel_size: Positive = 1
+    """1: experts are tensor-parallel like other weights. tensor_parallel_size: each rank holds whole experts."""
+    gpu_memory_utilization: Annotated[Float, Field(ge=0.01, le=1)] = 0.6
+    """Fraction of a GPU's memory that an engine uses."""
+    max_model_len: Annotated[Int, Field(ge=2)] = interpolation("${policy.max_total_sequence_length}")
+    """Maximum number of tokens of a prompt and its answer."""
+    enforce_eager: Bool | None = None
+    """Without compiled code and CUDA graphs. null: eager on CPUs, where compilation takes minutes."""
+    enable_prefix_caching: Bool = True
+    """Reuse the KV cache of common prefixes."""
+    precision: Literal["auto", "fp8"] = "auto"
+    """auto: policy.precision. fp8: linear layers in 8 bits with scales for blocks of 128 x 128, quantized again at every
+    refit."""
+    quantization_ignored_layer_kws: list[Text] | None = None
+    """Layers whose names contain one of these texts are not quantized."""
+    env_vars: Variables = field(default_factory=dict)
+    """Environment variables of the generate ranks."""
 
 
 @dataclass
 class RefitConfig:
     """The transfer of weights from train ranks to generate ranks."""
 
-    bucket_bytes: Annotated[
-        Positive,
-        Field(
-            description="Maximum bytes that a rank sends, or receives, in one round. A rank stages at most three times as"
-            " much, or four times where ranks share GPUs on several nodes."
-        ),
-    ] = 256 << 20
-    digest: Annotated[
-        Bool, Field(description="Verify after every refit that train and generate ranks hold the same weights.")
-    ] = True
+    bucket_bytes: Positive = 256 << 20
+    """Maximum bytes that a rank sends, or receives, in one round. A rank stages at most three times as much, or four times
+    where ranks share GPUs on several nodes."""
+    digest: Bool = True
+    """Verify after every refit that train and generate ranks hold the same weights."""
 
 
 @dataclass
 class GenerationConfig:
     """Sampling. The val_ keys apply in validation. NeMo-RL allows different values there only with NeMo Gym."""
 
-    backend: Annotated[Literal["vllm", "transformers"], Field(description="Inference engine.")] = "vllm"
-    max_new_tokens: Annotated[
-        Positive, Field(description="Maximum tokens of an answer, or of a turn. max_total_sequence_length limits it too.")
-    ] = 512
-    temperature: Annotated[Float, Field(gt=0, description="Sampling temperature. Training divides logits by it too.")] = 1.0
-    top_p: Annotated[
-        Float, Field(gt=0, le=1, description="Nucleus sampling: total probability of the tokens to sample from.")
-    ] = 1.0
-    top_k: Annotated[Positive | None, Field(description="Number of most likely tokens to sample from. null: all.")] = None
-    val_temperature: Annotated[Float, Field(ge=0, description="Sampling temperature in validation. 0: greedy.")] = (
-        interpolation("${.temperature}")
-    )
-    val_top_p: Annotated[Float, Field(gt=0, le=1, description="top_p in validation.")] = interpolation("${.top_p}")
-    val_top_k: Annotated[Positive | None, Field(description="top_k in validation.")] = interpolation("${.top_k}")
-    stop_token_ids: Annotated[
-        list[Int] | None,
-        Field(
-            description="Token ids that end an answer, in addition to the model's end tokens from tokenizer, config.json,"
-            " generation_config.json and chat template. submit.py show=true lists the model's."
-        ),
-    ] = None
-    stop_strings: Annotated[
-        list[Annotated[Text, Field(min_length=1)]] | None,
-        Field(
-            description="Texts that end an answer, or a turn, at the token that completes the text. The answer's tokens include"
-            " it; the answer's text, which environments get, ends before it. Needed if a chat template ends turns with several"
-            " tokens."
-        ),
-    ] = None
+    backend: Literal["vllm", "transformers"] = "vllm"
+    """Inference engine."""
+    max_new_tokens: Positive = 512
+    """Maximum tokens of an answer, or of a turn. max_total_sequence_length limits it too."""
+    temperature: Annotated[Float, Field(gt=0)] = 1.0
+    """Sampling temperature. Training divides logits by it too."""
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: total probability of the tokens to sample from."""
+    top_k: Positive | None = None
+    """Number of most likely tokens to sample from. null: all."""
+    val_temperature: Annotated[Float, Field(ge=0)] = interpolation("${.temperature}")
+    """Sampling temperature in validation. 0: greedy."""
+    val_top_p: Annotated[Float, Field(gt=0, le=1)] = interpolation("${.top_p}")
+    """top_p in validation."""
+    val_top_k: Positive | None = interpolation("${.top_k}")
+    """top_k in validation."""
+    stop_token_ids: list[Int] | None = None
+    """Token ids that end an answer, in addition to the model's end tokens from tokenizer, config.json, generation_config.json
+    and chat template. submit.py show=true lists the model's."""
+    stop_strings: list[Annotated[Text, Field(min_length=1)]] | None = None
+    """Texts that end an answer, or a turn, at the token that completes the text. The answer's tokens include it; the answer's
+    text, which environments get, ends before it. Needed if a chat template ends turns with several tokens."""
     max_num_seqs: Annotated[
         Positive | None,
         Field(
@@ -123,24 +95,15 @@ class GenerationConfig:
             f" H100; {MOST_SEQUENCES} for models with state-space layers and with the transformers backend."
         ),
     ] = None
-    refit_transport: Annotated[
-        Literal["planned", "delta", "broadcast"],
-        Field(
-            description="planned: each rank receives its own shard. delta: only the changed values of its shard."
-            " broadcast: every rank receives all weights from rank 0."
-        ),
-    ] = "planned"
-    lora_refit: Annotated[
-        Literal["merged", "adapter"],
-        Field(
-            description="What a refit of a policy with adapters sends. merged: whole weights, with adapters merged."
-            " adapter: only the adapters, which vLLM applies to the base weights: 1.66 GB in place of 17.6 GB to a rank for"
-            " Llama-70B at rank 64. Refused for experts, DoRA, kv_b_proj and gpt-oss, which vLLM cannot serve."
-        ),
-    ] = "merged"
+    refit_transport: Literal["planned", "delta", "broadcast"] = "planned"
+    """planned: each rank receives its own shard. delta: only the changed values of its shard. broadcast: every rank receives
+    all weights from rank 0."""
+    lora_refit: Literal["merged", "adapter"] = "merged"
+    """What a refit of a policy with adapters sends. merged: whole weights, with adapters merged. adapter: only the adapters,
+    which vLLM applies to the base weights: 1.66 GB in place of 17.6 GB to a rank for Llama-70B at rank 64. Refused for experts,
+    DoRA, kv_b_proj and gpt-oss, which vLLM cannot serve."""
     refit_cfg: RefitConfig = field(default_factory=RefitConfig)
     vllm_cfg: VLLMConfig = field(default_factory=VLLMConfig)
-    vllm_kwargs: Annotated[
-        dict[str, Any], Field(description="Other arguments of vllm.LLM, such as speculative_config (n-grams are tested).")
-    ] = field(default_factory=dict)
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of vllm.LLM, such as speculative_config (n-grams are tested)."""
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)

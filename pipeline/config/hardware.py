@@ -11,81 +11,79 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import yaml
 from omegaconf import OmegaConf
+from pydantic import Field
 
-from pipeline.config import config_tree
+from pipeline.config import config_tree, schema_validation
 from pipeline.config.cluster import ComponentConfig
+from pipeline.config.config_tree import ConfigValue
 from pipeline.config.schema import Recipe
-from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError, collected, refuse
+from pipeline.recipe.values import Bool, Float, Positive
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
-CROSSES = "nvlink_crosses_nodes"  # false by default
-OPTIONAL = (CROSSES, "shortest_step", "longest_step")
 COMPONENTS = ("train", "generate", "reward")
 HOPPER, BLACKWELL = 9, 10  # major numbers of compute capability: developer.nvidia.com/cuda-gpus
+
+
+Speed = Annotated[Float, Field(gt=0)]
+Fraction = Annotated[Float, Field(gt=0, le=1)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assumed:
     """Speeds that real programs reach; data sheets do not list them."""
 
-    dense_training: float  # fraction of the peak FLOP/s in matrix products of a dense model
-    mixture_training: float  # the same for a mixture of experts
-    bandwidth: float  # fraction of HBM bandwidth in decoding and in optimizers
-    host: float  # fraction of the bandwidth of the link to the host in copies
-    engine_step_ms: float  # overhead of an engine's step on top of the GPU's work
-    all_reduce_us: float  # latency of a small all-reduce over NVLink
-    page_locked: float  # fraction of the bandwidth of the link to the host in copies of page-locked memory, where turns change
-    ipc_gb_per_s: float  # GB/s into a rank through memory that it maps (CUDA IPC)
-    gloo_gb_per_s: float  # GB/s of a rank over gloo within a node, from host memory to host memory
-    shortest_step: float = math.nan  # published seconds of a step / planned ones: the smallest quotient
-    longest_step: float = math.nan  # and the largest; NaN: no published steps
+    dense_training: Fraction  # of the peak FLOP/s in matrix products of a dense model
+    mixture_training: Fraction  # the same for a mixture of experts
+    bandwidth: Fraction  # of HBM bandwidth in decoding and in optimizers
+    host: Fraction  # of the bandwidth of the link to the host in copies
+    engine_step_ms: Speed  # overhead of an engine's step on top of the GPU's work
+    all_reduce_us: Speed  # latency of a small all-reduce over NVLink
+    page_locked: Fraction  # of the bandwidth of the link to the host in copies of page-locked memory, where turns change
+    ipc_gb_per_s: Speed  # GB/s into a rank through memory that it maps (CUDA IPC)
+    gloo_gb_per_s: Speed  # GB/s of a rank over gloo within a node, from host memory to host memory
+    shortest_step: Speed = math.nan  # published seconds of a step / planned ones: the smallest quotient
+    longest_step: Speed = math.nan  # and the largest; NaN: no published steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GPUSpec:
     """A GPU's data sheet. GB are 10^9 bytes; rates are in one direction."""
 
-    name: str
-    memory_gb: float  # all that CUDA shows: more than the name of a GPU says, and less than nvidia-smi
-    bf16_tflops: float  # dense
-    fp8_tflops: float  # dense
-    fp32_tflops: float
-    hbm_gb_per_s: float
-    nvlink_gb_per_s: float
-    nvlink_gpus: int  # GPUs that NVLink connects with each other
-    nic_gb_per_s: float
-    host_gb_per_s: float
-    compute_capability: float
+    name: str  # of the description's file
+    memory_gb: Speed  # all that CUDA shows: more than the name of a GPU says, and less than nvidia-smi
+    bf16_tflops: Speed  # dense
+    fp8_tflops: Speed  # dense
+    fp32_tflops: Speed
+    hbm_gb_per_s: Speed
+    nvlink_gb_per_s: Speed
+    nvlink_gpus: Positive  # GPUs that NVLink connects with each other
+    nic_gb_per_s: Speed
+    host_gb_per_s: Speed
+    compute_capability: Speed
     assumed: Assumed
-    nvlink_crosses_nodes: bool = False
+    nvlink_crosses_nodes: Bool = False
 
 
 @functools.cache
 def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
     """Return the description of a GPU. key: the recipe's key that names it. Raise RecipeError if it cannot be read."""
     path = config_tree.find_file(name, HARDWARE, key, ", or a path to a YAML file in that format")
-    try:
-        described = yaml.safe_load(user_files.read_text(path, config_tree.MAX_YAML))
-    except (OSError, yaml.YAMLError) as error:
-        raise RecipeError(Problem(key, "unreadable", f"cannot read {path}: {' '.join(str(error).split())}")) from None
-    assumed = described.pop("assumed", None) if isinstance(described, dict) else None
-    if not isinstance(assumed, dict):
-        message = f"got {path}; expected a mapping of keys with a mapping `assumed`, as in {HARDWARE / DEFAULT}.yaml"
-        raise RecipeError(Problem(key, "bad-format", message))
-    faults = [*_wrong(described, GPUSpec, ""), *_wrong(assumed, Assumed, "assumed.")]
-    refuse(Problem(key, code, f"{path}: {message}") for code, message in faults)
-    numbers: dict[str, Any] = {
-        name: value if name in ("nvlink_gpus", CROSSES) else float(value) for name, value in described.items()
-    }
-    return GPUSpec(name=path.stem, **numbers, assumed=Assumed(**{name: float(value) for name, value in assumed.items()}))
+    problems: list[Problem] = []
+    with collected(problems):
+        tree = config_tree.load_with_parents(path)
+        tree.set("name", ConfigValue(path.stem))
+        described, wrong = schema_validation.validate_tree(GPUSpec, tree)
+        refuse([*schema_validation.unknown_keys(GPUSpec, tree), *wrong])
+        return described
+    raise RecipeError(
+        *(Problem(key, problem.code, str(problem) if problem.origin else f"{path}: {problem}") for problem in problems)
+    )
 
 
 def of_device(name: str) -> str | None:
@@ -94,32 +92,9 @@ def of_device(name: str) -> str | None:
     return next((each for each in described if each in name.lower()), None)
 
 
-def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (code, message) for each problem of a description. prefix: the text before its keys in messages."""
-    wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}
-    if missing := [f"{prefix}{name}" for name in wanted if name not in given and name not in OPTIONAL]:
-        yield "missing-value", f"lacks {', '.join(missing)}"
-    if unknown := [f"{prefix}{name}" for name in given if name not in wanted]:
-        yield "unknown-key", f"has unknown keys: {', '.join(unknown)}; expected some of: {', '.join(wanted)}"
-    for name, value in given.items():
-        fraction = kind is Assumed and str(name).endswith(("training", "bandwidth", "host", "page_locked"))
-        if name not in wanted:
-            continue
-        if name == CROSSES:
-            wrong = None if isinstance(value, bool) else ("wrong-type", "true or false")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            wrong = "wrong-type", "a number above 0"
-        elif wanted[name] == "int" and not isinstance(value, int):
-            wrong = "wrong-type", "a whole number"
-        else:
-            wrong = ("too-large", "a fraction, at most 1") if fraction and value > 1 else None
-        if wrong:
-            yield wrong[0], f"got {prefix}{name}: {value!r}; expected {wrong[1]}"
-
-
 def assumptions() -> list[str]:
     """Return the names of the assumed values, without the range of published steps."""
-    return [field.name for field in dataclasses.fields(Assumed) if field.name not in OPTIONAL]
+    return [field.name for field in dataclasses.fields(Assumed) if field.default is dataclasses.MISSING]
 
 
 def problems(recipe: Recipe) -> list[Problem]:

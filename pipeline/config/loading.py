@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.algorithms import OFFLINE, ONLINE
-from pipeline.config import config_tree, interpolation, paths, schema_validation, unused_keys, yaml_text
+from pipeline.config import config_tree, fixed_keys, interpolation, paths, schema_validation, unused_keys, yaml_text
 from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.recipe_checks import contradictions
 from pipeline.config.schema import Recipe
@@ -120,12 +120,17 @@ def complete(values: dict[str, Any]) -> Recipe:
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return a copy of the recipe with other values at some dotted keys. Raise RecipeError if it is not valid.
 
-    values: dotted key -> value.
+    values: dotted key -> plain value, in which an interpolation is a text. It takes a millisecond: a plan makes many copies.
     """
-    tree = config_tree.from_plain(_written(recipe), None)
+    plain, given = dataclasses.asdict(recipe), ConfigMapping()
     for key, value in values.items():
-        tree.set(key, ConfigValue(value))
-    return _resolved(tree)
+        given.set(key, ConfigValue(value, config_tree.COMMAND_LINE))
+        *sections, last = key.split(".")
+        functools.reduce(lambda section, name: section.setdefault(name, {}), sections, plain)[last] = value
+    new, wrong = schema_validation.validate(Recipe, plain)
+    refuse([*schema_validation.unknown_keys(Recipe, given, advice=_advice(unused_keys.Readers.of(recipe))), *wrong])
+    refuse(contradictions(new))
+    return new
 
 
 def examined(recipe: Recipe, above: ConfigMapping) -> Loaded:
@@ -242,9 +247,7 @@ def _inspected(
     found_problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unused_keys.Readers.of_tree(whole)
-    for problem in schema_validation.unknown_keys(
-        Recipe, whole, advice=schema_validation.Advice(readers.hint, readers.rank, readers.unread)
-    ):
+    for problem in schema_validation.unknown_keys(Recipe, whole, advice=_advice(readers)):
         found_problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
@@ -264,7 +267,11 @@ def _inspected(
     found_problems += independent(contradictions(recipe), interpolation.dependent(faulty, references))
     unique = list(dict.fromkeys(found_problems))
     named = {"references": references, "from_environment": from_environment}
-    return Loaded(recipe, unique, origins, list(notes), frozenset(faulty), **named)
+    return Loaded(recipe, unique, origins, [*notes, *fixed_keys.notes(origins)], frozenset(faulty), **named)
+
+
+def _advice(readers: unused_keys.Readers) -> schema_validation.Advice:
+    return schema_validation.Advice(readers.hint, readers.rank, readers.unread, lambda key: bool(fixed_keys.hint(key)))
 
 
 def _whole(given: ConfigMapping) -> ConfigMapping:
@@ -288,6 +295,7 @@ def _attempt(
     if any(isinstance(tree.find(key), ConfigMapping) for key in written):
         tree = schema_validation.with_defaults(Recipe, tree)
     recipe, wrong = schema_validation.validate_tree(Recipe, tree)
+    wrong += fixed_keys.problems(tree, readers.backend)
     faults |= {problem.key: problem for problem in wrong} | unresolved
     faults = {key: problem for key, problem in faults.items() if key not in faulty}
 

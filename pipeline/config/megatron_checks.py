@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import fields
 
-from pipeline.config.megatron import (
-    MegatronConfig,
-    MegatronLoRAConfig,
-    MegatronOptimizerConfig,
-    MegatronSchedulerConfig,
-    OnlyDefault,
-)
+from pipeline.config import fixed_keys
+from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from pipeline.config.policy import PolicyConfig
 from pipeline.recipe.problems import Problem
 
@@ -25,36 +19,33 @@ RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", 
 def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield a problem for each value that Megatron-Core, or our backend with it, does not support."""
     megatron = policy.megatron_cfg
-    yield from _check_only_defaults(megatron, KEY)
-    if (enabled := megatron.fp8_cfg.get("enabled", False)) is not False:
-        message = f"got {_yaml(enabled)}; expected false: training in 8 bits is not supported"
-        yield Problem(f"{KEY}.fp8_cfg.enabled", "unsupported", message)
     if policy.precision == "float16":
         message = "got float16 with Megatron-Core; expected bfloat16 or float32. Try policy.dtensor_cfg.enabled=true, for FSDP2"
         yield Problem("policy.precision", "unsupported", message)
     if megatron.peft.enabled:
-        yield from _check_adapters(megatron.peft, policy.precision)
-    if megatron.pipeline_dtype != policy.precision:
-        message = f"got {megatron.pipeline_dtype}; expected policy.precision, {policy.precision}. Try without it"
-        yield Problem(f"{KEY}.pipeline_dtype", "contradiction", message)
+        yield from _check_adapters(megatron.peft)
     yield from _check_recompute(megatron)
-    if megatron.optimizer is not None:
-        yield from _check_optimizer(megatron.optimizer, policy.precision)
+    if (optimizer := megatron.optimizer) and optimizer.min_lr > optimizer.lr:
+        message = f"got {optimizer.min_lr}; expected at most {KEY}.optimizer.lr, {optimizer.lr}"
+        yield Problem(f"{KEY}.optimizer.min_lr", "too-large", message)
     if megatron.scheduler is not None:
-        if megatron.optimizer is None:
+        if optimizer is None:
             message = (
                 f"got a schedule with {KEY}.optimizer=null; expected the optimizer whose rate it sets. Try policy.scheduler"
             )
             yield Problem(f"{KEY}.scheduler", "contradiction", message)
         else:
-            yield from _check_scheduler(megatron.scheduler, megatron.optimizer)
+            yield from _check_scheduler(megatron.scheduler, optimizer)
     known = {field.name for field in fields(MegatronConfig)}
     for name in megatron.model_overrides:
+        key = f"{KEY}.model_overrides.{name}"
         if name in known:
-            yield Problem(f"{KEY}.model_overrides.{name}", "contradiction", f"is also a key of the recipe. Try {KEY}.{name}")
+            yield Problem(key, "contradiction", f"is also a key of the recipe. Try {KEY}.{name}")
+        elif why := fixed_keys.hint(f"{KEY}.{name}"):
+            yield Problem(key, "unsupported", f"cannot be set: {why}")
 
 
-def _check_adapters(peft: MegatronLoRAConfig, precision: str) -> Iterator[Problem]:
+def _check_adapters(peft: MegatronLoRAConfig) -> Iterator[Problem]:
     key = f"{KEY}.peft"
     if peft.target_modules and peft.exclude_modules:
         message = f"got names, and {key}.target_modules has names too; expected only one of the two. Try target_modules=[]"
@@ -67,32 +58,9 @@ def _check_adapters(peft: MegatronLoRAConfig, precision: str) -> Iterator[Proble
                 " separate A"
             )
             yield Problem(f"{key}.target_modules", "contradiction", message)
-    if peft.lora_dtype not in (None, "None", precision):
-        message = f"got {peft.lora_dtype}; expected null or policy.precision, {precision}. Try without it"
-        yield Problem(f"{key}.lora_dtype", "unsupported", message)
     if peft.use_dora and peft.dropout:
         message = f"got true with {key}.dropout={peft.dropout}; expected 0, since DoRA also scales W's output, without dropout"
         yield Problem(f"{key}.use_dora", "contradiction", message)
-
-
-def _check_only_defaults(section: Any, prefix: str) -> Iterator[Problem]:
-    """Yield a problem for each key marked `OnlyDefault`, in a section and its subsections, that has another value."""
-    hints = get_type_hints(type(section), include_extras=True)
-    for field in fields(section):
-        key, value = f"{prefix}.{field.name}", getattr(section, field.name)
-        if is_dataclass(value):
-            yield from _check_only_defaults(value, key)
-        for mark in getattr(hints[field.name], "__metadata__", ()):
-            if isinstance(mark, OnlyDefault) and value != (only := _default(field)):
-                yield Problem(key, "unsupported", f"got {_yaml(value)}; expected {_yaml(only)}: {mark.reason}")
-
-
-def _default(field: Field[Any]) -> object:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
@@ -120,21 +88,8 @@ def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
             yield Problem(f"{KEY}.recompute_modules", "not-a-choice", message)
 
 
-def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> Iterator[Problem]:
-    key, bf16 = f"{KEY}.optimizer", precision == "bfloat16"
-    if optimizer.bf16 not in (None, bf16):
-        message = f"got {_yaml(optimizer.bf16)} with policy.precision={precision}; expected {_yaml(bf16)}. Try without it"
-        yield Problem(f"{key}.bf16", "contradiction", message)
-    if optimizer.min_lr > optimizer.lr:
-        yield Problem(f"{key}.min_lr", "too-large", f"got {optimizer.min_lr}; expected at most {key}.lr, {optimizer.lr}")
-
-
 def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> Iterator[Problem]:
-    key, decay = f"{KEY}.scheduler", optimizer.weight_decay
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if (given := getattr(scheduler, name)) not in (None, decay):
-            message = f"got {given}; expected {KEY}.optimizer.weight_decay, {decay}, which does not change. Try without it"
-            yield Problem(f"{key}.{name}", "unsupported", message)
+    key = f"{KEY}.scheduler"
     if scheduler.lr_warmup_init > optimizer.lr:
         message = f"got {scheduler.lr_warmup_init}; expected at most {KEY}.optimizer.lr, {optimizer.lr}"
         yield Problem(f"{key}.lr_warmup_init", "too-large", message)

@@ -176,8 +176,7 @@ def _with_policy_layout(
     numbers of layers in the first and last pipeline stage apply only if it is the policy's own model.
     """
     policy = recipe.policy
-    own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}
-    own["peft"] = MegatronLoRAConfig()
+    own: dict[str, Any] = {"optimizer": None, "scheduler": None, "peft": MegatronLoRAConfig()}
     if model.model_name != policy.model_name:
         own |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
     return replace(

@@ -30,11 +30,11 @@ Precision = Literal["float32", "bfloat16", "float16"]
 class TokenizerConfig:
     """The tokenizer and its chat template."""
 
-    name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
-        interpolation("${policy.model_name}")
-    )
+    name: Line = interpolation("${policy.model_name}")
+    """A folder, or a Hugging Face name whose files are in the local cache."""
     chat_template: Annotated[Text | None, Field(description=CHAT_TEMPLATE)] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
 
 
 @dataclass
@@ -46,118 +46,72 @@ class LoRAConfig:
     gives gate_up_proj, which has one A here, twice the rank. peft has no DoRA of experts, so an export merges these.
     """
 
-    enabled: Annotated[Bool, Field(description="Train adapters in place of all weights.")] = False
-    target_modules: Annotated[
-        list[Text],
-        Field(
-            description="Names, or ends of names, of the layers to adapt, as in transformers; * matches any text. gate_up_proj"
-            " and down_proj include routed experts; experts.down_proj means only experts. Must be empty with match_all_linear."
-        ),
-    ] = field(default_factory=list)
-    exclude_modules: Annotated[
-        list[Text],
-        Field(description="Names, or ends of names, of layers that get no adapter; * matches any text."),
-    ] = field(default_factory=list)
-    match_all_linear: Annotated[
-        Bool, Field(description="Adapt all linear layers except the head, and all routed experts. Routers get no adapter.")
-    ] = True
-    dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
-    alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
-    dropout: Annotated[
-        Float,
-        Field(
-            ge=0,
-            lt=1,
-            description="Dropout probability of adapters in optimizer steps. The dropped entries depend on the parallel layout."
-            " Log-probs are computed without dropout.",
-        ),
-    ] = 0.0
-    dropout_position: Annotated[
-        Literal["pre", "post"], Field(description="pre: dropout of the input of A. post: of the output of B.")
-    ] = "post"
-    lora_A_init: Annotated[
-        Literal["xavier", "gaussian", "kaiming"], Field(description="Initialization of A. B starts at 0.")
-    ] = "xavier"
-    use_dora: Annotated[
-        Bool, Field(description="Also train a magnitude for each row of W (DoRA, https://arxiv.org/abs/2402.09353).")
-    ] = False
-    use_rslora: Annotated[
-        Bool, Field(description="Scale adapters by alpha / sqrt(dim) (rsLoRA, https://arxiv.org/abs/2312.03732).")
-    ] = False
+    enabled: Bool = False
+    """Train adapters in place of all weights."""
+    target_modules: list[Text] = field(default_factory=list)
+    """Names, or ends of names, of the layers to adapt, as in transformers; * matches any text. gate_up_proj and down_proj
+    include routed experts; experts.down_proj means only experts. Must be empty with match_all_linear."""
+    exclude_modules: list[Text] = field(default_factory=list)
+    """Names, or ends of names, of layers that get no adapter; * matches any text."""
+    match_all_linear: Bool = True
+    """Adapt all linear layers except the head, and all routed experts. Routers get no adapter."""
+    dim: Positive = 8
+    """Rank of the adapters."""
+    alpha: Positive = 32
+    """Scale: adapters are multiplied by alpha / dim."""
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Dropout probability of adapters in optimizer steps. The dropped entries depend on the parallel layout. Log-probs are
+    computed without dropout."""
+    dropout_position: Literal["pre", "post"] = "post"
+    """pre: dropout of the input of A. post: of the output of B."""
+    lora_A_init: Literal["xavier", "gaussian", "kaiming"] = "xavier"
+    """Initialization of A. B starts at 0."""
+    use_dora: Bool = False
+    """Also train a magnitude for each row of W (DoRA, https://arxiv.org/abs/2402.09353)."""
+    use_rslora: Bool = False
+    """Scale adapters by alpha / sqrt(dim) (rsLoRA, https://arxiv.org/abs/2312.03732)."""
 
 
 @dataclass
 class DTensorConfig:
     """The FSDP2 backend: PyTorch's fully_shard, with tensor parallelism by DTensor."""
 
-    enabled: Annotated[
-        Bool | None, Field(description="Train with FSDP2. null: submit.py chooses the backend by the model's size.")
-    ] = None
-    data_parallel_replicate_size: Annotated[
-        Positive,
-        Field(description="Replicas of the weights (HSDP). The ranks of a replica shard it. 1: shard over all ranks."),
-    ] = 1
-    tensor_parallel_size: Annotated[
-        Positive,
-        Field(
-            description="Tensor-parallel ranks. They do not split mixers with a recurrent state (Nemotron-H, Qwen3.5,"
-            " Qwen3-Next, LFM2, Bamba, Granite 4, Jamba, Zamba2, OLMo Hybrid, Mamba). They divide the sequences of a"
-            " microbatch instead, so one long sequence keeps only one rank busy. The exception: without sequence_parallel, the"
-            " projections of Qwen3.5's and Qwen3-Next's delta nets are split."
-        ),
-    ] = 1
-    sequence_parallel: Annotated[
-        Bool,
-        Field(description="Shard activations between tensor-parallel regions by tokens. Needs tensor parallelism."),
-    ] = False
-    context_parallel_size: Annotated[Positive, Field(description="Context-parallel ranks, which share each sequence.")] = 1
-    expert_parallel_size: Annotated[
-        Positive,
-        Field(description="Expert-parallel ranks, which hold different experts of each layer."),
-    ] = 1
+    enabled: Bool | None = None
+    """Train with FSDP2. null: submit.py chooses the backend by the model's size."""
+    data_parallel_replicate_size: Positive = 1
+    """Replicas of the weights (HSDP). The ranks of a replica shard it. 1: shard over all ranks."""
+    tensor_parallel_size: Positive = 1
+    """Tensor-parallel ranks. They do not split mixers with a recurrent state (Nemotron-H, Qwen3.5, Qwen3-Next, LFM2, Bamba,
+    Granite 4, Jamba, Zamba2, OLMo Hybrid, Mamba). They divide the sequences of a microbatch instead, so one long sequence keeps
+    only one rank busy. The exception: without sequence_parallel, the projections of Qwen3.5's and Qwen3-Next's delta nets are
+    split."""
+    sequence_parallel: Bool = False
+    """Shard activations between tensor-parallel regions by tokens. Needs tensor parallelism."""
+    context_parallel_size: Positive = 1
+    """Context-parallel ranks, which share each sequence."""
+    expert_parallel_size: Positive = 1
+    """Expert-parallel ranks, which hold different experts of each layer."""
     activation_checkpointing: Annotated[Bool | None, Field(description=RECOMPUTE)] = False
-    recompute_granularity: Annotated[
-        Literal["full", "selective"] | None,
-        Field(
-            description="What activation_checkpointing recomputes. full: whole layers. selective: everything except the"
-            " outputs of matrix products and attention. null: submit.py chooses."
-        ),
-    ] = "full"
-    cpu_offload: Annotated[Bool, Field(description="Keep parameters and optimizer state in host memory.")] = False
-    reference_cpu_offload: Annotated[
-        Bool,
-        Field(
-            description="Keep the reference policy's weights, in policy.precision, in page-locked host memory while it is idle."
-            " While its log-probs are computed, the weights take GPU memory: in bfloat16, 2 bytes for each parameter of a rank."
-            " With adapters, the reference is the model without them and takes no extra memory."
-        ),
-    ] = True
-    use_liger_kernel: Annotated[
-        Bool,
-        Field(
-            description="Replace transformers' norms, rotary embeddings and MLPs by Liger's kernels. Needs GPUs and `pip"
-            " install 'hetstep[liger]'`."
-        ),
-    ] = False
-    flash_attention: Annotated[
-        Int | None,
-        Field(
-            ge=2,
-            le=3,
-            description="Attention kernels. 2: PyTorch's. 3: FlashAttention-3, which needs Hopper GPUs and the package"
-            " flash_attn_interface. null: 3 if it is available and policy.deterministic is false, else 2.",
-        ),
-    ] = None
-    compile: Annotated[
-        Bool | None,
-        Field(
-            description="Compile decoder layers with torch.compile. null: on GPUs, for dense models without tensor"
-            " parallelism, selective recomputation or Liger's kernels. Compiled layers round differently from"
-            " eager ones; with policy.deterministic a synchronous run still resumes to the last bit on the same"
-            " machine. Compilation uses a full microbatch of sequences of max_total_sequence_length tokens, so"
-            " memory must suffice for it even if no data are that long."
-        ),
-    ] = None
+    recompute_granularity: Literal["full", "selective"] | None = "full"
+    """What activation_checkpointing recomputes. full: whole layers. selective: everything except the outputs of matrix products
+    and attention. null: submit.py chooses."""
+    cpu_offload: Bool = False
+    """Keep parameters and optimizer state in host memory."""
+    reference_cpu_offload: Bool = True
+    """Keep the reference policy's weights, in policy.precision, in page-locked host memory while it is idle. While its
+    log-probs are computed, the weights take GPU memory: in bfloat16, 2 bytes for each parameter of a rank. With adapters, the
+    reference is the model without them and takes no extra memory."""
+    use_liger_kernel: Bool = False
+    """Replace transformers' norms, rotary embeddings and MLPs by Liger's kernels. Needs GPUs and `pip install
+    'hetstep[liger]'`."""
+    flash_attention: Annotated[Int | None, Field(ge=2, le=3)] = None
+    """Attention kernels. 2: PyTorch's. 3: FlashAttention-3, which needs Hopper GPUs and the package flash_attn_interface. null:
+    3 if it is available and policy.deterministic is false, else 2."""
+    compile: Bool | None = None
+    """Compile decoder layers with torch.compile. null: on GPUs, for dense models without tensor parallelism, selective
+    recomputation or Liger's kernels. Compiled layers round differently from eager ones; with policy.deterministic a synchronous
+    run still resumes to the last bit on the same machine. Compilation uses a full microbatch of sequences of
+    max_total_sequence_length tokens, so memory must suffice for it even if no data are that long."""
     lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)
 
 
@@ -165,18 +119,13 @@ class DTensorConfig:
 class SequencePackingConfig:
     """Packing of sequences, end to end, into microbatches."""
 
-    enabled: Annotated[
-        Bool,
-        Field(
-            description="Fill microbatches up to a number of tokens. false: a microbatch has train_micro_batch_size sequences,"
-            " also packed end to end."
-        ),
-    ] = True
-    train_mb_tokens: Annotated[
-        Positive | None,
-        Field(description="Maximum tokens of a microbatch in training. null: submit.py chooses; see activation_checkpointing."),
-    ] = 8192
-    logprob_mb_tokens: Annotated[Positive, Field(description="Maximum tokens of a microbatch in log-prob passes.")] = 8192
+    enabled: Bool = True
+    """Fill microbatches up to a number of tokens. false: a microbatch has train_micro_batch_size sequences, also packed end to
+    end."""
+    train_mb_tokens: Positive | None = 8192
+    """Maximum tokens of a microbatch in training. null: submit.py chooses; see activation_checkpointing."""
+    logprob_mb_tokens: Positive = 8192
+    """Maximum tokens of a microbatch in log-prob passes."""
 
     @property
     def train_tokens(self) -> int:
@@ -189,75 +138,55 @@ class SequencePackingConfig:
 class OptimizerConfig:
     """A torch optimizer."""
 
-    name: Annotated[Text, Field(description="Dotted path of the optimizer's class.")] = "torch.optim.AdamW"
-    kwargs: Annotated[dict[str, Any], Live(("lr",)), Field(description="Arguments of the optimizer.")] = field(
-        default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01}
-    )
-
-
-DETERMINISTIC = (
-    "On GPUs, compute the same bits in each run with the same images, GPUs and layout, so that a resumed run equals the"
-    " uninterrupted one to the last bit. Deterministic kernels are slower; plan=true accounts for it. Runs on CPUs are"
-    " deterministic without this key."
-)
-
-
-SCHEDULER = (
-    "Learning-rate schedule: one {name, kwargs}, or, as in NeMo-RL, a list of them that ends with {milestones: [...]}. It"
-    " advances once per step of the algorithm, however many optimizer updates a step has. null: a constant rate."
-)
-
-
-FREEZE = (
-    "Tensors that are not trained: patterns of their names in the model's files, such as model.embed_tokens.* or"
-    " model.layers.[0-7].*; * matches any text. Frozen tensors get no gradient, no optimizer state and no weight decay, and"
-    " grad_norm leaves them out. Tensors that are one parameter in memory are frozen together: all experts of a layer and, with"
-    " Megatron-Core, queries with keys and values, and gates with up projections. Frozen values stay the same to the bit, in"
-    " policy.precision. The plan counts no gradients and no optimizer state for frozen tensors; its times do not change. Must"
-    " be empty with adapters, which freeze all other weights."
-)
+    name: Text = "torch.optim.AdamW"
+    """Dotted path of the optimizer's class."""
+    kwargs: Annotated[dict[str, Any], Live(("lr",))] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
+    """Arguments of the optimizer."""
 
 
 @dataclass
 class PolicyConfig:
     """The model that is trained."""
 
-    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
-        MISSING
-    )
-    random_init: Annotated[
-        Bool, Field(description="Initialize weights from the config and the seed. The folder then needs no weights.")
-    ] = False
+    model_name: Line = MISSING
+    """A folder, or a Hugging Face name whose files are in the local cache."""
+    random_init: Bool = False
+    """Initialize weights from the config and the seed. The folder then needs no weights."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
-    freeze_parameters: Annotated[list[Text], Field(description=FREEZE)] = field(default_factory=list)
-    train_global_batch_size: Annotated[
-        Positive, Field(description="Sequences per optimizer update, over all ranks. DPO and RM: pairs.")
-    ] = 512
-    train_micro_batch_size: Annotated[Positive, Field(description="Sequences per microbatch without sequence packing.")] = 4
-    logprob_batch_size: Annotated[
-        Positive, Field(description="Sequences per microbatch of log-prob passes without sequence packing.")
-    ] = interpolation("${.train_micro_batch_size}")
-    max_total_sequence_length: Annotated[
-        Int, Field(ge=2, description="Maximum tokens of a sequence, including the prompt.")
-    ] = 512
-    precision: Annotated[
-        Precision,
-        Field(
-            description="Precision of weights and activations. Master weights are float32. float16 needs FSDP2 and scales the"
-            " loss. Its resolution is 8 times that of bfloat16, so engines and training differ less."
-        ),
-    ] = "bfloat16"
-    deterministic: Annotated[Bool, Field(description=DETERMINISTIC)] = False
-    logprob_chunk_size: Annotated[
-        Positive | None, Field(description="Number of tokens whose logits are in memory at a time. null: all.")
-    ] = 2048
+    freeze_parameters: list[Text] = field(default_factory=list)
+    """Tensors that are not trained: patterns of their names in the model's files, such as model.embed_tokens.* or
+    model.layers.[0-7].*; * matches any text. Frozen tensors get no gradient, no optimizer state and no weight decay, and
+    grad_norm leaves them out. Tensors that are one parameter in memory are frozen together: all experts of a layer and, with
+    Megatron-Core, queries with keys and values, and gates with up projections. Frozen values stay the same to the bit, in
+    policy.precision. The plan counts no gradients and no optimizer state for frozen tensors; its times do not change. Must be
+    empty with adapters, which freeze all other weights."""
+    train_global_batch_size: Positive = 512
+    """Sequences per optimizer update, over all ranks. DPO and RM: pairs."""
+    train_micro_batch_size: Positive = 4
+    """Sequences per microbatch without sequence packing."""
+    logprob_batch_size: Positive = interpolation("${.train_micro_batch_size}")
+    """Sequences per microbatch of log-prob passes without sequence packing."""
+    max_total_sequence_length: Annotated[Int, Field(ge=2)] = 512
+    """Maximum tokens of a sequence, including the prompt."""
+    precision: Precision = "bfloat16"
+    """Precision of weights and activations. Master weights are float32. float16 needs FSDP2 and scales the loss. Its resolution
+    is 8 times that of bfloat16, so engines and training differ less."""
+    deterministic: Bool = False
+    """On GPUs, compute the same bits in each run with the same images, GPUs and layout, so that a resumed run equals the
+    uninterrupted one to the last bit. Deterministic kernels are slower; plan=true accounts for it. Runs on CPUs are
+    deterministic without this key."""
+    logprob_chunk_size: Positive | None = 2048
+    """Number of tokens whose logits are in memory at a time. null: all."""
     dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
-    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
+    max_grad_norm: Annotated[Float | None, Field(ge=0)] = 1.0
+    """Maximum norm of gradients. null, 0: do not clip."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: Annotated[Any, LIVE, Field(description=SCHEDULER)] = None
+    scheduler: Annotated[Any, LIVE] = None
+    """Learning-rate schedule: one {name, kwargs}, or, as in NeMo-RL, a list of them that ends with {milestones: [...]}. It
+    advances once per step of the algorithm, however many optimizer updates a step has. null: a constant rate."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
@@ -268,34 +197,33 @@ class PolicyConfig:
 class ValueConfig:
     """PPO's critic: the body of a language model, or a reward model, with one value per token."""
 
-    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
-        interpolation("${policy.model_name}")
-    )
-    random_init: Annotated[Bool, Field(description="See policy.random_init.")] = interpolation("${policy.random_init}")
+    model_name: Line = interpolation("${policy.model_name}")
+    """A folder, or a Hugging Face name whose files are in the local cache."""
+    random_init: Bool = interpolation("${policy.random_init}")
+    """See policy.random_init."""
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
-    precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
-    freeze_parameters: Annotated[
-        list[Text], Field(description="See policy.freeze_parameters. The name of the critic's head is score.weight.")
-    ] = field(default_factory=list)
-    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
+    precision: Precision = interpolation("${policy.precision}")
+    """See policy.precision."""
+    freeze_parameters: list[Text] = field(default_factory=list)
+    """See policy.freeze_parameters. The name of the critic's head is score.weight."""
+    max_grad_norm: Annotated[Float | None, Field(ge=0)] = 1.0
+    """Maximum norm of gradients. null, 0: do not clip."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: Annotated[
-        Any,
-        LIVE,
-        Field(description="See policy.scheduler. It also advances in the steps before ppo.policy_training_start_step."),
-    ] = None
+    scheduler: Annotated[Any, LIVE] = None
+    """See policy.scheduler. It also advances in the steps before ppo.policy_training_start_step."""
 
 
 @dataclass
 class TeacherConfig:
     """Distillation's teacher. It must have the policy's vocabulary."""
 
-    model_name: Annotated[
-        Line | None, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")
-    ] = None
+    model_name: Line | None = None
+    """A folder, or a Hugging Face name whose files are in the local cache."""
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
-    precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
-    cpu_offload: Annotated[Bool, Field(description="Keep the weights in host memory while the teacher is idle.")] = True
+    precision: Precision = interpolation("${policy.precision}")
+    """See policy.precision."""
+    cpu_offload: Bool = True
+    """Keep the weights in host memory while the teacher is idle."""
 
 
 @dataclass
@@ -305,14 +233,8 @@ class TeachersConfig:
     The loss is one mean over all tokens of the step. Checkpoints have no teachers.
     """
 
-    teachers: Annotated[
-        dict[str, TeacherConfig],
-        Field(
-            description="Teachers by the key of their environment under `env`; an alternative to `teacher`. Teachers with equal"
-            " settings are loaded once."
-        ),
-    ] = field(default_factory=dict)
-    default_teacher_alias: Annotated[
-        Text | None,
-        Field(description="Key in `teachers` of the teacher for all other environments. null: each environment has a teacher."),
-    ] = None
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    """Teachers by the key of their environment under `env`; an alternative to `teacher`. Teachers with equal settings are
+    loaded once."""
+    default_teacher_alias: Text | None = None
+    """Key in `teachers` of the teacher for all other environments. null: each environment has a teacher."""

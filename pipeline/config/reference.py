@@ -5,6 +5,10 @@ python -m pipeline.config.reference      regenerate recipes/KEYS.md and recipes/
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
+import itertools
 import json
 import textwrap
 from collections.abc import Collection, Iterator
@@ -80,11 +84,28 @@ class _Generator(GenerateJsonSchema):
         del found["title"]
         found.pop("required", None)  # another file may give the value
         defaults = schema_validation.defaults(schema["cls"]).plain()
+        meanings = _meanings(schema["cls"])
         for name, described in found["properties"].items():
+            if name in meanings:
+                described["description"] = meanings[name]
             described.pop("default", None)
             if "$ref" not in described and defaults[name] != MISSING:
                 described["default"] = defaults[name]
         return {**found, "additionalProperties": False}
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """Return key -> the text below its field in the source, for the fields of a section and of its bases that have one."""
+    found = {}
+    for base in reversed(section.__mro__):
+        with contextlib.suppress(OSError, TypeError):  # a class without a source, such as one made from the registries
+            (defined,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(defined, ast.ClassDef)
+            for field, text in itertools.pairwise(defined.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
+                        found[name] = " ".join(meaning.split())
+    return found
 
 
 @cache

@@ -44,76 +44,52 @@ class DatasetConfig:
     key of a column may name a field of a nested column, such as reward_model.ground_truth, unless a column has that name.
     """
 
-    dataset_name: Annotated[
-        Line | None,
-        Field(
-            description="A generated or named data set, a name or folder for `datasets`, or the dotted path of your own"
-            " callable (split, seed=, **kwargs) that returns a sequence of records."
-        ),
-    ] = None
-    data_path: Annotated[
-        Line | None, Field(description="A JSONL file. In recipes that inherit, data_path and dataset_name replace each other.")
-    ] = None
-    subset: Annotated[Text | None, Field(description="Configuration of the repository. null: the data set's default.")] = None
-    split: Annotated[Text | None, Field(description="Split of the data set. null: its default, mostly `train`.")] = None
-    max_samples: Annotated[
-        Positive | None, Field(description="Number of records to use, drawn at random with `seed`. null: all.")
-    ] = None
-    split_validation_size: Annotated[
-        Float,
-        Field(ge=0, description="Training data held out for validation: a fraction below 1, or a number of records from 1."),
-    ] = 0.0
-    seed: Annotated[Int, Field(description="Seed of the draws for max_samples and split_validation_size.")] = 42
-    repeat: Annotated[Positive, Field(description="Number of passes over the records in one epoch.")] = 1
-    input_key: Annotated[
-        Text,
-        Field(
-            description="Column of the prompt: a string, or messages {role, content}. DPO, RM: the prompt of both answers;"
-            " `''` if the answers include it."
-        ),
-    ] = "input"
-    output_key: Annotated[Text, Field(description="Column of the answer: a string, or messages.")] = "output"
-    messages_key: Annotated[
-        Text | None, Field(description="Column of a list of {role, content}, in place of input_key and output_key.")
-    ] = None
-    text_key: Annotated[Text | None, Field(description="SFT: column of a text. The loss counts every token of it.")] = None
-    chosen_key: Annotated[
-        Text,
-        Field(
-            description="DPO, RM: column of the better answer, or of messages {role, content} that end in it and may"
-            " include the prompt."
-        ),
-    ] = "chosen"
-    rejected_key: Annotated[Text, Field(description="DPO, RM: column of the worse answer, in the form of chosen_key.")] = (
-        "rejected"
-    )
-    tools_key: Annotated[
-        Text | None,
-        Field(
-            description="Column of the tools that the chat template shows: a list of JSON schemas of functions, also as JSON"
-            " text. null: none. The column chat_template_kwargs has variables of the template."
-        ),
-    ] = "tools"
-    margin_key: Annotated[Text | None, Field(description="RM: column of the margin by which the chosen answer is better.")] = (
-        None
-    )
-    prompt_file: Annotated[
-        Line | None,
-        Field(
-            description="File of a prompt template, whose `{}` is replaced by the input. With messages, it applies to the first"
-            " message of the user."
-        ),
-    ] = None
-    system_prompt_file: Annotated[Line | None, Field(description="File of the system prompt.")] = None
-    env_name: Annotated[Text | None, Field(description="Key under `env` of the environment that scores the answers.")] = None
-    weight: Annotated[
-        Float | None,
-        Live(within="data.datasets."),
-        Field(gt=0, description="Relative sampling weight in data.datasets (Live). null in all of them: number of records."),
-    ] = None
-    kwargs: Annotated[
-        dict[str, Any], Field(description="Arguments of a generated data set, of `datasets`, or of your own callable.")
-    ] = field(default_factory=dict)
+    dataset_name: Line | None = None
+    """A generated or named data set, a name or folder for `datasets`, or the dotted path of your own callable (split, seed=,
+    **kwargs) that returns a sequence of records."""
+    data_path: Line | None = None
+    """A JSONL file. In recipes that inherit, data_path and dataset_name replace each other."""
+    subset: Text | None = None
+    """Configuration of the repository. null: the data set's default."""
+    split: Text | None = None
+    """Split of the data set. null: its default, mostly `train`."""
+    max_samples: Positive | None = None
+    """Number of records to use, drawn at random with `seed`. null: all."""
+    split_validation_size: Annotated[Float, Field(ge=0)] = 0.0
+    """Training data held out for validation: a fraction below 1, or a number of records from 1."""
+    seed: Int = 42
+    """Seed of the draws for max_samples and split_validation_size."""
+    repeat: Positive = 1
+    """Number of passes over the records in one epoch."""
+    input_key: Text = "input"
+    """Column of the prompt: a string, or messages {role, content}. DPO, RM: the prompt of both answers; `''` if the answers
+    include it."""
+    output_key: Text = "output"
+    """Column of the answer: a string, or messages."""
+    messages_key: Text | None = None
+    """Column of a list of {role, content}, in place of input_key and output_key."""
+    text_key: Text | None = None
+    """SFT: column of a text. The loss counts every token of it."""
+    chosen_key: Text = "chosen"
+    """DPO, RM: column of the better answer, or of messages {role, content} that end in it and may include the prompt."""
+    rejected_key: Text = "rejected"
+    """DPO, RM: column of the worse answer, in the form of chosen_key."""
+    tools_key: Text | None = "tools"
+    """Column of the tools that the chat template shows: a list of JSON schemas of functions, also as JSON text. null: none. The
+    column chat_template_kwargs has variables of the template."""
+    margin_key: Text | None = None
+    """RM: column of the margin by which the chosen answer is better."""
+    prompt_file: Line | None = None
+    """File of a prompt template, whose `{}` is replaced by the input. With messages, it applies to the first message of the
+    user."""
+    system_prompt_file: Line | None = None
+    """File of the system prompt."""
+    env_name: Text | None = None
+    """Key under `env` of the environment that scores the answers."""
+    weight: Annotated[Float | None, Live(within="data.datasets."), Field(gt=0)] = None
+    """Relative sampling weight in data.datasets (Live). null in all of them: number of records."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a generated data set, of `datasets`, or of your own callable."""
 
 
 @dataclass
@@ -122,46 +98,28 @@ class DataConfig:
 
     train: DatasetConfig | None = field(default_factory=DatasetConfig)
     validation: DatasetConfig | None = None
-    datasets: Annotated[
-        dict[str, DatasetConfig], Field(description="Several training data sets by name, mixed by weight, in place of train.")
-    ] = field(default_factory=dict)
-    validations: Annotated[
-        dict[str, DatasetConfig],
-        Field(description="Several validation data sets by name, each with its own metrics, in place of validation."),
-    ] = field(default_factory=dict)
-    max_input_seq_length: Annotated[
-        Positive, Field(description="Maximum tokens of a prompt; for offline algorithms, of a sequence.")
-    ] = interpolation("${policy.max_total_sequence_length}")
-    overlong_prompts: Annotated[
-        Literal["error", "drop"],
-        Field(description="What to do with a prompt that exceeds max_input_seq_length or leaves no room for an answer."),
-    ] = "error"
-    unknown_tokens: Annotated[
-        Literal["error", "keep", "drop"],
-        Field(
-            description="What to do with a record whose text the tokenizer can only partly represent, using its unknown token."
-            " The longest and the first texts of a data_path are checked before submission; all texts, when the job reads them."
-        ),
-    ] = "error"
-    bad_records: Annotated[
-        Literal["error", "drop"],
-        Field(
-            description="What to do with an unusable record, such as one without an answer or a pair of identical answers."
-            " error: fail and name its file and line (Parquet: row). drop: skip it and count it in the metric"
-            " data/records_dropped. The first records are checked before submission, the first 20,000 when the job begins."
-        ),
-    ] = "error"
-    learn_prefilled: Annotated[
-        Bool,
-        Field(
-            description="SFT, DPO, RM: include in the loss the reasoning marks that the generation prompt already has, such as"
-            " an empty <think> block, as TRL's training templates do."
-        ),
-    ] = False
-    shuffle: Annotated[Bool, Field(description="Shuffle every epoch, with the algorithm's seed.")] = True
-    apply_chat_template: Annotated[
-        Bool, Field(description="Render prompts with the chat template. false: use the text as it is, after prompt_file.")
-    ] = True
+    datasets: dict[str, DatasetConfig] = field(default_factory=dict)
+    """Several training data sets by name, mixed by weight, in place of train."""
+    validations: dict[str, DatasetConfig] = field(default_factory=dict)
+    """Several validation data sets by name, each with its own metrics, in place of validation."""
+    max_input_seq_length: Positive = interpolation("${policy.max_total_sequence_length}")
+    """Maximum tokens of a prompt; for offline algorithms, of a sequence."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with a prompt that exceeds max_input_seq_length or leaves no room for an answer."""
+    unknown_tokens: Literal["error", "keep", "drop"] = "error"
+    """What to do with a record whose text the tokenizer can only partly represent, using its unknown token. The longest and the
+    first texts of a data_path are checked before submission; all texts, when the job reads them."""
+    bad_records: Literal["error", "drop"] = "error"
+    """What to do with an unusable record, such as one without an answer or a pair of identical answers. error: fail and name
+    its file and line (Parquet: row). drop: skip it and count it in the metric data/records_dropped. The first records are
+    checked before submission, the first 20,000 when the job begins."""
+    learn_prefilled: Bool = False
+    """SFT, DPO, RM: include in the loss the reasoning marks that the generation prompt already has, such as an empty <think>
+    block, as TRL's training templates do."""
+    shuffle: Bool = True
+    """Shuffle every epoch, with the algorithm's seed."""
+    apply_chat_template: Bool = True
+    """Render prompts with the chat template. false: use the text as it is, after prompt_file."""
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
@@ -171,39 +129,37 @@ class DataConfig:
 class EvaluationConfig:
     """Evaluation of a run's checkpoints as they are completed, each in a job of its own (launch/evaluate.py, step=follow)."""
 
-    suite: Annotated[
-        Line | None,
-        Field(description="A file in recipes/suites/, without .yaml, or a path. null: checkpoints are not evaluated."),
-    ] = None
-    period: Annotated[Positive, Field(description="Evaluate every Nth checkpoint, and the last.")] = 1
-    cluster: Annotated[
-        dict[str, Any],
-        Field(
-            description="Keys of `cluster` for the evaluation jobs, as in {time_min: 30, generate: {nodes: 1}, partition:"
-            " small}. They override the run's. A key that only components have, such as partition, sets cluster.generate's."
-        ),
-    ] = field(default_factory=dict)
-    overrides: Annotated[
-        dict[str, Any], Field(description="Keys of the suite's recipe to change, such as {evaluate.seed: 1}.")
-    ] = field(default_factory=dict)
+    suite: Line | None = None
+    """A file in recipes/suites/, without .yaml, or a path. null: checkpoints are not evaluated."""
+    period: Positive = 1
+    """Evaluate every Nth checkpoint, and the last."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """Keys of `cluster` for the evaluation jobs, as in {time_min: 30, generate: {nodes: 1}, partition: small}. They override
+    the run's. A key that only components have, such as partition, sets cluster.generate's."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the suite's recipe to change, such as {evaluate.seed: 1}."""
 
 
 @dataclass
 class MonitorConfig:
     """Samples of what each rank uses (GPU, memory, network, engine), metrics `resources/...` and warnings."""
 
-    enabled: Annotated[Bool, Field(description="Whether to sample. A sample takes a few milliseconds of a CPU.")] = True
-    period_s: Annotated[Float, Field(ge=0.1, description="Seconds between two samples of a rank.")] = 5.0
-    flush_s: Annotated[Float, Field(ge=0, description="Seconds between two writes of samples to a rank's file.")] = 10.0
+    enabled: Bool = True
+    """Whether to sample. A sample takes a few milliseconds of a CPU."""
+    period_s: Annotated[Float, Field(ge=0.1)] = 5.0
+    """Seconds between two samples of a rank."""
+    flush_s: Annotated[Float, Field(ge=0)] = 10.0
+    """Seconds between two writes of samples to a rank's file."""
 
 
 @dataclass
 class _Logs:
-    tensorboard_enabled: Annotated[Bool, Field(description="Write TensorBoard events.")] = True
-    timeline_enabled: Annotated[Bool, Field(description="Record each rank's activity for launch/timeline.py.")] = True
-    num_rollouts_to_log: Annotated[
-        NotNegative | None, LIVE, Field(description="Rollouts per step to write as JSONL. null: all.")
-    ] = None
+    tensorboard_enabled: Bool = True
+    """Write TensorBoard events."""
+    timeline_enabled: Bool = True
+    """Record each rank's activity for launch/timeline.py."""
+    num_rollouts_to_log: Annotated[NotNegative | None, LIVE] = None
+    """Rollouts per step to write as JSONL. null: all."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
 
@@ -247,26 +203,16 @@ class PlanConfig:
     They change nothing in the run but what submission chooses by the plan: recomputation and microbatches that are left open.
     """
 
-    prompt_tokens: Annotated[
-        Float | None, Field(description="Mean tokens of a prompt. null: estimated as in launch/plan/lengths.py.")
-    ] = None
-    answer_tokens: Annotated[
-        Float | None, Field(description="Mean tokens of an answer. null: estimated as in launch/plan/lengths.py.")
-    ] = None
-    longest_tokens: Annotated[
-        Positive | None,
-        Field(
-            description="Tokens of the longest sequence in an offline algorithm's data, which bounds memory. null: read from"
-            " the data if all records are in small local JSONL files, else data.max_input_seq_length, which the run enforces."
-        ),
-    ] = None
-    hardware: Annotated[
-        Line | None,
-        Field(
-            description="A file that `make gpu-check` wrote on the same kind of GPU. The plan uses its measurements in place of"
-            " the assumptions in recipes/hardware."
-        ),
-    ] = None
+    prompt_tokens: Float | None = None
+    """Mean tokens of a prompt. null: estimated as in launch/plan/lengths.py."""
+    answer_tokens: Float | None = None
+    """Mean tokens of an answer. null: estimated as in launch/plan/lengths.py."""
+    longest_tokens: Positive | None = None
+    """Tokens of the longest sequence in an offline algorithm's data, which bounds memory. null: read from the data if all
+    records are in small local JSONL files, else data.max_input_seq_length, which the run enforces."""
+    hardware: Line | None = None
+    """A file that `make gpu-check` wrote on the same kind of GPU. The plan uses its measurements in place of the assumptions in
+    recipes/hardware."""
 
 
 if TYPE_CHECKING:
@@ -277,26 +223,16 @@ else:
 
 @dataclass
 class _Run:
-    name: Annotated[Line, Field(description="Name of the run. Default: the name of the recipe's file without .yaml.")] = MISSING
-    algorithm: Annotated[
-        AlgorithmName, Field(description="Algorithm of the run. Its section of the recipe has the same name.")
-    ] = MISSING
-    run_dir: Annotated[
-        Folder,
-        Field(
-            description="Folder for the output of the run. If it exists, the run continues from its last checkpoint."
-            " Default: runs/<name>."
-        ),
-    ] = MISSING
-    needs: Annotated[list[Line], Field(description="Recipes that run first, each once, in runs/<name>.")] = field(
-        default_factory=list
-    )
-    module_folders: Annotated[
-        list[Line],
-        Field(
-            description="Folders to search for your own modules, after PYTHONPATH. The folder of the recipe's file is added."
-        ),
-    ] = field(default_factory=list)
+    name: Line = MISSING
+    """Name of the run. Default: the name of the recipe's file without .yaml."""
+    algorithm: AlgorithmName = MISSING
+    """Algorithm of the run. Its section of the recipe has the same name."""
+    run_dir: Folder = MISSING
+    """Folder for the output of the run. If it exists, the run continues from its last checkpoint. Default: runs/<name>."""
+    needs: list[Line] = field(default_factory=list)
+    """Recipes that run first, each once, in runs/<name>."""
+    module_folders: list[Line] = field(default_factory=list)
+    """Folders to search for your own modules, after PYTHONPATH. The folder of the recipe's file is added."""
 
 
 _Algorithms = make_dataclass(
@@ -317,7 +253,8 @@ class Recipe(_Algorithms):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     on_policy_distillation: TeachersConfig = field(default_factory=TeachersConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    env: Annotated[dict[str, EnvironmentConfig], Field(description="Environments by name.")] = field(default_factory=dict)
+    env: dict[str, EnvironmentConfig] = field(default_factory=dict)
+    """Environments by name."""
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

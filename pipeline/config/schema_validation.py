@@ -96,11 +96,13 @@ class Advice:
     hint: from an unknown key to a hint such as `did you mean 'b.c'?`; None if there is none
     rank: from an unknown key to a function from one of our keys to its rank as a suggestion, lowest first
     unread: from one of our keys to the reason why the recipe does not read it; None if it does
+    known: from a key to whether the recipe may have it although it is in no section
     """
 
     hint: Callable[[str], str | None] = lambda key: None
     rank: Callable[[str], Callable[[str], int]] = lambda near: lambda key: 0
     unread: Callable[[str], str | None] = lambda key: None
+    known: Callable[[str], bool] = lambda key: False
 
 
 def unknown_keys(
@@ -121,6 +123,8 @@ def unknown_keys(
             for where, child in nodes.items():
                 if inner and isinstance(child, ConfigMapping):
                     yield from unknown_keys(inner, child, whole, advice, f"{where}.")
+            continue
+        if advice.known(key):
             continue
         leaves = [(key, node)] if isinstance(node, ConfigValue) else list(node.leaves(f"{key}."))
         ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # a key of another section
@@ -179,6 +183,7 @@ EXPECTED = {
     "dataclass": "a mapping of keys",
 }
 """First word of a pydantic error type -> message of a `wrong-type`; braces hold values from pydantic's context."""
+NO_VALUE = "got no value; expected one, since the key has no default"
 BOUNDS = {
     "literal_error": ("not-a-choice", "one of: {expected}"),
     "greater_than_equal": ("too-small", "at least {ge}"),
@@ -200,26 +205,28 @@ def validate_tree(section: type, tree: ConfigMapping) -> tuple[Any, list[Problem
     In the dataclass missing values are "". It is None if there are other problems, or if a field without a default in its
     class has no value. Unknown keys are ignored.
     """
-    given = tree.copy()
-    problems: dict[str, Problem] = {}
-    for key, leaf in tree.leaves():
-        if leaf.value == MISSING:
-            given.drop(key)
-            message = "got no value; expected one, since the key has no default"
-            problems[key] = Problem(key, "missing-value", message, leaf.origin or "")
+    given, missing = tree.copy(), [key for key, leaf in tree.leaves() if leaf.value == MISSING]
+    for key in missing:
+        given.drop(key)
+    found, wrong = validate(section, given.plain())
+    problems = {key: Problem(key, "missing-value", NO_VALUE) for key in missing}
+    problems |= {problem.key: problem for problem in wrong}
+    for key in missing if found else ():
+        _blank(found, *tree.path(key))
+    origins = {key: node.origin or "" for key in problems if (node := tree.find(key))}
+    return found, [dataclasses.replace(problem, origin=origins.get(key, "")) for key, problem in problems.items()]
+
+
+def validate(section: type, values: dict[str, Any]) -> tuple[Any, list[Problem]]:
+    """Return (the dataclass of plain values, []), or (None, the first problem of each key). Unknown keys are ignored."""
     try:
-        found = adapter(section).validate_python(given.plain())
-        for key in problems:
-            _blank(found, *tree.path(key))
-        return found, list(problems.values())
+        return adapter(section).validate_python(values), []
     except ValidationError as error:
+        problems: dict[str, Problem] = {}
         for one in error.errors(include_url=False):
             key = ".".join(_printable(name) for name in one["loc"] if isinstance(name, str) and name != "[key]")
-            if one["type"] == "missing" and key in problems:
-                continue
-            node = tree.find(key)
-            problems.setdefault(key, _problem(key, one, node.origin if node else None))
-    return None, list(problems.values())
+            problems.setdefault(key, _problem(key, one))
+        return None, list(problems.values())
 
 
 def _blank(values: Any, name: str, *rest: str) -> None:
@@ -234,7 +241,7 @@ def _blank(values: Any, name: str, *rest: str) -> None:
 
 def value_problems(value: Any) -> Iterator[Problem]:
     """Yield the problems of a section's single values."""
-    yield from validate_tree(type(value), from_plain(dataclasses.asdict(value), None))[1]
+    yield from validate(type(value), dataclasses.asdict(value))[1]
 
 
 def validate_mapping(section: type, key: str, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
@@ -267,16 +274,18 @@ def coerce_types(section: type, tree: ConfigMapping) -> dict[str, Problem]:
     return {key: problem for key, problem in problems.items() if problem.code == "wrong-type"}
 
 
-def _problem(key: str, error: Mapping[str, Any], origin: str | None) -> Problem:
+def _problem(key: str, error: Mapping[str, Any]) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return Problem(key, "missing-value", NO_VALUE)
     if "message" in context:  # of values.Check
-        return Problem(key, kind, context["message"], origin or "")
+        return Problem(key, kind, context["message"])
     context = {name: str(one).replace(" or ", ", ").replace("'", "") for name, one in context.items()}
     code, expected = BOUNDS.get(kind) or ("wrong-type", EXPECTED[kind.partition("_")[0]])
     expected, shown = expected.format(**context), _shown(error["input"])
     if isinstance(error["loc"][-1], int):
         expected, shown = f"{expected} for each item", f"{shown} as an item"
-    return Problem(key, code, f"got {shown}; expected {expected}", origin or "")
+    return Problem(key, code, f"got {shown}; expected {expected}")
 
 
 def _printable(name: str) -> str:

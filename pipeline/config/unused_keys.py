@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.algorithms import ALGORITHMS, read_by
-from pipeline.config import aliases, schema_validation
+from pipeline.config import aliases, fixed_keys, schema_validation
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain
 from pipeline.config.data import keyed_sets
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
@@ -88,6 +88,8 @@ class Readers:
 
     def hint(self, key: str) -> str | None:
         """Return a hint for an unknown key; None if it is no known key of another library."""
+        if why := fixed_keys.hint(key):
+            return why
         if key.startswith("logger.") and not extras.is_here("trackers"):
             return f"a tracker's keys need {extras.lacking('trackers')}"
         return aliases.hint(key, self.algorithm, self.rank(key), self.unread)

@@ -88,9 +88,7 @@ def test_packed_conversations_equal_transformers(backend, template, realm, tmp_p
         model_name=str(tmp_path / "model"),
         precision="float32",
         dtensor_cfg=DTensorConfig(enabled=backend == "fsdp"),
-        megatron_cfg=MegatronConfig(
-            enabled=backend == "megatron", pipeline_dtype="float32", distributed_data_parallel_config=MegatronDDPConfig()
-        ),
+        megatron_cfg=MegatronConfig(enabled=backend == "megatron", distributed_data_parallel_config=MegatronDDPConfig()),
     )
     policy.sequence_packing.train_mb_tokens = 128
     ((update,),) = split_batch(examples, policy, [DataParallelRank(0, 1)], len(examples))

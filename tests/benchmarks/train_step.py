@@ -108,9 +108,7 @@ def _policy(case: Case, folder: Path, megatron: bool, compiled: bool) -> PolicyC
         precision="float32",
         sequence_packing=SequencePackingConfig(train_mb_tokens=case.packed_tokens),  # what compiled layers are tried out with
         dtensor_cfg=DTensorConfig(compile=compiled),
-        megatron_cfg=MegatronConfig(
-            enabled=megatron, pipeline_dtype="float32", distributed_data_parallel_config=MegatronDDPConfig()
-        ),
+        megatron_cfg=MegatronConfig(enabled=megatron, distributed_data_parallel_config=MegatronDDPConfig()),
         optimizer=OptimizerConfig(kwargs={"lr": LEARNING_RATE, "weight_decay": 0.0}),
     )
 

@@ -86,7 +86,7 @@ def test_a_forward_pass_of_fsdp2s_model(family, folder):
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
 def test_a_forward_pass_of_megatrons_local_modules(family, folder):
     policy = cases.policy(folder / family, precision="bfloat16")
-    trained = layouts.backend(policy, role=ModelRole(trained=False), pipeline_dtype="bfloat16")
+    trained = layouts.backend(policy, role=ModelRole(trained=False))
 
     def run(local) -> None:
         sequences = PackedSequences.of(local.packing, trained._starts_on_host)

@@ -55,7 +55,7 @@ def megatron(place: Place) -> Measurement:
     os.environ[VARIABLE] = str(place.folder / "converted")
 
     def new(model: Path, precision: str) -> TrainBackend:
-        return layouts.backend(cases.policy(model, precision=precision), pipeline_dtype=precision)
+        return layouts.backend(cases.policy(model, precision=precision))
 
     def expected(model: Path) -> tuple[torch.Tensor, Gradients]:
         layouts.write_expected(model)

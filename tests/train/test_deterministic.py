@@ -46,7 +46,7 @@ def equal(ours: list, theirs: list) -> bool:
 
 
 def built(model, backend: str, deterministic: bool):
-    megatron = MegatronConfig(enabled=True, pipeline_dtype="float32") if backend == "megatron" else MegatronConfig()
+    megatron = MegatronConfig(enabled=True) if backend == "megatron" else MegatronConfig()
     fsdp = DTensorConfig(enabled=backend == "dtensor")
     policy = cases.policy(model, deterministic=deterministic, megatron_cfg=megatron, dtensor_cfg=fsdp)
     return train.build(policy, dist.group.WORLD, 7, ModelRole())

@@ -240,10 +240,10 @@ class MegatronLRSchedule:
             lr_warmup_steps=schedule.lr_warmup_iters,
             lr_decay_steps=steps,
             lr_decay_style=schedule.lr_decay_style,
-            start_wd=config.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
-            end_wd=config.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
             wd_incr_steps=steps,
-            wd_incr_style=schedule.weight_decay_incr_style,
+            wd_incr_style="constant",
         )
 
     @property
@@ -268,11 +268,8 @@ def _core_config(policy: PolicyConfig, optimizer: MegatronOptimizerConfig | None
         "use_distributed_optimizer": True,
     }
     if optimizer is not None:
-        if optimizer.optimizer != "adam":
-            message = f"got {optimizer.optimizer}; expected adam, the only choice for Megatron-Core's distributed optimizer"
-            raise RecipeError(Problem("policy.megatron_cfg.optimizer.optimizer", "not-a-choice", message))
         return CoreConfig(
-            optimizer=optimizer.optimizer,
+            optimizer="adam",
             lr=optimizer.lr,
             min_lr=optimizer.min_lr,
             weight_decay=optimizer.weight_decay,

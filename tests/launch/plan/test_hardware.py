@@ -72,10 +72,10 @@ def test_the_ranks_get_numbers_instead_of_the_description(tmp_path, described):
         ({"compute_capability": None}, ["missing-value"]),
         ({"memory": 80, "tflops": 3}, ["unknown-key"]),
         ({"memory_gb": "80GB"}, ["wrong-type"]),
-        ({"hbm_gb_per_s": 0}, ["wrong-type"]),
+        ({"hbm_gb_per_s": 0}, ["too-small"]),
         ({"nvlink_crosses_nodes": 1}, ["wrong-type"]),
         ({"nvlink_gpus": 7.5}, ["wrong-type"]),
-        ({"assumed": None}, ["bad-format"]),
+        ({"assumed": None}, ["missing-value"]),
         ({"assumed": {"bandwidth": 60}}, ["missing-value", "too-large"]),
     ],
 )

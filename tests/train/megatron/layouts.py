@@ -93,7 +93,6 @@ class Layout:
             "expert_tensor_parallel_size": self.etp,
             "sequence_parallel": self.sp,
             "freeze_moe_router": False,
-            "pipeline_dtype": "float32",
             "distributed_data_parallel_config": MegatronDDPConfig(),
         }
         return MegatronConfig(**{**settings, **changes})

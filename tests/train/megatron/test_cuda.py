@@ -30,7 +30,7 @@ def nccl(models, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral", "deepseek_v3"])
 def test_bfloat16_log_probs_and_gradients(models, family):
     """Check that they are near Hugging Face's eager model, which also uses bfloat16 for the log-probs."""
-    trained = layouts.backend(cases.policy(models / family, precision="bfloat16"), pipeline_dtype="bfloat16")
+    trained = layouts.backend(cases.policy(models / family, precision="bfloat16"))
     batch = cases.pack(ALL, "cuda")
     ours = trained.forward([batch])[0].logprobs
     model = AutoModelForCausalLM.from_pretrained(models / family, dtype=torch.bfloat16, attn_implementation="eager").cuda()
@@ -53,7 +53,7 @@ def head_models(models):
 def test_bfloat16_values_and_gradients(head_models, family):
     """The value head is a plain layer, whatever module the last norm is."""
     model = heads.value_models(head_models) / family
-    trained = layouts.backend(cases.policy(model, precision="bfloat16"), role=ModelRole("values"), pipeline_dtype="bfloat16")
+    trained = layouts.backend(cases.policy(model, precision="bfloat16"), role=ModelRole("values"))
     batch, expected = cases.pack(ALL, "cuda"), heads.expected(model)
     values = trained.forward([batch])[0].values
     assert values.dtype == torch.float32 and (values.cpu() - expected.of("values", ALL)).abs().max() < 0.5
@@ -63,7 +63,7 @@ def test_bfloat16_values_and_gradients(head_models, family):
 
 def test_bfloat16_entropy_and_likely_tokens(head_models):
     policy = cases.policy(head_models / "qwen3_moe", precision="bfloat16")
-    trained = layouts.backend(policy, role=ModelRole(entropy=True), pipeline_dtype="bfloat16")
+    trained = layouts.backend(policy, role=ModelRole(entropy=True))
     expected = heads.expected(head_models / "qwen3_moe")
     found = trained.forward([cases.pack(ALL, "cuda")], top_k=heads.K)[0]
     assert (found.entropy.cpu() - expected.of("entropy", ALL)).abs().max() < 0.5
@@ -73,9 +73,9 @@ def test_bfloat16_entropy_and_likely_tokens(head_models):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_an_offloaded_models_weights_are_on_the_gpu_only_while_it_computes(models, family):
     policy = cases.policy(models / family, precision="bfloat16")
-    kept = layouts.backend(policy, role=ModelRole(trained=False), pipeline_dtype="bfloat16")
+    kept = layouts.backend(policy, role=ModelRole(trained=False))
     before = torch.cuda.memory_allocated()
-    offloaded = layouts.another(policy, role=ModelRole(trained=False, offload=True), pipeline_dtype="bfloat16")
+    offloaded = layouts.another(policy, role=ModelRole(trained=False, offload=True))
     weights = sum(local.tensor.nbytes for local in offloaded._local.values())
     assert torch.cuda.memory_allocated() - before < weights / 4
     assert all(local.tensor.device.type == "cpu" and local.tensor.is_pinned() for local in offloaded._local.values())
@@ -88,7 +88,7 @@ def test_an_offloaded_models_weights_are_on_the_gpu_only_while_it_computes(model
 @pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
 def test_a_reference_is_in_host_memory_and_computes_beside_the_policy(models, family):
     policy = cases.policy(models / family, precision="bfloat16")
-    trained = layouts.backend(policy, role=ModelRole(reference=True), pipeline_dtype="bfloat16")
+    trained = layouts.backend(policy, role=ModelRole(reference=True))
     batches, places = [cases.pack(ALL, "cuda")], [local.tensor.data_ptr() for local in trained._local.values()]
     expected = trained.forward(batches)[0].logprobs
     trained.step(batches, cases.loss)
@@ -118,7 +118,7 @@ def test_float32(models, family):
 def test_resumes_to_the_last_bit(models, tmp_path, deterministic, family):
     def fresh():
         exact = {"precision": "bfloat16", "deterministic": True, "max_total_sequence_length": 2048}
-        return layouts.backend(cases.policy(models / family, **exact), pipeline_dtype="bfloat16")
+        return layouts.backend(cases.policy(models / family, **exact))
 
     trained = fresh()
     batch = cases.pack_long()
@@ -133,7 +133,7 @@ def test_resumes_to_the_last_bit(models, tmp_path, deterministic, family):
 
 
 def test_weights_are_the_files_rounded(models):
-    trained = layouts.backend(cases.policy(models / "qwen3_moe", precision="bfloat16"), pipeline_dtype="bfloat16")
+    trained = layouts.backend(cases.policy(models / "qwen3_moe", precision="bfloat16"))
     files = load_file(models / "qwen3_moe" / "model.safetensors")
     found = layouts.weights(trained)
     assert found.keys() == files.keys()

@@ -16,7 +16,7 @@ BIAS = torch.full((4,), 4.0 + 0.003)  # of each expert; bfloat16 would make it 4
 def test_a_routers_bias_is_exported_bit_for_bit(models, realm, tmp_path):
     tokenizer = TokenizerConfig(str(ROOT / "recipes/tiny"))
     policy = cases.policy(models / "deepseek_v3", precision="bfloat16", tokenizer=tokenizer)
-    trained = layouts.backend(policy, pipeline_dtype="bfloat16")
+    trained = layouts.backend(policy)
     for name, local in trained._local.items():
         if name.endswith("expert_bias"):
             local.tensor.copy_(BIAS)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from pipeline.config import MegatronDDPConfig, MegatronOptimizerConfig, MegatronSchedulerConfig, OptimizerConfig
+from pipeline.config import MegatronDDPConfig, MegatronSchedulerConfig, OptimizerConfig
 from pipeline.data.packing import pack
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.megatron.local_modules import PackedAttention
@@ -80,7 +80,7 @@ def check_bfloat16(layout: Layout, folder: Path, family: str, summed: tuple[str,
     for dtype in summed:
         policy = cases.policy(folder / family, precision="bfloat16", optimizer=small)
         ddp = MegatronDDPConfig(grad_reduce_in_fp32=dtype == "float32")
-        trained = layouts.backend(policy, layout, pipeline_dtype="bfloat16", distributed_data_parallel_config=ddp)
+        trained = layouts.backend(policy, layout, distributed_data_parallel_config=ddp)
         mine = layouts.batches(trained, layout)
         for chosen, found in zip(layouts.shares(layout)[trained.data_rank], trained.forward(mine), strict=True):
             assert 0 < (found.logprobs - expected.of(chosen)).abs().max() < 0.5
@@ -316,11 +316,6 @@ def test_layouts_with_every_check(models, layout):
         ({"recompute_modules": ["moe_act"]}, "", "unsupported"),
         ({"model_overrides": {"num_layer": 3}}, "", "unsupported"),
         ({"model_overrides": {"attention_dropout": 0.1}}, "", "unsupported"),
-        (
-            {"optimizer": MegatronOptimizerConfig(optimizer="sgd", clip_grad=None)},
-            "optimizer.optimizer",
-            "not-a-choice",
-        ),
         (
             {"scheduler": MegatronSchedulerConfig(lr_decay_style="cosine")},
             "scheduler.lr_decay_iters",

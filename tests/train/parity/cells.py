@@ -167,16 +167,15 @@ class _Megatron:
         policy.megatron_cfg = self._layout.megatron()
         if "experts" in json.dumps(list(json.loads((model / "config.json").read_text()))):
             refuse(check_expert_layout(policy))  # what submission checks: some of these layouts would be silently wrong
-        changes: dict[str, Any] = {"pipeline_dtype": cell.precision}
         if not cell.adapted:
-            return layouts.backend(policy, self._layout, **changes)
+            return layouts.backend(policy, self._layout)
         try:
-            return layouts.backend(policy, self._layout, peft=megatron_adapters.LORA, **changes)
+            return layouts.backend(policy, self._layout, peft=megatron_adapters.LORA)
         except RecipeError as error:
             if not error.problems[0].key.startswith("policy.megatron_cfg.peft."):
                 raise
         some = replace(megatron_adapters.LORA, target_modules=["linear_qkv", "linear_proj"])
-        return layouts.backend(policy, self._layout, peft=some, **changes)
+        return layouts.backend(policy, self._layout, peft=some)
 
     def shares(self) -> list[list[list[int]]]:
         return layouts.shares(self._layout)
