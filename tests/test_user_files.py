@@ -18,7 +18,7 @@ from pipeline.data.datasets import JSONLRecords
 from pipeline.data.file_tokenizer import read_tokenizer
 from pipeline.encryption.key import obtain
 from pipeline.evaluation.judge_prompts import JudgePrompt
-from pipeline.lineage.file_hashes import sha256
+from pipeline.files.digests import sha256
 from pipeline.models.weight_files import file_fault
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import RecipeError

@@ -1,19 +1,42 @@
-"""Build HTML by nested calls. Every value that is not `Html` is escaped, so text cannot become markup.
+"""Render pages and pictures from Jinja templates (`*.j2`), and single elements by calls. A value that is not `Html` is escaped.
 
-Void elements are not supported. Only `script` and `style` contain text that is not escaped, and only document.py writes them.
+`tag` writes no void elements. Only `script` and `style` contain text that is not escaped, and only the files of this repository
+are written there.
 """
 
 from __future__ import annotations
 
-import html
+import functools
 import json
 from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+Html = Markup
+"""A string that is already markup, so that it is not escaped. Its own methods escape what they insert."""
+LAUNCH = Path(__file__).parents[1]
 
 
-class Html(str):
-    """A string that is already markup, so that it is not escaped."""
+@functools.cache
+def templates() -> Environment:
+    """Return the templates below `launch/`. They escape every value, leave out None, and may call `data` and `table`."""
+    found = Environment(
+        loader=FileSystemLoader(LAUNCH),
+        autoescape=True,
+        finalize=lambda value: "" if value is None else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals |= {"data": data, "table": table}
+    return found
 
-    __slots__ = ()
+
+def render(template: str, **values: object) -> Html:
+    """Return the text of a template. template: its path below `launch/`."""
+    return Html(templates().get_template(template).render(values))
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
@@ -22,20 +45,17 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
     An attribute with the value True is written without a value; None and False leave it out. Children that are None are left
     out.
     """
-    written = []
-    for key, value in attributes.items():
-        key = key.removesuffix("_").replace("_", "-")
-        if value is True:
-            written.append(f" {key}")
-        elif value is not None and value is not False:
-            written.append(f' {key}="{html.escape(str(value))}"')
+    written = [
+        Html(" {}" if value is True else ' {}="{}"').format(key.removesuffix("_").replace("_", "-"), value)
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    ]
     return Html(f"<{name}{''.join(written)}>{text(*children)}</{name}>")
 
 
 def text(*children: object) -> Html:
     """Return the children joined. Those that are not Html are escaped, and those that are None are left out."""
-    shown = (child if isinstance(child, Html) else html.escape(str(child)) for child in children if child is not None)
-    return Html("".join(shown))
+    return Html("").join(escape(child) for child in children if child is not None)
 
 
 def data(value: object, class_: str) -> Html:
@@ -46,13 +66,9 @@ def data(value: object, class_: str) -> Html:
     packed = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         packed = packed.replace(character, f"\\u{ord(character):04x}")
-    return Html(f'<script type="application/json" class="{html.escape(class_)}">{packed}</script>')
+    return tag("script", Html(packed), type="application/json", class_=class_)
 
 
 def table(header: Sequence[object], rows: Sequence[Sequence[object]], caption: str | None = None) -> Html:
     """Return a table that scrolls horizontally if it is too wide. The first cell of a row is its header."""
-    head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
-    body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]
-    inner = [tag("caption", caption)] if caption else []
-    inner += [tag("thead", head)] if any(str(cell) for cell in header) else []
-    return tag("div", tag("table", *inner, tag("tbody", *body)), class_="scroll", tabindex="0")
+    return render("drawing/table.html.j2", header=header, rows=rows, caption=caption)

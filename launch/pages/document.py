@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.drawing.html import Html, data, tag, text
+from launch.drawing.html import Html, render, tag, text
 from launch.pages.chart import swatch
 from pipeline.files.storage import write_durably
 
@@ -41,11 +41,6 @@ class Section:
         """Return the section's id, to which the navigation links."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
-    def html(self) -> Html:
-        """Return the section with its heading and note."""
-        note = tag("p", self.note, class_="note") if self.note else None
-        return tag("section", tag("h2", self.title), note, *self.content, id=self.anchor)
-
 
 def add_plotly(folder: Path) -> bool:
     """Copy Plotly's script into a folder of pages, and return whether the folder has the script.
@@ -64,51 +59,26 @@ def add_plotly(folder: Path) -> bool:
 
 def document(title: str, sections: Sequence[Section], runs: Sequence[str] = (), intro: Html | None = None) -> str:
     """Return the text of the whole page. runs: names of runs, in the order of their colours; several runs get buttons."""
-    style = _read(STYLE)
     scripts = [_read(path) for path in SCRIPTS]
     nonce = secrets.token_urlsafe(16)
-    policy = (
+    policy = Html(
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: blob:; style-src 'unsafe-inline';"
         f" script-src 'nonce-{nonce}' {' '.join(map(_hash, scripts))}"
     )  # Plotly sets styles, and saves a chart as a picture by way of blob:
-    head = [
-        Html('<meta charset="utf-8">'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html('<meta name="color-scheme" content="light dark">'),
-        tag("title", title),
-        Html(f"<style>{style}</style>"),
-    ]
-    nav = tag("nav", *(tag("a", section.title, href=f"#{section.anchor}") for section in sections), aria_label="Sections")
-    body = [
-        tag("header", tag("h1", title), intro, nav),
-        _toolbar(runs),
-        tag("main", *(section.html() for section in sections)),
-        tag("noscript", tag("p", "The charts and samples are drawn by JavaScript, which is switched off here.")),
-        data(list(runs), "runs-data"),
-        tag("script", src=PLOTLY, nonce=nonce, charset="utf-8"),
-        *(Html(f"<script>{script}</script>") for script in scripts),
-    ]
-    page = f'<!DOCTYPE html>\n<html lang="en">{tag("head", *head)}{tag("body", *body)}</html>\n'
+    page = render(
+        "pages/document.html.j2",
+        title=title,
+        sections=sections,
+        runs=list(runs),
+        intro=intro,
+        style=_read(STYLE),
+        scripts=scripts,
+        policy=policy,
+        nonce=nonce,
+        plotly=PLOTLY,
+        swatch=swatch,
+    )
     return LONE_SURROGATE.sub("\ufffd", page)
-
-
-def _toolbar(runs: Sequence[str]) -> Html:
-    buttons = [
-        tag("button", swatch(i), name, type="button", class_="run", data_run=i, aria_pressed="true")
-        for i, name in enumerate(runs)
-        if len(runs) > 1
-    ]
-    controls = [
-        tag("label", Html('<input type="checkbox" id="log">'), " log y"),
-        tag(
-            "label",
-            "smoothing ",
-            Html('<input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0">'),
-            tag("output", "off", for_="smoothing"),
-        ),
-    ]
-    return tag("div", tag("div", *buttons, class_="runs"), tag("div", *controls, class_="controls"), class_="toolbar")
 
 
 def details(summary: str, *content: Html, open_: bool = False) -> Html:
@@ -116,11 +86,11 @@ def details(summary: str, *content: Html, open_: bool = False) -> Html:
     return tag("details", tag("summary", summary), text(*content), open=open_)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> Html:
     source = path.read_text(encoding="utf-8")
     if "</" in source:
         raise ValueError(f"{path.name}: got '</', which can end the HTML element around the text; expected none")
-    return source
+    return Html(source)
 
 
 def _hash(source: str) -> str:

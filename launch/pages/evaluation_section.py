@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from launch.drawing.html import Html, table, tag
+from launch.drawing.html import Html, render, table, tag
 from launch.pages.chart import Chart, Mark, Series, figures
 from launch.pages.document import details
 from launch.pages.rollouts import shorten
@@ -197,19 +197,15 @@ def _comparison_tables(names: tuple[str, str], compared: Sequence[TaskComparison
 
 
 def _changed_article(question: ChangedQuestion, names: tuple[str, str]) -> Html:
-    facts = [_fact("question", question.question), _fact("change", f"{question.change:+.3g}")]
+    """Return an element with the scores of all answers to a question, and the texts of the first ones."""
     prompt = next((answer.prompt for answer in (*question.after, *question.before) if answer.prompt), "")
-    sides = [_side(*side) for side in zip(names, (question.before, question.after), strict=True)]
-    texts = tag("div", tag("pre", shorten(prompt, TEXT_CHARACTERS), class_="prompt"), tag("div", *sides), class_="texts")
-    return tag("article", tag("div", *facts, class_="facts"), texts)
+    sides = [
+        (name, ", ".join(map(_score, answers)), shorten(answers[0].text or answers[0].failure, TEXT_CHARACTERS))
+        for name, answers in zip(names, (question.before, question.after), strict=True)
+    ]
+    prompt = shorten(prompt, TEXT_CHARACTERS)
+    return render("pages/changed_question.html.j2", question=question, prompt=prompt, sides=sides)
 
 
-def _side(name: str, answers: Sequence[Answer]) -> Html:
-    """Return an element with the scores of all answers to a question, and the text of the first answer."""
-    scores = ", ".join("not judged" if answer.score is None else f"{answer.score:g}" for answer in answers)
-    text = answers[0].text or answers[0].failure
-    return tag("div", tag("span", f"{name}: score {scores}"), tag("pre", shorten(text, TEXT_CHARACTERS)), class_="turn")
-
-
-def _fact(name: str, value: str) -> Html:
-    return tag("span", f"{name} ", tag("b", value))
+def _score(answer: Answer) -> str:
+    return "not judged" if answer.score is None else f"{answer.score:g}"

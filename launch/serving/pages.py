@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from launch.drawing.html import Html, table, tag
+from launch.drawing.html import Html, render, tag
 from launch.pages.document import PLOTLY
 from launch.runs import status_text
 from launch.serving.access import COOKIE, AccessError
@@ -26,20 +24,16 @@ POLICY = "default-src 'none'; base-uri 'none'; form-action 'self'; style-src 'un
 pages = APIRouter(include_in_schema=False)
 
 
-def page(title: str, *content: object) -> HTMLResponse:
-    """Return a page without scripts."""
-    style = Html(f"<style>{STYLE.read_text(encoding='utf-8')}</style>")
-    head = tag("head", Html('<meta charset="utf-8">'), tag("title", title), style)
-    body = tag("body", tag("main", tag("h1", title), *content))
-    return HTMLResponse(f"<!doctype html>{tag('html', head, body, lang='en')}", headers={"Content-Security-Policy": POLICY})
+def page(template: str, **values: object) -> HTMLResponse:
+    """Return a page without scripts, from a template of this folder."""
+    text = render(f"serving/{template}", style=Html(STYLE.read_text(encoding="utf-8")), **values)
+    return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
 
 @pages.get("/login")
 def login() -> HTMLResponse:
     """Return the page with the form for the token."""
-    field = Html('<input type="password" name="token" autocomplete="current-password" required>')
-    button = tag("button", "Sign in", type="submit")
-    return page("Sign in", tag("form", tag("label", "Token ", field), button, method="post", action="/login"))
+    return page("login.html.j2")
 
 
 @pages.post("/login")
@@ -66,28 +60,20 @@ def logout() -> Response:
 @pages.get("/")
 def overview(request: Request) -> HTMLResponse:
     """Return the lists of runs and of sweeps, each with a link to its report."""
-    header = ("run", "owner", *status_text.HEADER[:-1])
-    user = sender(request)
-    form = tag("form", tag("button", f"Sign out {user.name}", type="submit"), method="post", action="/logout")
-    found = table(header, [_row(line) for line in runs(request).lines()])
-    return page("Runs", form, found, *_sweeps(request), tag("p", tag("a", "API", href="/docs")))
-
-
-def _sweeps(request: Request) -> Iterator[Html]:
-    """Yield the list of sweeps, each with a link to its report, if there are any."""
-    if found := request.app.state.sweeps.lines():
-        addresses = [request.app.url_path_for("sweep_report", sweep_id=each.id) for each in found]
-        rows = [
-            (tag("a", each.id, href=address), each.owner, each.state, each.summary)
-            for each, address in zip(found, addresses, strict=True)
-        ]
-        yield tag("h2", "Sweeps")
-        yield table(("sweep", "owner", "state", "outcome"), rows)
-
-
-def _row(line: dict[str, Any]) -> Sequence[object]:
-    link = tag("a", line["id"], href=f"/runs/{line['id']}/report")
-    return (link, line["owner"], *status_text.row(line)[:-1])
+    address = request.app.url_path_for
+    return page(
+        "runs.html.j2",
+        user=sender(request).name,
+        header=("run", "owner", *status_text.HEADER[:-1]),
+        runs=[
+            (tag("a", line["id"], href=f"/runs/{line['id']}/report"), line["owner"], *status_text.row(line)[:-1])
+            for line in runs(request).lines()
+        ],
+        sweeps=[
+            (tag("a", sweep.id, href=address("sweep_report", sweep_id=sweep.id)), sweep.owner, sweep.state, sweep.summary)
+            for sweep in request.app.state.sweeps.lines()
+        ],
+    )
 
 
 @pages.get("/runs/{run_id}/report")

@@ -8,7 +8,7 @@ of the files that complete.json lists, which `pipeline.checkpoints.checkpoint.re
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.checkpoints.checkpoint import COMPLETE, DIGESTS, Checkpoint, complete_in, seals
@@ -74,7 +74,7 @@ def check_share(checkpoint: Checkpoint, verify: Verify, share: tuple[int, int] =
     """
     if verify == "full" and checkpoint.version >= DIGESTS:
         listed, _ = digests.read_manifest(checkpoint.folder)
-        _refuse(checkpoint, digests.content_problems(checkpoint.folder, listed, checkpoint.record["files"], share))
+        _refuse(checkpoint, _content_problems(checkpoint.folder, listed, checkpoint.record["files"], share))
 
 
 def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
@@ -89,10 +89,10 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
     except ValueError as error:
         raise _describe_damage(key, "", [str(error)], "to export it again") from None
     names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *WITHOUT_DIGEST) and not name.startswith(".")]
-    problems = list(digests.name_problems(names, listed))
+    problems = list(_name_problems(names, listed))
     if not problems and verify == "full":
         sizes = {name: (folder / name).stat().st_size for name in listed}
-        problems = list(digests.content_problems(folder, listed, sizes, share))
+        problems = list(_content_problems(folder, listed, sizes, share))
     if problems:
         advice = f"to export it again, or to remove {MANIFEST} if you made the change"
         raise _describe_damage(key, f"{folder}: ", problems, advice)
@@ -116,7 +116,30 @@ def _record_problems(checkpoint: Checkpoint, key: FileKey | None) -> Iterator[st
     if digest != record["digests"]:
         yield f"{MANIFEST}: got SHA-256 {digest[:16]}...; expected {record['digests'][:16]}..., which {COMPLETE} has"
         return
-    yield from digests.name_problems([name for name in digests.names_in(folder) if name not in (COMPLETE, MANIFEST)], listed)
+    yield from _name_problems([name for name in digests.names_in(folder) if name not in (COMPLETE, MANIFEST)], listed)
+
+
+def _name_problems(names: Sequence[str], listed: Mapping[str, str]) -> Iterator[str]:
+    """Yield `NAME: got ...; expected ...` for each missing and each extra file. names: of the files in the folder."""
+    there = set(names)
+    for name in sorted(listed.keys() - there):
+        yield f"{name}: got no such file; expected it, because {MANIFEST} lists it"
+    for name in sorted(there - listed.keys()):
+        yield f"{name}: got a file that {MANIFEST} does not list; expected none"
+
+
+def _content_problems(
+    folder: Path, listed: Mapping[str, str], sizes: Mapping[str, int], share: tuple[int, int]
+) -> Iterator[str]:
+    """Yield `NAME: got ...; expected ...` for each file whose content has another digest than the list.
+
+    share: (i, n) compares every nth file in the order of sizes, from the ith on, so that n processes divide the work. Raises
+    OSError.
+    """
+    names = sorted(listed, key=lambda name: (-sizes.get(name, 0), name))[share[0] :: share[1]]
+    for name, digest in digests.of_files(folder, names).items():
+        if digest != listed[name]:
+            yield f"{name}: got SHA-256 {digest[:16]}...; expected {listed[name][:16]}..."
 
 
 def _refuse(checkpoint: Checkpoint, problems: Iterator[str]) -> None:

@@ -1,4 +1,4 @@
-"""List the SHA-256 of a folder's files, and compare the files with the list.
+"""Compute the SHA-256 of files, and list those of a folder. `pipeline/checkpoints/verification.py` compares them.
 
 `digests.sha256` lists the digests of a folder's files in the format of `sha256sum`, so that `sha256sum -c digests.sha256` in
 the folder checks them too. A digest is of the bytes on disk, so the digest of an encrypted file can be checked without its key.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,25 +20,35 @@ ORIGIN = "lineage.json"
 """Name of the file with the origin of a checkpoint or an export. An export's list leaves it out, since it has hashes itself."""
 LONGEST = 64 << 20
 """Maximum number of bytes of a list. It is enough for half a million files."""
+BLOCK = 8 << 20
 READERS = 4
 """Files that one process hashes at a time."""
 NOT_OURS = (".nfs",)
 """Prefixes of names that file systems make: NFS gives such a name to a removed file that is still open."""
 
 
-def of_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hex. Raises OSError."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class Stopped(Exception):
+    """Raised if hashing was asked to stop."""
+
+
+def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
+    """Return the SHA-256 of a file's content, in hex. Raises OSError.
+
+    stop: a function called between blocks; Stopped is raised if it returns True.
+    """
+    digest = hashlib.sha256()
+    with user_files.open_file(path) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            if stop():
+                raise Stopped
+    return digest.hexdigest()
 
 
 def of_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Return path within the folder -> SHA-256 of the file. Reads several files at a time. Raises OSError."""
     with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip(names, pool.map(lambda name: of_file(folder / name), names), strict=True))
-
-
-# ---- the list of a folder -----------------------------------------------------------------------------------------------
+        return dict(zip(names, pool.map(lambda name: sha256(folder / name), names), strict=True))
 
 
 def names_in(folder: Path) -> list[str]:
@@ -70,29 +80,6 @@ def read_manifest(folder: Path) -> tuple[dict[str, str], str]:
             raise ValueError(f"{folder / MANIFEST}: line {number}: got {line[:80]!r}; expected a digest and a name")
         digests[name] = digest
     return digests, hashlib.sha256(content).hexdigest()
-
-
-def name_problems(found: Sequence[str], digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield `NAME: got ...; expected ...` for each missing and each extra file. found: names of the files in the folder."""
-    there = set(found)
-    for name in sorted(digests.keys() - there):
-        yield f"{name}: got no such file; expected it, because {MANIFEST} lists it"
-    for name in sorted(there - digests.keys()):
-        yield f"{name}: got a file that {MANIFEST} does not list; expected none"
-
-
-def content_problems(
-    folder: Path, digests: Mapping[str, str], sizes: Mapping[str, int], share: tuple[int, int] = (0, 1)
-) -> Iterator[str]:
-    """Yield `NAME: got ...; expected ...` for each file whose content has another digest than the list.
-
-    share: (i, n) compares every nth file in the order of sizes, from the ith on, so that n processes divide the work. Raises
-    OSError.
-    """
-    own_names = sorted(digests, key=lambda name: (-sizes.get(name, 0), name))[share[0] :: share[1]]
-    for name, digest in of_files(folder, own_names).items():
-        if digest != digests[name]:
-            yield f"{name}: got SHA-256 {digest[:16]}...; expected {digests[name][:16]}..."
 
 
 def add_manifest(folder: Path, known: Mapping[str, str], left_out: Sequence[str] = ()) -> dict[str, str]:

@@ -13,7 +13,7 @@ Not supported: prefix sharing between different prompts, tensor parallelism, att
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -204,15 +204,10 @@ class TransformersBackend(GenerateBackend):
     def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
         self._state.check_serves()
         check_likelihoods(requests, self._max_model_len, self.pending)
-        queue = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))  # similar lengths together
         scored: dict[int, Likelihood] = {}
         vocab_size = self._model.config.get_text_config().vocab_size
-        while queue:
-            count = 1
-            while count < len(queue) and (count + 1) * len(requests[queue[count]].tokens) * vocab_size <= _LOGITS:
-                count += 1
-            scored |= zip(queue[:count], self._score([requests[i] for i in queue[:count]]), strict=True)
-            del queue[:count]
+        for batch in _batches([len(request.tokens) for request in requests], _LOGITS // vocab_size):
+            scored |= zip(batch, self._score([requests[i] for i in batch]), strict=True)
         return [scored[i] for i in range(len(requests))]
 
     def _score(self, requests: list[LikelihoodRequest]) -> list[Likelihood]:
@@ -319,13 +314,8 @@ class TransformersBackend(GenerateBackend):
 
     def _prefill(self, indices: list[int]) -> None:
         """Compute the keys and values of all cached tokens of these rows. Each row has at least one."""
-        queue = sorted(indices, key=lambda index: self._rows[index].length)  # similar lengths together, for less padding
-        while queue:
-            count = 1
-            while count < len(queue) and (count + 1) * self._rows[queue[count]].length <= _PREFILL_TOKENS:
-                count += 1
-            self._forward(queue[:count])
-            del queue[:count]
+        for batch in _batches([self._rows[index].length for index in indices], _PREFILL_TOKENS):
+            self._forward([indices[i] for i in batch])
 
     def _forward(self, indices: list[int]) -> None:
         lengths = [self._rows[index].length for index in indices]
@@ -400,3 +390,17 @@ class TransformersBackend(GenerateBackend):
             finish=finish,
             stop=stop,
         )
+
+
+def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield the indices of all sequences in batches of at most `most` tokens with padding, or of one sequence.
+
+    Similar lengths are together, for less padding.
+    """
+    queue = sorted(range(len(lengths)), key=lengths.__getitem__)
+    while queue:
+        count = 1
+        while count < len(queue) and (count + 1) * lengths[queue[count]] <= most:
+            count += 1
+        yield queue[:count]
+        del queue[:count]

@@ -6,7 +6,6 @@ The cache is a file of the user beside the run folders, so that other runs can u
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,12 +13,10 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.files import small_files
+from pipeline.files import digests, small_files
 from pipeline.files.storage import open_own
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import RecipeError
-
-BLOCK = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class HashCache:
         return self._digests.get(state)
 
     def sha256(self, path: Path, stop: Callable[[], bool] = lambda: False) -> tuple[FileState, str]:
-        """Return (state, SHA-256) of a file. stop: a function called between blocks; Stopped is raised if it returns True.
+        """Return (state, SHA-256) of a file. stop: as that of `digests.sha256`.
 
         Raises OSError.
         """
@@ -61,7 +58,7 @@ class HashCache:
             state = FileState.of(path)
             if digest := self.get(state):
                 return state, digest
-            digest = sha256(path, stop)
+            digest = digests.sha256(path, stop)
             if FileState.of(path) == state:  # else it was written meanwhile
                 break
         self.add(state, digest)
@@ -73,24 +70,6 @@ class HashCache:
         if self._path is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
                 append_hash(self._path, state, digest)
-
-
-class Stopped(Exception):
-    """Raised if hashing was asked to stop."""
-
-
-def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
-    """Return the SHA-256 of a file's content, in hex. Raises OSError.
-
-    stop: a function called between blocks; Stopped is raised if it returns True.
-    """
-    digest = hashlib.sha256()
-    with user_files.open_file(path) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            if stop():
-                raise Stopped
-    return digest.hexdigest()
 
 
 def read_hashes(path: Path, own: bool = False) -> Iterator[tuple[FileState, str]]:

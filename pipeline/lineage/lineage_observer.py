@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.files import small_files
+from pipeline.files.digests import Stopped
 from pipeline.lineage import input_records
-from pipeline.lineage.file_hashes import HashCache, Stopped, append_hash, read_hashes, rewritten
+from pipeline.lineage.file_hashes import HashCache, append_hash, read_hashes, rewritten
 from pipeline.lineage.input_records import FOLDER, HASHES, INPUTS, MARK
 from pipeline.seams.job_events import JobObserver
 

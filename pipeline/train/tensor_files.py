@@ -1,8 +1,7 @@
-"""The format of safetensors files, to write them piece by piece and to read tensors of encrypted ones.
+"""Write safetensors files one tensor at a time, and read tensors of plain and of encrypted ones.
 
-A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes one after another
-(https://github.com/huggingface/safetensors, "Format"). The safetensors package writes only whole files and reads only plain
-ones.
+The package safetensors needs all tensors in memory to write, reads through a memory map, whose pages count as memory of the
+process, and knows neither encryption nor a digest of what it writes.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from pipeline.files.stored_files import DigestWriter, FileKey, open_encrypted
+from pipeline.models.weight_files import TensorEntry
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,12 +34,34 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
-    """Return (all bytes of a file before the tensors' bytes, the tensors' names in the order of their bytes).
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    key: FileKey | None = None,
+    make: Callable[[str], torch.Tensor] | None = None,
+) -> str:
+    """Write a safetensors file, wait until it is on the disk, and return its SHA-256 in hex. Raises OSError.
 
-    tensors: {name: a tensor with the shape and dtype}; may be meta tensors.
+    tensors: {name: a tensor on the CPU}. key: encrypts the file; None writes it plain. make: returns the tensor of a name, so
+    that only one is in memory; `tensors` then only gives shapes and dtypes, and may be meta tensors.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned to its dtype
+    with DigestWriter(path, key) as file:
+        file.write(_header(tensors, names))
+        for name in names:
+            tensor = (make(name) if make else tensors[name]).contiguous()
+            if (tensor.dtype, tensor.shape) != (tensors[name].dtype, tensors[name].shape):
+                raise AssertionError(
+                    f"{name} is {tensor.dtype} {tensor.shape}, not {tensors[name].dtype} {tensors[name].shape}"
+                )
+            if tensor.numel():
+                file.write(_bytes_of(tensor))
+            del tensor  # before the next one is made
+        return file.finish()
+
+
+def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:
+    """Return all bytes of a file before the tensors' bytes. names: the order of the tensors' bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -48,10 +70,10 @@ def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, names
+    return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy. They are valid as long as the tensor lives.
 
     The function does not use `numpy`, after which torch could no longer resize the tensor's storage, as offloading does.
@@ -60,19 +82,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: FileKey | None = None) -> str:
-    """Write a safetensors file, wait until it is on the disk, and return its SHA-256 in hex. Raises OSError.
-
-    tensors: on the CPU. key: encrypts the file; None writes it plain.
-    """
-    header, names = header_of(tensors)
-    with DigestWriter(path, key) as file:
-        file.write(header)
-        for name in names:
-            if tensors[name].numel():
-                tensor = tensors[name].contiguous()
-                file.write(bytes_of(tensor))
-        return file.finish()
+def load_tensor(entry: TensorEntry) -> torch.Tensor:
+    """Read one tensor of a plain file into memory of its own. Raises ValueError if the file is too short."""
+    data = torch.empty(entry.nbytes, dtype=torch.uint8)
+    with open(entry.path, "rb") as file:
+        file.seek(entry.start)
+        if file.readinto(data.numpy().data) != entry.nbytes:
+            raise ValueError(f"{entry.path}: the file is truncated")
+    return data.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 class EncryptedTensors:

@@ -1,5 +1,9 @@
 """Tensors in files are as the package safetensors reads them, and stay as they are."""
 
+import hashlib
+import json
+import struct
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +19,24 @@ def test_the_package_reads_every_dtype(tmp_path):
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name].float(), tensor.float())
+
+
+def test_files_have_the_same_bytes_whether_tensors_are_given_or_made_one_by_one(tmp_path):
+    tensors = {"b": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 2), "a": torch.tensor(0.5).double()}
+    digest = write_tensors(tensors, tmp_path / "given")
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    assert write_tensors(meta, tmp_path / "made", make=tensors.__getitem__) == digest
+    given = (tmp_path / "given").read_bytes()
+    assert (tmp_path / "made").read_bytes() == given and hashlib.sha256(given).hexdigest() == digest
+    entries = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F64", "shape": [], "data_offsets": [0, 8]},
+        "none": {"dtype": "F32", "shape": [0, 2], "data_offsets": [8, 8]},
+        "b": {"dtype": "BF16", "shape": [3], "data_offsets": [8, 14]},
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    assert given == len(header).to_bytes(8, "little") + header + struct.pack("<d", 0.5) + b"\x80\x3f" * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

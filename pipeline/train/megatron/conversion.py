@@ -28,12 +28,12 @@ from pipeline.files.storage import NO_RETRIES, retrying
 from pipeline.models import family
 from pipeline.models.family import VALUE_HEAD, Parameter, unsupported_model
 from pipeline.models.hugging_face import checkpoint_shapes
-from pipeline.models.weight_files import WeightFiles
+from pipeline.models.weight_files import FLOATS, TensorEntry, WeightFiles
 from pipeline.train.initial_weights import checkpoint_files, initial_weights
 from pipeline.train.megatron.collectives import on_all_ranks, on_first_rank
 from pipeline.train.megatron.conversion_cache import VARIABLE, Conversion, ConversionCache, unusable_folder
 from pipeline.train.megatron.fingerprint import content_digests, fingerprint
-from pipeline.train.megatron.safetensors_files import StoredTensor, readable_tensors, stream_tensors
+from pipeline.train.tensor_files import DTYPES, load_tensor, write_tensors
 from pipeline.train.train_backend import Phase
 from pipeline.types import Head
 
@@ -117,7 +117,10 @@ def _check(policy: PolicyConfig, config: PreTrainedConfig, head: Head) -> None:
 def _write_part(partial: Path, files: WeightFiles, parameters: Mapping[str, Parameter], rank: int, size: int) -> None:
     """Convert this rank's part of the parameters into a separate file."""
     _check_visible(partial)
-    stored = readable_tensors(files.tensors.items())
+    stored = files.tensors
+    for name, entry in stored.items():
+        if entry.dtype not in FLOATS:
+            raise ValueError(f"{name} has dtype {entry.dtype}; expected {', '.join(FLOATS)}. Is it quantized?")
     mine = _partition(parameters, stored, rank, size)
     if not mine:
         return
@@ -128,17 +131,21 @@ def _write_part(partial: Path, files: WeightFiles, parameters: Mapping[str, Para
         parameter = parameters[name]
         if parameter.sources not in read:
             read.clear()
-            read[parameter.sources] = [stored[source].load() for source in parameter.sources]
+            read[parameter.sources] = [load_tensor(stored[source]) for source in parameter.sources]
         return parameter.function(*read[parameter.sources])
 
-    results = {
-        name: parameters[name].function(*(stored[source].empty() for source in parameters[name].sources)) for name in mine
-    }
+    def shaped(name: str) -> torch.Tensor:
+        entries = [stored[source] for source in parameters[name].sources]
+        return parameters[name].function(
+            *(torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") for entry in entries)
+        )
+
+    results = {name: shaped(name) for name in mine}
     path = partial / f"rank{rank:05d}.safetensors"
 
     def write() -> None:
         try:
-            stream_tensors(path, results, make)
+            write_tensors(results, path, make=make)
         except OSError:
             path.unlink(missing_ok=True)  # the partial file may be what fills the disk
             raise
@@ -146,7 +153,7 @@ def _write_part(partial: Path, files: WeightFiles, parameters: Mapping[str, Para
     retrying(write, f"converting the checkpoint for Megatron-Core ({VARIABLE})", path, NO_RETRIES)
 
 
-def _partition(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:
+def _partition(parameters: Mapping[str, Parameter], stored: Mapping[str, TensorEntry], rank: int, size: int) -> list[str]:
     """Return the names of the parameters of part `rank`, of `size` parts with about equal bytes, in the model's order."""
     sizes = {name: sum(stored[source].nbytes for source in parameter.sources) for name, parameter in parameters.items()}
     total, before, part = sum(sizes.values()), 0, []

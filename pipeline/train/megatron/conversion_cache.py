@@ -36,8 +36,9 @@ from pipeline.boxes import Box, whole
 from pipeline.checkpoints.checkpoint import COMPLETE
 from pipeline.config import Problem, RecipeError
 from pipeline.files.storage import sync, write_durably
-from pipeline.train.megatron.safetensors_files import stored_tensors
+from pipeline.models.weight_files import read_header
 from pipeline.train.shards import BoxReader
+from pipeline.train.tensor_files import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,9 @@ class ConversionCache:
         """
         files = sorted(partial.glob("*.safetensors"))
         tensors = {
-            name: {"shape": stored.shape, "dtype": str(stored.dtype).removeprefix("torch."), "file": file.name}
+            name: {"shape": stored.shape, "dtype": str(DTYPES[stored.dtype]).removeprefix("torch."), "file": file.name}
             for file in files
-            for name, stored in stored_tensors(file).items()
+            for name, stored in read_header(file).items()
         }
         if tensors.keys() != names:
             raise AssertionError(f"{partial}: missing or unexpected tensors: {sorted(tensors.keys() ^ names)[:4]}")

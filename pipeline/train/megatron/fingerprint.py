@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipeline.files.digests import sha256
 from pipeline.files.storage import write_durably
 from pipeline.models.family import Parameter
 from pipeline.models.recorded_layout import record
@@ -71,8 +72,7 @@ def _digest(file: Path, cache: Path) -> str:
     if cached_digest := _cached_digest(cached, state):
         return cached_digest
     settled = time.time() - state["mtime_ns"] / 1e9 > SETTLED_S
-    with open(real, "rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    digest = sha256(real)
     if _state(real) != state:
         raise RuntimeError(f"{real} changed while it was read")
     if settled:

@@ -268,7 +268,7 @@ def test_a_hash_is_computed_once(tmp_path, monkeypatch):
     path.write_text("content")
     cache = tmp_path / ".hashes.jsonl"
     state, own = HashCache(cache).sha256(path)
-    monkeypatch.setattr(file_hashes, "sha256", None)
+    monkeypatch.setattr(digests, "sha256", None)
     assert HashCache(cache).sha256(path) == (state, own)
     monkeypatch.undo()
     cache.write_text(cache.read_text() + "{half of a li\n")
@@ -296,14 +296,14 @@ def test_a_file_rewritten_between_two_starts_is_told_with_both_hashes(tmp_path):
     run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
     recipe = config.read(run / "recipe.yaml")
     assert inputs.write(recipe, run) == [] and not list(lineage_observer.hash_inputs(run))
-    first = file_hashes.sha256(data)
+    first = digests.sha256(data)
     assert inputs.write(recipe, run) == []
     data.write_text('{"input": "1+1=", "output": "3"}\n')
     os.utime(data, (1e9, 1e9))
     (at_submission,) = inputs.write(recipe, run)
     assert first[:16] in at_submission and "2001-09-0" in at_submission and str(data) in at_submission
     (in_job,) = lineage_observer.hash_inputs(run)
-    assert first[:16] in in_job and file_hashes.sha256(data)[:16] in in_job
+    assert first[:16] in in_job and digests.sha256(data)[:16] in in_job
     assert not list(lineage_observer.hash_inputs(run)) and inputs.write(recipe, run) == []  # told once
     os.utime(data, (2e9, 2e9))  # touched
     inputs.write(recipe, run)
@@ -368,7 +368,7 @@ def test_an_export_that_lists_its_digests_is_not_read_again(tmp_path, monkeypatc
     checkpoint, out = saved(run, 1, "weights"), model(tmp_path / "out", "weights")
     (out / "README.md").write_text("a card")
     listed = digests.add_manifest(out, {}, ("README.md",))
-    monkeypatch.setattr(file_hashes, "sha256", None)
+    monkeypatch.setattr(digests, "sha256", None)
     export_lineage.write(run, checkpoint.folder, checkpoint.step, out, "hf", None)
     assert json.loads((out / MARK).read_text())["files"] == listed and len(listed) == 4
     assert len(HashCache(tmp_path / f"runs/.hashes-{os.geteuid()}.jsonl").sha256(out / "config.json")[1]) == 64

@@ -26,11 +26,12 @@ from pipeline.checkpoints.checkpoint import COMPLETE
 from pipeline.config import MegatronConfig, PolicyConfig
 from pipeline.models import family
 from pipeline.models.recorded_layout import record
-from pipeline.models.weight_files import read_weight_files
+from pipeline.models.weight_files import read_header, read_weight_files
 from pipeline.train.initial_weights import initial_weights
-from pipeline.train.megatron import conversion, conversion_cache, safetensors_files
+from pipeline.train.megatron import conversion, conversion_cache
 from pipeline.train.megatron.collectives import on_all_ranks
 from pipeline.train.megatron.conversion import open_conversion
+from pipeline.train.tensor_files import load_tensor, write_tensors
 from tests.fork_server import context
 from tests.models.cases import FAMILIES, write_models
 from tests.problems import named, refused
@@ -144,12 +145,12 @@ def test_tensors_keep_their_own_precision(checkpoint, shared, realm):
 
 def test_tensors_of_any_size_are_aligned(tmp_path):
     tensors = {"three": torch.arange(3).bfloat16(), "one": torch.tensor(0.1).double(), "none": torch.ones(0, 2)}
-    safetensors_files.stream_tensors(tmp_path / "file", {n: t.to("meta") for n, t in tensors.items()}, tensors.get)
-    stored = safetensors_files.stored_tensors(tmp_path / "file")
+    write_tensors({n: t.to("meta") for n, t in tensors.items()}, tmp_path / "file", make=tensors.get)
+    stored = read_header(tmp_path / "file")
     assert all(stored[name].start % tensor.dtype.itemsize == 0 for name, tensor in tensors.items())
     for name, tensor in load_file(tmp_path / "file").items():
         assert torch.equal(tensor, tensors.pop(name))
-        assert torch.equal(tensor, stored[name].load())
+        assert torch.equal(tensor, load_tensor(stored[name]))
     assert not tensors
 
 
@@ -293,8 +294,7 @@ def run_job(rank: int, size: int, store: Path, checkpoint: Path, shared: Path, s
     """Run one train rank of a job; exit with 0 if the conversion is good."""
     torch.set_num_threads(1)
     if slow:
-        load = safetensors_files.StoredTensor.load
-        safetensors_files.StoredTensor.load = lambda stored: (time.sleep(SLOW_S), load(stored))[1]
+        conversion.load_tensor = lambda entry: (time.sleep(SLOW_S), load_tensor(entry))[1]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     assert_holds(convert(checkpoint, shared), checkpoint)
     dist.barrier()
