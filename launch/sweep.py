@@ -29,21 +29,15 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch.pages.document import add_plotly
 from launch.recipes.trust import Trust, trusting
-from launch.sweeps import baseline, job_submission, suite, verdict
-from launch.sweeps.jobs import jobs_of
-from launch.sweeps.queue import Queue
-from launch.sweeps.search import command as search
+from launch.sweeps import baseline, reports, submission, suite, verdict
+from launch.sweeps.search import search_loop
 from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, SweepFolder, SweepPlan
-from launch.sweeps.sweep_page import page
-from launch.sweeps.text_reports import junit, markdown
 from launch.sweeps.verdict import GateResult, SweepResult
 from launch.terminal import command_line, console
 from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line, plain
 from pipeline.config import Problem
-from pipeline.files.storage import write_durably
 
 POLL_S = 2.0
 
@@ -121,17 +115,17 @@ def begin(request: SweepRequest) -> int:
     assert request.sweep is not None, "SweepRequest.problems lets no such request pass"
     loaded = suite.load(request.sweep, request.overrides)
     name = request.id or date.today().isoformat()
-    folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / name)
+    folder = SweepFolder(loaded.folder(name))
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
     if loaded.suite.search is not None:
-        return search.begin(loaded, folder, request.dry_run, request.update_baseline)
+        return search_loop.begin(loaded, folder, request.dry_run, request.update_baseline)
     if baseline.read(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet ({loaded.baseline}): gates that need a baseline fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
     if request.dry_run:
         return show(loaded, folder)
-    jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(loaded, folder.path)
+    jobs, executor = ([], folder.plan.executor) if folder.begun else submission.jobs_of(loaded, folder.path)
     with folder.locked(PROBE_S):
         folder.take_up()
         if not folder.begun:
@@ -144,47 +138,21 @@ def begin(request: SweepRequest) -> int:
             return 0 if over["passed"] else 1
         print(f"{folder.title}: {len(folder.plan.jobs)} jobs, in {folder.path}", flush=True)
         if executor == "local":
-            job_submission.run_here(folder)
+            submission.run_here(folder)
             return report(folder)
-        if not _submit(folder):
+        if not submission.submit(folder):
             return report(folder)
     return follow(folder) if request.wait else 0
 
 
 def show(loaded: suite.LoadedSuite, folder: SweepFolder) -> int:
     """Print the jobs of a sweep, as `dry_run` does. Raises RecipeError."""
-    jobs, executor = jobs_of(loaded, folder.path)
+    jobs, executor = submission.jobs_of(loaded, folder.path)
     print(f"{folder.title}: {len(jobs)} jobs on {executor}, at most {loaded.suite.max_concurrent} at once, in {folder.path}")
     for job in jobs:
         after = f"  after {', '.join(job.needs)}" if job.needs else ""
         print(f"{job.name}: recipe={job.recipe} {' '.join(job.overrides)}{after}")
     return 0
-
-
-def _submit(folder: SweepFolder, own: str | None = None) -> bool:
-    """Submit the due jobs to Slurm, and a check that depends on them. Return whether a later check will evaluate the gates.
-
-    If another check waits, failed jobs are left to it. own: the id of this process's job, if it is a check.
-    """
-    queue = Queue("slurm")
-    job_states = folder.job_states(queue)
-    checker = folder.check_job(queue, other_than=own)
-    live = [each for each in job_states if each.state == "live"]
-    todo = job_submission.due(job_states, folder.suite.retries)
-    if checker:
-        todo = [each for each in todo if each.state == "missing"]
-    if not live and not todo:
-        return checker is not None
-    job_submission.submit_all(folder, todo, live)
-    if checker and not todo:
-        print(f"{len(live)} jobs are active; Slurm job {checker} checks them")
-        return True
-    waits_for = folder.live_job_ids(Queue("slurm"))
-    print(
-        f"Slurm job {job_submission.submit_check(folder, waits_for)} checks the gates when {len(waits_for)} jobs have ended",
-        flush=True,
-    )
-    return True
 
 
 # ---- check and report ---------------------------------------------------------------------------------------------------
@@ -200,10 +168,10 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
     os.chdir(folder.plan.cwd)
     with folder.locked(LOCK_S):
         if folder.suite.search is not None:
-            return search.report(folder)
+            return search_loop.report(folder)
         if update_baseline:
             folder.request_baseline(True)
-        if executor == "slurm" and not verdict.read(folder.path) and _submit(folder, own):
+        if executor == "slurm" and not verdict.read(folder.path) and submission.submit(folder, own):
             return 0
         return report(folder)
 
@@ -211,12 +179,8 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
 def report(folder: SweepFolder) -> int:
     """Check the gates, and write the reports into the folder. Return 0 if the sweep passed, else 1."""
     result = verdict.conclude(folder)
-    write_durably(folder.path / "junit.xml", junit(result))
-    write_durably(folder.path / "report.md", markdown(result))
-    write_durably(folder.path / "report.html", page(result))
-    add_plotly(folder.path)
     folder.request_baseline(False)  # it is written, or cannot be
-    verdict.write(result)
+    reports.write(result)
     print_result(result)
     return 0 if result.passed else 1
 
@@ -236,12 +200,10 @@ def follow(folder: SweepFolder) -> int:
     """Wait until a check has written the verdict, and return the exit status."""
     printed: dict[str, str] = {}
     while not (over := verdict.read(folder.path)):
-        queue = Queue("slurm")
-        job_states = folder.job_states(queue)
-        job_submission.print_changes(job_states, printed)
-        if not folder.check_job(queue) and not verdict.read(folder.path):
+        submission.print_changes(folder.job_states(), printed)
+        if not folder.check_job():
             time.sleep(POLL_S)  # it may have submitted the next check, or be writing the verdict
-            if not folder.check_job(Queue("slurm")) and not verdict.read(folder.path):
+            if not folder.check_job() and not verdict.read(folder.path):
                 print(f"error: the check ended without a verdict. See {folder.path}/check.log", file=sys.stderr)
                 return 1
         time.sleep(POLL_S)

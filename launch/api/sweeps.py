@@ -23,11 +23,9 @@ from launch.governance import audit_log
 from launch.runs.failure_logs import tail
 from launch.submission import run_control
 from launch.sweeps import suite as suites
-from launch.sweeps.jobs import jobs_of
-from launch.sweeps.queue import Queue
-from launch.sweeps.search import command as search
-from launch.sweeps.search import search_checks
-from launch.sweeps.search.trial import Trial
+from launch.sweeps.search import checks, search_loop
+from launch.sweeps.search.search_report import Trial
+from launch.sweeps.submission import jobs_of
 from launch.sweeps.suite import LoadedSuite
 from launch.sweeps.sweep_folder import PROBE_S, SweepFolder
 from launch.sweeps.verdict import read as read_verdict
@@ -80,9 +78,9 @@ class SweepRun:
         folder = SweepFolder(self.folder)
         if not folder.begun:
             return {}
-        states: dict[str, str] = {job.job.name: job.state for job in folder.job_states(Queue(folder.plan.executor))}
+        states: dict[str, str] = {job.job.name: job.state for job in folder.job_states()}
         searched = folder.suite.search
-        if searched is None or any(search_checks.package_problems(searched)):
+        if searched is None or any(checks.package_problems(searched)):
             return states
         return states | {job.name: "pruned" for job in self.trials() if job.state == "pruned"}
 
@@ -92,7 +90,7 @@ class SweepRun:
         Raises RecipeError if Optuna is missing.
         """
         folder = SweepFolder(self.folder)
-        return search.trials_of(folder) if folder.begun and folder.suite.search is not None else []
+        return search_loop.trials_of(folder) if folder.begun and folder.suite.search is not None else []
 
     def runs(self) -> dict[str, Run]:
         """Return job -> its run, for the runs that have been submitted."""
@@ -187,19 +185,19 @@ class SweepRun:
         """Return whether a process holds the sweep's lock, or the job that checks the gates is live."""
         if self._submits() or _is_locked(self.folder):
             return True
-        return self._is_on_slurm() and SweepFolder(self.folder).check_job(Queue("slurm")) is not None
+        return self._is_on_slurm() and SweepFolder(self.folder).check_job() is not None
 
 
 def _cancel_check(folder: SweepFolder) -> None:
     """Cancel the Slurm job that would check the sweep's gates. Raises SlurmError."""
-    if folder.begun and folder.plan.executor == "slurm" and (job_id := folder.check_job(Queue("slurm"))):
+    if folder.begun and folder.plan.executor == "slurm" and (job_id := folder.check_job()):
         HetSlurmJob(folder.path, job_id).cancel()
 
 
 def _cancel_jobs(folder: SweepFolder) -> None:
     """Cancel the live jobs of a sweep. The caller holds its lock. Raises SlurmError or RecipeError."""
     _cancel_check(folder)  # which a process may have submitted meanwhile
-    for state in folder.job_states(Queue(folder.plan.executor)) if folder.begun else []:
+    for state in folder.job_states() if folder.begun else []:
         if state.state != "live" or state.record is None:
             continue
         if state.job.run is not None or state.record.job_id in {s.job_id for s in folder.submissions(state.job.name)}:
@@ -255,11 +253,11 @@ def begin(loaded: LoadedSuite, name: str, values: list[str], id: str | None = No
     name, values: the suite's name and `key=value` arguments, for the command line of the process that submits the jobs.
     """
     sweep_id = id or date.today().isoformat()
-    folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / sweep_id)
+    folder = SweepFolder(loaded.folder(sweep_id))
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
     elif loaded.suite.search is not None:
-        search.check(loaded, folder)  # raises RecipeError with the problems of all its corners
+        search_loop.check(loaded, folder)  # raises RecipeError with the problems of all its corners
     else:
         jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs
     with folder.locked(PROBE_S):  # raises RecipeError while another process works on the sweep

@@ -7,12 +7,13 @@ metric that a gate reads. Keys are sorted, with one number a line. The provenanc
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch.sweeps.expressions import Curve
-from launch.sweeps.measurements import mean_and_spread
+from launch.sweeps.measurements import by_step, spread
 from pipeline.config import config_tree, refuse, schema_validation, yaml_text
 from pipeline.files.storage import write_durably
 from pipeline.recipe.values import Bool, Float, Int, Text
@@ -91,11 +92,12 @@ def write(baseline: Baseline, path: Path) -> None:
 
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
     """Return the mean and the standard deviation of the seeds' curves, thinned to MAX_POINTS."""
-    mean, width = mean_and_spread(seeds)
-    steps = [*mean]
+    values = by_step(seeds)
+    steps = [*values]
     count = min(MAX_POINTS, len(steps))
     points = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
-    return StoredCurve(points, [_short(mean[step]) for step in points], [_short(width[step]) for step in points])
+    mean, deviation = ([_short(reduce(values[step])) for step in points] for reduce in (statistics.fmean, spread))
+    return StoredCurve(points, mean, deviation)
 
 
 def _short(value: float) -> float:

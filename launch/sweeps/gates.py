@@ -14,10 +14,10 @@ from enum import Enum
 
 from launch.runs.evaluation_comparison import is_lower_better
 from launch.runs.evaluation_folder import EvaluationFolder
-from launch.sweeps import expressions, run_scores
+from launch.sweeps import measurements
 from launch.sweeps.baseline import Baseline, StoredGate, StoredRun
-from launch.sweeps.expressions import Curve, NoValue
-from launch.sweeps.measurements import RunMeasurements, mean_and_spread, spread
+from launch.sweeps.expressions import Curve, Expression, NoValue
+from launch.sweeps.measurements import RunMeasurements, by_step, spread
 from launch.sweeps.suite import BASELINE, EvaluationGateConfig, GateConfig, Suite, gates_of, kind, seeds_of
 from pipeline.evaluation.statistics import difference
 
@@ -119,6 +119,11 @@ class GateCase:
         return self.gate.value
 
     @property
+    def metrics(self) -> list[str]:
+        """The metrics that the gate's expression reads; [] without an expression."""
+        return Expression(self.gate.value).metrics if self.gate.value else []
+
+    @property
     def relative_to(self) -> str | None:
         """The run by whose values this run's values are divided; None if the gate is not a relative speed."""
         return self.gate.speed.relative_to if self.gate.speed else None
@@ -128,39 +133,42 @@ class GateCase:
         """The name of the reduction of the values of all seeds to one; `each` if the value of every seed is compared."""
         return self.gate.over or {"bounds": "each", "band": "mean", "speed": "median"}[kind(self.gate)]
 
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether the gate compares with the baseline."""
+        evaluation = self.gate.evaluation
+        return kind(self.gate) in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
+
     def verdict(self) -> Verdict:
         """Evaluate the gate, and return its verdict."""
-        values: dict[int, float] = {}
-        limits = Limits()
+        outcome, values, limits = GateResult.PASSED, {}, Limits()
         try:
             if self.gate.same_as is not None:
-                return self._verdict(GateResult.PASSED, self._same())
-            values = self.values()
-            if kind(self.gate) == "paired":
-                return self._verdict(GateResult.PASSED, self._not_worse(), values)
-            limits, expected = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
+                message = self._same()
+            else:
+                values = self.values()
+                if kind(self.gate) == "paired":
+                    message = self._not_worse()
+                else:
+                    limits, expected = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
+                    outcome, message = self._compare(values, limits, expected)
         except GateSkipped as reason:
-            return self._verdict(GateResult.NOT_JUDGED, str(reason), values, limits)
+            outcome, message = GateResult.NOT_JUDGED, str(reason)
         except (NoValue, GateFailed) as reason:
-            return self._verdict(GateResult.FAILED, str(reason), values, limits)
-        judged: Mapping[int | None, float] = {**values}
-        if self.over != "each":
-            judged = {None: REDUCTIONS[self.over](values.values())}
-        bad = {seed: value for seed, value in judged.items() if not limits.contains(value)}
-        if not bad:
-            return self._verdict(GateResult.PASSED, f"{self._list_values(judged)}; {expected}", values, limits)
-        since = f"; outside the baseline's curve from step {step} on" if (step := self.departure()) is not None else ""
-        return self._verdict(GateResult.FAILED, f"{self._list_values(bad)}; {expected}{since}", values, limits)
-
-    def _verdict(
-        self, outcome: GateResult, message: str, values: Mapping[int, float] = {}, limits: Limits = Limits()
-    ) -> Verdict:
+            outcome, message = GateResult.FAILED, str(reason)
         return Verdict(self.run, self.name, outcome, message, values, limits)
 
-    def _list_values(self, judged: Mapping[int | None, float]) -> str:
-        if None in judged:
-            return f"{judged[None]:.4g}, {self.over} of the seeds"
-        return ", ".join(f"seed {seed}: {value:.4g}" for seed, value in judged.items())
+    def _compare(self, values: Mapping[int, float], limits: Limits, expected: str) -> tuple[GateResult, str]:
+        """Return whether the values, or their reduction, are within the limits, and the message of the verdict."""
+        if self.over == "each":
+            bad = {seed: value for seed, value in values.items() if not limits.contains(value)}
+            text = ", ".join(f"seed {seed}: {value:.4g}" for seed, value in (bad or values).items())
+        else:
+            value = REDUCTIONS[self.over](values.values())
+            bad, text = not limits.contains(value), f"{value:.4g}, {self.over} of the seeds"
+        step = self._departure() if bad else None
+        since = "" if step is None else f"; outside the baseline's curve from step {step} on"
+        return GateResult.FAILED if bad else GateResult.PASSED, f"{text}; {expected}{since}"
 
     # ---- the values -----------------------------------------------------------------------------------------------------
 
@@ -176,19 +184,23 @@ class GateCase:
 
     def _of(self, run: str) -> dict[int, float]:
         if evaluation := self.gate.evaluation:
-            return {seed: run_scores.score(folder, evaluation) for seed, folder in self._evaluations(run, evaluation).items()}
-        expression, values = expressions.parse(self.expression), {}
+            return {seed: measurements.score(folder, evaluation) for seed, folder in self._evaluations(run, evaluation).items()}
+        expression, values = Expression(self.expression), {}
         for seed, measured in self.sweep.seeds(run).items():
             try:
-                values[seed] = expressions.evaluate(expression, measured.curves)
+                values[seed] = expression.value(measured.curves)
             except NoValue as error:
-                raise NoValue(f"{self.gate.value} of {run} has no value with seed {seed}: {error}") from None
+                raise NoValue(f"{self.expression} of {run} has no value with seed {seed}: {error}") from None
         return values
 
     def _evaluations(self, run: str, evaluation: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
         """Return seed -> the evaluation of the run's checkpoint with that seed. Raises NoValue, GateSkipped."""
         folders = {seed: measured.folder for seed, measured in self.sweep.seeds(run).items()}
-        return {seed: run_scores.find(folder, evaluation) for seed, folder in folders.items() if folder is not None}
+        return {seed: measurements.evaluation_of(folder, evaluation) for seed, folder in folders.items() if folder is not None}
+
+    def _middle(self, values: Iterable[float]) -> float:
+        """Reduce the values of the seeds to one, as `over` says; `each` takes their mean."""
+        return REDUCTIONS["mean" if self.over == "each" else self.over](values)
 
     # ---- limits ---------------------------------------------------------------------------------------------------------
 
@@ -199,23 +211,14 @@ class GateCase:
 
     def _band(self) -> tuple[Limits, str]:
         assert self.gate.band is not None
-        middle, half = self.band()
+        stored = self._stored_gate()[1].seeds.values()
+        middle, half = self._middle(stored), self.gate.band.spreads * max(spread(stored), self.gate.band.floor)
         better = self.gate.band.better
         limits = Limits(None if better == "lower" else middle - half, None if better == "higher" else middle + half)
-        return limits, f"expected {limits} (baseline {middle:.4g}, band {half:.3g}{self._beyond(middle, half)})"
-
-    def band(self) -> tuple[float, float]:
-        """Return (the centre of the band, half its width). Raises GateFailed."""
-        assert self.gate.band is not None
-        values = self._stored_gate()[1].seeds.values()
-        return self._middle(values), self.gate.band.spreads * max(spread(values), self.gate.band.floor)
-
-    def _beyond(self, middle: float, half: float) -> str:
-        """Return a hint if the run is better than every value in the band; else an empty string."""
-        assert self.gate.band is not None
-        value = self._middle(self.values().values())
-        ahead = {"higher": value - middle, "lower": middle - value, "neither": 0.0}[self.gate.band.better]
-        return "; better than the whole band: try update_baseline=true" if ahead > half else ""
+        above = self._middle(self.values().values()) - middle
+        ahead = {"higher": above, "lower": -above, "neither": 0.0}[better] > half
+        hint = "; better than the whole band: try update_baseline=true" if ahead else ""
+        return limits, f"expected {limits} (baseline {middle:.4g}, band {half:.3g}{hint})"
 
     def _speed(self) -> tuple[Limits, str]:
         assert self.gate.speed is not None
@@ -233,23 +236,19 @@ class GateCase:
         reference = f"the baseline's {middle:.4g}" + (f", both relative to {self.relative_to}" if self.relative_to else "")
         return limits, f"{times:.3g} times {reference}; expected {ratios} times"
 
-    def departure(self) -> int | None:
+    def _departure(self) -> int | None:
         """Return the step from which on the mean over the seeds is outside the baseline's band; None if there is none.
 
         The band at a step is around the baseline's curve. Only a gate with a band over a single metric has such a step.
         """
-        if (
-            self.gate.band is None
-            or self.gate.evaluation
-            or len(named := set(expressions.metrics(expressions.parse(self.expression)))) != 1
-        ):
+        if self.gate.band is None or len(self.metrics) != 1:
             return None
-        metric, first = named.pop(), None
+        (metric,), first = self.metrics, None
         before = self._stored_gate()[0].curves.get(metric)
-        mean, _ = mean_and_spread([measured.curves[metric] for measured in self.sweep.seeds(self.run).values()])
+        now = by_step(measured.curves[metric] for measured in self.sweep.seeds(self.run).values())
         for step, middle, width in reversed([*zip(before.steps, before.mean, before.spread, strict=True)] if before else []):
             half = self.gate.band.spreads * max(width, self.gate.band.floor)
-            if step not in mean or abs(mean[step] - middle) <= half:
+            if step not in now or abs(statistics.fmean(now[step]) - middle) <= half:
                 break
             first = step
         return first
@@ -271,10 +270,6 @@ class GateCase:
             raise GateFailed(f"the baseline is {before}; expected {now}; {UPDATE}")
         return of_run, stored
 
-    def _middle(self, values: Iterable[float]) -> float:
-        """Reduce the values of the seeds to one, as `over` says; `each` takes their mean."""
-        return REDUCTIONS["mean" if self.over == "each" else self.over](values)
-
     def to_store(self) -> StoredGate:
         """Return the entry of this gate for a new baseline. Raises NoValue, GateSkipped."""
         seeds = {str(seed): value for seed, value in self.values().items()}
@@ -282,20 +277,10 @@ class GateCase:
         questions = self._questions(self.run, evaluation) if evaluation and kind(self.gate) == "paired" else {}
         return StoredGate(self.expression, self.relative_to, seeds, questions)
 
-    @property
-    def needs_baseline(self) -> bool:
-        """Return whether the gate compares with the baseline."""
-        evaluation = self.gate.evaluation
-        return kind(self.gate) in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
-
     # ---- evaluations, question by question ----------------------------------------------------------------------------------
 
     def _questions(self, run: str, evaluation: EvaluationGateConfig) -> dict[str, list[float]]:
-        return run_scores.questions([*self._evaluations(run, evaluation).values()], evaluation)
-
-    def _lower_is_better(self, evaluation: EvaluationGateConfig) -> bool:
-        first = next(iter(self._evaluations(self.run, evaluation).values()))
-        return is_lower_better(evaluation.metric or first.tasks[evaluation.task]["metric"])
+        return measurements.questions(self._evaluations(run, evaluation).values(), evaluation)
 
     def _not_worse(self) -> str:
         """Check that the scores are not worse than the reference's, question by question over all seeds.
@@ -306,12 +291,13 @@ class GateCase:
         assert evaluation is not None and evaluation.not_worse_than is not None, "a paired gate has both"
         reference = evaluation.not_worse_than
         if reference == BASELINE:
-            before: run_scores.Questions = self._stored_gate()[1].questions
+            before: measurements.Questions = self._stored_gate()[1].questions
         elif reference in self.sweep.suite.runs:
             before = self._questions(reference, evaluation)
         else:
-            before = run_scores.questions([run_scores.in_folder(reference, evaluation)], evaluation)
-        lower = self._lower_is_better(evaluation)
+            before = measurements.questions([measurements.evaluation_in(reference, evaluation)], evaluation)
+        first = next(iter(self._evaluations(self.run, evaluation).values()))
+        lower = is_lower_better(evaluation.metric or first.tasks[evaluation.task]["metric"])
         change = difference(before, self._questions(self.run, evaluation), lower)
         if not change.questions:
             raise GateFailed(f"has no question in common with {reference}")
@@ -331,10 +317,9 @@ class GateCase:
         Return the message of a gate that passes. Raises GateFailed at the first difference.
         """
         assert self.gate.same_as is not None
-        reference, compared = self.gate.same_as.run, 0
+        reference, patterns, compared = self.gate.same_as.run, self.gate.same_as.metrics, 0
         reference_seeds = self.sweep.seeds(reference)
         for seed, measured in self.sweep.seeds(self.run).items():
-            patterns = self.gate.same_as.metrics
             curves, reference_curves = measured.reproducible(patterns), reference_seeds[seed].reproducible(patterns)
             if not curves:
                 raise GateFailed(f"seed {seed} has no metric that matches {' or '.join(patterns)}")

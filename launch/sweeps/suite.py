@@ -19,9 +19,9 @@ from pydantic import Field
 
 from launch.runs import suites as evaluation_suites
 from launch.runs.run_setup import flat
-from launch.sweeps import expressions
-from launch.sweeps.search import space, structure
-from launch.sweeps.search.config import SearchConfig, spell_out_lists
+from launch.sweeps.expressions import Expression, Malformed
+from launch.sweeps.search import section
+from launch.sweeps.search.section import SearchConfig
 from pipeline.config import (
     RECIPES,
     Problem,
@@ -41,6 +41,7 @@ SUITES = RECIPES / "sweeps"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 BASELINE = "baseline"
 SET_BY_SWEEP = ("run_dir", "name")  # keys of each recipe that the sweep sets
+READ_BY_SEARCH = ("name", "overrides", "folder", "search", "retries")
 
 
 # ---- the schema ---------------------------------------------------------------------------------------------------------
@@ -184,18 +185,17 @@ class LoadedSuite:
     baseline: Path  # absolute
     overrides: list[str]  # of every run's recipe, from the command line
 
-
-def find(name: str) -> Path:
-    """Return the file of a suite. Raises RecipeError, which lists the suites that exist."""
-    return config_tree.find_file(name, SUITES, "sweep")
+    def folder(self, sweep_id: str) -> Path:
+        """Return the folder of the sweep with this id."""
+        return (Path(self.suite.folder) / self.suite.name / sweep_id).absolute()
 
 
 def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
     """Return a suite after all checks of its own keys.
 
-    Raises RecipeError with all its problems. Keys of recipes are not checked.
+    Raises RecipeError with all its problems, or with the suites that exist. Keys of recipes are not checked.
     """
-    path = find(name)
+    path = config_tree.find_file(name, SUITES, "sweep")
     tree = config_tree.merge(
         config_tree.ConfigMapping({"name": config_tree.ConfigValue(path.stem)}), config_tree.load_with_parents(path)
     )
@@ -230,7 +230,6 @@ def to_yaml(suite: Suite) -> str:
 
 def _build(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:
     """Return (the suite, or None if its values prevent one; the problems of its values)."""
-    spell_out_lists(tree)
     return schema_validation.validate_tree(Suite, schema_validation.with_defaults(Suite, tree))
 
 
@@ -254,11 +253,6 @@ def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], 
     return changes, overrides, problems
 
 
-def as_arguments(overrides: dict[str, Any]) -> list[str]:
-    """Return a mapping of overrides as `key=value` arguments."""
-    return space.as_overrides(flat(overrides) if overrides else {})
-
-
 # ---- checks across keys -------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +261,7 @@ def problems(suite: Suite) -> Iterator[Problem]:
     if not NAME.fullmatch(suite.name):
         yield bad_name("name", suite.name)
     if suite.search is not None:
-        yield from structure.problems(suite.search, asdict(suite), asdict(Suite()), SET_BY_SWEEP)
+        yield from _search_problems(suite, suite.search)
         return
     if not suite.runs:
         yield Problem("runs", "missing-value", "got none; expected at least one, such as runs: {tiny_sft: {}}")
@@ -292,14 +286,28 @@ def problems(suite: Suite) -> Iterator[Problem]:
         if not gates_of(suite, name):
             yield Problem(f"{key}.gates", "missing-value", "the run has no gate. Try a gate here or in `gates`")
         for gate_name, gate in gates_of(suite, name).items():
-            yield from _of_run(
-                suite, name, f"{key}.gates.{gate_name}" if gate_name in run.gates else f"gates.{gate_name}", gate
-            )
+            yield from _of_run(suite, name, f"{f'{key}.' if gate_name in run.gates else ''}gates.{gate_name}", gate)
 
 
 def bad_name(key: str, name: str) -> Problem:
     """Return the problem of a name that no folder can have."""
     return Problem(key, "bad-format", f"got '{name}'; expected letters, digits, '.', '_' and '-', since it names a folder")
+
+
+def _search_problems(suite: Suite, search: SearchConfig) -> Iterator[Problem]:
+    """Yield the problems of a suite with a search: keys that a search does not read, keys that are set twice, the section's."""
+    default = asdict(Suite())
+    for key, value in asdict(suite).items():
+        if key not in READ_BY_SEARCH and value != default[key]:
+            yield Problem(key, "contradiction", f"a suite with search does not read this key. Try a suite without {key}")
+    keys = {"overrides": suite.overrides, "search.overrides": search.overrides, "search.parameters": search.parameters}
+    for key, values in keys.items():
+        for name in flat(values) if values and key != "search.parameters" else values:
+            if name in SET_BY_SWEEP:
+                yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each trial")
+            elif name in search.parameters and key != "search.parameters":
+                yield Problem(f"{key}.{name}", "has-no-effect", "search.parameters sets this key for every trial")
+    yield from section.problems(search)
 
 
 def _seeds(key: str, seeds: list[int]) -> Iterator[Problem]:
@@ -310,8 +318,7 @@ def _seeds(key: str, seeds: list[int]) -> Iterator[Problem]:
 
 
 def _override_problems(key: str, overrides: dict[str, Any]) -> Iterator[Problem]:
-    for override in as_arguments(overrides):
-        name = override.partition("=")[0]
+    for name in flat(overrides) if overrides else ():
         if name in SET_BY_SWEEP:
             yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each run")
         if re.fullmatch(r"\w+\.seed", name):
@@ -342,15 +349,13 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
         message = f"got {gate.at_least:g}, which is above at_most; expected at most {gate.at_most:g}"
         yield Problem(f"{key}.at_least", "contradiction", message)
     if gate.speed and gate.speed.at_most is None and gate.speed.at_least is None:
-        yield Problem(
-            f"{key}.speed", "missing-value", "got no bound; expected at_most (for a time) or at_least (for a throughput)"
-        )
+        message = "got no bound; expected at_most (for a time) or at_least (for a throughput)"
+        yield Problem(f"{key}.speed", "missing-value", message)
     if gate.same_as is not None:
+        message = "same_as compares all metrics of all seeds, and does not read this key"
         for name in ("value", "over"):
             if getattr(gate, name) is not None:
-                yield Problem(
-                    f"{key}.{name}", "has-no-effect", "same_as compares all metrics of all seeds, and does not read this key"
-                )
+                yield Problem(f"{key}.{name}", "has-no-effect", message)
         if gate.evaluation:
             yield Problem(f"{key}.evaluation", "contradiction", "got same_as too; expected one of them")
     elif gate.evaluation is not None:
@@ -359,13 +364,10 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.value", "missing-value", "expected an expression over metrics, such as last(val/loss)")
     else:
         try:
-            if not any(expressions.metrics(expressions.parse(gate.value))):
-                yield Problem(
-                    f"{key}.value",
-                    "bad-format",
-                    f"got '{gate.value}', which is a constant; expected an expression over metrics",
-                )
-        except expressions.Malformed as error:
+            if not Expression(gate.value).metrics:
+                message = f"got '{gate.value}', which is a constant; expected an expression over metrics"
+                yield Problem(f"{key}.value", "bad-format", message)
+        except Malformed as error:
             yield Problem(f"{key}.value", "bad-format", str(error))
 
 
@@ -387,7 +389,8 @@ def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) ->
 
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:
     """Yield the problems of a gate with one of its runs, such as those of the other run that the gate compares with."""
-    if gate.band and gate.band.floor == 0 and len(seeds_of(suite, run)) < 2:
+    seeds = seeds_of(suite, run)
+    if gate.band and gate.band.floor == 0 and len(seeds) < 2:
         point = f"got 0 with one seed of run '{run}'; expected above 0, since one seed has no standard deviation"
         yield Problem(f"{key}.band.floor", "missing-value", point)
     references = {"same_as.run": gate.same_as and gate.same_as.run, "speed.relative_to": gate.speed and gate.speed.relative_to}
@@ -399,10 +402,7 @@ def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Prob
             yield Problem(f"{key}.{name}", "contradiction", f"got '{run}', the run itself; expected another run")
         elif target is not None and target not in suite.runs:
             yield from _is_run(suite, f"{key}.{name}", target)
-        elif (
-            target is not None
-            and name != "evaluation.not_worse_than"
-            and (lacking := sorted(set(seeds_of(suite, run)) - set(seeds_of(suite, target))))
-        ):
-            seeds = f"'{target}' has no seed {', '.join(map(str, lacking))}; expected every seed of '{run}'"
-            yield Problem(f"{key}.{name}", "contradiction", seeds)
+        elif target is not None and name != "evaluation.not_worse_than" and not {*seeds}.issubset(seeds_of(suite, target)):
+            lacking = sorted({*seeds} - {*seeds_of(suite, target)})
+            message = f"'{target}' has no seed {', '.join(map(str, lacking))}; expected every seed of '{run}'"
+            yield Problem(f"{key}.{name}", "contradiction", message)

@@ -12,18 +12,23 @@ A job's state comes from Slurm and its run folder, never from the sweep's folder
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import socket
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from launch.executors import slurm, slurm_client
 from launch.executors.executor import JobStatus
+from launch.executors.local import start_time
 from launch.executors.record import JobRecord, read_record, write_record
+from launch.executors.slurm import HetSlurmJob
 from launch.runs import folder_lock, run_setup
 from launch.runs.run_setup import flat
 from launch.sweeps import suite as suites
-from launch.sweeps.queue import Queue
 from launch.sweeps.suite import Suite
 from pipeline.config import Problem, RecipeError
 from pipeline.files import small_files
@@ -38,6 +43,8 @@ PROBE_S = 2.0
 """Seconds to wait for the lock, which other programs hold for a moment to see whether a process works on the sweep."""
 LOCK_S = 600.0
 """Seconds that the check waits for the lock of a process that submits jobs."""
+PAUSES_S = (5, 15)
+"""Seconds between two queries of a Slurm that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +194,13 @@ class SweepFolder:
 
     # ---- states ---------------------------------------------------------------------------------------------------------
 
-    def job_states(self, queue: Queue) -> list[JobState]:
-        """Return the state of every job. Raises RecipeError if jobs cannot be queried from here."""
-        return [self.job_state(job, queue) for job in self.plan.jobs]
+    def job_states(self, jobs: Iterable[SweepJob] | None = None) -> list[JobState]:
+        """Return the states of jobs; None: of all jobs. Raises RecipeError if jobs cannot be queried from here."""
+        plan = self.plan
+        queue = Queue(plan.executor)
+        return [self._job_state(job, queue) for job in (plan.jobs if jobs is None else jobs)]
 
-    def job_state(self, job: SweepJob, queue: Queue) -> JobState:
-        """Return the state of one job. Raises RecipeError if jobs cannot be queried from here."""
+    def _job_state(self, job: SweepJob, queue: Queue) -> JobState:
         run_dir = Path(job.run_dir)
         ids = [submission.job_id for submission in self.submissions(job.name)]
         record = read_record(run_dir)
@@ -212,16 +220,84 @@ class SweepFolder:
             return JobState(job, "missing")
         return JobState(job, "failed", record, status, len(ids))
 
-    def live_job_ids(self, queue: Queue) -> list[str]:
-        """Return the ids of the live jobs."""
-        return [state.record.job_id for state in self.job_states(queue) if state.state == "live" and state.record]
-
-    def check_job(self, queue: Queue, other_than: str | None = None) -> str | None:
+    def check_job(self, other_than: str | None = None) -> str | None:
         """Return the id of the live Slurm job that will check the gates; None if there is none.
 
         other_than: the id of a job to ignore.
         """
-        return queue.writing_to(re.compile(re.escape(str(self.path / "check.log"))), other_than)
+        return Queue("slurm").writing_to(re.escape(str(self.path / "check.log")), other_than)
+
+
+# ---- states of jobs -----------------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """Holds the states of all jobs, read with one command at the first query, because a command for each job is slow.
+
+    Jobs are also found by the files that they write: if a submitter is killed between sbatch and its record, the run folder
+    does not know the job, and it would be submitted twice.
+    """
+
+    def __init__(self, executor: str):
+        self._executor = executor
+
+    @functools.cached_property
+    def _jobs(self) -> dict[str, list[slurm_client.JobComponent]]:
+        """Hold job id -> its components. Retries while Slurm does not answer, then raises RecipeError."""
+        jobs = defaultdict(list)
+        for part in slurm_client.read_jobs(_scontrol()):
+            jobs[part.job_id].append(part)
+        return jobs
+
+    def status(self, job_id: str) -> JobStatus:
+        """Return the status of a Slurm job; GONE if neither slurmctld nor accounting knows it."""
+        if parts := self._jobs.get(job_id):
+            return slurm.job_status(slurm_client.merge_components(parts))
+        return HetSlurmJob(".", job_id).status()  # slurmctld has forgotten it; accounting may know it
+
+    def of(self, record: JobRecord, run_dir: Path) -> JobStatus:
+        """Return the status of a recorded job."""
+        return self.status(record.job_id) if self._executor == "slurm" else record.attach(run_dir).status(now=True)
+
+    def writing_into(self, run_dir: Path) -> JobRecord | None:
+        """Return the live job that writes into a run folder, even if the folder has no record of it; None if there is none."""
+        if self._executor == "slurm":
+            job_id = self.writing_to(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out")
+            return JobRecord("slurm", job_id, socket.gethostname()) if job_id else None
+        controller = _controller(run_dir)
+        return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
+
+    def writing_to(self, output: str, other_than: str | None = None) -> str | None:
+        """Return the id of the live Slurm job, not `other_than`, whose log's path matches a pattern; None if there is none."""
+        for job_id, parts in self._jobs.items():
+            matches = any(re.fullmatch(output, part.output) for part in parts if part.output)
+            if matches and job_id != other_than and not self.status(job_id).ended:
+                return job_id
+        return None
+
+
+def _scontrol() -> str:
+    for pause in (*PAUSES_S, None):
+        try:
+            return slurm_client.run_command("scontrol", "show", "job", "-o")
+        except slurm_client.SlurmError as error:
+            if error.kind == "missing" or pause is None:
+                message = f"the states of the sweep's jobs are unknown: {error}"
+                raise RecipeError(Problem("", "unreachable", message)) from None
+            time.sleep(pause)
+    raise AssertionError("the last pause is None")
+
+
+def _controller(run_dir: Path) -> int | None:
+    """Return the process id of the local executor's controller of a run folder; None if there is none."""
+    ends_with = b"\0".join([b"-m", b"launch.executors.local", str(run_dir).encode(), b""])
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().endswith(ends_with):
+                return int(path.parent.name)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has ended, or belongs to another user
+    return None
 
 
 def _appears(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluate the gates of a sweep that has ended, and write a new baseline if it was requested.
+"""Evaluate the gates of a sweep that has ended, write a new baseline if it was requested, and write verdict.json.
 
 Each run has a gate `completes`. It fails the suite if the run did not complete, and its message is the first failure.
 """
@@ -6,7 +6,6 @@ Each run has a gate `completes`. It fails the suite if the run did not complete,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import TypedDict
 from launch.runs import run_files
 from launch.runs.attempts import AttemptFolder, all_attempts
 from launch.sweeps import baseline as baselines
-from launch.sweeps import expressions, run_scores
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun
-from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, Verdict, hardware, judge
-from launch.sweeps.job_submission import why_failed
-from launch.sweeps.measurements import RunMeasurements, measure
-from launch.sweeps.queue import Queue
+from launch.sweeps.expressions import NoValue
+from launch.sweeps.gates import GateResult, GateSkipped, Sweep, Verdict, hardware, judge
+from launch.sweeps.measurements import RunMeasurements, evaluate_missing, measure
+from launch.sweeps.submission import main_line, why_failed
 from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
 from pipeline.files import small_files
 
@@ -49,6 +47,19 @@ class JobResult:
     def restarts(self) -> int:
         """Number of restarts without a new submission: after a crash, the time limit or preemption."""
         return max(0, len(self.attempts) - self.tries)
+
+    def completes(self) -> Verdict:
+        """Return the verdict of the gate `completes`."""
+        outcome = GateResult.FAILED
+        if self.state == "done":
+            outcome = GateResult.PASSED
+            message = f"RETRIED: done at try {self.tries}; before: {main_line(self.why[0])}" if self.why else "done"
+        elif self.state == "live":
+            message = "has not ended yet"
+        else:
+            message = (f"failed {len(self.why)} times, first: " if len(self.why) > 1 else "") + main_line(self.why[0])
+        restarts = f"; its ranks were restarted {self.restarts} times" if self.restarts else ""
+        return Verdict(self.job.run or self.job.name, self.gate, outcome, message + restarts)
 
 
 @dataclass(frozen=True)
@@ -81,21 +92,28 @@ class SweepResult:
         numbers = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
         return f"{self.title}: {'passed' if self.passed else 'FAILED'}: {numbers}"
 
+    @property
+    def baseline(self) -> str:
+        """The provenance of the sweep's baseline."""
+        if self.sweep.baseline is None:
+            return "there is no baseline"
+        origin = self.sweep.baseline.provenance
+        return f"the baseline is from {origin.date}, {origin.sweep}, commit {origin.commit or 'unknown'}"
+
 
 def conclude(folder: SweepFolder) -> SweepResult:
     """Evaluate the gates of a sweep, and write a new baseline if it was requested.
 
     Raises RecipeError for an invalid baseline.
     """
-    plan, suite = folder.plan, folder.suite
-    job_states = folder.job_states(Queue(plan.executor))
+    plan, suite, job_states = folder.plan, folder.suite, folder.job_states()
     complete = [state.job for state in job_states if state.state == "done" and state.job.run is not None]
     run_dirs = {run: [Path(job.run_dir) for job in complete if job.run == run] for run in suite.runs}
-    run_scores.evaluate_missing(suite, run_dirs, folder.path / run_scores.LOG)
+    evaluate_missing(suite, run_dirs, folder.path / "evaluate.log")
     runs: dict[str, dict[int, RunMeasurements]] = {run: {} for run in suite.runs}
-    for state in job_states:
-        if state.state == "done" and state.job.run is not None and state.job.seed is not None:
-            runs[state.job.run][state.job.seed] = measure(Path(state.job.run_dir))
+    for job in complete:
+        assert job.run is not None and job.seed is not None, "a run's job has both"
+        runs[job.run][job.seed] = measure(Path(job.run_dir))
     ran = [_ran(folder, state) for state in job_states]
     sweep = Sweep(suite, runs, baselines.read(Path(plan.baseline)))
     commits, notes, refused = _commits(plan.jobs), [], []
@@ -109,7 +127,7 @@ def conclude(folder: SweepFolder) -> SweepResult:
         notes.append(f"the runs used different versions of the code: {', '.join(commits)}")
     notes += _change_notes(sweep, plan.jobs)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    verdicts = [*map(_completes, ran), *judge(sweep)]
+    verdicts = [*(job.completes() for job in ran), *judge(sweep)]
     verdicts += [Verdict("baseline", "update_baseline", GateResult.FAILED, f"not written: {reason}") for reason in refused]
     return SweepResult(folder.title, folder.path, sweep, ran, verdicts, commits, now, notes)
 
@@ -124,26 +142,6 @@ def _ran(folder: SweepFolder, job_state: JobState) -> JobResult:
     return JobResult(job, job_state.state, job_state.tries, failures, all_attempts(run_dir), seconds)
 
 
-def _completes(ran: JobResult) -> Verdict:
-    outcome = GateResult.FAILED
-    if ran.state == "done":
-        outcome = GateResult.PASSED
-        message = f"RETRIED: done at try {ran.tries}; before: {main_line(ran.why[0])}" if ran.why else "done"
-    elif ran.state == "live":
-        message = "has not ended yet"
-    else:
-        message = (f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else "") + main_line(ran.why[0])
-    restarts = f"; its ranks were restarted {ran.restarts} times" if ran.restarts else ""
-    return Verdict(ran.job.run or ran.job.name, ran.gate, outcome, message + restarts)
-
-
-def main_line(lines: list[str]) -> str:
-    """Return the most informative line of a failure: a rank's message, else the last log line, else the first line."""
-    messages = [line for line in lines if line.startswith("rank ")]
-    log = [line.strip() for line in lines if line.startswith("  ") and line.strip()]
-    return (messages or log[-1:] or lines)[0]
-
-
 def _commits(jobs: list[SweepJob]) -> list[str]:
     """Return the distinct commits of the latest submissions, as `1a2b3c4`, or `1a2b3c4, changed` for changed code."""
     commits = set()
@@ -156,12 +154,10 @@ def _commits(jobs: list[SweepJob]) -> list[str]:
 
 def _change_notes(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
     """Return a note for each run whose overrides differ from those in the baseline. They may explain failed gates."""
-    if (baseline := sweep.baseline) is None:
-        return []
-    notes = []
-    for run in sweep.suite.runs:
-        before, now = set(baseline.of(run).overrides), set(_overrides(jobs, run))
-        if run in baseline.runs and before != now:
+    notes, stored = [], sweep.baseline.runs if sweep.baseline else {}
+    for run in (run for run in sweep.suite.runs if run in stored):
+        before, now = set(stored[run].overrides), set(_overrides(jobs, run))
+        if before != now:
             changes = [f"{sign}{key}" for sign, keys in (("+", now - before), ("-", before - now)) for key in sorted(keys)]
             notes.append(f"{run} has other overrides than in the baseline: {' '.join(changes)}")
     return notes
@@ -170,22 +166,8 @@ def _change_notes(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
 def _overrides(jobs: list[SweepJob], run: str) -> list[str]:
     """Return the overrides of a run, without seed, run_dir and cluster keys."""
     job = next(job for job in jobs if job.run == run)
-    excluded = ("run_dir=", "cluster.")
-    overrides = [
-        text for text in job.overrides if not text.startswith(excluded) and not text.partition("=")[0].endswith(".seed")
-    ]
-    return list({text.partition("=")[0]: text for text in overrides}.values())
-
-
-def baseline_of(result: SweepResult) -> str:
-    """Describe the sweep's baseline and its provenance."""
-    if result.sweep.baseline is None:
-        return "there is no baseline"
-    origin = result.sweep.baseline.provenance
-    return f"the baseline is from {origin.date}, {origin.sweep}, commit {origin.commit or 'unknown'}"
-
-
-# ---- a new baseline -----------------------------------------------------------------------------------------------------
+    by_key = {text.partition("=")[0]: text for text in job.overrides}
+    return [text for key, text in by_key.items() if not re.fullmatch(r"run_dir|cluster\..*|.*\.seed", key)]
 
 
 def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
@@ -195,19 +177,18 @@ def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commi
     """
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
     independent = [case.verdict() for case in cases if not case.needs_baseline]
-    bad = [verdict for verdict in [*map(_completes, ran), *independent] if verdict.outcome is not GateResult.PASSED]
+    completions = [job.completes() for job in ran]
+    bad = [verdict for verdict in [*completions, *independent] if verdict.outcome is not GateResult.PASSED]
     problems = [f"{verdict.run}, {verdict.gate}: {verdict.message}" for verdict in bad]
     runs: dict[str, StoredRun] = {}
-    if not bad:
-        for run in sweep.suite.runs:
-            stored = runs[run] = StoredRun(_hardware(sweep.runs[run]), _overrides(folder.plan.jobs, run))
-            needing = [case for case in sweep.cases(run) if case.needs_baseline]
-            for case in needing:
-                try:
-                    stored.gates[case.name] = case.to_store()
-                except (GateSkipped, expressions.NoValue) as error:
-                    problems.append(f"{run}, {case.name}: {error}")
-            for metric in metrics_of(needing):
+    for run in sweep.suite.runs if not bad else ():
+        stored = runs[run] = StoredRun(_hardware(sweep, run), _overrides(folder.plan.jobs, run))
+        for case in [case for case in sweep.cases(run) if case.needs_baseline]:
+            try:
+                stored.gates[case.name] = case.to_store()
+            except (GateSkipped, NoValue) as error:
+                problems.append(f"{run}, {case.name}: {error}")
+            for metric in case.metrics:
                 seeds = [measured.curves[metric] for measured in sweep.runs[run].values() if metric in measured.curves]
                 stored.curves[metric] = baselines.stored_curve(seeds)
     commit = commits[0] if len(commits) == 1 else ""
@@ -216,17 +197,11 @@ def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commi
     return Baseline(provenance, runs), problems
 
 
-def _hardware(seeds: Mapping[int, RunMeasurements]) -> str | None:
+def _hardware(sweep: Sweep, run: str) -> str | None:
     try:
-        return hardware(seeds.values())
+        return hardware(sweep.runs[run].values())
     except GateSkipped:
         return None
-
-
-def metrics_of(cases: list[GateCase]) -> list[str]:
-    """Return the distinct metrics of the gates' expressions."""
-    parsed = (expressions.parse(case.gate.value) for case in cases if case.gate.value is not None)
-    return list(dict.fromkeys(metric for expression in parsed for metric in expressions.metrics(expression)))
 
 
 # ---- verdict.json -------------------------------------------------------------------------------------------------------
@@ -255,11 +230,9 @@ def read(folder: Path) -> StoredVerdict | None:
 
 def write(result: SweepResult) -> None:
     """Write verdict.json, which also marks the sweep as complete."""
-    verdicts = [_as_json(verdict) for verdict in result.verdicts]
+    verdicts = []
+    for verdict in result.verdicts:
+        values = {**asdict(verdict), "outcome": verdict.outcome.value}
+        verdicts.append({"said" if key == "message" else key: value for key, value in values.items()})
     value = {"passed": result.passed, "summary": result.summary, "judged": result.judged, "commits": result.commits}
     small_files.write(result.folder / "verdict.json", {**value, "notes": result.notes, "verdicts": verdicts})
-
-
-def _as_json(verdict: Verdict) -> dict[str, object]:
-    values = {**asdict(verdict), "outcome": verdict.outcome.value}
-    return {"said" if key == "message" else key: value for key, value in values.items()}

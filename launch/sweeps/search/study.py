@@ -22,9 +22,9 @@ from optuna.distributions import (  # pyright: ignore[reportMissingImports] as a
 from optuna.storages.journal import JournalFileBackend  # pyright: ignore[reportMissingImports] as above
 from optuna.trial import TrialState  # pyright: ignore[reportMissingImports] as above
 
-from launch.sweeps.search import space
-from launch.sweeps.search.config import ParameterConfig, SearchConfig
-from launch.sweeps.search.trial import StateOfTrial, Trial
+from launch.sweeps.search import section
+from launch.sweeps.search.search_report import StateOfTrial, Trial
+from launch.sweeps.search.section import ParameterConfig, SearchConfig
 from pipeline.files.storage import write_durably
 
 JOURNAL = "search.journal"
@@ -101,7 +101,7 @@ class TrialStudy:
         if self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             return
         used = {trial.user_attrs[POINT] for trial in self._valid_trials()}
-        points = space.grid(self._search)
+        points = section.grid(self._search)
         point = next(i for i in range(len(points)) if i not in used)
         self._study.enqueue_trial(points[point], user_attrs={POINT: point})
 
@@ -190,8 +190,8 @@ def _distribution(key: str, parameter: ParameterConfig) -> BaseDistribution:
     if parameter.choices is not None:
         return CategoricalDistribution(parameter.choices)
     low, high, step = parameter.low, parameter.high, parameter.step
-    assert low is not None and high is not None, "`checks.structure` requires them"
-    if space.is_whole(key, parameter):
+    assert low is not None and high is not None, "`section.problems` requires them"
+    if section.is_whole(key, parameter):
         return IntDistribution(int(low), int(high), parameter.log, int(step or 1))
     return FloatDistribution(low, high, parameter.log, step)
 
@@ -200,7 +200,7 @@ def _sampler(search: SearchConfig, earlier: int) -> optuna.samplers.BaseSampler:
     """Return the sampler of the next trial. earlier: the number of trials before it."""
     seed = search.seed * STREAM + earlier
     if search.sampler == "tpe":
-        first = min(RANDOM_FIRST, max(1, space.trials(search) // 4))
+        first = min(RANDOM_FIRST, max(1, search.number_of_trials // 4))
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=first)
     if search.sampler == "cmaes":
         return optuna.samplers.CmaEsSampler(seed=seed)

@@ -7,10 +7,11 @@ import pytest
 
 from launch.api.sweeps import SweepRun
 from launch.submission.prepare import examine
-from launch.sweeps import expressions, suite
-from launch.sweeps.expressions import Curve
-from launch.sweeps.search import objective, price, search_checks, space
-from launch.sweeps.search.config import ParameterConfig, SearchConfig
+from launch.sweeps import suite
+from launch.sweeps.expressions import Curve, Malformed
+from launch.sweeps.search import checks, section
+from launch.sweeps.search.search_loop import values_by_step
+from launch.sweeps.search.section import ParameterConfig, SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
 from pipeline.config import Problem, RecipeError
 from tests.launch.search.suites import KL, LR, write_search
@@ -75,10 +76,10 @@ def test_a_search_is_read_as_it_was_written(tmp_path):
 
 
 def test_whole_numbers_are_those_of_the_schema():
-    assert space.points("grpo.num_prompts_per_step", ParameterConfig(2, 8, step=3)) == [2, 5, 8]
-    assert [type(each) for each in space.ends("grpo.num_prompts_per_step", ParameterConfig(2, 8))] == [int, int]
-    assert [type(each) for each in space.ends(KL, ParameterConfig(0, 1))] == [float, float]
-    assert not space.is_whole(LR, ParameterConfig(0, 1)) and space.is_whole(LR, ParameterConfig(0, 4, step=2))
+    assert section.points("grpo.num_prompts_per_step", ParameterConfig(2, 8, step=3)) == [2, 5, 8]
+    assert [type(each) for each in section.ends("grpo.num_prompts_per_step", ParameterConfig(2, 8))] == [int, int]
+    assert [type(each) for each in section.ends(KL, ParameterConfig(0, 1))] == [float, float]
+    assert not section.is_whole(LR, ParameterConfig(0, 1)) and section.is_whole(LR, ParameterConfig(0, 4, step=2))
 
 
 @pytest.mark.parametrize(("low", "high", "step", "points"), [(0, 0.3, 0.1, [0, 0.1, 0.2, 0.3]), (0.1, 0.3, 0.2, [0.1, 0.3])])
@@ -86,18 +87,18 @@ def test_a_grid_has_both_ends_as_they_are_written(tmp_path, low, high, step, poi
     """In binary 3 * 0.1 is above 0.3, 0.3 / 0.1 below 3, and 0.3 - 0.1 below 0.2."""
     path = write_search(tmp_path, parameters={KL: {"low": low, "high": high, "step": step}}, trials=len(points))
     search = suite.load(str(path)).suite.search
-    assert search is not None and space.points(KL, search.parameters[KL]) == points
+    assert search is not None and section.points(KL, search.parameters[KL]) == points
 
 
 def test_a_large_space_is_checked_at_each_end_of_each_parameter():
     names = ("ratio_clip_min", "ratio_clip_max", "entropy_coeff", "reference_policy_kl_penalty", "kl_input_clamp_value")
     few = SearchConfig(parameters={f"loss_fn.{name}": ParameterConfig(0, 1) for name in names})
-    assert len(space.corners(few)) == 32
+    assert len(section.corners(few)) == 32
     many = SearchConfig(parameters={**few.parameters, "grpo.seed": ParameterConfig(choices=[1, 2, 3])})
-    corners = space.corners(many)
+    corners = section.corners(many)
     assert len(corners) == 2 + 5 + 2
     for key, parameter in many.parameters.items():
-        assert {corner[key] for corner in corners} == set(space.ends(key, parameter))
+        assert {corner[key] for corner in corners} == set(section.ends(key, parameter))
 
 
 # ---- the corners --------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def test_a_large_space_is_checked_at_each_end_of_each_parameter():
 
 def corner_problems(path, **keys) -> list:
     search = suite.load(str(path)).suite.search
-    return [*search_checks._corners(search, keys.get("overrides", []), space.corners(search))]
+    return [*checks.corner_problems(search, keys.get("overrides", []))]
 
 
 def test_bounds_outside_of_the_schemas_range_are_refused_once(tmp_path):
@@ -148,57 +149,59 @@ def test_a_recipe_with_problems_of_its_own_is_told_as_such(tmp_path):
 def test_a_budget_below_the_plans_gpu_hours_is_refused_with_the_figures():
     plan = examine("llama8b_grpo", [], dry=True).prepared[-1].plan
     search = SearchConfig(trials=8, budget_gpu_hours=1000)
-    priced = price.of(search, [plan])
+    priced = checks.price_of(search, [plan])
     assert priced is not None and plan is not None and plan.gpu_hours is not None
     assert priced.gpu_hours == pytest.approx(8 * plan.gpu_hours) and plan.gpu_hours > 125
-    (found,) = price.problems(search, priced)
+    (found,) = checks.budget_problems(search, priced)
     assert (found.key, found.code) == ("search.budget_gpu_hours", "too-small")
     figures = f"got 1000; expected at least {8 * plan.gpu_hours:,.4g} GPU-hours by the plan: 8 trials x {plan.gpu_hours:,.4g}"
     assert figures in found.message and "500 steps of" in found.message and "on 16 GPUs" in found.message
     assert f"Try at most {math.floor(1000 / plan.gpu_hours)} trials" in found.message
-    assert not [*price.problems(SearchConfig(trials=8, budget_gpu_hours=1e6), priced)]
+    assert not [*checks.budget_problems(SearchConfig(trials=8, budget_gpu_hours=1e6), priced)]
 
 
 def test_a_budget_without_a_price_is_refused(tmp_path):
     search = SearchConfig(trials=8, budget_gpu_hours=1000)
     planned = examine(str(suite.load(str(write_search(tmp_path))).suite.search.recipe), [], dry=True).prepared[-1].plan
-    assert price.of(search, [planned]) is None  # it has no GPUs
-    assert [each.code for each in price.problems(search, None)] == ["has-no-effect"]
+    assert checks.price_of(search, [planned]) is None  # it has no GPUs
+    assert [each.code for each in checks.budget_problems(search, None)] == ["has-no-effect"]
 
 
 def test_a_missing_optuna_is_named_with_the_command(monkeypatch):
     versions = {"optuna": "4.1.0", "cmaes": "0.13"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
-    (found,) = search_checks.package_problems(SearchConfig())
+    (found,) = checks.package_problems(SearchConfig())
     assert found.code == "not-installed" and "got 4.1.0" in found.message and "pip install 'hetstep[search]'" in found.message
     versions["optuna"] = "5.0.1"
-    assert not [*search_checks.package_problems(SearchConfig(sampler="cmaes"))]
+    assert not [*checks.package_problems(SearchConfig(sampler="cmaes"))]
 
 
 # ---- the metric ---------------------------------------------------------------------------------------------------------
 
 
+def metric(text: str):
+    return SearchConfig(metric=text).expression
+
+
 def test_the_metric_is_evaluated_over_the_steps_so_far():
     found = {"val/accuracy": Curve([0, 5, 10], [0.1, 0.4, 0.2]), "train/loss": Curve([1, 2, 3], [3.0, None, 1.0])}
-    assert [*objective.by_step(objective.parse("val/accuracy"), found)] == [(0, 0.1), (5, 0.4), (10, 0.2)]
-    assert [*objective.by_step(objective.parse("max(val/accuracy)"), found, after=0)] == [(5, 0.4), (10, 0.4)]
-    assert [step for step, _ in objective.by_step(objective.parse("mean(val/accuracy, last=2)"), found)] == [5, 10]
-    assert [step for step, value in objective.by_step(objective.parse("train/loss"), found) if math.isnan(value)] == [2]
-    assert [*objective.by_step(objective.parse("val/reward"), found)] == []
-    with pytest.raises(expressions.Malformed):
-        objective.parse("last(")
+    assert [*values_by_step(metric("val/accuracy"), found)] == [(0, 0.1), (5, 0.4), (10, 0.2)]
+    assert [*values_by_step(metric("max(val/accuracy)"), found, after=0)] == [(5, 0.4), (10, 0.4)]
+    assert [step for step, _ in values_by_step(metric("mean(val/accuracy, last=2)"), found)] == [5, 10]
+    assert [step for step, value in values_by_step(metric("train/loss"), found) if math.isnan(value)] == [2]
+    assert [*values_by_step(metric("val/reward"), found)] == []
+    with pytest.raises(Malformed):
+        metric("last(")
 
 
 def test_the_suites_of_the_repository_have_a_search_that_fits():
     search = suite.load("tiny_search").suite.search
-    assert search is not None and not [*search_checks._corners(search, [], space.corners(search))]
-    assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", space.as_text(space.corners(search)[0]))
+    assert search is not None and not [*checks.corner_problems(search, [])]
+    assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", section.as_text(section.corners(search)[0]))
 
 
 def test_the_jobs_of_a_search_have_states_where_optuna_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        search_checks, "package_problems", lambda search: iter([Problem("search", "not-installed", "got none")])
-    )
+    monkeypatch.setattr(checks, "package_problems", lambda search: iter([Problem("search", "not-installed", "got none")]))
     folder = SweepFolder(tmp_path / "sweeps/some/x")
     folder.path.mkdir(parents=True)
     job = SweepJob("trial-0000", "tiny", [], str(folder.path / "runs/trial-0000"), run="trial")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.sweeps.expressions import Curve, Malformed, NoValue, evaluate, metrics, parse
+from launch.sweeps.expressions import Curve, Expression, Malformed, NoValue
 
 CURVES = {
     "t": Curve([1, 2, 3, 5], [4.0, 1.0, 2.0, 3.0]),
@@ -46,11 +46,11 @@ CURVES = {
     ],
 )
 def test_values(text, value):
-    assert evaluate(parse(text), CURVES) == pytest.approx(value, rel=1e-15)
+    assert Expression(text).value(CURVES) == pytest.approx(value, rel=1e-15)
 
 
 def test_the_metrics_of_an_expression_are_listed_in_order():
-    assert [*metrics(parse("(last(a/b) - 2) / mean(c) + at(a/b, 1)"))] == ["a/b", "c", "a/b"]
+    assert Expression("(last(a/b) - 2) / mean(c) + at(a/b, 1)").metrics == ["a/b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_metrics_of_an_expression_are_listed_in_order():
 )
 def test_an_expression_without_a_value_has_a_reason(text, said):
     with pytest.raises(NoValue) as error:
-        evaluate(parse(text), CURVES)
+        Expression(text).value(CURVES)
     assert said in str(error.value)
 
 
@@ -106,9 +106,9 @@ def test_an_expression_without_a_value_has_a_reason(text, said):
 )
 def test_an_invalid_expression_is_refused(text):
     with pytest.raises(Malformed):
-        parse(text)
+        Expression(text)
 
 
 def test_a_misspelt_statistic_suggests_the_nearest():
     with pytest.raises(Malformed, match=r"^'lst\(t\)' is not an expression: got 'lst'; expected a statistic: first"):
-        parse("lst(t)")
+        Expression("lst(t)")

@@ -11,10 +11,9 @@ import pytest
 
 from launch.executors.record import JobRecord, write_record
 from launch.sweeps import baseline, suite, verdict
-from launch.sweeps.jobs import jobs_of
+from launch.sweeps.reports import junit, markdown, page
+from launch.sweeps.submission import jobs_of
 from launch.sweeps.sweep_folder import SweepFolder, SweepPlan
-from launch.sweeps.sweep_page import page
-from launch.sweeps.text_reports import junit, markdown
 from tests.launch.sweeps.suites import write_suite
 
 SLOW = {"b": {"time/step": 0.15}}

@@ -24,7 +24,7 @@ def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("launch.executors.rank_task.rank_main", tasks.learn)
-    monkeypatch.setattr("launch.sweeps.job_submission.POLL_S", 0.1)
+    monkeypatch.setattr("launch.sweeps.submission.POLL_S", 0.1)
     monkeypatch.chdir(os.getcwd())
 
     def run(*arguments: str, fails: str = "") -> tuple[int, str]:

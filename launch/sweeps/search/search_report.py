@@ -1,0 +1,322 @@
+"""Define the trials of a search, collect what their runs cost and what pruning saved, and write the report as HTML.
+
+The page shows the best trial, the best values over trials, parallel coordinates, importances, curves, and all trials.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.drawing.html import Html, table, tag
+from launch.pages.chart import Chart, Series, drawing, figures, plotly_text
+from launch.pages.document import Section, document
+from launch.sweeps.expressions import Curve
+from launch.sweeps.measurements import measure
+from launch.sweeps.reports import suite_section
+from launch.sweeps.search.section import ParameterConfig, SearchConfig, Values, as_arguments
+from launch.sweeps.suite import Suite
+from launch.sweeps.sweep_folder import SweepFolder
+from pipeline import config
+
+CLASSES = {"complete": "good", "pruned": "warn", "failed": "bad"}
+BEST_SHARE = 4  # one complete trial of so many is drawn as one of the best
+DIGITS = 5  # of a value in a table
+
+StateOfTrial = Literal["running", "complete", "pruned", "failed"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Holds the parameter values of a trial, and what its run has reported."""
+
+    number: int
+    state: StateOfTrial
+    values: Values
+    reports: Mapping[int, float]  # the metric by step; NaN where it was not finite
+    value: float | None  # the metric at the end; of a pruned trial the last one reported; None without one
+    why: str = ""  # of a failed trial
+    pruned_at: int | None = None  # the step at which it was decided to stop the trial
+
+    @property
+    def name(self) -> str:
+        """Name of the trial's job and of its run folder."""
+        return f"trial-{self.number:04d}"
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """Holds a trial and the measurements of its run."""
+
+    trial: Trial
+    run_dir: Path
+    curves: Mapping[str, Curve]
+    seconds: float  # from the start of its first attempt to its last step
+    devices: int  # GPUs of its job; ranks if it has no GPUs
+
+    @property
+    def step(self) -> int:
+        """The last step of the run."""
+        return max((curve.steps[-1] for curve in self.curves.values() if curve.steps), default=0)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median seconds of a step; 0 before the first step."""
+        curve = self.curves.get("time/step")
+        return statistics.median([value for value in curve.values if value is not None] or [0.0]) if curve else 0.0
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Holds a search, and everything that its report shows."""
+
+    title: str
+    folder: Path
+    search: SearchConfig
+    trials: Sequence[TrialResult]
+    importances: Mapping[str, float]  # shares, largest first; empty if they are not known
+    max_steps: int | None
+    unit: str  # GPU or rank
+
+    def of_state(self, state: StateOfTrial) -> list[TrialResult]:
+        """Return the trials in a state."""
+        return [entry for entry in self.trials if entry.trial.state == state]
+
+    @property
+    def ranking(self) -> list[TrialResult]:
+        """The complete trials, the best one first, of equal ones the earliest."""
+        sign = -1 if self.search.direction == "maximize" else 1
+        return sorted(self.of_state("complete"), key=lambda entry: sign * (entry.trial.value or 0.0))
+
+    @property
+    def best(self) -> TrialResult | None:
+        """The complete trial with the best value; None without a complete trial."""
+        return next(iter(self.ranking), None)
+
+    @property
+    def summary(self) -> str:
+        """The result of the search in one line.
+
+        Pruning saved the steps that pruned trials did not run, times their median step time.
+        """
+        counts = {state: len(self.of_state(state)) for state in ("complete", "pruned", "failed", "running")}
+        states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        cost = f"{sum(entry.seconds * entry.devices for entry in self.trials):,.0f} {self.unit}-seconds"
+        pruned = self.of_state("pruned")
+        seconds = [((self.max_steps or entry.step) - entry.step) * entry.step_seconds * entry.devices for entry in pruned]
+        saved = f", pruning saved about {sum(seconds):,.0f}" if pruned else ""
+        number = self.search.number_of_trials
+        return f"{self.title}: {len(self.trials)} of {number} trials: {states or 'none'}; {cost}{saved}"
+
+
+def result(
+    folder: SweepFolder,
+    search: SearchConfig,
+    trials: Sequence[Trial],
+    importances: Mapping[str, float],
+    max_steps: int | None,
+) -> SearchResult:
+    """Read the runs of all trials, and return the result of the search.
+
+    max_steps: the number of steps of a trial. Raises RecipeError for a malformed metrics.jsonl.
+    """
+    results, units = [], set()
+    for trial in trials:
+        run_dir = folder.path / "runs" / trial.name
+        measured = measure(run_dir)
+        recipe = config.read(run_dir / "recipe.yaml") if (run_dir / "recipe.yaml").exists() else None
+        parts = config.components(recipe) if recipe else {}
+        hosts = [part for name, part in parts.items() if name != "generate" or not recipe or not config.colocated(recipe)]
+        gpus = sum(part.nodes * part.gpus_per_node for part in hosts)  # which colocated components share
+        units |= {"GPU" if gpus else "rank"} if recipe else set()
+        devices = gpus or sum(map(config.ranks, parts.values()))
+        results.append(TrialResult(trial, run_dir, measured.curves, measured.seconds, devices))
+    unit = units.pop() if len(units) == 1 else "device"
+    return SearchResult(folder.title, folder.path, search, results, importances, max_steps, unit)
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------------
+
+
+def page(result: SearchResult, suite: Suite) -> str:
+    """Return the report's HTML."""
+    intro = tag("p", f"{result.summary} · {result.search.metric}, {result.search.direction} · {result.search.sampler}")
+    sections = [*_best(result), *_over_trials(result), *_parallel(result), *_importances(result), *_curves(result)]
+    names = [entry.trial.name for entry in result.trials]
+    return document(result.title, [*sections, _trials(result), suite_section(suite)], names, intro)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
+
+
+def _link(result: SearchResult, entry: TrialResult) -> Html:
+    return tag("a", entry.trial.name, href=f"{entry.run_dir.relative_to(result.folder)}/")
+
+
+def _best(result: SearchResult) -> Iterator[Section]:
+    if (best := result.best) is None:
+        return
+    command = f"python launch/submit.py recipe={result.search.recipe} {' '.join(as_arguments(best.trial.values))}"
+    value = tag("p", f"{result.search.metric} {_number(best.trial.value)} in ", _link(result, best))
+    rows = [[key, _number(value)] for key, value in best.trial.values.items()]
+    yield Section("Best", [value, table(["parameter", "value"], rows), tag("pre", command)])
+
+
+# ---- drawings -----------------------------------------------------------------------------------------------------------
+
+
+def _over_trials(result: SearchResult) -> Iterator[Section]:
+    complete = result.of_state("complete")
+    if not complete:
+        return
+    better = max if result.search.direction == "maximize" else min
+    values = [entry.trial.value or 0.0 for entry in complete]
+    line = {
+        "x": [entry.trial.number for entry in complete],
+        "y": [better(values[: i + 1]) for i in range(len(values))],
+        "mode": "lines",
+        "line": {"color": "var(--c0)", "width": 2, "shape": "hv"},
+        "hoverinfo": "skip",
+    }
+    pruned = [entry for entry in result.of_state("pruned") if entry.trial.value is not None]
+    traces = [line, _dots(result, complete, "var(--c0)", "circle"), _dots(result, pruned, "var(--c7)", "circle-open")]
+    titles = {"xaxis": "trial", "yaxis": plotly_text(result.search.metric)}
+    layout = {"height": 260, **{axis: {"title": {"text": text}} for axis, text in titles.items()}}
+    note = "The best value so far, each complete trial, and the last value of each pruned one (open)."
+    yield Section("Best value over trials", [drawing(result.search.metric, traces, layout)], note)
+
+
+def _dots(result: SearchResult, entries: Sequence[TrialResult], colour: str, symbol: str) -> dict[str, Any]:
+    return {
+        "x": [entry.trial.number for entry in entries],
+        "y": [entry.trial.value for entry in entries],
+        "text": [_hover(result, entry) for entry in entries],
+        "mode": "markers",
+        "marker": {"color": colour, "size": 7, "symbol": symbol},
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+
+
+def _hover(result: SearchResult, entry: TrialResult) -> str:
+    values = {**entry.trial.values, result.search.metric: entry.trial.value}
+    lines = [f"{entry.trial.name}, {entry.trial.state}", *(f"{key} {_number(value)}" for key, value in values.items())]
+    return "<br>".join(map(plotly_text, lines))
+
+
+def _parallel(result: SearchResult) -> Iterator[Section]:
+    """Yield the parallel coordinates: a line per trial across one axis per parameter and one for the metric.
+
+    Each axis runs from its lowest to its highest value.
+    """
+    entries = [entry for entry in result.trials if entry.trial.value is not None]
+    if not entries:
+        return
+    parameters = result.search.parameters
+    measured = [entry.trial.value or 0.0 for entry in entries]
+    metric = ParameterConfig(low=min(measured), high=max(measured))
+    good = {entry.trial.number for entry in result.ranking[: math.ceil(len(result.ranking) / BEST_SHARE)]}
+    traces = []
+    for entry in sorted(entries, key=lambda entry: entry.trial.number in good):  # the best above the others
+        heights = [_height(parameter, entry.trial.values[key]) for key, parameter in parameters.items()]
+        heights.append(_height(metric, entry.trial.value))
+        is_good = entry.trial.number in good
+        colour = "var(--c1)" if is_good else "var(--c0)"
+        dash = "dot" if entry.trial.state == "pruned" else "solid"
+        traces.append(
+            {
+                "x": list(range(len(heights))),
+                "y": heights,
+                "mode": "lines+markers",
+                "line": {"color": colour, "width": 2 if is_good else 1, "dash": dash},
+                "text": [_hover(result, entry)] * len(heights),
+                "marker": {"color": colour, "size": 4},
+                "hovertemplate": "%{text}<extra></extra>",
+            }
+        )
+    note = f"Orange: the best {len(good)} of the complete trials. Dotted: pruned ones, at their last value."
+    layout = _axes([*parameters, result.search.metric], [*map(_ends, parameters.values()), _ends(metric)])
+    yield Section("Parallel coordinates", [drawing("Parameters and metric", traces, layout)], note)
+
+
+def _height(parameter: ParameterConfig, value: Any) -> float:
+    """Return the position of a value on its axis, from 0 to 1."""
+    if parameter.choices is not None:
+        return parameter.choices.index(value) / max(1, len(parameter.choices) - 1)
+    assert parameter.low is not None and parameter.high is not None, "a range has both ends"
+    scale = math.log if parameter.log else float
+    low, high = scale(parameter.low), scale(parameter.high)
+    return 0.5 if high == low else (scale(value) - low) / (high - low)
+
+
+def _ends(parameter: ParameterConfig) -> tuple[str, str]:
+    values = parameter.choices or [parameter.low, parameter.high]
+    return _number(values[0]), _number(values[-1])
+
+
+def _axes(names: Sequence[str], ends: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the Plotly layout of vertical axes. names: shown below them. ends: (lowest, highest) label of each axis."""
+    common = {"showarrow": False, "xanchor": "left", "xshift": 4}
+    notes = [
+        {**common, "x": i, "y": y, "text": plotly_text(end), "yshift": shift}
+        for i, pair in enumerate(ends)
+        for y, end, shift in zip((0, 1), pair, (-8, 8), strict=True)
+    ]
+    lines = [
+        {"type": "line", "x0": i, "x1": i, "y0": 0, "y1": 1, "line": {"color": "var(--line)", "width": 1}, "layer": "below"}
+        for i in range(len(names))
+    ]
+    labels = [plotly_text(name.rpartition(".")[2]) for name in names]
+    ticks = {"tickvals": [*range(len(names))], "ticktext": labels, "showgrid": False, "range": [-0.1, len(names) - 0.6]}
+    hidden = {"visible": False, "range": [-0.12, 1.12]}
+    return {"height": 320, "xaxis": ticks, "yaxis": hidden, "annotations": notes, "shapes": lines}
+
+
+def _importances(result: SearchResult) -> Iterator[Section]:
+    if not result.importances:
+        return
+    shares = dict(reversed([*result.importances.items()]))  # Plotly draws bars from the bottom up
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "x": [*shares.values()],
+        "y": [plotly_text(key) for key in shares],
+        "marker": {"color": "var(--c0)"},
+        "hovertemplate": "%{x:.3f}<extra></extra>",
+    }
+    layout = {"height": 90 + 28 * len(shares), "xaxis": {"range": [0, 1], "title": {"text": "share"}}}
+    note = "Shares by PED-ANOVA: how much the better trials gather in values of each parameter. Few trials say little."
+    yield Section("Importance", [drawing("Importance of the parameters", [bars], layout)], note)
+
+
+def _curves(result: SearchResult) -> Iterator[Section]:
+    """Yield the metric of every trial over its steps, as the trial reported it for pruning."""
+    series = [
+        Series(entry.trial.name, [*entry.trial.reports], [*entry.trial.reports.values()], i)
+        for i, entry in enumerate(result.trials)
+        if entry.trial.reports
+    ]
+    if series:
+        names = [entry.trial.name for entry in result.trials]
+        yield Section("Curves", [figures([Chart(result.search.metric, series)], names)], "The metric of each trial by step.")
+
+
+# ---- trials -------------------------------------------------------------------------------------------------------------
+
+
+def _trials(result: SearchResult) -> Section:
+    header = ["trial", "", result.search.metric, *result.search.parameters, "step", f"{result.unit}-seconds", "recipe", "why"]
+    rows = []
+    for entry in result.trials:
+        trial, cost = entry.trial, f"{entry.seconds * entry.devices:.0f}"
+        state = tag("span", trial.state, class_=CLASSES.get(trial.state))
+        value = "" if trial.value is None else _number(trial.value)
+        reason = f"pruned at step {trial.pruned_at}" if trial.state == "pruned" else trial.why
+        recipe = tag("a", "recipe.yaml", href=f"{entry.run_dir.relative_to(result.folder)}/recipe.yaml")
+        values = [_number(trial.values[key]) for key in result.search.parameters]
+        rows.append([_link(result, entry), state, value, *values, entry.step, cost, recipe, reason])
+    return Section("Trials", [table(header, rows)])

@@ -1,0 +1,248 @@
+"""Make the jobs of a suite and submit them: as many at once as the suite allows, and each once, even if a submitter is killed.
+
+A suite has a job for each run and seed, and one for each recipe that they need. Seeds are the outer loop, so that runs that
+gates compare with each other run close in time.
+
+Under Slurm no process has to stay. Dependencies (`--dependency=afterany`) make each run wait for the run `max_concurrent`
+places before it, and make the check wait for all runs. On this machine the process stays, and starts a run when another has
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.executors import slurm, slurm_client, slurm_environment
+from launch.executors.executor import ROOT, JobStatus
+from launch.recipes import reading
+from launch.runs.attempts import latest
+from launch.runs.follow import failure
+from launch.submission import foreground
+from launch.submission.prepare import Prepared, folder_name, prepare
+from launch.sweeps.search.section import as_arguments
+from launch.sweeps.suite import LoadedSuite, seeds_of
+from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
+from launch.terminal import console
+from launch.terminal.safe_text import on_one_line
+from pipeline import config
+from pipeline.config import Problem, RecipeError, refuse
+
+POLL_S = 0.5
+
+
+# ---- the jobs -----------------------------------------------------------------------------------------------------------
+
+
+def jobs_of(loaded: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
+    """Return (the jobs of a suite, the needed recipes first; the executor, slurm or local).
+
+    Raises RecipeError with the problems of all runs.
+    """
+    suite, problems, jobs = loaded.suite, [], {}
+    executors: dict[str, str | None] = {}  # None: the run has problems
+    longest = max(len(seeds_of(suite, run)) for run in suite.runs)
+    for run, seed in [(run, seeds_of(suite, run)[i : i + 1]) for i in range(longest) for run in suite.runs]:
+        if not seed or (run in executors and executors[run] is None):
+            continue  # its first seed has reported the problems
+        try:
+            arguments, prepared = _prepare_run(loaded, run, seed[0], folder)
+        except RecipeError as error:
+            problems += [problem.within(f"run '{run}'") for problem in error.problems]
+            executors[run] = None
+            continue
+        executors[run] = prepared[-1].executor.name
+        for job in with_needs(suite.runs[run].recipe or run, arguments, prepared, run, seed[0]):
+            jobs.setdefault(job.name, job)
+    kinds = {executor for executor in executors.values() if executor}
+    if len(kinds) > 1:
+        by_run = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
+        problems.append(Problem("cluster.executor", "contradiction", f"got {by_run}; expected the same for all runs"))
+    refuse([*problems, *not_submitting(kinds)])
+    return sorted(jobs.values(), key=lambda job: job.run is not None), kinds.pop()
+
+
+def not_submitting(executors: set[str]) -> Iterator[Problem]:
+    """Yield a problem if the executor of a run is this Slurm allocation, in which a sweep cannot submit jobs."""
+    if executors - {"slurm", "local"}:
+        message = "got allocation; expected slurm or local, since a sweep submits jobs"
+        yield Problem("cluster.executor", "not-a-choice", message)
+
+
+def _prepare_run(loaded: LoadedSuite, run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
+    """Return (a run's overrides, the prepared recipes: needed ones first, then the run's own). Raises RecipeError."""
+    section, suite = loaded.suite.runs[run], loaded.suite
+    recipe = section.recipe or run
+    arguments = [*as_arguments(suite.overrides), *as_arguments(section.overrides), *loaded.overrides]
+    inspection = reading.inspect(recipe, arguments)
+    arguments += [] if "algorithm" in inspection.faulty else [f"{inspection.recipe.algorithm}.seed={seed}"]
+    arguments += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
+    return arguments, prepare(recipe, arguments)
+
+
+def with_needs(recipe: str, arguments: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
+    """Return the jobs of the recipes that a run needs, in the run folders that `prepare` chose, then the run's own job."""
+    executor = f"cluster.executor={prepared[-1].executor.name}"  # the check, inside a job, would choose another one
+    names = [folder_name(item.recipe) for item in prepared[:-1]]
+    recipe_of = {config.name_of(need): need for item in prepared for need in item.recipe.needs}
+    needs = [[need for need in map(config.name_of, item.recipe.needs) if need in names] for item in prepared]
+    jobs = []
+    for name, item, needed in zip(names, prepared, needs, strict=False):
+        overrides = [f"run_dir={item.recipe.run_dir}", *item.inherited, executor]
+        jobs.append(SweepJob(name, recipe_of[name], overrides, str(Path(item.recipe.run_dir).absolute()), needs=needed))
+    main = prepared[-1].recipe
+    return [*jobs, SweepJob(f"{run}-{seed}", recipe, [*arguments, executor], main.run_dir, run, seed, needs[-1])]
+
+
+# ---- one job ------------------------------------------------------------------------------------------------------------
+
+
+def due(job_states: list[JobState], retries: int) -> list[JobState]:
+    """Return the jobs to submit: missing jobs, and failed jobs with retries left.
+
+    A job is left out if a job that it needs has failed and has no retries left.
+    """
+    jobs: list[JobState] = []
+    usable = {state.job.name for state in job_states if state.state in ("done", "live")}
+    for state in job_states:
+        is_due = state.state == "missing" or (state.state == "failed" and state.tries <= retries)
+        if is_due and usable.issuperset(state.job.needs):
+            jobs.append(state)
+            usable.add(state.job.name)
+    return jobs
+
+
+def startable(job_states: list[JobState], retries: int) -> list[JobState]:
+    """Return the due jobs whose needed runs are complete."""
+    complete = {state.job.name for state in job_states if state.state == "done"}
+    return [state for state in due(job_states, retries) if complete.issuperset(state.job.needs)]
+
+
+def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
+    """Submit one job, and return its id. The submission's output goes into submit.log. Raises RecipeError."""
+    folder.refuse_cancelled()
+    job = job_state.job
+    lines = why_failed(job_state) if job_state.state == "failed" else []
+    prepared = prepare(job.recipe, job.overrides)[-1]
+    with open(folder.path / "submit.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        handle = foreground.start(prepared, after, behind)
+    folder.record(job.name, handle.job_id, lines)
+    again = f", again: {lines[0]}" if lines else ""
+    print(on_one_line(f"{job.name}: {handle.name()}{again}"), flush=True)
+    return handle.job_id
+
+
+def why_failed(job_state: JobState) -> list[str]:
+    """Return the lines of text that say why a job did not complete."""
+    job, run_dir = job_state.job, Path(job_state.job.run_dir)
+    if job_state.record is None:
+        return [f"was not submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was not submitted"]
+    if job.needs and latest(run_dir) is None:
+        return [f"did not start, because it needs {', '.join(job.needs)} to succeed ({job_state.status})"]
+    return failure(run_dir, job_state.record.attach(run_dir), job_state.status or JobStatus("UNKNOWN"))
+
+
+def main_line(lines: list[str]) -> str:
+    """Return the most informative line of a failure: a rank's message, else the last log line, else the first line."""
+    messages = [line for line in lines if line.startswith("rank ")]
+    log = [line.strip() for line in lines if line.startswith("  ") and line.strip()]
+    return (messages or log[-1:] or lines)[0]
+
+
+# ---- all jobs -----------------------------------------------------------------------------------------------------------
+
+
+def submit(folder: SweepFolder, own: str | None = None) -> bool:
+    """Submit the due jobs to Slurm, and a check that depends on them. Return whether a later check will evaluate the gates.
+
+    If another check waits, failed jobs are left to it. own: the id of this process's job, if it is a check. Raises RecipeError
+    if a submission fails. The jobs submitted before go on, and the same command submits the rest.
+    """
+    job_states = folder.job_states()
+    checker = folder.check_job(other_than=own)
+    live = [state for state in job_states if state.state == "live"]
+    todo = [state for state in due(job_states, folder.suite.retries) if state.state == "missing" or not checker]
+    if not live and not todo:
+        return checker is not None
+    limit = folder.suite.max_concurrent
+    ids = {state.job.name: state.record.job_id for state in live if state.record}
+    queue = sorted(ids.values(), key=int)
+    for state in todo:
+        after = tuple(ids[need] for need in state.job.needs if need in ids)
+        behind = (queue[-limit],) if len(queue) >= limit else ()
+        ids[state.job.name] = start(folder, state, after, behind)
+        queue.append(ids[state.job.name])
+    if checker and not todo:
+        print(f"{len(live)} jobs are active; Slurm job {checker} checks them")
+        return True
+    waits_for = [state.record.job_id for state in folder.job_states() if state.state == "live" and state.record]
+    job_id = _submit_check(folder, waits_for)
+    print(f"Slurm job {job_id} checks the gates when {len(waits_for)} jobs have ended", flush=True)
+    return True
+
+
+def _submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
+    """Submit the Slurm job that checks the gates, and return its id. Raises RecipeError.
+
+    waits_for: ids of the jobs that must have ended before it starts.
+    """
+    suite, plan = folder.suite, folder.plan
+    recipes = (Path(job.run_dir) / "recipe.yaml" for job in plan.jobs if job.run is not None)
+    submitted = next(path for path in recipes if path.exists())  # not all are, if a needed run has failed for good
+    first = next(iter(config.components(config.read(submitted)).values()))
+    options = {
+        "job-name": f"{suite.name}-check",
+        "output": folder.path / "check.log",
+        "open-mode": "append",
+        "chdir": plan.cwd,
+        "ntasks": 1,
+        "time": suite.check.time_min,
+        "partition": suite.check.partition or first.partition,
+        "account": suite.check.account or first.account,
+        "qos": suite.check.qos or first.qos,
+        "mem": suite.check.mem,
+        "dependency": slurm.dependency(afterany=tuple(waits_for)),
+    }
+    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"check={folder.path}"]
+    script = folder.path / "check.sh"
+    head = "#!/bin/bash\n# Checks the gates after all runs have ended, and retries failed runs.\n"
+    script.write_text(f"{head}{slurm_environment.export_wishes()}exec {shlex.join(command)}\n")
+    options |= {key: value for key, value in slurm_environment.wishes().items() if options.get(key) is None}
+    flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    try:
+        return slurm_client.submit(script.read_text(), *flags)
+    except slurm_client.SlurmError as error:
+        if error.kind == "failed":
+            message = f"sbatch refused the job that checks the gates: {error.output}"
+            raise RecipeError(Problem("check", "refused-by-slurm", message)) from None
+        message = f"{error}. Try the same command again; it finds the job if Slurm has accepted it"
+        raise RecipeError(Problem("check", "unreachable", message)) from None
+
+
+def run_here(folder: SweepFolder) -> None:
+    """Run all jobs on this machine, with retries, and return when none is left. Raises RecipeError."""
+    suite = folder.suite
+    printed: dict[str, str] = {}
+    while True:
+        folder.refuse_cancelled()
+        job_states = folder.job_states()
+        print_changes(job_states, printed)
+        live = sum(state.state == "live" for state in job_states)
+        if not live and not due(job_states, suite.retries):
+            return
+        for state in startable(job_states, suite.retries)[: max(0, suite.max_concurrent - live)]:
+            start(folder, state)
+        time.sleep(POLL_S)
+
+
+def print_changes(job_states: list[JobState], printed: dict[str, str]) -> None:
+    """Print a line for each job whose state differs from its state in `printed`, and update `printed`."""
+    for state in job_states:
+        now = state.state if state.status is None else f"{state.state}, {state.status}"
+        if state.state != "missing" and printed.get(state.job.name) != now:
+            printed[state.job.name] = now
+            console.print_field(state.job.name, on_one_line(now), on_one_line(f"{state.job.name}: {now}"))
