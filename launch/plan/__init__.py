@@ -8,7 +8,7 @@
     engine_sizes, deterministic_cost       sequences that an engine runs at once; the cost of policy.deterministic
     train_time, generate_time, shared_gpus seconds of phases on train ranks, generate ranks and shared GPUs
     step_phases, step_time                 the phases of a step, and its duration when they overlap
-    memory, memory_*, activations          bytes of the fullest rank
+    memory, memory_*, activations          bytes of the fullest rank; rank_memory: of one model on one rank
     advice                                 changes for a recipe that does not fit
     calibration, gpu_check                 measurements of an earlier run; measurements of a GPU
     split                                  other divisions of nodes or GPUs between training and generation

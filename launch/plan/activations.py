@@ -1,54 +1,22 @@
 """Activation memory of layers, the last norm and the head, in bytes for one microbatch on one rank.
 
-The counts follow the tensors that autograd saves for each operation. Widths are elements per token after tensor parallelism: h
-is the hidden size; q, k and v are the widths of queries, keys and values; o is the width of the attention output; i is the MLP
-width. c is the bytes of an element (2 or 4).
+`Layer` counts the tensors that autograd saves for each operation of one layer. IMPLEMENTATIONS has how often each operation
+saves a tensor: Hugging Face's eager modules (FSDP2), the same with selective recomputation (`pipeline/train/recompute.py`), and
+Megatron-Core's local modules (CPU) and TransformerEngine's (GPU), whose norms and activation functions are one kernel each.
+Widths are elements per token after tensor parallelism, and c is the bytes of an element (2 or 4).
 
-  Hugging Face's eager modules (FSDP2)
-    RMSNorm           (4 + 2c) h + 4    input in float32, its normalized value, the output; 1 / rms in float32
-    attention         c (q + k + v + o)   after rotary embeddings, which do not save their input; 4 per head: log-sum-exp
-    norms of q and k  (4 + c) (q + k)    rotary embeddings read their output and do not save it
-    MLP               4 c i             gate, up, silu(gate), product
-    experts           c (2h + 4i)       per copy of a token: input, gate and up, silu, product, output before its weight
-    With selective recomputation (`pipeline/train/recompute.py`), a layer saves instead of these tensors:
-    layer's input     c h
-    attention         c (q + k + v + o + h)   outputs of its matrix products and of the kernel; 4 per head: log-sum-exp
-    MLP, experts      c (2i + h)        outputs of their matrix products; for experts, per copy of a token
-    Parallelism changes the counts:
-    context           for each of a rank's two chunks of a sequence, attention saves keys and values up to the chunk's end:
-                      context + 1/2 times the keys and values of the rank's own tokens
-    sequence          tensor-parallel ranks divide the tokens outside of attention and MLP, and save the gathered inputs of
-                      attention and MLP
-  Megatron-Core's local modules (no TransformerEngine: CPU)
-    RMSNorm           (8 + c) h + 4     input and normalized value as float32, the output
-    attention         c (q + 2k) + c (q + k + o)   the joint projection, of which the values are a view; after rotary embeddings
-    rotary            4 c head_dim      cosine and sine for queries and for keys, in each layer
-    MLP               5 c i             gate and up, silu(gate), up + 0, product
-    experts           c (h + 6i)        input, gate and up, silu, up + 0, product, product by weight
-  Megatron-Core on TransformerEngine (GPU)
-    RMSNorm           2 c h + 4         input, output
-    attention         as above, without cosine and sine
-    MLP               3 c i             the activation is one kernel that saves its input
-    experts           c (h + 4i)        likewise, per copy of a token
+    RMSNorm     its input and normalized value, in float32 where the norm is not one kernel, and its output
+    attention   queries, keys and values as projected and after rotary embeddings, the output; 4 bytes per head: log-sum-exp
+    MLP         gate, up, their activation and product, as far as they are not one kernel
+    experts     the same per copy of a token, and the copy itself
 
-  Head (`pipeline/train/logprobs.py`) for chunks of n rows, with v entries of the vocabulary on this rank
-    forward pass      8 n v             the logits in float32, and the same size inside logsumexp
-                      20 n v            with the most likely tokens, which a sort by 64-bit keys finds
-    saved             4 n v             the softmax, if a batch is one chunk; several chunks save nothing
-    backward pass     `head_activations`  with several chunks: the softmax and the gradient of the previous chunk and the new
-                                        logits before and after their cast, 12 n v; also the head's weight gradient in float32
-
-  State spaces (Mamba-2), with f = 4 bytes
-    projection, convolution  c (p + 2 u)   p: rows of the joint projection; u: channels of the convolution
-    gated norm          f (4 w) + 2 c w    w: width of all heads; gate and output in float32
-    scan without kernels f (3 w + 3 q m)   q: tokens of a chunk, m: heads; the decays between its tokens
-    delta nets          the same, but `DeltaNet.scanned` for the scan
-  Each layer of a hybrid model counts the mean over its mixers and the mean over its MLPs, so that the sum over all layers is
-  right. With FSDP2, tensor-parallel ranks share the sequences of mixers that tensor parallelism does not cut. Sequences are
-  assumed to be many, so that every rank has an equal share of the tokens.
+Parallelism changes the counts:
+    context     for each of a rank's two chunks of a sequence, attention saves keys and values up to the chunk's end (FSDP2)
+    sequence    tensor-parallel ranks divide the tokens outside of attention and MLP; FSDP2 saves the gathered inputs of both
+Each layer of a hybrid model counts the mean over its mixers and over its MLPs, so that the sum over all layers is right.
 
 Flash attention kernels, on a GPU and on the CPU, save no probabilities. On the CPU, and on a GPU in float32 or with unequal
-head widths, attention runs once for each group of sequences of equal length. A copy that joins the outputs takes c o more.
+head widths, attention runs once for each group of sequences of equal length, and a copy joins the outputs.
 
 Not counted: masks of context parallelism where attention runs without kernels (tokens of a chunk x sequence length), sinks of
 gpt_oss, the gates of Qwen3.5's attention.
@@ -56,13 +24,44 @@ gpt_oss, the gates of Qwen3.5's attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 from launch.plan.memory_parts import TrainModel
 from pipeline.models.mixers import DeltaNet
 from pipeline.models.shape import ModelShape
 
 ROTARY = 64  # qk_rope_head_dim in the config.json of DeepSeek-V3 and of all models with its architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """How many tensors the operations of a layer save. Bytes are per element of a width."""
+
+    norm: tuple[int, int]  # (bytes of float32, tensors of c) of an RMSNorm
+    head_norm: tuple[int, int]  # the same of norms of queries and keys
+    keys_normed: bool  # whether the norm of keys saves as much as that of queries
+    query: int
+    key: int
+    value: int
+    latent: tuple[int, int]  # further keys and values with latent attention
+    rotary: int  # cosine and sine of queries and of keys
+    mlp: int
+    expert: int
+    expert_input: int
+    hidden: int  # tensors of the hidden width: the layer's input, the outputs of attention and of the MLP
+    gathers: bool  # whether a layer saves its gathered inputs with sequence parallelism
+    norm_backward: tuple[int, int]  # workspace of the backward pass of an RMSNorm
+
+
+IMPLEMENTATIONS = {
+    "eager": Implementation((4, 2), (4, 1), True, 1, 1, 1, (1, 1), 0, 4, 4, 2, 0, True, (16, 0)),
+    "selective": Implementation((0, 0), (0, 0), True, 1, 1, 1, (0, 0), 0, 2, 2, 1, 3, False, (16, 0)),
+    "local": Implementation((8, 1), (8, 0), True, 2, 3, 0, (-1, 1), 4, 5, 6, 1, 0, False, (16, 0)),
+    "fused": Implementation((0, 2), (0, 1), False, 2, 3, 0, (-1, 1), 0, 3, 4, 1, 0, False, (0, 4)),
+}
+"""Counted in the modules of transformers, of Megatron-Core (megatron/core/transformer, megatron/core/fusions) and of
+TransformerEngine; measured by `tests.launch.plan memory`, but for TransformerEngine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +73,124 @@ class RankMicrobatch:
     cuda: bool
     tensor: int = 1
     sequence: int = 1  # ranks that share the tokens outside of attention and MLP: tensor, or 1
-    expert_tensor: int = 1
-    experts: int = 1  # number of experts on this rank
+    expert_tensor: int = 1  # ranks that cut each expert
+    expert_tokens: float = 1.0  # tokens that reach this rank's experts, as a share of `tokens`
     context: int = 1  # context-parallel ranks, whose keys and values attention gathers (FSDP2)
-    token_split: int = 1  # ranks that divide the tokens before their experts (FSDP2 with tensor parallelism)
+    mixer_tensor: int | None = None  # ranks that divide state spaces and delta nets, or their tokens; None: as `tensor`
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The activations of one layer, in bytes. sparse: whether it is a mixture of experts."""
+
+    shape: ModelShape
+    sparse: bool
+    at: RankMicrobatch
+    implementation: str  # in IMPLEMENTATIONS
 
     @property
-    def keys(self) -> float:
-        """Return the mean number of keys that attention saves for each of this rank's tokens (FSDP2)."""
-        return self.context + 0.5 if self.context > 1 else 1.0
+    def of(self) -> Implementation:
+        """Return the numbers of tensors that the layer's operations save."""
+        return IMPLEMENTATIONS[self.implementation]
 
+    @property
+    def input(self) -> float:
+        """Return the bytes that are kept instead of `saved` with recomputation of the whole layer."""
+        return self.at.tokens * self.at.size * self._hidden
 
-@dataclass(frozen=True, slots=True)
-class LayerActivations:
-    """Bytes of a layer's activations."""
+    @cached_property
+    def saved(self) -> float:
+        """Return the bytes from the forward pass to the backward pass."""
+        shape, at, of = self.shape, self.at, self.of
+        count, _, _ = norms(shape)
+        saved_bytes = count * (self._bytes(of.norm) * self._hidden + 4 / at.sequence) + self._mean(
+            self._attention(), self._state_space()
+        )
+        saved_bytes += at.size * 2 * (self._gathered - self._hidden) * (of.gathers and at.sequence > 1)
+        saved_bytes += at.size * of.hidden * self._hidden
+        if self.sparse:
+            experts = self._copies * (of.expert_input * shape.expert_input + of.expert * self._width)
+            return at.tokens * (saved_bytes + at.size * (experts + of.mlp * shape.shared_width / at.tensor))
+        return at.tokens * (saved_bytes + at.size * of.mlp * self._width)
 
-    saved: float  # from the forward pass to the backward pass
-    input: float  # kept instead of `saved` with recomputation
-    backward: float  # additional workspace of the backward pass
-    forward: float  # peak of a forward pass without a graph
+    @property
+    def backward(self) -> float:
+        """Return the bytes of the backward pass's workspace, in addition to `saved`."""
+        at, hidden = self.at, self.shape.hidden
+        inner = ((self.of.expert_input + 1) * self._copies + 1) * hidden if self.sparse else 2 * self._width + hidden
+        return at.tokens * at.size * (inner + self._gathered)
+
+    @property
+    def forward(self) -> float:
+        """Return the peak bytes of a forward pass without a graph."""
+        hidden, (query, key, value, _) = 2 * self._hidden + self._gathered, self._widths
+        inner = self._copies * (3 * self.shape.expert_input + 4 * self._width) if self.sparse else 4 * self._width
+        return self.at.tokens * self.at.size * (hidden + max(inner, 3 * query + key + value))
+
+    @property
+    def _hidden(self) -> float:
+        return self.shape.hidden / self.at.sequence
+
+    @property
+    def _gathered(self) -> float:
+        return self.shape.hidden if self.at.sequence > 1 else 0.0
+
+    @property
+    def _copies(self) -> float:
+        """Return the number of copies of each of the rank's tokens that its experts compute."""
+        return self.shape.experts_per_token * self.at.expert_tokens
+
+    @property
+    def _width(self) -> float:
+        """Return the width of an expert or of an MLP."""
+        return self.shape.expert_width / self.at.expert_tensor if self.sparse else self.shape.mean_width / self.at.tensor
+
+    @property
+    def _widths(self) -> tuple[float, float, float, float]:
+        """Return the widths of queries, keys, values and the output of attention."""
+        shape, tensor = self.shape, self.at.tensor
+        kv_heads = shape.heads if shape.latent else shape.kv_heads
+        sizes = (shape.heads * shape.head_dim, kv_heads * shape.head_dim)
+        query, key, value, output = (
+            size / tensor for size in (*sizes, kv_heads * shape.value_dim, shape.heads * shape.value_dim)
+        )
+        keys = self.at.context + 0.5 if self.at.context > 1 else 1.0
+        return query, keys * key, keys * value, output
+
+    def _bytes(self, tensors: tuple[int, int]) -> int:
+        return tensors[0] + tensors[1] * self.at.size
+
+    def _attention(self) -> float:
+        """Return the bytes per token that attention saves."""
+        shape, c, of, (query, key, value, output) = self.shape, self.at.size, self.of, self._widths
+        flash = self.at.cuda and (self.implementation == "fused" or (c == 2 and shape.head_dim == shape.value_dim))
+        joined = not flash and self.implementation != "selective"
+        saved_bytes = c * (of.query * query + of.key * key + of.value * value + (1 + joined) * output)
+        saved_bytes += 4 * shape.heads / self.at.tensor + c * of.rotary * shape.head_dim
+        _, of_heads, latent = norms(shape)
+        if of_heads:
+            saved_bytes += self._bytes(of.head_norm) * (query + key * of.keys_normed)
+        if latent:  # latents, their norms, and the joint keys and values projected from them
+            saved_bytes += self._bytes(of.norm) * latent + c * (of.latent[0] * key + of.latent[1] * value)
+        return saved_bytes
+
+    def _state_space(self) -> float:
+        """Return the bytes per token that a state space or a delta net saves: projection, convolution, gated norm and scan.
+
+        Recomputed selectively, only the projection. The gate and the output are in float32.
+        """
+        mixer, c = self.shape.state, self.at.size
+        if mixer is None:
+            return 0.0
+        saved_bytes = c * sum(mixer.projected)
+        if self.implementation != "selective":
+            saved_bytes += 2 * c * (sum(mixer.convolved) + mixer.width) + 16 * mixer.width
+            saved_bytes += 0 if self.at.cuda else 4 * mixer.scanned
+        return saved_bytes / (self.at.mixer_tensor or self.at.tensor)
+
+    def _mean(self, attention: float, states: float) -> float:
+        shape = self.shape
+        return (shape.attention_layers * attention + shape.state_layers * states) / shape.layers if shape.state else attention
 
 
 def norms(shape: ModelShape) -> tuple[int, bool, int]:
@@ -103,167 +201,35 @@ def norms(shape: ModelShape) -> tuple[int, bool, int]:
     return count, remainder == 2 * shape.head_dim, 0
 
 
-def latent_projections(shape: ModelShape) -> int:
-    """Return the number of parameters of a layer's latent projections, which tensor parallelism does not divide."""
+def latent_projections(shape: ModelShape, sequence: bool = False) -> float:
+    """Return the number of parameters of a layer's latent projections.
+
+    Tensor parallelism of Megatron-Core and of vLLM does not divide them.
+    """
     _, _, latent = norms(shape)
     return shape.hidden * (latent + ROTARY) if latent else 0
 
 
-def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
-    """Return the bytes per token that a state space or a delta net saves."""
-    if shape.state is None:
+def whole_mixers(shape: ModelShape, sequence: bool) -> float:
+    """Return a layer's mean number of parameters of mixers that FSDP2's tensor parallelism leaves whole on every rank.
+
+    These are latent attention and state spaces, and delta nets with sequence parallelism (`pipeline/train/tensor_parallel.py`).
+    Tensor-parallel ranks divide the sequences of whole state spaces and delta nets.
+    """
+    if shape.latent:
+        return shape.attention_layer
+    if shape.state is None or (isinstance(shape.state, DeltaNet) and not sequence):
         return 0.0
-    of, c = shape.state, microbatch.size
-    saved_bytes = c * (sum(of.projected) + 2 * sum(of.convolved)) + 16 * of.width + 2 * c * of.width
-    if not microbatch.cuda:
-        saved_bytes += 4 * of.scanned
-    return saved_bytes / microbatch.tensor
+    mixer = shape.state
+    matrices = shape.hidden * (sum(mixer.projected) + mixer.width)
+    return shape.state_layers / shape.layers * (matrices + (mixer.kernel + 1) * sum(mixer.convolved) + mixer.width)
 
 
-def _mean(shape: ModelShape, attention: float, states: float) -> float:
-    """Return the mean of a quantity over all layers.
-
-    attention: its value in a layer with attention. states: its value in a layer with a state space or a delta net.
-    """
-    return (
-        attention if shape.state is None else (shape.attention_layers * attention + shape.state_layers * states) / shape.layers
-    )
-
-
-def _sharing(shape: ModelShape, microbatch: RankMicrobatch) -> int:
-    """Return the number of tensor-parallel ranks that divide the tokens of state spaces and delta nets (FSDP2).
-
-    Where every rank holds the whole mixer, the ranks divide the sequences. Delta nets without sequence parallelism are cut by
-    tensor parallelism instead, and every rank computes all tokens.
-    """
-    return microbatch.sequence if isinstance(shape.state, DeltaNet) else microbatch.tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """Widths of a layer's tensors on one rank, in elements per token, after tensor parallelism."""
-
-    hidden: int
-    query: float
-    key: float
-    value: float
-    output: float  # of attention
-    heads: float
-
-    @classmethod
-    def of(cls, shape: ModelShape, microbatch: RankMicrobatch) -> Widths:
-        """Return the widths after `microbatch.tensor` ranks divide the heads."""
-        tensor, kv = microbatch.tensor, shape.heads if shape.latent else shape.kv_heads
-        return cls(
-            shape.hidden,
-            shape.heads * shape.head_dim / tensor,
-            kv * shape.head_dim / tensor,
-            kv * shape.value_dim / tensor,
-            shape.heads * shape.value_dim / tensor,
-            shape.heads / tensor,
-        )
-
-
-def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
-    """Return the activations of one layer of Hugging Face's eager modules. sparse: whether it is a mixture of experts."""
-    c, w = microbatch.size, Widths.of(shape, microbatch)
-    count, of_heads, latent = norms(shape)
-    hidden, gathered = w.hidden / microbatch.sequence, w.hidden if microbatch.sequence > 1 else 0.0
-    keys = microbatch.keys * (w.key + w.value)
-    attention = c * (w.query + keys + w.output) + 4 * w.heads
-    if not (microbatch.cuda and c == 2 and shape.head_dim == shape.value_dim):
-        attention += c * w.output
-    if of_heads:
-        attention += (4 + c) * (w.query + w.key)
-    if latent:  # latents, their norms, and the joint keys and values projected from them
-        attention += (4 + 2 * c) * latent + c * (w.key + w.value)
-    states = state_space(shape, replace(microbatch, tensor=_sharing(shape, microbatch)))
-    saved_bytes = count * ((4 + 2 * c) * hidden + 4) + _mean(shape, attention, states)
-    if gathered:  # the inputs of both blocks are gathered, and saved as gathered for their weights' gradients
-        saved_bytes += 2 * c * (gathered - hidden)
-    forward = c * (2 * hidden + gathered + 3 * w.query + keys)
-    if sparse:
-        copies = shape.experts_per_token / microbatch.token_split
-        width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
-        saved_bytes += c * (copies * (2 * w.hidden + 4 * width) + 4 * shared / microbatch.tensor)
-        backward = c * (3 * copies + 1) * w.hidden
-        forward = max(forward, c * (2 * hidden + gathered + copies * (3 * w.hidden + 4 * width)))
-    else:
-        width = shape.mean_width / microbatch.tensor
-        saved_bytes += 4 * c * width
-        backward = c * (2 * width + w.hidden)
-        forward = max(forward, c * (2 * hidden + gathered + 3 * width))
-    return _of_tokens(microbatch, saved_bytes, c * hidden, backward + c * gathered, forward)
-
-
-def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> float:
-    """Return the bytes that a Hugging Face layer keeps with selective recomputation, instead of `LayerActivations.saved`."""
-    c, w = microbatch.size, Widths.of(shape, microbatch)
-    keys = microbatch.keys * (w.key + w.value)
-    attention = c * (w.query + keys + w.output) + 4 * w.heads
-    _, _, latent = norms(shape)
-    if latent:
-        attention += c * (latent + ROTARY)
-    states = c * sum(shape.state.projected) / _sharing(shape, microbatch) if shape.state else 0.0
-    saved_bytes = c * 2 * w.hidden / microbatch.sequence + _mean(shape, attention, states)
-    if sparse:
-        copies = shape.experts_per_token / microbatch.token_split
-        width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
-        saved_bytes += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
-    else:
-        saved_bytes += c * (2 * shape.mean_width / microbatch.tensor + w.hidden)
-    return microbatch.tokens * saved_bytes
-
-
-def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
-    """Return the activations of one Megatron-Core layer: TransformerEngine's modules on a GPU, local modules on the CPU."""
-    c, w, fused = microbatch.size, Widths.of(shape, microbatch), microbatch.cuda
-    hidden = w.hidden / microbatch.sequence
-    count, of_heads, latent = norms(shape)
-    norm = 2 * c if fused else 8 + c
-    attention = c * (2 * w.query + 3 * w.key + w.output) + 4 * w.heads
-    if not fused:
-        attention += c * (w.output + 4 * shape.head_dim)
-    if of_heads and fused:
-        attention += c * w.query  # a contiguous copy of the queries
-    elif of_heads:
-        attention += 8 * (w.query + w.key) - (4 * w.key if c == 4 else 0)
-    if latent:
-        attention += norm * latent + c * (w.value - w.key)
-    mixers = _mean(shape, attention, state_space(shape, microbatch))
-    saved_bytes = count * (norm * hidden + 4 / microbatch.sequence) + mixers
-    if sparse:
-        copies, shared = shape.experts_per_token, shape.shared_width / microbatch.tensor
-        of_rank = copies * microbatch.expert_tensor / microbatch.sequence
-        width = shape.expert_width / microbatch.expert_tensor
-        saved_bytes += of_rank * c * (shape.expert_input + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
-        backward = c * (2 * of_rank + 1) * w.hidden
-        if not fused:  # one expert at a time; three products by its float64 weights are in float64 too
-            backward += 3 * 8 * of_rank * width / microbatch.experts
-        forward = c * (2 * hidden + of_rank * (2 * shape.expert_input + 4 * width))
-    else:
-        width = shape.mean_width / microbatch.tensor
-        saved_bytes += (3 if fused else 5) * c * width
-        backward = c * (2 * width + hidden)
-        forward = c * (2 * hidden + 4 * width)
-    if microbatch.sequence > 1:  # a rank gathers all ranks' tokens in the forward pass and again in the backward pass
-        backward += c * w.hidden
-        forward += c * w.hidden
-    return _of_tokens(microbatch, saved_bytes, c * hidden, backward, forward)
-
-
-def final_norm(shape: ModelShape, microbatch: RankMicrobatch, fused: bool) -> LayerActivations:
-    """Return the activations of the last norm. fused: whether the norm is TransformerEngine's."""
-    c, hidden = microbatch.size, shape.hidden / microbatch.sequence
-    saved_bytes = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if microbatch.sequence > 1 else 0)
-    return _of_tokens(microbatch, saved_bytes, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
-
-
-def _of_tokens(
-    microbatch: RankMicrobatch, saved_bytes: float, at_once: float, backward: float, forward: float
-) -> LayerActivations:
-    tokens = microbatch.tokens
-    return LayerActivations(tokens * saved_bytes, tokens * at_once, tokens * backward, tokens * forward)
+def final_norm(shape: ModelShape, at: RankMicrobatch, implementation: str) -> tuple[float, float]:
+    """Return (bytes that the last norm saves, peak bytes of its backward pass)."""
+    of, hidden = IMPLEMENTATIONS[implementation], shape.hidden / at.sequence
+    saved, backward = (each[0] + each[1] * at.size for each in (of.norm, of.norm_backward))
+    return at.tokens * (saved * hidden + at.size * shape.hidden * (at.sequence > 1)), at.tokens * backward * hidden
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------------
@@ -271,31 +237,31 @@ def _of_tokens(
 
 @dataclass(frozen=True, slots=True)
 class HeadActivations:
-    """Bytes of the head's activations."""
+    """Bytes of the head's activations (`pipeline/train/logprobs.py`)."""
 
-    saved: float  # from the forward pass to the backward pass
     forward: float  # peak of the forward pass, with or without a graph
-    backward: float  # workspace of the backward pass, without `saved`
-    gradient: float  # gradient of the head's weight, in the compute precision
+    backward: float  # peak of the backward pass
 
 
 def head_activations(model: TrainModel, tokens: float, tensor: int) -> HeadActivations:
     """Return the activations of the head for a microbatch of `tokens` tokens on this rank.
 
-    tensor: the number of ranks that divide the vocabulary.
+    The forward pass holds the logits of a chunk in float32 and as much inside logsumexp; 20 bytes a logit with the most likely
+    tokens, which a sort by 64-bit keys finds. A batch of one chunk saves the softmax. Several chunks save nothing: the backward
+    pass holds the softmax and the gradient of the previous chunk, the new logits before and after their cast, and the gradient
+    of the head's weight in float32. tensor: the number of ranks that divide the vocabulary.
     """
     c, hidden = model.size, model.shape.hidden
+    of_hidden = c * tokens * hidden
     if model.values:
         cast = 4 * tokens * hidden if c < 4 else 0.0
-        return HeadActivations(cast, cast, 4 * tokens * hidden + c * tokens * hidden, c * hidden)
+        return HeadActivations(cast, cast + 4 * tokens * hidden + of_hidden)
     vocabulary = -(-model.shape.vocabulary // tensor)
     rows = min(tokens, model.policy.logprob_chunk_size or tokens)
     logits, weight = rows * vocabulary, vocabulary * hidden
     forward = (20 if model.top_k else 8) * logits
-    of_hidden = c * tokens * hidden
     if rows < tokens:
-        backward = of_hidden + 4 * weight + max(12 * logits, c * weight + (4 + c) * logits)
-        return HeadActivations(0.0, forward, backward, c * weight)
+        return HeadActivations(forward, of_hidden + 4 * weight + max(12 * logits, c * weight + (4 + c) * logits))
     half = c if c < 4 else 0
     work = max(4 + half, 8 if model.entropy else 4) * logits
-    return HeadActivations(4 * logits, forward, of_hidden + max(work, c * (logits + weight)), c * weight)
+    return HeadActivations(forward, 4 * logits + of_hidden + max(work, c * (logits + weight)))

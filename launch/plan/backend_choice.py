@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.plan import recomputation
-from launch.plan.memory_fsdp import FSDPMemory
-from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import TrainModel, models
 from launch.plan.rank_division import Parallelism
+from launch.plan.rank_memory import of_stages
 from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural
 from pipeline import config
@@ -156,7 +155,7 @@ def fsdp_bytes(train_models: Sequence[TrainModel], count: int) -> float:
     One model computes at a time. Three tensors as large as its largest layer are whole, in the compute precision: the current
     layer, the prefetched next layer, and the gradient before its reduce-scatter.
     """
-    state = sum(sum(FSDPMemory(model, Parallelism(count), True).resident.values()) for model in train_models)
+    state = sum(sum(of_stages(model, Parallelism(count), True, False)[0].resident.values()) for model in train_models)
     return state + max(3 * model.size * model.shape.largest_layer for model in train_models)
 
 
@@ -166,7 +165,7 @@ def megatron_bytes(train_models: Sequence[TrainModel], count: int, size: int) ->
     Offloaded frozen models count too, because while they compute they are on the GPUs together with the other models.
     """
     cut = Parallelism(count, tensor=size, expert_tensor=size)
-    ranks = (MegatronMemory(replace(model, offload=False), cut, True, stages(model)[0]) for model in train_models)
+    ranks = (of_stages(replace(model, offload=False), cut, True, True)[0] for model in train_models)
     return sum(sum(rank.resident.values()) for rank in ranks)
 
 

@@ -1,8 +1,7 @@
 """Estimate the memory of the fullest train rank in its fullest phase, over all models that it holds.
 
     memory_parts        the parts of memory; models and microbatches of the train ranks
-    memory_fsdp         one model on one rank, with FSDP2
-    memory_megatron     likewise, with Megatron-Core
+    rank_memory         one model on one rank, with either backend
     activations         layers, the last norm and the head
     memory_generate     generate ranks: weights and KV cache
     advice              keys to change if a rank does not fit
@@ -17,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from launch.plan.memory_fsdp import FSDPMemory
-from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import (
     RUNTIME,
     Parts,
@@ -31,6 +28,7 @@ from launch.plan.memory_parts import (
     rank_batches,
 )
 from launch.plan.rank_division import Parallelism, engines, train_parallelism
+from launch.plan.rank_memory import RankMemory, of_stages
 from pipeline.config import (
     PRECISIONS,
     Recipe,
@@ -41,8 +39,6 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models.shape import ModelShape
-
-ModelMemory = FSDPMemory | MegatronMemory
 
 
 def train(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory:
@@ -81,7 +77,9 @@ def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank:
     models: the policy first. of_rank: the microbatches of a data-parallel rank.
     """
     fullest: TrainMemory | None = None
-    for stage_number, of_stage in enumerate(zip(*(stage_memories(model, layout, cuda) for model in models), strict=True)):
+    for stage_number, of_stage in enumerate(
+        zip(*(of_stages(model, layout, cuda, uses_megatron(model.policy)) for model in models), strict=True)
+    ):
         stage = f" (pipeline stage {stage_number})" if layout.pipeline > 1 else ""
         phases = {f"{name}{stage}": parts for name, parts in _phases(of_stage, cuda, of_rank)}
         sizes = {name: sum(parts.values()) for name, parts in phases.items()}
@@ -92,7 +90,7 @@ def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank:
     return fullest
 
 
-def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -> Iterator[tuple[str, Parts]]:
+def _phases(of_stage: Sequence[RankMemory], cuda: bool, of_rank: RankBatches) -> Iterator[tuple[str, Parts]]:
     """Yield (phase, parts of memory) for the phases of each model. The parts include the resident memory of all models."""
     policy, *other_memories = of_stage
     besides = sum(sum(model_memory.resident.values()) for model_memory in other_memories)
@@ -141,10 +139,3 @@ def _longest_source(recipe: Recipe) -> str:
         return f"policy.max_total_sequence_length{hint}"
     limited = longest == recipe.data.max_input_seq_length
     return "data.max_input_seq_length" if limited else "plan.longest_tokens, or the longest record"
-
-
-def stage_memories(model: TrainModel, layout: Parallelism, cuda: bool) -> list[ModelMemory]:
-    """Return the memory of the model on a rank of each pipeline stage; a single entry with FSDP2."""
-    if not uses_megatron(model.policy):
-        return [FSDPMemory(model, layout, cuda)]
-    return [MegatronMemory(model, layout, cuda, stage) for stage in stages(model)]

@@ -20,9 +20,9 @@ from typing import Any
 from launch.plan import gpu_check, memory, memory_generate, shared_gpus, train_time
 from launch.plan.advice import set_key
 from launch.plan.lengths import Lengths, assume
-from launch.plan.memory_megatron import stages
 from launch.plan.memory_parts import GenerateMemory, TrainModel
 from launch.plan.rank_division import train_parallelism
+from launch.plan.rank_memory import stages
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe, compiles, hardware, uses_megatron
@@ -217,7 +217,7 @@ def _megatron(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterat
         return
     yield False, "full", None, None
     if shapes:
-        layers = max(stage.layers for stage in stages(TrainModel(recipe.policy, shapes["policy"])))
+        layers = max(stage.layers for stage in stages(TrainModel(recipe.policy, shapes["policy"]), True))
         yield from ((True, "full", "block", count) for count in range(1, layers))
     yield True, "full", configured.recompute_method, configured.recompute_num_layers
 

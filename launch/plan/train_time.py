@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from launch.plan import deterministic_cost
-from launch.plan.fsdp_splits import whole_mixers
+from launch.plan.activations import whole_mixers
 from launch.plan.lengths import Lengths
 from launch.plan.phase import Phase
 from launch.plan.rank_division import GIGA, Links, Parallelism, train_parallelism
@@ -183,7 +183,7 @@ def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: fl
     products: seconds of matrix products in (all forward passes, all backward passes). tensor: seconds of exposed communication.
     """
     shape, layout, links = job.shape, job.layout, job.links
-    undivided = whole_mixers(shape, layout)
+    undivided = shape.layers * whole_mixers(shape, layout.sequence)
     groups = (  # numbers, ranks that shard them, and how far apart these are
         ((shape.parameters - shape.routed - undivided) / layout.tensor + undivided, layout.shard, layout.tensor),
         (layout.gathered_experts(shape), layout.expert_shard, layout.expert),
@@ -217,7 +217,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
     parameters = layout.parameters_of_rank(job.shape)
     bandwidth = GIGA * job.gpu.hbm_gb_per_s * job.gpu.assumed.bandwidth
     if not uses_megatron(job.policy):
-        numbers = job.shape.parameters + (layout.tensor - 1) * whole_mixers(job.shape, layout)
+        numbers = job.shape.parameters + (layout.tensor - 1) * job.shape.layers * whole_mixers(job.shape, layout.sequence)
         return {"optimizer": numbers * layout.replicas / layout.ranks * OPTIMIZER_BYTES / bandwidth}
     ddp = job.policy.megatron_cfg.distributed_data_parallel_config
     itemsize = 4 if ddp.grad_reduce_in_fp32 else job.itemsize
