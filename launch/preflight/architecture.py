@@ -120,15 +120,19 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
     yield from (replace(problem, key=key) if problem.key == "policy.model_name" else problem for problem in layout_problems)
 
 
-def is_described(recipe: Recipe) -> bool:
-    """Return whether checks here ask transformers to describe the recipe's models.
+def asks_description(recipe: Recipe) -> bool:
+    """Return whether checks here need transformers' description of the recipe's models, whose import takes seconds.
 
-    Its import takes seconds, so a recipe that trains whole models with FSDP2 on CPUs leaves these checks to its ranks, and so
-    does a machine without torch and transformers.
+    A recipe that trains whole models with FSDP2 on CPUs leaves these checks to its ranks.
     """
     policy = recipe.policy
     on_gpus = any(component.gpus_per_node for component in config.components(recipe).values())
-    return bool(uses_megatron(policy) or policy.freeze_parameters or config.adapters(policy) or on_gpus) and can_describe()
+    return bool(uses_megatron(policy) or policy.freeze_parameters or config.adapters(policy) or on_gpus)
+
+
+def is_described(recipe: Recipe) -> bool:
+    """Return whether checks here ask transformers to describe the recipe's models; without it, ranks check them."""
+    return asks_description(recipe) and can_describe()
 
 
 def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool) -> None:
