@@ -14,5 +14,5 @@
     recipes/                 recipes and models' folders as files; recipes/nemo_rl/ translates NeMo-RL recipes
     terminal/                command lines, tables and boards
 
-Submission's own checks import no torch.
+Submission imports torch for plans alone, and for checks of models on GPUs.
 """

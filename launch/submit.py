@@ -5,7 +5,7 @@ A NeMo-RL recipe works too: its keys are translated, and notes name those that c
 Exit status: 0 if the run succeeded, 1 if it failed, 2 if the recipe has problems (then nothing is submitted), 130 if cancelled.
 The same command again continues the run where it stopped.
 
-Imports neither torch nor transformers, so it starts fast on a login node.
+Imports torch and transformers only for a plan, and for checks of models on GPUs; a login node needs neither.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def execute(request: SubmitRequest) -> int:
         return show(request.recipe, request.overrides)
     if request.plan or request.dry_run:
         with trusting(Trust.EVERYTHING if request.trust else None):
-            found = examine(request.recipe, request.overrides, dry=True, plan_from=request.plan_from)
+            found = examine(request.recipe, request.overrides, True, request.plan_from, wants_plan=request.plan)
         return preview.show_plan(found) if request.plan else preview.dry_run(found)
     return foreground.submit(prepare(request.recipe, request.overrides, request.plan_from), request.detach)
 

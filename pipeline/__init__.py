@@ -24,5 +24,5 @@ Each package imports only from those below it in this list (`tests/test_imports.
     recipe/, sandbox/           problems, user code; programs of the policy
     types, boxes                the data between ranks
 
-What submission reads imports no torch.
+What submission reads imports torch only inside functions.
 """

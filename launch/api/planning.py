@@ -69,7 +69,7 @@ def plan(
     """
     calibrated = None if plan_from is None else Path(plan_from).absolute()
     with naming_arguments(keywords), trusting(Trust.EVERYTHING if trust else None):
-        examined = examine(os.fspath(recipe), arguments(overrides, keywords), dry=True, plan_from=calibrated)
+        examined = examine(os.fspath(recipe), arguments(overrides, keywords), dry=True, plan_from=calibrated, wants_plan=True)
         requested = examined.prepared[-1] if examined.prepared else None
         if requested is None or requested.plan is None:
             raise RecipeError(*dict.fromkeys(examined.problems), *(requested.no_plan if requested else ()))

@@ -16,7 +16,7 @@
     layout_tables                          tables of the boxes of tensors that ranks hold or receive
     refit_adapters, module_adapters        the tensors of a refit of only adapters: FSDP2's, Megatron-Core's
 
-A plan reads only the models' config.json: no weights, no torch. Every figure is an estimate. `recipes/hardware/*.yaml` has the
+A plan reads only the models' config.json, which transformers describes on the meta device: no weights. Every figure is an estimate. `recipes/hardware/*.yaml` has the
 shares of peak rates that programs reach. Other assumptions are next to the code that uses them, each with its source.
 
 The time model includes the effects of keys that make a run faster: on matrix products in `train_time.Job.rate`, on passes over

@@ -45,6 +45,7 @@ from pipeline.config import (
     requested_backend,
 )
 from pipeline.models.shape import ModelShape
+from pipeline.models.tensors import can_describe
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 MANY_EXPERTS = 16  # assumed: Mixtral has 8: a token uses 2 of them, so gathering all 8 moves only four times what it uses
@@ -102,7 +103,8 @@ def choose(
     if not (keys := recomputation.open_keys(recipe)):
         return recipe, choice
     earlier = before if before and requested_backend(before.policy) == choice.backend else None
-    recipe, reason = recomputation.choose(recipe, _known_shapes(recipe, pending), earlier)
+    shapes = _known_shapes(recipe, pending) if recipe.cluster.train.gpus_per_node else None
+    recipe, reason = recomputation.choose(recipe, shapes, earlier)
     config.validate(recipe)
     return recipe, replace(choice, recomputation=reason, open_keys=() if earlier else keys)
 
@@ -193,6 +195,9 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     train = recipe.cluster.train
     if not train.gpus_per_node:
         return BackendChoice("dtensor", "cluster.train has no GPUs")
+    if not can_describe():
+        message = "neither backend is chosen, and the choice by size needs torch and transformers. Try true, or"
+        raise RecipeError(Problem("policy.megatron_cfg.enabled", "not-installed", f"{message} policy.dtensor_cfg.enabled=true"))
     configs = _configs(recipe, pending)
     if configs is None:
         return BackendChoice("dtensor", f"{recipe.policy.model_name} does not exist yet, so its size is unknown")

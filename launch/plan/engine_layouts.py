@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+from pipeline.models.sizes import QWEN3_5
 
 from launch.plan.layout_tables import TableBuilder, consecutive, stages_of
 from pipeline.boxes import Box, whole
 from pipeline.config import Problem, RecipeError, VLLMConfig
-from pipeline.models.sizes import QWEN3_5
 from pipeline.models.tensors import Part, Tensor, experts
 from pipeline.refit.tables import LayoutTable
 

@@ -89,7 +89,7 @@ def choose(
             return recipe, _line(earlier, "as the run began")
     settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
     if shapes is None or not train.gpus_per_node:
-        reason = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
+        reason = "the plan does not know the model" if train.gpus_per_node else "cluster.train has no GPUs"
         return _with(recipe, settings[-1]), _line(settings[-1], f"which needs the least memory, because {reason}")
     tried = try_all(recipe, settings, shapes, lengths or assume(recipe))
     memory_gb = _memory_gb(recipe)

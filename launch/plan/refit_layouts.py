@@ -23,6 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from pipeline.models.config_json import check_fsdp
+from pipeline.models.sizes import sizes
 
 from launch.plan.engine_layouts import vllm_tables
 from launch.plan.fsdp_splits import fsdp_splits
@@ -43,9 +45,7 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models import decoder, gpt_oss, qwen3_5
-from pipeline.models.config_json import check_fsdp
 from pipeline.models.family import Parameter
-from pipeline.models.sizes import sizes
 from pipeline.models.tensors import experts, tensors
 from pipeline.refit.tables import LayoutTable
 from pipeline.train.adapters.spec import refits_adapters

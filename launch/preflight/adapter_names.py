@@ -1,4 +1,4 @@
-"""Check the choice of FSDP2's adapted layers against a model's config.json, without torch."""
+"""Check the choice of FSDP2's adapted layers against a model's config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.config import LoRAConfig, Problem
-from pipeline.models.sizes import MODEL_TYPES
 from pipeline.models.tensors import tensors
 from pipeline.train.adapters.adapted_layers import experts, is_adapted, not_served
 
@@ -19,9 +18,9 @@ def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False)
     """Yield a problem for each name in the recipe that no adaptable layer has, and for adapters that engines cannot serve.
 
     served: whether refits send only the adapters to the engines. Only the last part of a dotted name is checked here. The job
-    checks whole names, patterns with *, and families that are not in `MODEL_TYPES`.
+    checks whole names and patterns with *. Imports torch and transformers if there are adapters.
     """
-    if not config.enabled or model.get("model_type") not in MODEL_TYPES:
+    if not config.enabled:
         return
     model_tensors = tensors(model)
     weights = [tensor for tensor in model_tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from launch.preflight import adapter_names, frozen_parameters, libraries
@@ -28,10 +29,10 @@ from pipeline.config import (
     generates,
     uses_megatron,
 )
-from pipeline.models.config_json import unsupported
+from pipeline.models.backend_support import check_attention, check_fsdp, check_megatron_attention
 from pipeline.models.mixers import has_states
 from pipeline.models.shape import ModelShape
-from pipeline.models.sizes import MODEL_TYPES, sizes
+from pipeline.models.tensors import can_describe
 from pipeline.train.adapters import modules
 from pipeline.train.adapters.adapted_layers import family_not_served
 from pipeline.train.adapters.module_layers import not_served_modules
@@ -112,15 +113,40 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
             return
         layout_problems += _model_problems(recipe, section, policy, model)
         if not layout_problems and (config.trains(recipe) or section != "policy"):  # errors that the backends raise in the job
-            if model.get("model_type") in MODEL_TYPES:
-                ModelShape.of(model, key)  # raises if config.json lacks a key
-            values = section == "value" or build(recipe).needs.head == "values"
-            layout_problems += frozen_parameters.problems(section, policy, model, values)
-            refused = unsupported(model, policy)
-            layout_problems += [
-                replace(problem, key=key) if problem.key == "policy.model_name" else problem for problem in refused
-            ]
-    yield from layout_problems
+            _check_support(policy, model, is_described(recipe))
+            if is_described(recipe):
+                values = section == "value" or build(recipe).needs.head == "values"
+                layout_problems += frozen_parameters.problems(section, policy, model, values)
+    yield from (replace(problem, key=key) if problem.key == "policy.model_name" else problem for problem in layout_problems)
+
+
+def asks_description(recipe: Recipe) -> bool:
+    """Return whether checks here need transformers' description of the recipe's models, whose import takes seconds.
+
+    A recipe that trains whole models with FSDP2 on CPUs leaves these checks to its ranks.
+    """
+    policy = recipe.policy
+    on_gpus = any(component.gpus_per_node for component in config.components(recipe).values())
+    return bool(uses_megatron(policy) or policy.freeze_parameters or config.adapters(policy) or on_gpus)
+
+
+def is_described(recipe: Recipe) -> bool:
+    """Return whether checks here ask transformers to describe the recipe's models; without it, ranks check them."""
+    return asks_description(recipe) and can_describe()
+
+
+def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool) -> None:
+    """Raise RecipeError for attention or parallelism that the train backend does not support with this model."""
+    if not uses_megatron(policy):
+        check_fsdp(model, policy.dtensor_cfg)
+    if model.get("model_type") in models.FAMILIES:
+        kind, parameters = _rope(model)
+        attention = {"layer_types": model.get("layer_types"), "rope_parameters": {**parameters, "rope_type": kind}}
+        check_attention(SimpleNamespace(model_type=model["model_type"], **attention))
+    if uses_megatron(policy) and described:
+        from pipeline.models import hugging_face  # imports torch and transformers
+
+        check_megatron_attention(hugging_face.config_of(model), policy.max_total_sequence_length)
 
 
 def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
@@ -133,8 +159,8 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     if config.trains(recipe):  # engines of an evaluation read quantized weights
         yield from _check_quantization(key, policy.model_name, model)
     if uses_megatron(policy):
-        yield from _check_megatron(key, policy, model, served)
-    else:
+        yield from _check_megatron(key, policy, model, served, is_described(recipe))
+    elif is_described(recipe):
         yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model, served)
     yield from _check_attention(section, policy, model)
     samples = section == "policy" and generates(recipe) and not config.only_scores(recipe)
@@ -164,8 +190,7 @@ def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, 
     """Refuse state spaces and delta nets, whose kernels in torch and vLLM sum along a sequence in an undefined order."""
     if not (policy.deterministic and any(component.gpus_per_node for component in config.components(recipe).values())):
         return
-    is_known = model.get("model_type") in MODEL_TYPES
-    if ModelShape.of(model).state_layers if is_known else has_states(model):
+    if has_states(model):
         message = (
             f"got true with {policy.model_name}, whose state-space layers have no deterministic kernels on GPUs; expected a"
             f" model whose layers all have attention. Try {determinism.KEY}=false"
@@ -290,10 +315,10 @@ def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], served: bool = False) -> Iterator[Problem]:
+def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], served: bool, described: bool) -> Iterator[Problem]:
     """Check that the Megatron backend supports the model with the recipe's layout and adapters.
 
-    served: whether refits send only the adapters to the engines.
+    served: whether refits send only the adapters to the engines. described: whether transformers may describe the model.
     """
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
@@ -304,13 +329,15 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
         if (configured := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
             message = f"got a {family} model with {name}={configured}; the Megatron backend supports only {only}"
             yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
+    yield from _check_positions(key, model, family)
+    if not described:
+        return
     shape_problems: list[Problem] = []
     with collected(shape_problems):
         shape = ModelShape.of(model, key)
     if shape_problems:
         yield from shape_problems
         return
-    yield from _check_positions(key, model, family)
     yield from _check_stages(policy, shape)
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         size = policy.megatron_cfg.tensor_model_parallel_size
@@ -341,9 +368,12 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
 
 def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -> Iterator[Problem]:
     """Check the names of the modules that get adapters as the backend does, and that engines can apply them if `served`."""
-    megatron, of = policy.megatron_cfg, sizes(model)
+    from pipeline.models import hugging_face  # imports torch and transformers
+
+    megatron = policy.megatron_cfg
     if not megatron.peft.enabled:
         return
+    of = hugging_face.config_of(model)
     name_problems: list[Problem] = []
     with collected(name_problems):
         chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from launch.executors.components import components
 from launch.executors.containers import CONVERSIONS
-from launch.recipes.model_files import hf_home, is_inside, model_folder, planning_config
+from launch.preflight import architecture
+from launch.recipes.model_files import hf_home, is_inside, is_local, model_folder, planning_config
 from launch.terminal.units import size
 from pipeline import config
 from pipeline.config import (
@@ -28,12 +29,12 @@ from pipeline.config import (
     Recipe,
     RecipeError,
     adapters,
+    collected,
     generates,
     ranks,
     uses_megatron,
 )
-from pipeline.models.shape import ModelShape
-from pipeline.models.tensors import tensors
+from pipeline.models.tensors import Tensor, described, tensors
 from pipeline.models.weight_files import read_weight_files
 
 STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2}  # per weight; others: 2. With momentum SGD, RMSprop: one more
@@ -126,15 +127,14 @@ def _checkpoint(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]
     total = 0.0
     for section in ("policy", "value"):
         if section in models:
-            count = _parameters(section, models[section], pending, trained=True)
+            count = _parameters(recipe, section, pending, trained=True)
             if count is None:
-                notes.append(
-                    f"room for checkpoints was not checked: the size of the model of {section}.model_name is not known"
-                )
+                note = f"room for checkpoints was not checked: the size of the model of {section}.model_name is not known"
+                notes += [note] if architecture.asks_description(recipe) else []
                 return None
             total += saved_bytes(models[section], count)
     if recipe.checkpointing.save_consolidated:
-        total += (_parameters("policy", recipe.policy, pending, trained=False) or 0) * PRECISIONS[recipe.policy.precision]
+        total += (_parameters(recipe, "policy", pending, trained=False) or 0) * PRECISIONS[recipe.policy.precision]
     return total
 
 
@@ -143,30 +143,32 @@ def saved_bytes(policy: PolicyConfig, parameters: int) -> float:
     return 4 * (1 + _states(policy)) * parameters
 
 
-def _parameters(section: str, policy: PolicyConfig, pending: Sequence[os.PathLike], trained: bool) -> int | None:
+def _parameters(recipe: Recipe, section: str, pending: Sequence[os.PathLike], trained: bool) -> int | None:
     """Return the number of a model's parameters; None if it is not known.
 
     trained: whether to count only trained parameters. With LoRA these are the adapters, which are assumed for every linear
     layer.
     """
-    key, lora = f"{section}.model_name", adapters(policy)
-    try:
-        model = planning_config(policy, pending, key)
-        if model is None:
-            return None
-        if trained and lora:
-            return sum(lora.dim * sum(t.shape) for t in tensors(model) if t.part in ADAPTED and len(t.shape) == 2)
-        return ModelShape.of(model, key).parameters
-    except (RecipeError, ValueError, KeyError):  # an unknown family, or errors that other checks report
-        return _stored_parameters(key, policy) if not lora else None
+    policy = config.models(recipe)[section]
+    lora, describes = adapters(policy) if trained else None, architecture.is_described(recipe)
+    listed = _tensors(f"{section}.model_name", policy, pending, describes)
+    model_tensors = [tensor for tensor in listed if tensor.part != "buffer"]
+    if lora:
+        linear = (tensor for tensor in model_tensors if tensor.part in ADAPTED and len(tensor.shape) == 2)
+        return sum(lora.dim * sum(tensor.shape) for tensor in linear) or None
+    return sum(tensor.numel for tensor in model_tensors) or None
 
 
-def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:
-    try:
-        weight_files = read_weight_files(model_folder(key, policy.model_name))
-    except RecipeError:
-        return None
-    return sum(math.prod(stored.shape) for stored in weight_files.tensors.values()) or None if not weight_files.faults else None
+def _tensors(key: str, policy: PolicyConfig, pending: Sequence[os.PathLike], describes: bool) -> list[Tensor]:
+    """Return a model's tensors: of its weight files if they are here, else as transformers `describes` them; otherwise []."""
+    with collected([]):  # other checks report errors
+        if not (policy.random_init or is_inside(policy.model_name, pending)) and is_local(policy.model_name):
+            weight_files = read_weight_files(model_folder(key, policy.model_name))
+            if weight_files.tensors and not weight_files.faults:
+                return [described(name, stored.shape) for name, stored in weight_files.tensors.items()]
+        model = planning_config(policy, pending, key) if describes else None
+        return tensors(model) if model else []
+    return []
 
 
 def _states(policy: PolicyConfig) -> int:

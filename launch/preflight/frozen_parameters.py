@@ -1,4 +1,4 @@
-"""Check `freeze_parameters` against the tensors that a model's config.json describes. Other families are checked at load."""
+"""Check `freeze_parameters` against the parameters that the train backend keeps of a model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 
 from pipeline.config import PolicyConfig, Problem, uses_megatron
 from pipeline.models import frozen_names
-from pipeline.models.config_json import parse_config
-from pipeline.models.sizes import MODEL_TYPES
 
 
 def problems(section: str, policy: PolicyConfig, model: Mapping[str, Any], values: bool) -> Iterator[Problem]:
     """Yield the problems of the patterns in `freeze_parameters` of a recipe's section.
 
-    model: the model's config.json. values: whether the model has a value head.
+    model: the model's config.json. values: whether the model has a value head. Imports torch and transformers if there are
+    patterns.
     """
-    if not policy.freeze_parameters or model.get("model_type") not in MODEL_TYPES:
+    if not policy.freeze_parameters:
         return
-    groups = frozen_names.known_groups(model, parse_config(model), uses_megatron(policy), values)
+    groups = frozen_names.known_groups(model, uses_megatron(policy), values)
     names = [name for sources in groups.values() for name in sources]
     yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")

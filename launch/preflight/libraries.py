@@ -28,7 +28,7 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models import rope
-from pipeline.models.sizes import ALIASES
+from pipeline.models.config_values import ALIASES
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.preflight import weight_tensors
+from launch.preflight import architecture, weight_tensors
 from launch.recipes.model_files import is_inside, model_config, model_folder
 from pipeline import config
 from pipeline.algorithms import build
@@ -50,7 +50,9 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
         loads_weights = section in models and not models[section].random_init
         if loads_weights and folder not in weighed and not (section == "policy" and _has_checkpoint(recipe)):
             weighed.add(folder)
-            yield from _check_weights(section, models[section], folder, _head(recipe, section), notes)
+            yield from _check_weights(
+                section, models[section], folder, _head(recipe, section), notes, architecture.is_described(recipe)
+            )
 
 
 def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
@@ -85,7 +87,7 @@ def fault_code(reason: str) -> str:
 
 
 def _check_weights(
-    section: str, policy: PolicyConfig, folder: Path, head: weight_tensors.Head, notes: list[str]
+    section: str, policy: PolicyConfig, folder: Path, head: weight_tensors.Head, notes: list[str], checks_tensors: bool
 ) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
@@ -117,5 +119,5 @@ def _check_weights(
             notes.append(f"{key}: {folder} has Python code (auto_map in config.json), which never runs")
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
-        if model_json is not None:
+        if model_json is not None and checks_tensors:
             yield from weight_tensors.problems(key, folder, model_json, weight_files.tensors, head)

@@ -1,7 +1,7 @@
 """Check that a checkpoint has the tensors of the model in its config.json: names, shapes, dtypes and tied copies.
 
-Reads headers and a few kilobytes of tied copies. Leaves out quantized models, multimodal models, and families that
-`pipeline/models/tensors.py` does not describe; the job checks these first.
+Reads headers and a few kilobytes of tied copies. Imports torch and transformers. Leaves out quantized models and multimodal
+models; the job checks these first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config import Problem
-from pipeline.models.sizes import MODEL_TYPES
 from pipeline.models.tensors import tensors
 from pipeline.models.weight_files import FLOATS, TensorEntry, some
 
@@ -32,13 +31,14 @@ def problems(
     key: the recipe's key of the model's name. head: `logprobs` for a language model; `values` for a critic, whose checkpoint
     may lack the value head; `rewards` for a reward model, whose checkpoint must have its head.
     """
-    if config.get("model_type") not in MODEL_TYPES or "text_config" in config or config.get("quantization_config"):
+    if "text_config" in config or config.get("quantization_config"):
         return
     try:
-        expected = {tensor.name: tensor.shape for tensor in tensors(config)}
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # wrong sizes, which `architecture` reports
+        model_tensors = tensors(config)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):  # wrong sizes, which `architecture` reports
         return
-    embedding = next(iter(expected))
+    expected = {tensor.name: tensor.shape for tensor in model_tensors}
+    embedding = next(tensor.name for tensor in model_tensors if tensor.part == "embedding")
     if head != "logprobs":
         expected.pop(LM_HEAD, None)
     if head == "rewards":

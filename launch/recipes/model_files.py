@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
 from pipeline.models import config_values, rope
 from pipeline.models.config_overrides import overridden
-from pipeline.models.sizes import ALIASES
+from pipeline.models.config_values import ALIASES
 from pipeline.recipe import user_files
 
 KNOWN = Path(__file__).resolve().parents[2] / "recipes/models"

@@ -53,7 +53,7 @@ class Prepared:
     recipe: Recipe
     choice: backend_choice.BackendChoice | None  # None in an evaluation; in a dry run, if the model is not here
     executor: selection.ExecutorChoice
-    plan: Plan | EvaluationPlan | None  # None if no plan can be made
+    plan: Plan | EvaluationPlan | None  # None if no plan can be made, or none is asked for without GPUs
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed or ignored
     inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the requested one
     no_plan: tuple[Problem, ...] = ()  # why no plan can be made, if the run may succeed all the same
@@ -91,17 +91,18 @@ def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> l
     return examination.prepared
 
 
-def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> Examination:
+def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None, wants_plan: bool = False) -> Examination:
     """Examine a recipe and the recipes that it needs.
 
-    dry: whether nothing will be submitted, so that no Slurm controller needs to answer. Raises RecipeError for a recipe that
+    dry: whether nothing will be submitted, so that no Slurm controller needs to answer. wants_plan: whether to plan recipes
+    without GPUs too, whose plan nothing else needs; a plan imports torch and transformers. Raises RecipeError for a recipe that
     cannot be read.
     """
-    return examine_loaded(run_order(name, overrides), dry, plan_from)
+    return examine_loaded(run_order(name, overrides), dry, plan_from, wants_plan)
 
 
-def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = None) -> Examination:
-    """Examine recipes, which are in the order of their runs with the requested one last. dry: as in `examine`."""
+def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = None, wants_plan: bool = False) -> Examination:
+    """Examine recipes, which are in the order of their runs with the requested one last. dry, wants_plan: as in `examine`."""
     pending: list[PendingModel] = []
     prepared: list[Prepared] = []
     problems: list[Problem] = []
@@ -109,7 +110,7 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
     inherited: dict[Problem, Problem] = {}  # a needed recipe's problem in an inherited key -> the requested recipe's problem
     usable = False
     for loaded in ordered:
-        latest, own_problems, site = _examine(loaded, pending, dry, plan_from)
+        latest, own_problems, site = _examine(loaded, pending, dry, plan_from, wants_plan)
         usable = latest is not None
         prepared += [latest] if latest else []
         recipe = latest.recipe if latest else loaded.recipe
@@ -132,7 +133,7 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
 
 
 def _examine(
-    loaded: Loaded, pending: list[PendingModel], dry: bool, plan_from: Path | None
+    loaded: Loaded, pending: list[PendingModel], dry: bool, plan_from: Path | None = None, wants_plan: bool = False
 ) -> tuple[Prepared | None, list[Problem], list[Problem]]:
     """Return (prepared recipe, problems of the recipe, problems of this site).
 
@@ -147,7 +148,9 @@ def _examine(
         notes += unread_notes
         if not problems:
             layout = list(architecture.against_layout(recipe, pending))
-            planned, no_plan = (None, ()) if layout else _plan(recipe, choice, plan_from, pending, notes, dry)
+            has_gpus = any(component.gpus_per_node for component in config.components(recipe).values())
+            plans = not layout and (wants_plan or plan_from or has_gpus)
+            planned, no_plan = _plan(recipe, choice, plan_from, pending, notes, dry) if plans else (None, ())
             problems += [*layout, *(planned.problems() if planned else ())]
             prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan, loaded.from_environment)
     except ModelNotFound as error:
@@ -172,7 +175,7 @@ def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) 
     with collected(problems):
         source = evaluation_sources.of_future(recipe, suites.find(suite)[0])
         loaded = suites.inspect(suite, source, (), follower_process.keys_of(recipe.evaluation))
-        _, recipe_problems, site_problems = _examine(placement.place_on_gpus(loaded), pending, dry, None)
+        _, recipe_problems, site_problems = _examine(placement.place_on_gpus(loaded), pending, dry)
         problems += [*recipe_problems, *site_problems]
     in_section = []
     for problem in problems:
@@ -192,7 +195,7 @@ def _plan(
 ) -> tuple[Plan | EvaluationPlan | None, tuple[Problem, ...]]:
     """Return (plan, ()), or (None, the problems that prevent a plan).
 
-    FSDP2 can train models of families that cannot be planned. A note then says why there is no plan.
+    FSDP2 can train models that cannot be planned, and a machine without torch submits without a plan. A note then says why.
     """
     try:
         return plan(recipe, choice, plan_from, pending) if choice else evaluation.plan(recipe, pending, reads=dry), ()

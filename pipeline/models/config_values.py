@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from pipeline.models import rope
-from pipeline.models.sizes import ALIASES, MODEL_TYPES
+from pipeline.models import FAMILIES, rope
 from pipeline.recipe.problems import Problem
 
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""A `model_type` that transformers does not know -> the `model_type` of the same model in transformers."""
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "max_position_embeddings", "kv_lora_rank", "v_head_dim"),
@@ -22,6 +23,14 @@ COUNTS = (  # 0 in dense models of a family that also has models with experts
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
 )
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+"""Sizes that every released config.json of `FAMILIES` has, but for `_OPTIONAL`. transformers would take its default."""
+_OPTIONAL = {
+    "gemma3_text": ("num_attention_heads", "vocab_size"),
+    "nemotron_h": ("num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "qwen3_5_text": ("num_attention_heads",),
+    "qwen3_5_moe_text": ("num_attention_heads", "intermediate_size"),
+}
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_qk_norm", "norm_topk_prob")
 NUMBERS = ("rms_norm_eps", "layer_norm_epsilon", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")
 MAPPINGS = ("quantization_config", "text_config", "vision_config")
@@ -41,6 +50,11 @@ def problems(key: str, config: Mapping[str, Any]) -> Iterator[Problem]:
     if not given.get("model_type"):
         what = "config.json has no model_type; expected the family of the model, such as llama"
         yield Problem(key, "missing-value", what)
+    family = ALIASES.get(str(given.get("model_type")), str(given.get("model_type")))
+    for name in REQUIRED if family in FAMILIES else ():
+        if name not in given and name not in _OPTIONAL.get(family, ()):
+            what = f"config.json of this {family} model has no '{name}'. Try to download the model again"
+            yield Problem(key, "missing-value", what)
     kinds, layers = given.get("layer_types"), given.get("num_hidden_layers")
     if not found and kinds is not None and layers is not None and len(kinds) != layers:
         what = f"config.json has {len(kinds)} layer_types; expected {layers}, its num_hidden_layers"
@@ -51,7 +65,7 @@ def problems(key: str, config: Mapping[str, Any]) -> Iterator[Problem]:
 def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (key, description of the expected values) for each value with a wrong type or range."""
     family = str(given.get("model_type"))
-    listed = family not in MODEL_TYPES and family not in ALIASES  # other families may have a list with a value for each layer
+    listed = family not in FAMILIES and family not in ALIASES  # other families may have a list with a value for each layer
     for name, value in given.items():
         if name in (*SIZES, *COUNTS) and not (listed and isinstance(value, list)):
             if type(value) is not int or value < (name in SIZES):

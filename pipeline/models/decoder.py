@@ -92,11 +92,10 @@ def layer_rotary(config: PreTrainedConfig) -> tuple[str, ...] | None:
     return tuple(kinds) if kinds and all(kind in config.rope_parameters for kind in kinds) else None
 
 
-def windows(config: Any) -> dict[str, Any]:
+def windows(config: PreTrainedConfig) -> dict[str, Any]:
     """Return TransformerConfig arguments for sliding windows; {} if no layer has one.
 
-    Without layer_types all layers have the window. The config's window includes a token's own key. config: transformers'
-    configuration, or the result of `pipeline.models.config_json.parse_config`.
+    Without layer_types all layers have the window. The config's window includes a token's own key.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers

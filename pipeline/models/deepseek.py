@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.family import Parameter, unsupported_model
-from pipeline.models.sizes import sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -93,6 +92,11 @@ def mixture(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if limited else {}),
     }
+
+
+def sparse_layers(config: PreTrainedConfig) -> list[bool]:
+    """Return for each layer whether it has experts."""
+    return [i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)]
 
 
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:

@@ -1,4 +1,4 @@
-"""Choose the tensors that do not train: those whose names on disk match a pattern of `freeze_parameters`. Without torch.
+"""Choose the tensors that do not train: those whose names on disk match a pattern of `freeze_parameters`.
 
 A parameter in a backend's memory may consist of several tensors on disk (Megatron-Core's linear_qkv, the experts of a layer in
 transformers). It trains as a whole, so patterns must match all of its tensors or none. All experts of a layer count as one
@@ -10,18 +10,13 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from pipeline import models
-from pipeline.models.family import SCORE
 from pipeline.models.tensors import tensors
 from pipeline.recipe.problems import Problem
 
 KEY = "policy.freeze_parameters"
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-_JOINED = re.compile(r"(\.experts\.)(gate_proj|up_proj|w1|w3)(\.\w+)$")
-"""Matches the projections that transformers joins in one parameter if experts have a gate."""
 
 
 def matched(patterns: Sequence[str], names: Iterable[str]) -> set[str]:
@@ -67,22 +62,22 @@ def grouped(parameters: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
     return groups
 
 
-def known_groups(config: Mapping[str, Any], of: SimpleNamespace, megatron: bool, values: bool) -> dict[str, list[str]]:
+def known_groups(config: Mapping[str, Any], megatron: bool, values: bool) -> dict[str, list[str]]:
     """Return {parameter in a backend's memory: its tensors on disk}, without buffers, from config.json.
 
-    of: the result of `parse_config`. megatron: whether Megatron-Core trains. values: whether a value head replaces the output
-    layer. Raises ValueError for a family whose tensors are not described, KeyError for a missing key.
+    megatron: whether Megatron-Core trains. values: whether a value head replaces the output layer. Imports torch and
+    transformers. Raises RecipeError for a model that transformers or the backend does not have.
     """
-    found = tensors(config)
+    from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
+
+    of = hugging_face.config_of(config)
     if megatron:
-        buffers = {tensor.name for tensor in found if tensor.part == "buffer"}
-        described = models.family(of.model_type).parameters(of, "values" if values else "logprobs")
-        return grouped({name: one.sources for name, one in described.items() if not buffers.intersection(one.sources)})
-    groups: dict[str, list[str]] = {}
-    gated = any(".experts." in tensor.name and tensor.name.endswith(("gate_proj.weight", "w3.weight")) for tensor in found)
-    for tensor in found:
-        if tensor.part != "buffer" and not (values and tensor.part == "output"):
-            name = _EXPERT.sub(".experts.", tensor.name)
-            name = _JOINED.sub(r"\1gate_up_proj", name) if gated else name
-            groups.setdefault(name, []).append(tensor.name)
-    return groups | ({SCORE: [SCORE]} if values else {})
+        buffers = {tensor.name for tensor in tensors(config) if tensor.part == "buffer"}
+        parameters = models.family(of.model_type).parameters(of, "values" if values else "logprobs")
+        return grouped({name: p.sources for name, p in parameters.items() if not buffers.intersection(p.sources)})
+    if values:
+        of.num_labels = 1
+    model = hugging_face.meta_model(of, "values" if values else "logprobs")
+    trained = {name for name, _ in model.named_parameters()}
+    pieces = hugging_face.layout(model)
+    return {name: [piece.name for piece in of_name] for name, of_name in pieces.items() if name in trained}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder, deepseek
 from pipeline.models.family import Parameter
-from pipeline.models.sizes import sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,7 +32,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     """Return all parameters, by Megatron name."""
     layers: dict[str, Parameter] = {}
-    for i, sparse in enumerate(sparse_layers(config)):
+    for i, sparse in enumerate(deepseek.sparse_layers(config)):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"
         layers |= decoder.norms(target, source)
         layers |= decoder.attention(

@@ -10,9 +10,12 @@ A model with the head "values" is transformers' sequence classifier with one lab
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -21,9 +24,9 @@ from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models import rope
 from pipeline.models.config_overrides import overridden
+from pipeline.models.config_values import ALIASES
 from pipeline.models.family import SCORE, unsupported_model
 from pipeline.models.recorded_layout import Shape, invert, record_all
-from pipeline.models.sizes import ALIASES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,6 +71,22 @@ def _file_config(policy: PolicyConfig) -> PreTrainedConfig:
         CONFIG_MAPPING.register(alias, CONFIG_MAPPING[known], exist_ok=True)
     found = AutoConfig.from_pretrained(policy.model_name, local_files_only=True, trust_remote_code=False)
     return _without_alias(found)
+
+
+def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return transformers' configuration of a config.json. Of a multimodal model, `values` has the keys of its language model.
+
+    Raises RecipeError for a family that transformers does not have, and for values that its configuration refuses.
+    """
+    kind = ALIASES.get(values.get("model_type", ""), values.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise unsupported_model(f"transformers {transformers.__version__} has no models of type '{kind}'")
+    plain = {name: value for name, value in values.items() if not name.endswith("_config")}
+    try:
+        of = CONFIG_MAPPING[kind]
+        return _without_alias(of.from_dict(of._decode_special_floats(plain)))  # as transformers reads the file
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        raise unsupported_model(f"transformers refuses this config.json of a {kind} model: {error}") from error
 
 
 def _without_alias(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -158,7 +177,7 @@ def meta_model(config: PreTrainedConfig, head: Head = "logprobs", **options: Any
 def checkpoint_shapes(config: PreTrainedConfig, head: Head = "logprobs") -> tuple[dict[str, Shape], dict[str, str]]:
     """Return ({tensor that a checkpoint must have: shape}, {tied copy that it may also have: the tensor that it copies})."""
     model = meta_model(config, head)
-    shapes = {name: tuple(tensor.shape) for name, tensor in on_disk(model, _state(model)).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in on_disk(model, state(model)).items()}
     return shapes, dict(model.all_tied_weights_keys)
 
 
@@ -173,7 +192,7 @@ def layout(model: PreTrainedModel) -> dict[str, list[Piece]]:
     Raises RecipeError if a tensor in memory does not consist of whole tensors on disk, or if a tensor on disk belongs to
     several tensors in memory.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in _state(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state(model).items()}
     refusal = f"{type(model).__name__} has tensors in memory that do not consist of whole tensors on disk"
     try:
         saved = record_all(lambda state: on_disk(model, state), shapes)
@@ -188,6 +207,6 @@ def layout(model: PreTrainedModel) -> dict[str, list[Piece]]:
     return pieces
 
 
-def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the model's state dict without tied copies."""
     return {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_STATEFUL = ("linear_attention", "mamba", "hybrid", "hybrid_sliding", "conv", "recurrent")
+STATEFUL = ("linear_attention", "mamba", "hybrid", "hybrid_sliding", "conv", "recurrent")
 """Kinds of layers that keep a state for a sequence, under transformers' names (configuration_utils.py,
 ALLOWED_ATTN_LAYER_TYPES) and under names in older files."""
 _STATE_SIZES = ("mamba_", "ssm_", "state_size", "linear_num_", "linear_conv_", "linear_attn_", "conv_L_cache")
@@ -115,7 +115,7 @@ def has_states(config: Mapping[str, Any]) -> bool:
     """Return whether some layers of a config.json keep a state for a sequence: state spaces, delta nets, convolutions."""
     lists = (config.get(name) for name in ("layer_types", "layers_block_type", "block_types"))
     if kinds := next(filter(None, lists), None):  # it decides: Granite 4.0 Micro has sizes of Mamba, and attention alone
-        return any(kind in _STATEFUL for kind in kinds)
+        return any(kind in STATEFUL for kind in kinds)
     return any(name.startswith(_STATE_SIZES) for name, value in config.items() if value is not None)
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.family import Parameter, unsupported_model
-from pipeline.models.sizes import sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -39,6 +38,15 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
         # A softmax over the chosen experts' logits equals one over all experts, normalized over the chosen ones.
         "moe_router_pre_softmax": not normalized,
     }
+
+
+def sparse_layers(config: PreTrainedConfig) -> list[bool]:
+    """Return for each layer whether it has experts."""
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return [True for _ in layers]
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers or []
+    return [i not in dense and (i + 1) % step == 0 and config.num_local_experts > 0 for i in layers]
 
 
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:

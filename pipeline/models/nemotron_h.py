@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pipeline.types import Head
 
 
-def state_space(config: Any) -> StateSpace:
-    """Return the sizes of the Mamba-2 layers. config: transformers' configuration, or the result of `sizes.sizes`."""
+def state_space(config: PreTrainedConfig) -> StateSpace:
+    """Return the sizes of the Mamba-2 layers."""
     return StateSpace(
         heads=config.mamba_num_heads,
         head_dim=config.mamba_head_dim,

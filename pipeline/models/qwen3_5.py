@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pipeline.types import Head
 
 
-def delta_net(config: Any) -> DeltaNet:
-    """Return the sizes of the gated delta nets. config: transformers' configuration, or the result of `sizes.sizes`."""
+def delta_net(config: PreTrainedConfig) -> DeltaNet:
+    """Return the sizes of the gated delta nets."""
     return DeltaNet(
         groups=config.linear_num_key_heads,
         heads=config.linear_num_value_heads,

@@ -1,26 +1,20 @@
-"""Compute a model's sizes and parameter counts from its config.json, without torch.
-
-The counts equal those of transformers' modules, biases included, for every family that `pipeline.models.tensors` describes:
-all families of the Megatron backend, and some that only FSDP2 trains.
-"""
+"""Compute a model's sizes and parameter counts from transformers' configuration and its model on the meta device."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from pipeline.config import Problem, RecipeError
-from pipeline.models import decoder, nemotron_h, qwen3_5, sizes
-from pipeline.models.config_json import parse_config
-from pipeline.models.mixers import DeltaNet, StateSpace
-from pipeline.models.tensors import Tensor, experts, tensors
+from pipeline.models import decoder, nemotron_h, qwen3_5
+from pipeline.models.mixers import STATEFUL, DeltaNet, StateSpace
+from pipeline.models.tensors import Tensor, can_describe, tensors
 
 
 class UnknownShape(RecipeError):
-    """Raised for a family whose sizes cannot be computed from config.json alone. FSDP2 may still train the model."""
+    """Raised for a model with mixers that Hetstep cannot describe, and without torch. FSDP2 may still train the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +23,7 @@ class ModelShape:
 
     family: str  # model_type
     layers: int
-    kinds: tuple[str, ...]  # of each layer, as `pipeline.models.sizes.layer_kinds` returns them
+    kinds: tuple[str, ...]  # of each layer: dense (with an MLP) or sparse; of a hybrid model, transformers' name
     sparse: tuple[bool, ...]  # of each layer, whether it has experts
     attention_layers: int  # layers with attention, not a state space or a delta net
     dense_layers: int  # layers without experts: with an MLP, but for hybrid models' other layers
@@ -126,83 +120,97 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any], key: str = "policy.model_name") -> ModelShape:
         """Return the shape of the model with this config.json. key: the recipe's key of the model's name.
 
-        Raises UnknownShape for a family that is not in `pipeline.models.sizes.MODEL_TYPES`, and RecipeError for a missing key.
+        Imports torch and transformers; raises UnknownShape without them, and for a model with other mixers than attention,
+        Mamba-2 and gated delta nets. Raises RecipeError for a config.json that transformers refuses.
         """
+        if not can_describe():
+            message = "torch and transformers describe models, and are not installed here. Try a machine with them (make setup)"
+            raise UnknownShape(Problem(key, "not-installed", message))
+        from pipeline.models import hugging_face
+
         try:
-            return _shape(sizes.sizes(config), tensors(config), decoder.windows(parse_config(config)))
-        except KeyError as error:
-            why = f"config.json of this {config['model_type']} model has no {error}. Try to download the model again"
-            raise RecipeError(Problem(key, "missing-value", why)) from None
-        except ValueError as error:
-            raise UnknownShape(Problem(key, "unsupported", str(error))) from None
+            return _shape(hugging_face.config_of(config), tensors(config))
+        except RecipeError as error:
+            raise type(error)(*(Problem(key, problem.code, problem.message) for problem in error.problems)) from None
 
 
-def _shape(of: SimpleNamespace, model_tensors: list[Tensor], windows: Mapping[str, Any]) -> ModelShape:
-    kinds = sizes.layer_kinds(of)
+def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
     parts = _parts(model_tensors)
-    first = {kind: _parts([t for t in model_tensors if t.layer == kinds.index(kind)]) for kind in dict.fromkeys(kinds)}
-    mlps = sum(first[kind]["mlp"] > 0 for kind in kinds)
-    mixtures = sum(first[kind]["routed"] > 0 for kind in kinds)
-    sparse_layer = next((layer for layer in first.values() if layer["routed"]), Counter())
-    latent, apart = of.model_type == "deepseek_v3", of.model_type == "nemotron_h"  # apart: one part in each layer
-    hybrid = apart or "linear_attention" in kinds
-    expert_width = (getattr(of, "moe_intermediate_size", 0) or of.intermediate_size) if mixtures else 0
-    attention_parts = first.get("full_attention") or next(iter(first.values()))
+    by_layer: dict[int, list[Tensor]] = {}
+    for tensor in model_tensors:
+        if tensor.layer is not None:
+            by_layer.setdefault(tensor.layer, []).append(tensor)
+    layers = [_parts(by_layer[number]) for number in range(of.num_hidden_layers)]
+    sparse, kinds = [layer["routed"] > 0 for layer in layers], _hybrid_kinds(of)
+    with_attention = [kind not in STATEFUL and layer["attention"] > 0 for kind, layer in zip(kinds, layers, strict=True)]
+    first_attention = layers[with_attention.index(True)]
+    sparse_layer = layers[sparse.index(True)] if any(sparse) else Counter()
+    mlps, mixtures, hybrid = sum(layer["mlp"] > 0 for layer in layers), sum(sparse), any(kind in STATEFUL for kind in kinds)
+    latent, heads = hasattr(of, "kv_lora_rank"), of.num_attention_heads
+    kv_heads = getattr(of, "num_key_value_heads", None) or heads
+    head_dim = getattr(of, "head_dim", None) or of.hidden_size // heads
+    gated = any("gate_" in tensor.name or ".w3." in tensor.name for tensor in model_tensors)
+    experts = (getattr(of, name, 0) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
+    windows = decoder.windows(of)
     return ModelShape(
         family=of.model_type,
-        layers=of.num_hidden_layers,
-        kinds=tuple(kinds),
-        sparse=tuple(sizes.sparse_layers(of)),
-        attention_layers=kinds.count("full_attention") if hybrid else of.num_hidden_layers,
-        dense_layers=len(kinds) - mixtures,
+        layers=len(layers),
+        kinds=tuple(kinds) if hybrid else tuple("sparse" if routed else "dense" for routed in sparse),
+        sparse=tuple(sparse),
+        attention_layers=sum(with_attention),
+        dense_layers=len(layers) - mixtures,
         sparse_layers=mixtures,
         hidden=of.hidden_size,
         vocabulary=of.vocab_size,
-        heads=of.num_attention_heads,
-        kv_heads=of.num_key_value_heads,
-        head_dim=of.qk_nope_head_dim + of.qk_rope_head_dim if latent else of.head_dim,
-        value_dim=of.v_head_dim if latent else of.head_dim,
-        kv_width=of.kv_lora_rank + of.qk_rope_head_dim if latent else 2 * of.num_key_value_heads * of.head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=of.qk_nope_head_dim + of.qk_rope_head_dim if latent else head_dim,
+        value_dim=of.v_head_dim if latent else head_dim,
+        kv_width=of.kv_lora_rank + of.qk_rope_head_dim if latent else 2 * kv_heads * head_dim,
         dense_width=of.intermediate_size if mlps else 0,
         mlp_layers=mlps,
-        experts=experts(of) if mixtures else 0,
+        experts=next(filter(None, experts)) if mixtures else 0,
         experts_per_token=of.num_experts_per_tok if mixtures else 0,
-        expert_width=expert_width,
-        expert_input=(apart and of.moe_latent_size) or of.hidden_size,
-        gated=not apart,
-        shared_width=_shared_width(of, expert_width) if mixtures else 0,
-        tied=of.tie_word_embeddings,
+        expert_width=(getattr(of, "moe_intermediate_size", None) or of.intermediate_size) if mixtures else 0,
+        expert_input=getattr(of, "moe_latent_size", None) or of.hidden_size,
+        gated=gated,
+        shared_width=sparse_layer["shared"] // ((3 if gated else 2) * of.hidden_size),
+        tied=bool(of.tie_word_embeddings),
         embedding=parts["embedding"] + parts["output"],
         attention=parts["attention"],
         mlp=parts["mlp"] + parts["shared"],
         routed=parts["routed"],
         other=parts["norm"] + parts["router"],
         output=parts["output"],
-        largest_layer=max(layer.total() for layer in first.values()),
-        attention_layer=round(parts["attention"] / of.num_hidden_layers) if hybrid else attention_parts["attention"],
-        norms_layer=of.hidden_size if apart else attention_parts["norm"],
-        mlp_layer=round(parts["mlp"] / max(1, len(kinds) - mixtures)),
+        largest_layer=max(layer.total() for layer in layers),
+        attention_layer=round(parts["attention"] / len(layers)) if hybrid else first_attention["attention"],
+        norms_layer=first_attention["norm"],
+        mlp_layer=round(parts["mlp"] / max(1, len(layers) - mixtures)),
         sparse_layer=sum(sparse_layer[part] for part in ("shared", "routed", "router")),
         window=windows["window_size"][0] + 1 if windows else 0,
         window_layers=sum(windows.get("window_attn_skip_freq", ())),
-        state=_state(of) if "linear_attention" in kinds else None,
+        state=_state(of) if hybrid else None,
         tensors=tuple(model_tensors),
     )
 
 
-def _state(of: SimpleNamespace) -> StateSpace | DeltaNet:
-    return nemotron_h.state_space(of) if of.model_type == "nemotron_h" else qwen3_5.delta_net(of)
+def _hybrid_kinds(of: Any) -> list[str]:
+    """Return transformers' name of each layer's kind; "full_attention" where the configuration does not list kinds."""
+    kinds = getattr(of, "layers_block_type", None) or getattr(of, "layer_types", None)
+    return list(kinds or ["full_attention"] * of.num_hidden_layers)
 
 
-def _shared_width(of: SimpleNamespace, expert_width: int) -> int:
+def _state(of: Any) -> StateSpace | DeltaNet:
+    """Return the sizes of the mixers that are not attention. Raises UnknownShape."""
     if of.model_type == "nemotron_h":
-        return of.moe_shared_expert_intermediate_size
-    if of.model_type == "qwen3_5_moe_text":
-        return of.shared_expert_intermediate_size
-    return expert_width * (getattr(of, "n_shared_experts", None) or 0)
+        return nemotron_h.state_space(of)
+    if of.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
+        return qwen3_5.delta_net(of)
+    message = f"the mixers of '{of.model_type}' models are not known; expected attention, Mamba-2 or gated delta nets"
+    raise UnknownShape(Problem("policy.model_name", "unsupported", message))
 
 
-def _parts(model_tensors: list[Tensor]) -> Counter[str]:
+def _parts(model_tensors: Iterable[Tensor]) -> Counter[str]:
     """Return part of the model -> its number of parameters, without buffers."""
     counts: Counter[str] = Counter()
     for tensor in model_tensors:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from pipeline.boxes import Piece
 from pipeline.config import GenerationConfig, PolicyConfig
-from pipeline.models.config_json import check_attention
+from pipeline.models.backend_support import check_attention
 from pipeline.models.family import SCORE
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.precision import served_dtype
@@ -104,7 +104,7 @@ def build(
     RecipeError if the model or the layout is not supported.
     """
     config = model_config(policy, role.head)
-    check_attention(config, policy.max_total_sequence_length)
+    check_attention(config)
     adapted = role.trained and policy.dtensor_cfg.lora_cfg.enabled
     precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
     hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()

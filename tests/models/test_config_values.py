@@ -6,6 +6,7 @@ from pipeline.models import config_values, rope
 
 SIZES = {
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "vocab_size": 100,

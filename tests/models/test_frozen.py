@@ -5,7 +5,6 @@ import pytest
 from launch.preflight.frozen_parameters import problems
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
-from pipeline.models.config_json import parse_config
 from pipeline.models.frozen_names import grouped, known_groups, matched
 from pipeline.models.hugging_face import layout, meta_model
 from tests.models.cases import configs
@@ -22,14 +21,13 @@ HEADS = [
 def test_the_groups_of_every_family_are_those_in_memory(family, head):
     config = CONFIGS[family]
     plain, values = config.to_dict(), head == "values"
-    of = parse_config(plain)
     hf = meta_model(config, head)
     trained = {name for name, _ in hf.named_parameters()}
     in_memory = {frozenset(piece.name for piece in pieces) for name, pieces in layout(hf).items() if name in trained}
-    assert set(map(frozenset, known_groups(plain, of, False, values).values())) == in_memory
+    assert set(map(frozenset, known_groups(plain, False, values).values())) == in_memory
     described = models.family(config.model_type).parameters(config, head)
     fused = grouped({name: one.sources for name, one in described.items() if not name.endswith("expert_bias")})
-    found = set(map(frozenset, known_groups(plain, of, True, values).values()))
+    found = set(map(frozenset, known_groups(plain, True, values).values()))
     assert found == set(map(frozenset, fused.values()))
     assert set().union(*found) == set().union(*in_memory)
 

@@ -1,5 +1,6 @@
 """Compare recipes/models with transformers' models and with the parameter counts on the models' pages."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -83,11 +84,12 @@ def test_a_local_model_is_read_from_its_folder(tmp_path, monkeypatch):
     assert planning_config(policy) == {**public_model_config(name), "tie_word_embeddings": False}
     snapshot = tmp_path / "models--meta-llama--Llama-3.2-1B/snapshots/1"
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    local = {**public_model_config(name), "vocab_size": 7}
+    (snapshot / "config.json").write_text(json.dumps(local))
     assert planning_config(policy) == {**public_model_config(name), "tie_word_embeddings": False}  # a revision that is not main
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs/main").write_text("1")
-    assert planning_config(policy) == {"model_type": "llama", "tie_word_embeddings": False}
+    assert planning_config(policy) == {**local, "tie_word_embeddings": False}
 
 
 def test_an_unknown_model_is_refused(tmp_path, monkeypatch):

@@ -7,8 +7,7 @@ import pytest
 from launch.recipes.model_files import planning_config
 from pipeline.config import PolicyConfig
 from pipeline.models import rope
-from pipeline.models.config_json import parse_config
-from pipeline.models.hugging_face import engine_overrides, model_config
+from pipeline.models.hugging_face import config_of, engine_overrides, model_config
 from tests.models.test_tensors import CASES, TINY
 from tests.problems import named, refused
 
@@ -66,7 +65,7 @@ def plan(policy: PolicyConfig) -> dict:
 
 def readings(policy: PolicyConfig) -> list[dict]:
     """Return rope_parameters as the plan, both train backends, and an engine read them."""
-    planned = parse_config(plan(policy)).rope_parameters
+    planned = config_of(plan(policy)).rope_parameters
     trained = model_config(policy)
     engine = model_config(PolicyConfig(model_name=policy.model_name))
     engine.update(engine_overrides(policy))  # as vLLM does
@@ -145,7 +144,7 @@ def test_a_sub_configuration_is_merged(tmp_path):
     policy = PolicyConfig(model_name=str(tmp_path), hf_config_overrides=given)
     planned, trained = plan(policy), model_config(policy).get_text_config()
     right = {"full_attention": {"rope_theta": 1e6, **LINEAR}, "sliding_attention": SLIDING}
-    assert parse_config(planned).rope_parameters == trained.rope_parameters == right
+    assert config_of(planned).rope_parameters == trained.rope_parameters == right
     assert planned["num_hidden_layers"] == trained.num_hidden_layers == 1
     assert planned["hidden_size"] == trained.hidden_size == TINY["hidden_size"]
     engine = engine_overrides(policy)["text_config"]

@@ -1,6 +1,6 @@
 """Find the layers that get adapters in the FSDP2 backend, and the adapters that engines cannot serve.
 
-The layers follow from the tensors that config.json describes. Needs no torch.
+The layers follow from the tensors that transformers describes.
 
 transformers keeps the experts of a layer in `gate_up_proj` (`up_proj` without a gate) and `down_proj`, whatever their names on
 disk are.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline.models.sizes import QWEN3_5
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
@@ -27,7 +28,6 @@ from pipeline.boxes import Region
 from pipeline.config import DTensorConfig, GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.recorded_layout import restrict
-from pipeline.models.sizes import QWEN3_5
 from pipeline.refit.tables import LayoutTable
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from pipeline.train.shards import local_box

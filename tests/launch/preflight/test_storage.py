@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch.executors.executor import ROOT
-from launch.preflight import container_images, file_systems, slurm_job
+from launch.preflight import architecture, container_images, file_systems, slurm_job
 from launch.preflight.container_images import Mount, resolve_inside
 from launch.preflight.disk_space import conversions_folder
 from launch.preflight.file_systems import file_system
@@ -27,6 +27,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(architecture, "is_described", lambda recipe: True)  # as of a recipe with GPUs
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for variable in ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR"):
         monkeypatch.delenv(variable, raising=False)

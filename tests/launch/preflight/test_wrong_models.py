@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from launch.preflight import file_systems, input_files, model_readings
+from launch.preflight import architecture, file_systems, input_files, model_readings
 from launch.recipes.model_files import planning_config
 from pipeline import config
 from pipeline.config import collected
@@ -155,7 +155,8 @@ NOTED = {  # fault -> how to make it, the beginning of the note
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(architecture, "is_described", lambda recipe: True)  # as of a recipe with GPUs
     wrong.write_right_model(tmp_path / "model")
     write_data(tmp_path / "data.jsonl", ["1+1=", "2+2="])
     return tmp_path

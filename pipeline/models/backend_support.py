@@ -1,0 +1,73 @@
+"""Check a model against the attention and the parallelism that the train backends support."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline import models
+from pipeline.config import DTensorConfig, Problem, RecipeError
+from pipeline.models.family import unsupported_model
+
+PACKED_LAYERS = {
+    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("linear_attention", "conv", "hybrid", "moe", "mlp"),  # with sequence resets, or without tokens that mix
+}
+"""The `layer_types` of transformers that can compute packed sequences."""
+
+
+def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
+    """Raise RecipeError for a parallelism that FSDP2 does not support with this model.
+
+    The expert-parallel size must divide the number of experts, and models with latent attention need sequence_parallel=false.
+    """
+    if dtensor.sequence_parallel and config.get("kv_lora_rank"):
+        message = "got true for a model with latent attention, which tensor parallelism leaves whole; expected false"
+        raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
+    key, size = "policy.dtensor_cfg.expert_parallel_size", dtensor.expert_parallel_size
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((count for count in counts if count), 0)
+    if size > 1 and not count:
+        raise RecipeError(Problem(key, "too-large", f"got {size}; expected 1, since the model has no experts"))
+    if count % size:
+        raise RecipeError(Problem(key, "not-divisible", f"got {size}; expected a divisor of the model's {count} experts"))
+
+
+def check_attention(config: Any) -> None:
+    """Raise RecipeError if packed attention does not support the attention of this model.
+
+    config: transformers' configuration. Windows, chunks, soft caps of scores and sinks are supported. For Megatron-Core see
+    `check_megatron_attention` too.
+    """
+    unknown = set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS
+    if unknown:
+        raise unsupported_model(
+            f"{config.model_type} has layers with {', '.join(sorted(unknown))}; expected {' or '.join(sorted(PACKED_LAYERS))}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            raise unsupported_model(
+                f"{config.model_type} has rope_type {parameters['rope_type']}, which depends on the longest sequence of a"
+                " batch, so log-probs would change with the packing"
+            )
+
+
+def check_megatron_attention(config: Any, max_length: int) -> None:
+    """Raise RecipeError if the model has windows or soft caps that its family's module does not describe to Megatron-Core.
+
+    config: transformers' configuration. max_length: the longest sequence, in tokens; a window at least as wide is ignored.
+    """
+    transformer, features = models.family(config.model_type).transformer(config), models.features(config)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    slides = window is not None and window < max_length and (kinds is None or "sliding_attention" in kinds)
+    if slides and transformer.get("window_size") is None:
+        raise unsupported_model(
+            f"{config.model_type} has layers with sliding_attention (window {window}, sequences of up to {max_length} tokens),"
+            " which its Megatron-Core model does not have. Try policy.megatron_cfg.enabled=false"
+        )
+    if getattr(config, "attn_logit_softcapping", None) and features.score_softcap is None:
+        raise unsupported_model(
+            f"{config.model_type} has attn_logit_softcapping={config.attn_logit_softcapping}, which its Megatron-Core model"
+            " does not have. Try policy.megatron_cfg.enabled=false"
+        )

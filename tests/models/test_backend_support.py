@@ -1,0 +1,96 @@
+"""Models whose attention or experts a train backend does not support are refused, before submission and in the job."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from launch.preflight import architecture
+from pipeline.config import DTensorConfig, MegatronConfig, PolicyConfig, Problem, collected
+from pipeline.models import decoder
+from pipeline.models.backend_support import check_attention, check_megatron_attention
+from pipeline.models.hugging_face import config_of
+from tests.models.test_tensors import CASES, TINY
+from tests.problems import named
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3_text", {"sliding_window": 64, "attn_logit_softcapping": 50.0}, None),
+        ("mistral", {"sliding_window": 64}, None),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+        ("qwen2", {"layer_types": ["indexed_attention"] * TINY["num_hidden_layers"]}, "layers with indexed_attention"),
+        ("gpt_oss", {"num_local_experts": 4}, None),
+    ],
+)
+def test_attention_that_cannot_be_packed_is_refused(family, changes, message):
+    config = {"model_type": family, **TINY, **changes}
+    if message is None:
+        check_attention(config_of(config))
+        return
+    with pytest.raises(ValueError, match=f"^policy.model_name: {family} .*{message}"):
+        check_attention(config_of(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "longest", "refused"),
+    [
+        ("qwen2", {"sliding_window": 64}, 65, False),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 65, True),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64, False),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, 65, False),
+        ("mixtral", {"sliding_window": 64, "num_local_experts": 4}, 65, True),
+    ],
+)
+def test_windows_that_a_family_does_not_describe_are_refused_with_megatron(monkeypatch, family, changes, longest, refused):
+    monkeypatch.setattr(decoder, "windows", lambda _: {})  # as in a family without them
+    config = {"model_type": family, **TINY, **changes}
+    if not refused:
+        check_megatron_attention(config_of(config), longest)
+        return
+    with pytest.raises(ValueError, match=f"{family} has layers with sliding_attention .window 64, sequences of up to 65"):
+        check_megatron_attention(config_of(config), longest)
+
+
+def refused(config: dict[str, Any], policy: PolicyConfig) -> set[tuple[str, str]]:
+    found: list[Problem] = []
+    with collected(found):
+        architecture._check_support(policy, config, described=True)
+    return named(found)
+
+
+def problems(family: str, policy: PolicyConfig) -> set[tuple[str, str]]:
+    name, changes = CASES[family]
+    return refused({"model_type": name, **TINY, **changes}, policy)
+
+
+MODEL = ("policy.model_name", "unsupported")
+
+
+def test_a_model_unsupported_by_a_train_backend_is_a_problem():
+    megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), max_total_sequence_length=64)
+    assert problems("llama", megatron) == problems("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == set()
+    assert problems("llama_biased", megatron) == {MODEL}
+    assert problems("gpt_oss", megatron) == problems("gemma3_text", megatron) == problems("glm4_moe", megatron) == set()
+    assert problems("gpt_oss_no_biases", megatron) == problems("gemma3_text_untied", megatron) == {MODEL}
+    cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
+    assert problems("llama_biased", cut) == set()
+    assert problems("deepseek_v3", cut) == problems("mixtral", cut) == set()
+    assert refused({"model_type": "bloom"}, cut) == set()
+
+
+EXPERTS = "policy.dtensor_cfg.expert_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"model_type": "bloom"}, "too-large"),
+        ({"model_type": "bloom", "num_experts": 6}, "not-divisible"),
+        ({"model_type": "bloom", "n_routed_experts": 8}, None),
+    ],
+)
+def test_experts_that_expert_parallel_ranks_cannot_share_are_a_problem(config, code):
+    policy = PolicyConfig(dtensor_cfg=DTensorConfig(expert_parallel_size=4))
+    assert refused(config, policy) == ({(EXPERTS, code)} if code else set())
