@@ -81,21 +81,6 @@ for _ in range(128):
     assert ran.ended_by == "memory" or (ran.status == 1 and b"MemoryError" in ran.stderr)
 
 
-def test_memory_of_many_processes(host: Host):
-    ran = host.run(
-        """
-for _ in range(6):
-    if os.fork() == 0:
-        hoard = bytearray(b"x") * (40 << 20)
-        time.sleep(30)
-time.sleep(30)
-""",
-        wall_s=20.0,
-        cpu_s=20.0,
-    )
-    assert (ran.status, ran.ended_by) == (-9, "memory")
-
-
 def test_shared_memory(host: Host):
     """It is shared through a file, since other shared memory is refused: test_hostile_kernel.py."""
     ran = host.run(
@@ -199,11 +184,6 @@ def test_output_of_a_process_that_has_ended(host: Host):
     assert (ran.ended_by, len(ran.stdout), len(ran.stderr)) == ("output", 40000, LIMITS.output_bytes - 40000)
 
 
-def test_sleep_forever(host: Host):
-    ran = host.run("time.sleep(60)", wall_s=0.5)
-    assert (ran.status, ran.ended_by) == (-9, "wall time") and ran.seconds >= 0.5
-
-
 @pytest.mark.long
 def test_stops_itself(host: Host):
     assert host.run("os.kill(os.getpid(), signal.SIGSTOP)", wall_s=0.5).ended_by == "wall time"
@@ -222,12 +202,6 @@ time.sleep(60)
         wall_s=1.0,
     )
     assert ran.ended_by == "wall time"
-
-
-@pytest.mark.long
-def test_busy_loop(host: Host):
-    ran = host.run("while time.process_time() < 60: pass", wall_s=60.0, cpu_s=0.3)
-    assert ran.ended_by == "cpu time"
 
 
 @pytest.mark.full
@@ -333,7 +307,7 @@ def test_files_that_do_not_fit(host: Host):
     assert (ran.status, ran.ended_by) == (-9, "memory")
 
 
-@pytest.mark.parametrize("free", ["none", "none as another"], indirect=True)  # root can open closed folders
+@pytest.mark.parametrize("free", ["here", "as a user"], indirect=True)  # root can open closed folders
 @pytest.mark.parametrize(
     "left",
     [
@@ -348,18 +322,6 @@ def test_leaves_a_folder_that_is_hard_to_remove(free: Host, left: str):
     ran = free.run(f"print(os.getcwd(), flush=True)\nos.remove('program.py')\n{left}", wall_s=20.0, cpu_s=10.0)
     assert (ran.status, ran.ended_by) == (0, "exit"), ran
     assert not os.path.lexists(ran.stdout.decode().strip())
-
-
-def test_exhausts_open_files(host: Host):
-    ran = host.held("""
-hoard = []
-try:
-    while True:
-        hoard.append(os.pipe())
-except OSError as error:
-    print(error.errno == errno.EMFILE, 2 * len(hoard))
-""")
-    assert ran.stdout.split()[0] == b"True" and int(ran.stdout.split()[1]) <= LIMITS.open_files
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from pipeline.environments.tool import ToolError
 from pipeline.environments.tools import ToolConfig, build_tool
 from pipeline.sandbox import processes
 from pipeline.sandbox.limits import SandboxError
-from tests.sandbox.conftest import works
+from tests.sandbox.conftest import unusable
 from tests.sandbox.hosts import until
 
 TIMEOUT_S = 60.0
@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def tool() -> PythonTool:
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     return build_tool(ToolConfig("python", {"wall_s": 20.0, "memory_bytes": 128 << 20, "output_bytes": 1000}))
 
@@ -200,7 +200,7 @@ def test_an_interpreter_has_a_wall_time_between_calls_too():
 
 
 def test_a_sandbox_failure_is_not_the_codes_fault(tmp_path: Path):
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     folder = tmp_path / "readable"
     folder.mkdir()
