@@ -174,7 +174,7 @@ class _Watch:
                         self._started.kill()
                 elif descriptor == self._control:
                     next_sample, self._tick_s = time.monotonic(), TICK_S / 2  # still idle; the next sample doubles it
-            if (status := self._started.exit_status()) is not None:
+            if (status := self._started.exit_status(self._closed)) is not None:
                 return status, self._cause(status)
             if sum(map(len, self._outputs.values())) > self._limits.output_bytes:
                 return -signal.SIGKILL, "output"

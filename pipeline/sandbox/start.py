@@ -38,16 +38,20 @@ class StartedProgram:
     go: int
     report: int | None  # bubblewrap's report; None without isolation
 
-    def exit_status(self) -> int | None:
+    def exit_status(self, killed: bool = False) -> int | None:
         """Reap all children that have ended, and return the program's exit status, or None while it runs.
 
-        Raises SandboxError if bubblewrap failed.
+        killed: whether `kill` was called. Raises SandboxError if bubblewrap failed.
         """
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == self.child:
                 code = os.waitstatus_to_exitcode(status)
-                return code if self.report is None else _reported_status(self.report, code)
+                if self.report is None:
+                    return code
+                if killed and code == 128 + signal.SIGKILL:  # perhaps before process 1 had started the program
+                    return -signal.SIGKILL
+                return _reported_status(self.report, code)
             if pid == 0:
                 return None
 
@@ -67,8 +71,6 @@ def _reported_status(report: int, own_status: int) -> int:
         code = json.loads(line).get("exit-code")
         if code is not None:
             return code if code <= 128 else 128 - code
-    if own_status == 128 + signal.SIGKILL:  # process 1 was killed before it started the program
-        return -signal.SIGKILL
     raise SandboxError(f"bubblewrap ended with status {own_status}, before the program")
 
 

@@ -102,14 +102,14 @@ else:
     raise SystemExit("these are the machine's processes, and what follows would end them")
 if os.getppid() != 1 or os.getpid() > 9:
     raise SystemExit("process 1 may be the machine's")
-os.kill(1, signal.SIGTERM)
-os.kill(1, signal.SIGKILL)
+for number in signal.valid_signals():
+    os.kill(1, number)
 try:
     os.kill(-1, signal.SIGKILL)
 except ProcessLookupError:
     pass
+time.sleep(0.2)
 os.getppid() == 1 or escaped(os.getppid())
-time.sleep(0.1)
 """)
 
 
@@ -117,18 +117,6 @@ OWN_PROCESS_1 = """
 if os.getppid() != 1 or os.getpid() > 9:
     raise SystemExit("process 1 may be the machine's")
 """
-
-
-def test_every_signal_to_process_1(host: Host):
-    host.held(
-        OWN_PROCESS_1
-        + """
-for number in signal.valid_signals():
-    os.kill(1, number)
-time.sleep(0.2)
-os.getppid() == 1 or escaped(os.getppid())
-"""
-    )
 
 
 def test_limits_of_process_1(host: Host):
@@ -278,11 +266,10 @@ refused(os.setgroups, [0])
     assert ran.stdout.split()[0] == b"65534"
 
 
-@pytest.mark.long
 def test_is_not_root_outside(host: Host):
     ran = host.held("print(open('/proc/self/uid_map').read()); (os.getuid(), os.getgid()) == (65534, 65534) or escaped('root')")
     inside_to_outside = {line.split()[0]: line.split()[1] for line in ran.stdout.splitlines() if len(line.split()) == 3}
-    assert inside_to_outside[b"65534"] != b"0"
+    assert inside_to_outside[b"65534"] != b"0" or host.place == "in a container"  # whose root is the user
 
 
 def test_reaches_into_other_processes(host: Host):

@@ -98,32 +98,6 @@ while True:
     assert ran.ended_by == "memory"
 
 
-def test_memory_that_no_process_reports(host: Host):
-    host.held("""
-refused(os.memfd_create, "hoard")
-for number in {"x86_64": (29, 68, 240, 447), "aarch64": (194, 186, 180, 447)}[os.uname().machine]:  # shmget, msgget, mq_open
-    if libc.syscall(number, 0, 1 << 20, 0o1600, 0) != -1:
-        escaped("call", number)
-refused(open, "/dev/shm/hoard", "w")
-refused(open, "/dev/mqueue/hoard", "w")
-""")
-
-
-@pytest.mark.long
-def test_allocation_like_a_zip_bomb(host: Host):
-    ran = host.run(
-        """
-import zlib
-packer = zlib.compressobj(1)
-packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(200)) + packer.flush()
-zlib.decompress(packed * 1)
-""",
-        wall_s=20.0,
-        cpu_s=20.0,
-    )
-    assert ran.ended_by == "memory" or (ran.status == 1 and b"MemoryError" in ran.stderr)
-
-
 def test_disk_fill(host: Host):
     ran = host.held("""
 written = 0
@@ -169,19 +143,14 @@ for _ in range(2000):
     assert (ran.ended_by, len(ran.stdout)) == ("output", LIMITS.output_bytes)
 
 
-@pytest.mark.long
-def test_huge_error_output(host: Host):
-    ran = host.run("""
-print("first", flush=True)
-for _ in range(2000):
-    os.write(2, b"x" * (1 << 16))
-""")
-    assert (ran.ended_by, ran.stdout, len(ran.stderr)) == ("output", b"first\n", LIMITS.output_bytes - 6)
-
-
 def test_output_of_a_process_that_has_ended(host: Host):
     ran = host.run("os.write(1, b'x' * 40000); os.write(2, b'y' * 40000)")
     assert (ran.ended_by, len(ran.stdout), len(ran.stderr)) == ("output", 40000, LIMITS.output_bytes - 40000)
+
+
+def test_sleep_forever(host: Host):
+    ran = host.run("time.sleep(60)", wall_s=0.5)
+    assert (ran.status, ran.ended_by) == (-9, "wall time") and ran.seconds >= 0.5
 
 
 @pytest.mark.long
@@ -322,20 +291,6 @@ def test_leaves_a_folder_that_is_hard_to_remove(free: Host, left: str):
     ran = free.run(f"print(os.getcwd(), flush=True)\nos.remove('program.py')\n{left}", wall_s=20.0, cpu_s=10.0)
     assert (ran.status, ran.ended_by) == (0, "exit"), ran
     assert not os.path.lexists(ran.stdout.decode().strip())
-
-
-@pytest.mark.long
-def test_deep_recursion(host: Host):
-    ran = host.run("""
-sys.setrecursionlimit(1 << 30)
-def deeper(value):
-    return [deeper(value), repr(value)]
-class Deep:
-    def __repr__(self):
-        return repr(self)
-repr(Deep())
-""")
-    assert ran.status != 0
 
 
 def test_ends_by_a_signal(host: Host):

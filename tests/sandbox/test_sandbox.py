@@ -147,7 +147,7 @@ def _watch(monkeypatch: pytest.MonkeyPatch, sample: Callable[[UsageMeter], Resou
     monkeypatch.setattr(UsageMeter, "sample", sample)
     monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda *_, **__: None)
     monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(StartedProgram, "exit_status", lambda started: None)
+    monkeypatch.setattr(StartedProgram, "exit_status", lambda started, killed: None)
     started = StartedProgram(-1, os.getpid(), -1, None)
     return guard._Watch(started, ResourceLimits(processes=4), {}, os.getppid(), interactive=True), told
 
