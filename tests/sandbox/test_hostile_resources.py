@@ -231,11 +231,6 @@ work(60, 0.007)  # between two looks
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
 
 
-@pytest.mark.full
-def test_busy_processes_that_are_not_waited_for_without_containment(free: Host):
-    assert free.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5).ended_by == "cpu time"
-
-
 def test_busy_orphans(free: Host):
     """Without a namespace there is no process 1 that adopts them."""
     ran = free.run(
