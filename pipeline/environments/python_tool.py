@@ -16,11 +16,10 @@ import pipeline.sandbox
 from pipeline.environments.environment import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.recipe.values import Check, Float, Positive, Text
-from pipeline.sandbox.backends import SandboxChoice
 from pipeline.sandbox.guard_client import InteractiveProgram
 from pipeline.sandbox.interpreter import ANSWER
 from pipeline.sandbox.limits import ResourceLimits
-from pipeline.sandbox.sandbox import Sandbox
+from pipeline.sandbox.sandbox import Sandbox, SandboxChoice
 
 INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
 LIMITS = ResourceLimits()
@@ -50,7 +49,7 @@ class SandboxArguments:
     Limits hold for all processes of one program together, unless a field says otherwise.
     """
 
-    sandbox: Annotated[SandboxChoice, Field(description="The sandbox backend.")] = "auto"
+    sandbox: Annotated[SandboxChoice, Field(description="The sandbox: auto is bubblewrap; none isolates nothing.")] = "auto"
     readable: Annotated[list[Folder], Field(description="More folders that a program may read, as absolute paths.")] = field(
         default_factory=list
     )
@@ -64,7 +63,7 @@ class SandboxArguments:
     open_files: Annotated[Positive, Field(description="Maximum number of open files of a process.")] = LIMITS.open_files
 
     def make_sandbox(self) -> Sandbox:
-        """Return the sandbox. Raises SandboxError with remedies where no backend works."""
+        """Return the sandbox. Raises SandboxError with remedies where bubblewrap does not work."""
         limits = ResourceLimits(**{limit.name: getattr(self, limit.name) for limit in dataclasses.fields(ResourceLimits)})
         return Sandbox(limits, self.sandbox, tuple(self.readable))
 

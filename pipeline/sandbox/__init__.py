@@ -1,15 +1,14 @@
 """Run programs that a model wrote in a sandbox, in which they can harm only themselves.
 
-    sandbox       Sandbox.run and Sandbox.start, which the rest of the pipeline calls
+    sandbox       Sandbox.run and Sandbox.start, which the rest of the pipeline calls; tries bubblewrap on this node
     limits        the resources a program may use, and the result of a program
-    backends      choose bubblewrap or plain namespaces, whichever works on this node
     guard_client  a rank's connection to a guard
     guard         the process between the rank and the program: starts it, watches it, ends it
-    bubblewrap, namespaces    the two backends with which the guard starts a program
+    bubblewrap    finds bubblewrap and makes its command
+    start         starts a program for the guard, in bubblewrap or without isolation
     library_path  folders of LD_LIBRARY_PATH that the interpreter needs
     file_system   the files that a program can see
-    system_calls  the system calls that a program may make
-    seccomp       the kernel's filter, made from the list in system_calls
+    seccomp       the system calls that a program may make, and the kernel's filter of them
     cgroup        a memory cgroup for each program, where one is delegated
     linux         system calls that Python lacks, and limits that processes inherit
     processes     CPU time and memory of a tree of processes

@@ -44,9 +44,9 @@ class FileSystemView:
     libraries: list[str]  # the program's LD_LIBRARY_PATH, for the interpreter; see library_path.py
 
 
-def environment(shown: FileSystemView) -> dict[str, str]:
-    """Return all environment variables of a program."""
-    return {**ENVIRONMENT, **({"LD_LIBRARY_PATH": ":".join(shown.libraries)} if shown.libraries else {})}
+def environment(libraries: Sequence[str]) -> dict[str, str]:
+    """Return all environment variables of a program. libraries: its LD_LIBRARY_PATH, for the interpreter."""
+    return {**ENVIRONMENT, **({"LD_LIBRARY_PATH": ":".join(libraries)} if libraries else {})}
 
 
 def python() -> str:

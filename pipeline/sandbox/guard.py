@@ -19,14 +19,13 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import replace
 
-from pipeline.sandbox import bubblewrap, cgroup, linux, namespaces, processes
-from pipeline.sandbox.file_system import SCRATCH, FileSystemView
+from pipeline.sandbox import cgroup, linux, processes, start
+from pipeline.sandbox.file_system import SCRATCH
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
-from pipeline.sandbox.namespaces import PreparedSandbox, ProgramSpec
+from pipeline.sandbox.start import StartedProgram
 
 TICK_S = 0.02  # between two samples of resource usage
 IDLE_TICK_S = 0.5  # at most, for an interactive program that uses nothing
@@ -39,12 +38,12 @@ def main() -> None:
     """Run the program that stdin describes and write its result to stdout. The process id of the rank is argv[1]."""
     rank = int(sys.argv[1])
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    linux.raise_oom_score(namespaces.PROGRAM_SCORE - 1)
+    linux.raise_oom_score(start.PROGRAM_SCORE - 1)
     linux.prctl(linux.PR_SET_THP_DISABLE, 1)  # inherited; otherwise 4 KB in use keep a whole huge page of 2 MB
     request = json.loads(sys.stdin.buffer.readline())
     files = {name: sys.stdin.buffer.read(size) for name, size in request["files"].items()}
     stdin = sys.stdin.buffer.read(request["stdin"])
-    folder = tempfile.mkdtemp(prefix="sandbox-") if request["backend"] == "none" else ""
+    folder = "" if request["bubblewrap"] else _make_folder()
     try:
         answer, outputs = _run(request, files, stdin, folder, rank)
     except SandboxError as error:
@@ -59,40 +58,55 @@ def main() -> None:
 
 
 def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: int) -> tuple[dict, list[bytes]]:
-    """Run the program, and return (answer for the rank, [stdout, stderr] of the program)."""
-    limits, backend = ResourceLimits(**request["limits"]), request["backend"]
-    pipes = request["pipes"]
+    """Run the program, and return (answer for the rank, [stdout, stderr] of the program). folder: "" with isolation."""
+    limits, pipes = ResourceLimits(**request["limits"]), request["pipes"]
     if sum(-(-len(content) // PAGE) * PAGE for content in files.values()) > limits.scratch_bytes:
         return {"status": -signal.SIGKILL, "ended_by": "memory", "seconds": 0.0}, [b"", b""]
-    writers: tuple[int, int] | None = None
+    outputs: dict[int, bytearray] = {}
     if pipes:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        stdio, outputs = (*pipes, nothing), {}
+        stdio = (*pipes, os.open(os.devnull, os.O_WRONLY))
     else:
-        out, err = os.pipe(), os.pipe()
-        stdio = (bubblewrap.sealed_file("stdin", stdin), out[1], err[1])
-        writers, outputs = (out[1], err[1]), {out[0]: bytearray(), err[0]: bytearray()}
-        for reader in outputs:
-            os.set_blocking(reader, False)
-    spec = ProgramSpec(request["argv"], files, stdio, FileSystemView(**request["view"]), limits, request["has_proc"], folder)
-    prepared = bubblewrap.start(spec) if backend == "bubblewrap" else namespaces.start(spec, isolated=backend == "namespaces")
-    for descriptor in writers or pipes:
-        os.close(descriptor)
-    cgroup.join(prepared.pid, limits)
-    watch = _Watch(prepared, limits, outputs, rank, bool(pipes))
-    begun = time.monotonic()
-    os.write(prepared.go, b"1")
-    status, cause = watch.wait()
-    seconds = time.monotonic() - begun
+        (out, out_writer), (err, err_writer) = os.pipe(), os.pipe()
+        stdio, outputs = (start.sealed_file("stdin", stdin), out_writer, err_writer), {out: bytearray(), err: bytearray()}
+    for reader in outputs:
+        os.set_blocking(reader, False)
+    for descriptor in stdio:
+        os.set_inheritable(descriptor, False)
+    try:
+        if folder:
+            started = start.start_free(request["argv"], files, stdio, limits, request["environment"], folder)
+        else:
+            rules = bytes.fromhex(request["filter"])
+            started = start.start_isolated(request["bubblewrap"], rules, request["argv"], files, stdio, limits)
+        for descriptor in stdio:
+            os.close(descriptor)
+        watch = _Watch(started, limits, outputs, rank, bool(pipes))
+        begun = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # bubblewrap has failed, which `wait` notices
+            os.write(started.go, b"1")
+        status, cause = watch.wait()
+        seconds = time.monotonic() - begun
+    except SandboxError as error:
+        _drain(outputs, limits.output_bytes)
+        last_line = b"".join(outputs.values()).decode(errors="replace").strip().splitlines()[-1:]
+        raise SandboxError(": ".join([str(error), *last_line])) from None
     _end_all()
     if cgroup.ran_out_of_memory():
         status, cause = -signal.SIGKILL, "memory"
-    watch.drain()
+    _drain(outputs, limits.output_bytes)
     written = [bytes(output) for output in outputs.values()]
     if sum(map(len, written)) > limits.output_bytes:
         written = [written[0][: limits.output_bytes], written[1][: max(0, limits.output_bytes - len(written[0]))]]
         cause = "output" if cause == "exit" else cause
     return {"status": status, "ended_by": cause, "seconds": seconds}, written
+
+
+def _drain(outputs: dict[int, bytearray], most: int) -> None:
+    """Read the rest of each output, up to somewhat more than `most` bytes. All of the program's processes have ended."""
+    for descriptor, output in outputs.items():
+        with contextlib.suppress(BlockingIOError):  # without isolation an outside process may still hold the other end
+            while len(output) <= most and (chunk := os.read(descriptor, CHUNK)):
+                output += chunk
 
 
 def _end_all() -> None:
@@ -112,6 +126,12 @@ def _end_all() -> None:
             return
 
 
+def _make_folder() -> str:
+    import tempfile  # slow to import, and only needed without isolation
+
+    return tempfile.mkdtemp(prefix="sandbox-")
+
+
 def _remove(folder: str) -> None:
     """Remove a program's folder, which may be gone, deeply nested or unreadable to its owner. Its processes have ended."""
     for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
@@ -122,21 +142,23 @@ class _Watch:
     """Waits for the end of a program and enforces its limits. outputs: descriptor -> bytes read, which this class fills."""
 
     def __init__(
-        self, prepared: PreparedSandbox, limits: ResourceLimits, outputs: dict[int, bytearray], rank: int, interactive: bool
+        self, started: StartedProgram, limits: ResourceLimits, outputs: dict[int, bytearray], rank: int, interactive: bool
     ) -> None:
-        self._prepared, self._limits, self._outputs, self._rank = prepared, limits, outputs, rank
-        self._control = sys.stdin.fileno() if interactive else None
-        self._report = b""
+        self._started, self._limits, self._outputs, self._rank = started, limits, outputs, rank
+        self._control, self._closed = sys.stdin.fileno() if interactive else None, False
+        self._ends, ends_writer = os.pipe()  # gets a byte when a child ends
+        os.set_blocking(ends_writer, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(ends_writer, warn_on_full_buffer=False)
         self._poll = select.poll()
-        for descriptor in (*outputs, prepared.reports, *([] if self._control is None else [self._control])):
+        for descriptor in (*outputs, self._ends, *([] if self._control is None else [self._control])):
             self._poll.register(descriptor, select.POLLIN)
-        self._meter, self._used = processes.UsageMeter(prepared.pid), processes.ResourceUsage(0, 0, 0.0)
+        self._meter, self._used = processes.UsageMeter(started.root), processes.ResourceUsage(0, 0, 0.0)
         self._tick_s = TICK_S
 
     def wait(self) -> tuple[int, str]:
         """Return (exit status, cause of the end); the status is -SIGKILL if the caller must end the program."""
-        begun = time.monotonic()
-        next_sample, ended = begun, False
+        next_sample = begun = time.monotonic()
         while True:
             for descriptor, _ in self._poll.poll(1e3 * max(0.0, next_sample - time.monotonic())):
                 try:
@@ -145,16 +167,14 @@ class _Watch:
                     continue  # the program read its own output
                 if descriptor in self._outputs:
                     self._outputs[descriptor] += chunk
-                elif descriptor == self._prepared.reports:
-                    self._report += chunk
                 if not chunk:
                     self._poll.unregister(descriptor)
                     if descriptor == self._control:
-                        return -signal.SIGKILL, "closed"
-                    ended = ended or descriptor == self._prepared.reports
+                        self._closed = True
+                        self._started.kill()
                 elif descriptor == self._control:
                     next_sample, self._tick_s = time.monotonic(), TICK_S / 2  # still idle; the next sample doubles it
-            if (status := self._prepared.status(self._report, ended)) is not None:
+            if (status := self._started.exit_status(self._closed)) is not None:
                 return status, self._cause(status)
             if sum(map(len, self._outputs.values())) > self._limits.output_bytes:
                 return -signal.SIGKILL, "output"
@@ -166,6 +186,8 @@ class _Watch:
     def _cause(self, status: int) -> str:
         if status >= 0:
             return "exit"
+        if self._closed and status == -signal.SIGKILL:
+            return "closed"
         beyond = status == -signal.SIGKILL and self._used.cpu_s > self._limits.cpu_s - 2 * TICK_S
         return "cpu time" if status == -signal.SIGXCPU or beyond else f"signal {-status}"
 
@@ -189,19 +211,11 @@ class _Watch:
         return "memory" if self._files() > limits.scratch_files else None
 
     def _files(self) -> int:
-        """Return the number of files in bubblewrap's scratch folder; 0 for other backends, where the kernel limits it."""
+        """Return the number of files in bubblewrap's scratch folder; 0 until that is there, and without isolation."""
         try:
-            scratch = os.statvfs(f"/proc/{self._prepared.pid}/root{SCRATCH}")
+            scratch = os.statvfs(f"/proc/{self._started.root}/root{SCRATCH}")
         except OSError:
             return 0
-        built = scratch.f_blocks * scratch.f_frsize < self._limits.scratch_bytes + (
-            1 << 16
-        )  # else it is still the machine's /tmp
+        size = scratch.f_blocks * scratch.f_frsize
+        built = self._started.report is not None and size < self._limits.scratch_bytes + (1 << 16)  # else the machine's /tmp
         return scratch.f_files - scratch.f_ffree if built else 0
-
-    def drain(self) -> None:
-        """Read the rest of the output. All of the program's processes have ended."""
-        for descriptor, output in self._outputs.items():
-            with contextlib.suppress(BlockingIOError):  # without isolation an outside process may still hold the other end
-                while len(output) <= self._limits.output_bytes and (chunk := os.read(descriptor, CHUNK)):
-                    output += chunk

@@ -1,7 +1,4 @@
-"""A rank's connection to a guard: starts a guard for a program and reads the program's result.
-
-`backends.py` chooses the backend.
-"""
+"""A rank's connection to a guard: starts a guard for a program and reads the program's result."""
 
 from __future__ import annotations
 
@@ -17,49 +14,32 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
-from pipeline.sandbox.file_system import FileSystemView
+from pipeline.sandbox.bubblewrap import Isolation
 from pipeline.sandbox.limits import GuardError, ProgramResult, ResourceLimits, SandboxError
 
 ROOT = str(Path(__file__).parents[2])
 MAIN = f"import sys; sys.path.insert(0, {ROOT!r}); from pipeline.sandbox import guard; guard.main()"
-INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
-"""Environment variables of the rank that a guard gets, to find bubblewrap and the interpreter's libraries."""
 CHUNK = 1 << 16
 GUARD_TIMEOUT_S = 60.0
 """Time for a guard to start and to end, on a node that is very busy."""
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxBackend:
-    """The way in which programs are isolated on this node."""
-
-    name: str  # bubblewrap, namespaces or none
-    has_proc: bool  # whether the sandbox has a /proc, which some containers do not allow
-
-
-def run(
-    backend: SandboxBackend,
-    view: FileSystemView,
-    limits: ResourceLimits,
-    argv: list[str],
-    files: dict[str, bytes],
-    stdin: bytes,
-) -> ProgramResult:
+def run(isolation: Isolation, limits: ResourceLimits, argv: list[str], files: dict[str, bytes], stdin: bytes) -> ProgramResult:
     """Run a program to its end. Raises SandboxError if the guard fails, but never because of the program's behaviour."""
     timeout_s = limits.wall_s + GUARD_TIMEOUT_S
     with _start_errors():
         process, begun = _start(()), time.monotonic()
     try:
-        out, err = process.communicate(_request(backend, view, limits, argv, files, stdin, []), timeout_s)
+        out, err = process.communicate(_request(isolation, limits, argv, files, stdin, []), timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         raise SandboxError(f"sandbox: the guard did not answer within {timeout_s:g} s and was killed") from None
     line, _, rest = out.partition(b"\n")
-    if backend.name == "none" and process.returncode < 0:  # without isolation a program can kill its guard
+    if not isolation.bubblewrap and process.returncode < 0:  # without isolation a program can kill its guard
         return ProgramResult(process.returncode, b"", b"", f"signal {-process.returncode}", time.monotonic() - begun)
     if process.returncode != 0 or not line:
         last_line = err.decode(errors="replace").strip().splitlines()[-1:]
@@ -67,7 +47,7 @@ def run(
         raise GuardError(f"sandbox: the guard, {sys.executable}, {status}")
     answer = json.loads(line)
     if "error" in answer:
-        raise SandboxError(f"sandbox ({backend.name}): {answer['error']}")
+        raise SandboxError(f"sandbox: {answer['error']}")
     cut = answer["outputs"][0]
     return ProgramResult(answer["status"], rest[:cut], rest[cut:], answer["ended_by"], answer["seconds"])
 
@@ -79,14 +59,7 @@ class InteractiveProgram:
     process ends it too, since its guard notices.
     """
 
-    def __init__(
-        self,
-        backend: SandboxBackend,
-        view: FileSystemView,
-        limits: ResourceLimits,
-        argv: list[str],
-        files: dict[str, bytes],
-    ) -> None:
+    def __init__(self, isolation: Isolation, limits: ResourceLimits, argv: list[str], files: dict[str, bytes]) -> None:
         with _start_errors(), contextlib.ExitStack() as guards_ends, contextlib.ExitStack() as own_ends:
             stdin_reader, self._stdin = os.pipe()
             guards_ends.callback(os.close, stdin_reader)
@@ -103,7 +76,7 @@ class InteractiveProgram:
         self._finalizer = weakref.finalize(self, _end_later, _ending_guards(), process, (self._stdin, self._stdout))
         self._finalizer.atexit = False
         try:
-            self._control.write(_request(backend, view, limits, argv, files, b"", [stdin_reader, stdout_writer]))
+            self._control.write(_request(isolation, limits, argv, files, b"", [stdin_reader, stdout_writer]))
             self._control.flush()
         except BrokenPipeError:
             self.close()
@@ -215,26 +188,20 @@ def _start_errors() -> Iterator[None]:
 
 
 def _start(inherited: tuple[int, ...]) -> subprocess.Popen:
-    variables = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+    libraries = {name: value for name in ("LD_LIBRARY_PATH",) if (value := os.environ.get(name))}  # of the interpreter
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", MAIN, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if inherited else subprocess.PIPE,  # nobody reads that of an interactive program
-        env={"PATH": os.defpath, "LANG": "C.UTF-8"} | variables,
+        env={"PATH": os.defpath, "LANG": "C.UTF-8"} | libraries,
         pass_fds=inherited,
         start_new_session=True,  # signals of a terminal or a batch system to the ranks do not reach it
     )
 
 
 def _request(
-    backend: SandboxBackend,
-    view: FileSystemView,
-    limits: ResourceLimits,
-    argv: list[str],
-    files: dict[str, bytes],
-    stdin: bytes,
-    pipes: list[int],
+    isolation: Isolation, limits: ResourceLimits, argv: list[str], files: dict[str, bytes], stdin: bytes, pipes: list[int]
 ) -> bytes:
     """Return the guard's input: a line of JSON and the contents of the files and of stdin.
 
@@ -249,9 +216,7 @@ def _request(
         "files": {name: len(content) for name, content in files.items()},
         "stdin": len(stdin),
         "pipes": pipes,
-        "view": asdict(view),
         "limits": asdict(limits),
-        "backend": backend.name,
-        "has_proc": backend.has_proc,
+        **asdict(isolation),
     }
     return json.dumps(request).encode() + b"\n" + b"".join(files.values()) + stdin

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-ISOLATING_BACKENDS = ("bubblewrap", "namespaces")
-
 
 class SandboxError(RuntimeError):
-    """Raised if the sandbox failed or no backend works on this node. Never raised because of a program's behaviour."""
+    """Raised if the sandbox failed or does not work on this node. Never raised because of a program's behaviour."""
 
 
 class GuardError(SandboxError):
@@ -30,7 +28,7 @@ class ResourceLimits:
     processes: int = 16  # threads included; hard at twice as many on Linux 5.14 and later
     output_bytes: int = 1 << 20  # stdout and stderr together; hard
     scratch_bytes: int = 64 << 20  # contents of all files; hard
-    scratch_files: int = 4096  # number of files; hard with plain namespaces, sampled with bubblewrap
+    scratch_files: int = 4096  # number of files; sampled
     open_files: int = 64  # per process; hard
 
     def __post_init__(self) -> None:

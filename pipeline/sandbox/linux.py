@@ -11,13 +11,8 @@ from pathlib import Path
 
 from pipeline.sandbox.limits import ResourceLimits
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # linux/prctl.h
-PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE, PR_CAP_AMBIENT = 36, 38, 41, 47
-PR_CAP_AMBIENT_CLEAR_ALL = 4
-SECCOMP_MODE_FILTER = 2
-CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER, PR_SET_THP_DISABLE = 36, 41
 
 MAX_PENDING_SIGNALS = 64
 """Pending signals and timers of a program, at most. The system's limit for a user covers all programs of the user together."""
@@ -57,34 +52,9 @@ def raise_oom_score(score: int) -> None:
         score_file.write_text(str(score))
 
 
-def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root of the file system and move the old root to `old`."""
-    call("syscall", PIVOT_ROOT[platform.machine()], new, old)
-
-
-def drop_capability_bounds() -> None:
-    """Keep programs that this process executes from gaining any capability."""
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    for capability in range(64):
-        try:
-            prctl(PR_CAPBSET_DROP, capability)
-        except OSError:
-            break  # beyond the kernel's last capability
-
-
-def drop_capabilities() -> None:
-    """Drop all capabilities of this process."""
-    call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
-
-
-def load_filter(instructions: bytes) -> None:
-    """Install a seccomp filter for this process and all that it starts. instructions: from seccomp.filter_for."""
-
-    class FilterProgram(ctypes.Structure):  # struct sock_fprog
-        _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
-
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(FilterProgram(len(instructions) // 8, instructions)))
+def is_root() -> bool:
+    """Return whether this process is root of the machine, not only of a container's user namespace."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
 
 
 def raise_open_files() -> None:

@@ -3,10 +3,10 @@
     python -m tests.benchmarks sandbox [--against FOLDER]
 
 FOLDER is the root of another checkout, say of the commit before a change: `git worktree add FOLDER COMMIT`. The `pipeline` of
-each runs in a process of its own, and they take turns, so other load on the machine affects both. Printed, for each way
-that works for this user, are medians over turns: programs that do nothing and interpreters with one call, each in a sandbox of
-its own, and calls of one interpreter, one after the other, all per second; CPU milliseconds of the first two, their guard and
-sandbox with them; and what this checkout has of each for 1 of the other's, the median of each turn's ratio.
+each runs in a process of its own, and they take turns, so other load on the machine affects both. Printed are medians over
+turns: programs that do nothing and interpreters with one call, each in a sandbox of its own, and calls of one interpreter, one
+after the other, all per second; CPU milliseconds of the first two, their guard and sandbox with them; and what this checkout
+has of each for 1 of the other's, the median of each turn's ratio.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.environments.tools import ToolConfig, build_tool
-from pipeline.sandbox.limits import ISOLATING_BACKENDS, ResourceLimits, SandboxError
+from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 from tests.benchmarks.contender import Contender, Turns
 
 ROOT = Path(__file__).parents[2]
 TURNS, PROGRAMS, INTERPRETERS, CALLS = 15, 8, 4, 100
 TIMEOUT_S = 60.0
+CHILD = "child"
 FIGURES = {
     "programs": "programs/s",
     "program": "CPU ms a program",
@@ -39,33 +40,27 @@ FIGURES = {
 
 def main(against: Path | None) -> None:
     roots = {"this": ROOT} | ({"other": against.resolve()} if against else {})
-    for way in ISOLATING_BACKENDS:
-        try:
-            Sandbox(ResourceLimits(), way)
-        except SandboxError as error:
-            print(f"{way}: {error}")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            contenders = [Contender(name, _command(root, way), Path(folder) / name) for name, root in roots.items()]
-            turns = [[contender.step() for contender in contenders] for _ in range(TURNS + 1)][1:]
-            for contender in contenders:
-                contender.close()
-        for figure, title in FIGURES.items():
-            medians = [statistics.median(turn[n][figure] for turn in turns) for n in range(len(contenders))]
-            told = ", ".join(f"{name} {value:.2f}" for name, value in zip(roots, medians, strict=True))
-            if against:
-                told += f"; this / other {statistics.median(turn[0][figure] / turn[1][figure] for turn in turns):.3f}"
-            print(f"{way}: {title}: {told}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = [Contender(name, _command(root), Path(folder) / name) for name, root in roots.items()]
+        turns = [[contender.step() for contender in contenders] for _ in range(TURNS + 1)][1:]
+        for contender in contenders:
+            contender.close()
+    for figure, title in FIGURES.items():
+        medians = [statistics.median(turn[n][figure] for turn in turns) for n in range(len(contenders))]
+        told = ", ".join(f"{name} {value:.2f}" for name, value in zip(roots, medians, strict=True))
+        if against:
+            told += f"; this / other {statistics.median(turn[0][figure] / turn[1][figure] for turn in turns):.3f}"
+        print(f"{title}: {told}", flush=True)
 
 
-def _command(root: Path, way: str) -> list[str]:
-    return ["env", f"PYTHONPATH={root}", sys.executable, "-P", __file__, way]
+def _command(root: Path) -> list[str]:
+    return ["env", f"PYTHONPATH={root}", sys.executable, "-P", __file__, CHILD]
 
 
-def _work(way: str) -> None:
+def _work() -> None:
     """Run the child's end."""
-    turns, sandbox = Turns(), Sandbox(ResourceLimits(), way)
-    tool = build_tool(ToolConfig("python", {"sandbox": way}))
+    turns, sandbox = Turns(), Sandbox(ResourceLimits())
+    tool = build_tool(ToolConfig("python", {}))
     turns.reply({})
     while turns.wait():
         session = tool.open()
@@ -104,8 +99,8 @@ def _cpu_s() -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1] in ISOLATING_BACKENDS:
-        _work(sys.argv[1])
+    if sys.argv[1:] == [CHILD]:
+        _work()
     else:
         parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.sandbox")
         parser.add_argument("--against", type=Path)

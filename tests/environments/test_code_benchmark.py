@@ -27,7 +27,7 @@ from tests.environments.code_cases import (
 from tests.environments.hostile_code import ANSWERS, HOSTILE
 from tests.evaluation.code_records import HUMANEVAL, LIVE, LIVE_RIGHT, encoded
 from tests.evaluation.code_records import MBPP as MBPP_RECORDS
-from tests.sandbox.conftest import works
+from tests.sandbox.conftest import unusable
 
 LIMITS = {"wall_s": 20.0, "cpu_s": 3.0, "memory_bytes": 256 << 20, "test_s": 6.0}
 SETS = {
@@ -44,7 +44,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def environment():
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     return build({"code": EnvironmentConfig(kind="code_benchmark", timeout_s=60.0, kwargs=LIMITS)})["code"]
 

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.rollout import hostile_policy
-from tests.sandbox.conftest import works
+from tests.sandbox.conftest import unusable
 
 
 @pytest.mark.full  # by default: tests/sandbox
 @pytest.mark.parametrize("whole", [False, True])
 def test_tricks_against_sandboxes_and_math(play_in, tmp_path, whole):
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     status, printed = play_in(hostile_policy.in_sandboxes, tmp_path, whole)
     assert status == 0, printed[-8000:]

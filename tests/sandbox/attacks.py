@@ -1,6 +1,6 @@
-"""Run attacks against each sandbox backend and write the table in pipeline/sandbox/ATTACKS.md.
+"""Run attacks against the sandbox from several places and write the table in pipeline/sandbox/ATTACKS.md.
 
-    python -m tests.sandbox.attacks          writes the table anew (as root, with bubblewrap installed)
+    python -m tests.sandbox.attacks          writes the table anew (as root)
 
 Each attempt is harmless without a sandbox. `test_attacks.py` compares the page with its results.
 """
@@ -17,7 +17,7 @@ from tests.sandbox.hosts import LIMITS, Host
 
 PAGE = Path(__file__).parents[2] / "pipeline/sandbox/ATTACKS.md"
 BEGIN, END = "<!-- python -m tests.sandbox.attacks writes from here -->\n", "<!-- to here -->\n"
-COLUMNS = ("bubblewrap", "namespaces", "namespaces, from root", "none")
+COLUMNS = ("as a user", "as root", "in a container", "without isolation")
 HELD, THROUGH = "held", "**passes**"
 
 REACHES = {  # attack: a program that prints ESCAPED if it succeeds
@@ -125,12 +125,8 @@ for attempt, program in attempts.items():
 """
 
 
-def host_of(column: str) -> Host | None:
-    """None: this user cannot use the backend here."""
-    way, _, root = column.partition(", ")
-    if root and os.geteuid() != 0:
-        return None
-    return Host(way, another_user=os.geteuid() == 0 and not root and way != "none")
+def host_of(column: str) -> Host:
+    return Host("here" if column in ("as root", "without isolation") else column, "none" if column == COLUMNS[-1] else "auto")
 
 
 def found(host: Host) -> dict[str, str]:
@@ -174,10 +170,11 @@ def on_the_page() -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
+    if os.geteuid() != 0:
+        sys.exit("expected to run as root")
     columns = {}
     for column in COLUMNS:
-        if (host := host_of(column)) is None:
-            sys.exit(f"{column}: as root alone")
+        host = host_of(column)
         try:
             columns[column] = found(host)
         finally:

@@ -1,8 +1,8 @@
 """Run programs of random system calls and allocations in the sandbox: none breaks it, outlives it or changes the machine.
 
-python -m tests.sandbox.fuzz [programs=1000] [seed=0] [way=auto] [another=false]    prints counts of ends and all faults
+python -m tests.sandbox.fuzz [programs=1000] [seed=0] [place=here]    prints counts of ends and all faults
 
-another=true runs them as another user, which takes root. A program depends on its seed alone. `Host.run` asserts that the
+place is one of hosts.PLACES. A program depends on its seed alone. `Host.run` asserts that the
 answer comes in time, that no process or file is left, and that the canary's folder is unchanged. The machine is checked after
 each program too. Nothing runs uncontained.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.sandbox.limits import ISOLATING_BACKENDS, SandboxError
+from pipeline.sandbox.limits import SandboxError
 from tests.sandbox.hosts import Host
 
 ENDS = ("exit", "wall time", "cpu time", "memory", "output", "processes")
@@ -127,8 +127,8 @@ class Outcome:
 
 def fuzz(host: Host, programs: int, seed: int) -> Iterator[Outcome]:
     """Raises ValueError for a host that contains nothing."""
-    if host.way not in ("auto", *ISOLATING_BACKENDS):
-        raise ValueError(f"way: got '{host.way}'; expected one that contains programs")
+    if host.backend == "none":
+        raise ValueError("backend: got 'none'; expected one that contains programs")
     before = machine()
     for number in range(seed, seed + programs):
         begun, bad, ended_by = time.monotonic(), "", ""
@@ -165,8 +165,8 @@ def machine() -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    told = {"programs": "1000", "seed": "0", "way": "auto", "another": "false", **dict(a.split("=", 1) for a in arguments)}
-    host = Host(told["way"], told["another"] == "true")
+    told = {"programs": "1000", "seed": "0", "place": "here", **dict(a.split("=", 1) for a in arguments)}
+    host = Host(told["place"])
     ends: Counter[str] = Counter()
     bad, slowest, begun = 0, 0.0, time.monotonic()
     try:

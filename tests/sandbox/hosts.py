@@ -1,7 +1,8 @@
-"""Run hostile programs as this process or as another user, with files and sockets that an escaped program would find."""
+"""Run hostile programs from several places, with files and sockets that an escaped program would find."""
 
 import base64
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -44,6 +45,10 @@ def refused(work, *arguments):
 """
 PYTHON_OF_ALL = "/usr/bin/python3"  # an interpreter that every user may read
 ANOTHER = 54321  # a user without a name
+PLACES = {"as a user": [], "in a container": ["unshare", "--user", "--map-root-user", "--mount"]}
+"""Commands in front of the Python that runs a sandbox in another place: as root in a user namespace, as in enroot's containers.
+
+Where the tests run as root, the user of these places is ANOTHER."""
 DRIVER = """
 import base64, json, sys
 sys.path.insert(0, {root!r})
@@ -51,7 +56,7 @@ from dataclasses import asdict
 from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 asked = json.load(sys.stdin)
-sandbox = Sandbox(ResourceLimits(**asked["limits"]), {way!r}, tuple(asked["readable"]))
+sandbox = Sandbox(ResourceLimits(**asked["limits"]), {backend!r}, tuple(asked["readable"]))
 ran = sandbox.run([sandbox.python, *asked["argv"]], {{"program.py": asked["program"].encode()}}, asked["stdin"].encode())
 print(json.dumps(asdict(ran), default=lambda raw: base64.b64encode(raw).decode()))
 """
@@ -61,8 +66,8 @@ print(json.dumps(asdict(ran), default=lambda raw: base64.b64encode(raw).decode()
 class Host:
     """Runs programs, each after PRELUDE, and checks that the machine is unchanged."""
 
-    way: str
-    another_user: bool = False
+    place: str = "here"  # or one of PLACES
+    backend: str = "auto"
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="canary-")))
 
     def __post_init__(self) -> None:
@@ -71,6 +76,8 @@ class Host:
         self.package = self.folder / "package"
         shutil.copytree(Path(__file__).parents[2] / "pipeline/sandbox", self.package / "pipeline/sandbox")
         (self.package / "pipeline/__init__.py").touch()
+        numbers = importlib.util.find_spec("system_calls").submodule_search_locations[0]
+        shutil.copytree(numbers, self.package / "system_calls")
         self.listeners = [socket.socket(socket.AF_INET), *(socket.socket(socket.AF_UNIX) for _ in range(2))]
         self.abstract = f"canary-{uuid.uuid4().hex}"
         for listener, address in zip(
@@ -104,7 +111,7 @@ class Host:
 
     def tried(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...] = ()) -> ProgramResult:
         """Run a program without assertions."""
-        return (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, limits, readable)
+        return (self._here if self.place == "here" else self._elsewhere)(PRELUDE + program, mark, limits, readable)
 
     def held(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> ProgramResult:
         """Run a program, and assert that it failed to escape and printed so."""
@@ -127,11 +134,11 @@ class Host:
         shutil.rmtree(folder)
 
     def works(self) -> bool:
-        """Return whether this backend works at all for this user."""
+        """Return whether the sandbox works at all in this place."""
         try:
             self.run("pass")
         except AssertionError as error:
-            if "no backend works on this node" in str(error):
+            if "no bubblewrap works on this node" in str(error):
                 return False
             raise
         return True
@@ -142,11 +149,11 @@ class Host:
         shutil.rmtree(self.folder)
 
     def _here(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...]) -> ProgramResult:
-        sandbox = Sandbox(limits, self.way, readable)
+        sandbox = Sandbox(limits, self.backend, readable)
         argv = [sandbox.python, "program.py", mark]
         return sandbox.run(argv, {"program.py": program.encode()}, json.dumps(self.told()).encode())
 
-    def _as_another(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...]) -> ProgramResult:
+    def _elsewhere(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...]) -> ProgramResult:
         asked = {
             "limits": asdict(limits),
             "argv": ["program.py", mark],
@@ -154,14 +161,13 @@ class Host:
             "stdin": json.dumps(self.told()),
             "readable": readable,
         }
-        driver = DRIVER.format(root=str(self.package), way=self.way)
+        driver = DRIVER.format(root=str(self.package), backend=self.backend)
+        user = {"user": ANOTHER, "group": ANOTHER, "extra_groups": []} if os.geteuid() == 0 else {}
         done = subprocess.run(
-            [PYTHON_OF_ALL, "-c", driver],
+            [*PLACES[self.place], PYTHON_OF_ALL, "-c", driver],
             input=json.dumps(asked).encode(),
             capture_output=True,
-            user=ANOTHER,
-            group=ANOTHER,
-            extra_groups=[],
+            **user,
             cwd="/",
             env={"PATH": os.defpath, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"},
         )
@@ -170,14 +176,10 @@ class Host:
         return ProgramResult(**{**told, **{name: base64.b64decode(told[name]) for name in ("stdout", "stderr")}})
 
 
-def can_be_another() -> bool:
-    """Return whether this process may act as another user who has a recent enough Python."""
-    if os.geteuid() != 0 or not os.path.exists(PYTHON_OF_ALL):
-        return False
-    newest = subprocess.run(
-        [PYTHON_OF_ALL, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], user=ANOTHER, group=ANOTHER
-    )
-    return newest.returncode == 0
+def can_be_elsewhere() -> bool:
+    """Return whether there is a recent enough Python for PLACES."""
+    newest = [PYTHON_OF_ALL, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+    return os.path.exists(PYTHON_OF_ALL) and subprocess.run(newest).returncode == 0
 
 
 def until(found: Callable[[], Any], every_s: float = 0.05) -> Any:

@@ -20,7 +20,7 @@ from pipeline.environments.code_tests import (
 from pipeline.environments.environment import Unjudged
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import Prompt
-from tests.sandbox.conftest import works
+from tests.sandbox.conftest import unusable
 
 LIMITS = {"wall_s": 10.0, "cpu_s": 2.0, "memory_bytes": 128 << 20, "processes": 4}
 DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```\nThat is all."
@@ -29,7 +29,7 @@ PAIRS = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4", "7"]}
 
 @pytest.fixture(scope="module", autouse=True)
 def _contained():
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
 
 

@@ -40,7 +40,7 @@ def test_the_fuzzer_detects_faults(host: Host, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_nothing_runs_uncontained():
-    free = Host("none")
+    free = Host(backend="none")
     try:
         with pytest.raises(ValueError, match="got 'none'"):
             next(fuzz.fuzz(free, 1, seed=0))

@@ -81,21 +81,6 @@ for _ in range(128):
     assert ran.ended_by == "memory" or (ran.status == 1 and b"MemoryError" in ran.stderr)
 
 
-def test_memory_of_many_processes(host: Host):
-    ran = host.run(
-        """
-for _ in range(6):
-    if os.fork() == 0:
-        hoard = bytearray(b"x") * (40 << 20)
-        time.sleep(30)
-time.sleep(30)
-""",
-        wall_s=20.0,
-        cpu_s=20.0,
-    )
-    assert (ran.status, ran.ended_by) == (-9, "memory")
-
-
 def test_shared_memory(host: Host):
     """It is shared through a file, since other shared memory is refused: test_hostile_kernel.py."""
     ran = host.run(
@@ -111,32 +96,6 @@ while True:
         scratch_bytes=512 << 20,
     )
     assert ran.ended_by == "memory"
-
-
-def test_memory_that_no_process_reports(host: Host):
-    host.held("""
-refused(os.memfd_create, "hoard")
-for number in {"x86_64": (29, 68, 240, 447), "aarch64": (194, 186, 180, 447)}[os.uname().machine]:  # shmget, msgget, mq_open
-    if libc.syscall(number, 0, 1 << 20, 0o1600, 0) != -1:
-        escaped("call", number)
-refused(open, "/dev/shm/hoard", "w")
-refused(open, "/dev/mqueue/hoard", "w")
-""")
-
-
-@pytest.mark.long
-def test_allocation_like_a_zip_bomb(host: Host):
-    ran = host.run(
-        """
-import zlib
-packer = zlib.compressobj(1)
-packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(200)) + packer.flush()
-zlib.decompress(packed * 1)
-""",
-        wall_s=20.0,
-        cpu_s=20.0,
-    )
-    assert ran.ended_by == "memory" or (ran.status == 1 and b"MemoryError" in ran.stderr)
 
 
 def test_disk_fill(host: Host):
@@ -184,16 +143,6 @@ for _ in range(2000):
     assert (ran.ended_by, len(ran.stdout)) == ("output", LIMITS.output_bytes)
 
 
-@pytest.mark.long
-def test_huge_error_output(host: Host):
-    ran = host.run("""
-print("first", flush=True)
-for _ in range(2000):
-    os.write(2, b"x" * (1 << 16))
-""")
-    assert (ran.ended_by, ran.stdout, len(ran.stderr)) == ("output", b"first\n", LIMITS.output_bytes - 6)
-
-
 def test_output_of_a_process_that_has_ended(host: Host):
     ran = host.run("os.write(1, b'x' * 40000); os.write(2, b'y' * 40000)")
     assert (ran.ended_by, len(ran.stdout), len(ran.stderr)) == ("output", 40000, LIMITS.output_bytes - 40000)
@@ -222,12 +171,6 @@ time.sleep(60)
         wall_s=1.0,
     )
     assert ran.ended_by == "wall time"
-
-
-@pytest.mark.long
-def test_busy_loop(host: Host):
-    ran = host.run("while time.process_time() < 60: pass", wall_s=60.0, cpu_s=0.3)
-    assert ran.ended_by == "cpu time"
 
 
 @pytest.mark.full
@@ -288,11 +231,6 @@ work(60, 0.007)  # between two looks
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
 
 
-@pytest.mark.full
-def test_busy_processes_that_are_not_waited_for_without_containment(free: Host):
-    assert free.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5).ended_by == "cpu time"
-
-
 def test_busy_orphans(free: Host):
     """Without a namespace there is no process 1 that adopts them."""
     ran = free.run(
@@ -333,7 +271,7 @@ def test_files_that_do_not_fit(host: Host):
     assert (ran.status, ran.ended_by) == (-9, "memory")
 
 
-@pytest.mark.parametrize("free", ["none", "none as another"], indirect=True)  # root can open closed folders
+@pytest.mark.parametrize("free", ["here", "as a user"], indirect=True)  # root can open closed folders
 @pytest.mark.parametrize(
     "left",
     [
@@ -348,32 +286,6 @@ def test_leaves_a_folder_that_is_hard_to_remove(free: Host, left: str):
     ran = free.run(f"print(os.getcwd(), flush=True)\nos.remove('program.py')\n{left}", wall_s=20.0, cpu_s=10.0)
     assert (ran.status, ran.ended_by) == (0, "exit"), ran
     assert not os.path.lexists(ran.stdout.decode().strip())
-
-
-def test_exhausts_open_files(host: Host):
-    ran = host.held("""
-hoard = []
-try:
-    while True:
-        hoard.append(os.pipe())
-except OSError as error:
-    print(error.errno == errno.EMFILE, 2 * len(hoard))
-""")
-    assert ran.stdout.split()[0] == b"True" and int(ran.stdout.split()[1]) <= LIMITS.open_files
-
-
-@pytest.mark.long
-def test_deep_recursion(host: Host):
-    ran = host.run("""
-sys.setrecursionlimit(1 << 30)
-def deeper(value):
-    return [deeper(value), repr(value)]
-class Deep:
-    def __repr__(self):
-        return repr(self)
-repr(Deep())
-""")
-    assert ran.status != 0
 
 
 def test_ends_by_a_signal(host: Host):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import backends, file_system, library_path
+from pipeline.sandbox import file_system, library_path, sandbox
 from pipeline.sandbox.limits import GuardError, ResourceLimits, SandboxError
 from pipeline.sandbox.sandbox import Sandbox
-from tests.sandbox.conftest import works
+from tests.sandbox.conftest import unusable
 
 PYTHON = file_system.python()
 LIBRARY = "int needed(void) { return 0; }"
@@ -48,38 +48,37 @@ def interpreter(folder, monkeypatch) -> Iterator[str]:
     """Use it in place of this process's interpreter."""
     monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
     monkeypatch.setenv("SECRET_OF_THE_RANK", "hidden")
-    backends._first_working.cache_clear()
+    sandbox._first_working.cache_clear()
     yield str(folder / "bin/python")
-    backends._first_working.cache_clear()
+    sandbox._first_working.cache_clear()
 
 
-@pytest.fixture(params=["auto", pytest.param("namespaces", marks=pytest.mark.long)])
-def way(request) -> str:
-    if reason := works(request.param):
+@pytest.fixture
+def contained() -> None:
+    if reason := unusable():
         pytest.skip(reason)
-    return request.param
 
 
-def test_it_runs_in_the_sandbox_and_nothing_else_becomes_visible(way, interpreter, folder, monkeypatch):
+def test_it_runs_in_the_sandbox_and_nothing_else_becomes_visible(contained, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder / 'other'}:relative::{folder / 'lib'}/")
-    ran = Sandbox(ResourceLimits(), way, (str(folder / "bin"),)).run([interpreter, "main.py"], {"main.py": ENVIRONMENT})
+    ran = Sandbox(ResourceLimits(), readable=(str(folder / "bin"),)).run([interpreter, "main.py"], {"main.py": ENVIRONMENT})
     assert ran.status == 0, ran.stderr
-    assert json.loads(ran.stdout) == file_system.ENVIRONMENT | {"LD_LIBRARY_PATH": str(folder / "lib")}
+    assert json.loads(ran.stdout) == file_system.ENVIRONMENT | {"LD_LIBRARY_PATH": str(folder / "lib"), "PWD": "/tmp"}
 
 
-def test_without_the_variable_the_guard_fails_and_no_backend_is_blamed(interpreter, monkeypatch):
+def test_without_the_variable_the_guard_fails_and_bubblewrap_is_not_blamed(interpreter, monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     with pytest.raises(GuardError) as caught:
-        backends.choose("auto")
+        sandbox.choose("auto")
     assert f"the guard, {interpreter}, ended with status 127" in str(caught.value)
     assert "libneeded.so: cannot open shared object file" in str(caught.value) and "bubblewrap" not in str(caught.value)
 
 
-def test_a_library_that_is_not_visible_is_named(way, interpreter, folder, monkeypatch):
+def test_a_library_that_is_not_visible_is_named(contained, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
-    monkeypatch.setattr(backends, "library_folders", lambda _: [])
+    monkeypatch.setattr(sandbox, "library_folders", lambda _: [])
     with pytest.raises(SandboxError, match=r"does not find its libraries in the sandbox\. Try to add their folder"):
-        backends.choose(way, (str(folder / "bin"),))
+        sandbox.choose("auto", (str(folder / "bin"),))
 
 
 def test_only_folders_of_the_interpreter_s_libraries_count(folder, monkeypatch):

@@ -4,8 +4,8 @@ import pytest
 
 from launch.preflight.sandbox_support import problems
 from pipeline import config
-from pipeline.sandbox import backends
-from tests.sandbox.conftest import works
+from pipeline.sandbox import sandbox
+from tests.sandbox.conftest import unusable
 
 
 def told(*overrides: str, executor: str = "local") -> tuple[list[config.Problem], list[str]]:
@@ -15,13 +15,13 @@ def told(*overrides: str, executor: str = "local") -> tuple[list[config.Problem]
 
 
 def test_this_machines_sandbox_is_tried(monkeypatch: pytest.MonkeyPatch):
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     assert told() == ([], [])
-    monkeypatch.setattr(backends, "PROBE", b"raise SystemExit('nothing is allowed')")
-    backends._first_working.cache_clear()
+    monkeypatch.setattr(sandbox, "PROBE", b"raise SystemExit('nothing is allowed')")
+    sandbox._first_working.cache_clear()
     (problem,) = told()[0]
-    backends._first_working.cache_clear()
+    sandbox._first_working.cache_clear()
     assert (problem.key, problem.code) == ("env.c.kwargs.sandbox", "unsupported") and "install bubblewrap" in problem.message
 
 

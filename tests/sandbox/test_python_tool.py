@@ -10,7 +10,7 @@ from pipeline.environments.tool import ToolError
 from pipeline.environments.tools import ToolConfig, build_tool
 from pipeline.sandbox import processes
 from pipeline.sandbox.limits import SandboxError
-from tests.sandbox.conftest import works
+from tests.sandbox.conftest import unusable
 from tests.sandbox.hosts import until
 
 TIMEOUT_S = 60.0
@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def tool() -> PythonTool:
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     return build_tool(ToolConfig("python", {"wall_s": 20.0, "memory_bytes": 128 << 20, "output_bytes": 1000}))
 
@@ -36,15 +36,6 @@ def test_names_persist_and_sessions_are_separate(tool: PythonTool):
     one.close()
     one.close()
     other.close()
-
-
-def test_an_interpreter_that_cannot_start_is_not_the_answers_fault(tool: PythonTool, monkeypatch: pytest.MonkeyPatch):
-    def no_room(*arguments, **rest):
-        raise BlockingIOError("Resource temporarily unavailable")
-
-    monkeypatch.setattr("subprocess.Popen", no_room)
-    with pytest.raises(SandboxError, match="guard process cannot be started: Resource temporarily unavailable"):
-        tool.open().call({"code": "1"}, TIMEOUT_S)
 
 
 def test_an_exception_is_returned_with_the_output(tool: PythonTool):
@@ -114,11 +105,6 @@ def test_many_sessions_need_few_descriptors(tool: PythonTool):
     for session in sessions:
         session.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_invalid_limits():
-    with pytest.raises(ValueError, match="memory_bytes"):
-        build_tool(ToolConfig("python", {"memory_bytes": -1}))
 
 
 FORGE = """
@@ -200,7 +186,7 @@ def test_an_interpreter_has_a_wall_time_between_calls_too():
 
 
 def test_a_sandbox_failure_is_not_the_codes_fault(tmp_path: Path):
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     folder = tmp_path / "readable"
     folder.mkdir()

