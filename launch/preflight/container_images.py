@@ -18,8 +18,9 @@ from launch.executors.components import components
 from launch.executors.containers import OPTIONS
 from launch.executors.executor import ROOT
 from launch.preflight import model_readings, user_imports
+from launch.preflight.input_files import datasets_cache
 from launch.preflight.model_weights import fault_code
-from launch.recipes.model_files import hf_home, is_inside, is_local, model_folder
+from launch.recipes.model_files import is_inside, is_local, model_folder
 from pipeline import config
 from pipeline.config import (
     GENERATED_DATASETS,
@@ -321,7 +322,5 @@ def _data_paths(recipe: Recipe) -> Iterator[RequiredPath]:
         name = dataset.dataset_name
         if name and Path(name).is_dir():
             yield RequiredPath(f"{part}.dataset_name", Path(name))
-        elif name and name not in GENERATED_DATASETS and not is_dotted_path(name):
-            cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
-            if cache.is_dir():
-                yield RequiredPath(f"the cache of {part}.dataset_name", cache)
+        elif name and name not in GENERATED_DATASETS and not is_dotted_path(name) and datasets_cache().is_dir():
+            yield RequiredPath(f"the cache of {part}.dataset_name", datasets_cache())

@@ -1,7 +1,7 @@
 """Read the partitions and nodes of a cluster, and compare a request with a partition's own limits.
 
-Unless EnforcePartLimits is set, sbatch and its --test-only accept jobs beyond a partition's time limit, of too few nodes, and of
-accounts that may not use it. Slurm never starts them.
+Unless EnforcePartLimits is set, sbatch and its --test-only accept jobs that Slurm never starts: beyond a partition's time
+limit, of too few nodes, and of accounts that may not use it.
 """
 
 from __future__ import annotations
