@@ -7,6 +7,7 @@ code that cannot be imported for this reason, a note says so, and only the sourc
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
@@ -172,10 +173,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
                 f" cluster.{reference.component} may have it"
             )
         elif "wrong" in answer:
-            absent = answer["wrong"].startswith(ABSENT)
-            hint = ". Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
-            key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
-            yield Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
+            yield _wrong_code(reference, answer)
         elif "ok" in answer:
             notes += _unnamed_arguments(reference, answer)
         elif elsewhere and ("absent" in answer or answer["foreign"]):
@@ -225,6 +223,13 @@ def _probe(
         return f"during its import, {error}"
 
 
+def _wrong_code(reference: CodeReference, answer: dict[str, Any]) -> Problem:
+    absent = answer["wrong"].startswith(ABSENT)
+    hint = ". Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
+    key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
+    return Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
+
+
 def _check_source(recipe: Recipe, reference: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
     """Check the source of a module that cannot be imported on this machine."""
     reason = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
@@ -232,5 +237,11 @@ def _check_source(recipe: Recipe, reference: CodeReference, answer: dict[str, An
         f"{reference.key}: {reference.path} was not imported ({reason}); the ranks of cluster.{reference.component} may have"
         " what it needs"
     )
-    if wrong := user_source.lacks(reference.path, places(recipe)):
-        yield Problem(reference.key, "not-importable", f"{reference.path}: {wrong}")
+    with contextlib.suppress(bounded.Unbounded):
+        shown = bounded.call(
+            lambda: user_source.describe(
+                reference.path, reference.role, sorted(reference.kwargs), places(recipe), checks_imports=False
+            )
+        )
+        if "wrong" in shown:
+            yield _wrong_code(reference, shown)
