@@ -72,7 +72,10 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
         key = f"cluster.{name}"
         yield from _check_options(key, component)
         if component.container_image is None:
-            yield from _check_python(key, component)
+            python = component.python
+            if python and os.sep in python and not os.access(python, os.X_OK):
+                message = f"got {python}; expected an executable file on this machine. Try null, which means {sys.executable}"
+                yield Problem(f"{key}.python", "file-not-found", message)
             continue
         yield from _check_image(key, component.container_image)
         yield from _check_variables(f"{key}.container_env", component)
@@ -85,12 +88,12 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
         needs = list(_needs(recipe, name, pending, conversions))
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
-        yield from _check_workdir(f"{key}.container_workdir", component.container_workdir)
-        if (
-            component.python is None
-            and not _is_system_program(sys.executable)
-            and not resolve_inside(Path(sys.executable), mounts)[1]
-        ):
+        workdir = component.container_workdir
+        if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
+            message = f"got '{workdir}'; expected the absolute path of a folder inside the container, such as {Path.cwd()}"
+            yield Problem(f"{key}.container_workdir", "bad-format", message)
+        of_image = component.python is not None or sys.executable.startswith(("/usr/bin/", "/bin/"))
+        if not of_image and not resolve_inside(Path(sys.executable), mounts)[1]:
             message = (
                 f"got null, which means {sys.executable}, a file that is not mounted. Try a Python of the image, such as"
                 " python3"
@@ -112,13 +115,6 @@ def import_notes(recipe: Recipe) -> Iterator[str]:
             f" ranks wait at most {recipe.cluster.timeouts.join:g} s (cluster.timeouts.join). Try `enroot import {uri}` once,"
             " and set the path of the .sqsh file"
         )
-
-
-def _check_python(key: str, component: ComponentConfig) -> Iterator[Problem]:
-    python = component.python
-    if python and os.sep in python and not os.access(python, os.X_OK):
-        message = f"got {python}; expected an executable file on this machine. Try null, which means {sys.executable}"
-        yield Problem(f"{key}.python", "file-not-found", message)
 
 
 def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
@@ -146,10 +142,6 @@ def _check_variables(key: str, component: ComponentConfig) -> Iterator[Problem]:
             )
         elif not (name in os.environ or name in component.env_vars or name.startswith(JOB_VARIABLES)):
             yield Problem(key, "missing-value", f"got {name}, which is not set here. Try to export it, or set it in env_vars")
-
-
-def _is_system_program(program: str) -> bool:
-    return program.startswith(("/usr/bin/", "/bin/"))
 
 
 # ---- the image ----------------------------------------------------------------------------------------------------------
@@ -221,12 +213,6 @@ def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[P
         reason = f"resolves through a symbolic link to {resolved}, which is not mounted in the container"
         message = f"{subject} {reason}. Try {resolved}:{resolved}{also}"
     yield Problem(key, "not-mounted", message)
-
-
-def _check_workdir(key: str, workdir: str | None) -> Iterator[Problem]:
-    if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
-        message = f"got '{workdir}'; expected the absolute path of a folder inside the container, such as {Path.cwd()}"
-        yield Problem(key, "bad-format", message)
 
 
 def _covering(path: Path, mounts: list[Mount]) -> Mount | None:

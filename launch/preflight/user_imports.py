@@ -109,18 +109,16 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     replies = _probe(recipe, imported, trust, trusted) if imported else {}
     if isinstance(replies, str):
         return replies
-    untrusted = [reference for reference in references if reference not in imported]
     try:
-        return {**replies, **(bounded.call(lambda: _read(untrusted, folders)) if untrusted else {})}
+        untrusted = [reference for reference in references if reference not in imported]
+        return {**replies, **{reference.key: _read(reference, folders) | {"read": True} for reference in untrusted}}
     except bounded.Unbounded as error:
         return f"reading the source: {error}"
 
 
-def _read(references: list[CodeReference], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    return {
-        reference.key: user_source.describe(reference.path, reference.role, sorted(reference.kwargs), folders) | {"read": True}
-        for reference in references
-    }
+def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: bool = True) -> dict[str, Any]:
+    kwargs = sorted(reference.kwargs)
+    return bounded.call(lambda: user_source.describe(reference.path, reference.role, kwargs, folders, checks_imports))
 
 
 def describe_kwargs(recipe: Recipe, name: str) -> str:
@@ -254,10 +252,5 @@ def _check_source(recipe: Recipe, reference: CodeReference, answer: dict[str, An
         " what it needs"
     )
     with contextlib.suppress(bounded.Unbounded):
-        shown = bounded.call(
-            lambda: user_source.describe(
-                reference.path, reference.role, sorted(reference.kwargs), places(recipe), checks_imports=False
-            )
-        )
-        if "wrong" in shown:
+        if "wrong" in (shown := _read(reference, places(recipe), checks_imports=False)):
             yield _wrong_code(reference, shown)
