@@ -155,9 +155,8 @@ class RefusalExaminer:
             choices = sorted({feature for node in self.cluster.members(request) for feature in node.features})
         elif name in ("account", "qos") and self.accounting:
             values, rows = [getattr(request.host, name) or ""], self.accounting.associations
-            choices = sorted(
-                {value for row in rows for value in row["Account" if name == "account" else "QOS"].split(",") if value}
-            )
+            accounts = {row["Account"] + (f" (in {row['Partition']})" if row["Partition"] else "") for row in rows}
+            choices = sorted(accounts if name == "account" else {qos for row in rows for qos in row["QOS"].split(",") if qos})
         else:
             return ""
         near = [close for value in values if value not in choices for close in get_close_matches(value, choices, 1)]
