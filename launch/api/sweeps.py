@@ -15,8 +15,7 @@ from typing import Any, Literal
 from launch.api.errors import NotEnded, RunFailed
 from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.training import Run
-from launch.executors.detached import start_detached
-from launch.executors.executor import ROOT
+from launch.executors.executor import ROOT, start_detached
 from launch.executors.slurm import HetSlurmJob
 from launch.executors.slurm_client import SlurmError
 from launch.governance import audit_log

@@ -22,8 +22,7 @@ from submitit.local import local
 from typing_extensions import override
 
 from launch.executors import slurm
-from launch.executors.detached import start_detached
-from launch.executors.executor import JobStatus
+from launch.executors.executor import JobStatus, start_detached
 from launch.executors.local import HetLocalJob, start_time
 from launch.executors.nodes import ColocatedComponent
 from pipeline.config import ClusterConfig, ComponentConfig, ranks

@@ -1,4 +1,4 @@
-"""Define what all executors share: a job's status, and the environment of each rank.
+"""Define what all executors share: a job's status, the environment of each rank, and processes that outlive the launcher.
 
 Every executor starts every rank with these variables:
     HETSTEP_RUN_DIR      the run folder, absolute
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from pipeline.files.storage import wait_for
 
@@ -72,6 +74,21 @@ class RunJob(Protocol):
     def name(self) -> str:
         """Return the job's name for people, such as `Slurm job 17`."""
         ...
+
+
+def start_detached(command: Sequence[str], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command whose output goes to an open file, and return its process. Raises OSError if it cannot start.
+
+    The process reads nothing and leads a session, so the signals of a terminal do not reach it and can be sent to its group.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        env=environment,
+    )
 
 
 def own_pickle(folder: Path, job_id: str) -> None:

@@ -34,8 +34,7 @@ from submitit.local import local
 from typing_extensions import override
 
 from launch.executors import forks, gpus, rank_task
-from launch.executors.detached import start_detached
-from launch.executors.executor import ROOT, JobStatus
+from launch.executors.executor import ROOT, JobStatus, start_detached
 from launch.executors.nodes import COMPILERS, MOST_COMPILERS, hosts, shares_gpus
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import small_files

@@ -21,7 +21,7 @@ imports torch.
       slurm_request              the request of each component
       slurm_sbatch               `sbatch --test-only`, and the nodes that satisfy a request
       slurm_refusals             the recipe's keys that make Slurm refuse a request
-      slurm_nodes, slurm_limits  limits of partitions, accounts and QOS that Slurm does not check at submission
+      slurm_limits               limits of partitions, accounts and QOS that Slurm does not check at submission
     squashfuse                   work that a run in containers loses when Slurm ends it
     current_allocation           the allocation of this shell has enough room
 """

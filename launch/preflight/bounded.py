@@ -1,11 +1,11 @@
 """Call a function in a fork of this process that has limits of CPU time and memory.
 
 A chat template is a program: Jinja's sandbox denies it files and objects, but does not bound its loops and its output. The
-source of a module may be long and deeply nested. A module that is imported may do anything.
+source of a module may be long and deeply nested.
 
 Any thread may call `call`. The fork has only the calling thread, and a lock that another thread held stays locked in the fork:
-at worst, the function waits until its time is over. The fork closes all files, so that it keeps no connection and no file lock,
-and what it prints is discarded. It leads a session, and what it starts in that session ends with it.
+at worst, the function waits until its time is over. The fork closes all files but stdin, stdout and stderr, so that it keeps no
+connection and no file lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import resource
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,57 +33,51 @@ class Unbounded(Exception):
     """Raised if the function takes too much time or memory, or raises an error itself."""
 
 
-def call(
-    function: Callable[[], Any], seconds: float | None = None, wait_s: float | None = None, memory: int | None = None
-) -> Any:
-    """Call a function in a fork with limits, and return its result, which must be JSON-serializable. Raises Unbounded.
-
-    seconds, wait_s, memory: limits in place of SECONDS, WAIT_S and MEMORY.
-    """
-    seconds, wait_s, memory = seconds or SECONDS, wait_s or WAIT_S, memory or MEMORY
+def call(function: Callable[[], Any]) -> Any:
+    """Call a function in a fork with limits, and return its result, which must be JSON-serializable. Raises Unbounded."""
+    seconds = SECONDS
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _child(function, write, seconds, wait_s, memory)
+        _child(function, write, seconds)
     os.close(write)
     try:
-        reply = _read(read, wait_s)
+        reply = _read(read, WAIT_S)
     finally:
         os.close(read)
-        for kill in (os.kill, os.killpg):
-            with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     try:
         outcome = json.loads(reply)
     except ValueError:
-        limits = f"{seconds:g} s of CPU time, {wait_s:g} s of wall-clock time, or {memory >> 20} MiB of memory"
-        raise Unbounded(f"it ended with status {status}" if status > 0 else f"it took more than {limits}") from None
+        raise Unbounded(
+            f"it took more than {seconds:g} s of CPU time, {WAIT_S:g} s of wall-clock time, or {MEMORY >> 20} MiB of memory"
+        ) from None
     if "raised" in outcome:
         raise Unbounded(f"it raised {outcome['raised']}")
     return outcome["value"]
 
 
-def _child(function: Callable[[], Any], write: int, seconds: float, wait_s: float, memory: int) -> None:
-    """Call the function in the fork, write its result as JSON to the descriptor `write`, and exit even after an error."""
+def _child(function: Callable[[], Any], write: int, seconds: float) -> None:
+    """Call the function in the fork, write its result as JSON to the descriptor `write`, and exit even after an error.
+
+    seconds: the limit of CPU time.
+    """
     gc.disable()  # a finalizer may wait for a thread, which the fork does not have
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        signal.alarm(int(wait_s) + 1)  # it ends without its parent too, even where it waits
-        os.setsid()
-        for standard in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), standard)
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        signal.alarm(int(WAIT_S) + 1)  # it ends without its parent too, even where it waits
         os.closerange(3, write)
         os.closerange(write + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
         signal.setitimer(signal.ITIMER_PROF, seconds)
         with os.fdopen(write, "w") as file:
-            file.write(f"{_reply(function)}\n")
+            file.write(_reply(function))
     except BaseException:  # such as MemoryError: the parent sees no reply
         pass
     finally:
@@ -107,9 +100,8 @@ def _read(read: int, seconds: float) -> bytes:
     while (remaining_s := end - time.monotonic()) > 0 and size <= REPLY_BYTES:
         if not waiting.poll(remaining_s * 1000):
             break
-        piece = os.read(read, 1 << 16)
+        if not (piece := os.read(read, 1 << 16)):
+            return b"".join(pieces)
         pieces.append(piece)
         size += len(piece)
-        if not piece or piece.endswith(b"\n"):  # what the function has started may keep the pipe open
-            return b"".join(pieces)
     return b""

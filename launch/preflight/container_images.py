@@ -18,8 +18,9 @@ from launch.executors.components import components
 from launch.executors.containers import OPTIONS
 from launch.executors.executor import ROOT
 from launch.preflight import model_readings, user_imports
+from launch.preflight.input_files import datasets_cache
 from launch.preflight.model_weights import fault_code
-from launch.recipes.model_files import hf_home, is_inside, is_local, model_folder
+from launch.recipes.model_files import is_inside, is_local, model_folder
 from pipeline import config
 from pipeline.config import (
     GENERATED_DATASETS,
@@ -71,7 +72,10 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
         key = f"cluster.{name}"
         yield from _check_options(key, component)
         if component.container_image is None:
-            yield from _check_python(key, component)
+            python = component.python
+            if python and os.sep in python and not os.access(python, os.X_OK):
+                message = f"got {python}; expected an executable file on this machine. Try null, which means {sys.executable}"
+                yield Problem(f"{key}.python", "file-not-found", message)
             continue
         yield from _check_image(key, component.container_image)
         yield from _check_variables(f"{key}.container_env", component)
@@ -84,12 +88,12 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
         needs = list(_needs(recipe, name, pending, conversions))
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
-        yield from _check_workdir(f"{key}.container_workdir", component.container_workdir)
-        if (
-            component.python is None
-            and not _is_system_program(sys.executable)
-            and not resolve_inside(Path(sys.executable), mounts)[1]
-        ):
+        workdir = component.container_workdir
+        if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
+            message = f"got '{workdir}'; expected the absolute path of a folder inside the container, such as {Path.cwd()}"
+            yield Problem(f"{key}.container_workdir", "bad-format", message)
+        of_image = component.python is not None or sys.executable.startswith(("/usr/bin/", "/bin/"))
+        if not of_image and not resolve_inside(Path(sys.executable), mounts)[1]:
             message = (
                 f"got null, which means {sys.executable}, a file that is not mounted. Try a Python of the image, such as"
                 " python3"
@@ -111,13 +115,6 @@ def import_notes(recipe: Recipe) -> Iterator[str]:
             f" ranks wait at most {recipe.cluster.timeouts.join:g} s (cluster.timeouts.join). Try `enroot import {uri}` once,"
             " and set the path of the .sqsh file"
         )
-
-
-def _check_python(key: str, component: ComponentConfig) -> Iterator[Problem]:
-    python = component.python
-    if python and os.sep in python and not os.access(python, os.X_OK):
-        message = f"got {python}; expected an executable file on this machine. Try null, which means {sys.executable}"
-        yield Problem(f"{key}.python", "file-not-found", message)
 
 
 def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
@@ -145,10 +142,6 @@ def _check_variables(key: str, component: ComponentConfig) -> Iterator[Problem]:
             )
         elif not (name in os.environ or name in component.env_vars or name.startswith(JOB_VARIABLES)):
             yield Problem(key, "missing-value", f"got {name}, which is not set here. Try to export it, or set it in env_vars")
-
-
-def _is_system_program(program: str) -> bool:
-    return program.startswith(("/usr/bin/", "/bin/"))
 
 
 # ---- the image ----------------------------------------------------------------------------------------------------------
@@ -220,12 +213,6 @@ def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[P
         reason = f"resolves through a symbolic link to {resolved}, which is not mounted in the container"
         message = f"{subject} {reason}. Try {resolved}:{resolved}{also}"
     yield Problem(key, "not-mounted", message)
-
-
-def _check_workdir(key: str, workdir: str | None) -> Iterator[Problem]:
-    if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
-        message = f"got '{workdir}'; expected the absolute path of a folder inside the container, such as {Path.cwd()}"
-        yield Problem(key, "bad-format", message)
 
 
 def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
@@ -321,7 +308,5 @@ def _data_paths(recipe: Recipe) -> Iterator[RequiredPath]:
         name = dataset.dataset_name
         if name and Path(name).is_dir():
             yield RequiredPath(f"{part}.dataset_name", Path(name))
-        elif name and name not in GENERATED_DATASETS and not is_dotted_path(name):
-            cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
-            if cache.is_dir():
-                yield RequiredPath(f"the cache of {part}.dataset_name", cache)
+        elif name and name not in GENERATED_DATASETS and not is_dotted_path(name) and datasets_cache().is_dir():
+            yield RequiredPath(f"the cache of {part}.dataset_name", datasets_cache())

@@ -190,7 +190,9 @@ def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
     """Return the first file that `datasets.load_dataset` reads for the split. Raises _LeftToTheJob if that is not certain."""
     if dataset.subset or dataset.kwargs or "configs:" in _card(folder):
         raise _LeftToTheJob("a configuration of `datasets` selects its files")
-    paths = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder)) and path.is_file()]
+    hidden = (".", "__")
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [path for path in paths if not any(part.startswith(hidden) for part in path.relative_to(folder).parts)]
     data = [path for path in paths if path.suffix in (".parquet", ".jsonl")]
     if not data or len({path.suffix for path in data}) > 1 or any(path.suffix in (".json", ".arrow", ".csv") for path in paths):
         raise _LeftToTheJob("expected only Parquet files, or only .jsonl files")
@@ -210,10 +212,6 @@ def _card(folder: Path) -> str:
         return user_files.read_text(folder / "README.md")
     except (OSError, ValueError):
         return ""
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in path.parts)
 
 
 def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None) -> FirstRecords:

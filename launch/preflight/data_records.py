@@ -93,8 +93,7 @@ def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list
     if not tools_key or tools_key == DatasetConfig().tools_key or not recipe.data.apply_chat_template:
         return
     if all(column(record, tools_key) is None for record in records):
-        columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)) if name != tools_key)
-        close_names = difflib.get_close_matches(tools_key, columns, 1, 0.7)
+        close_names = difflib.get_close_matches(tools_key, [name for name in _columns(records) if name != tools_key], 1, 0.7)
         hint = f". Did you mean {close_names[0]}?" if close_names else ""
         message = f"none of the first {len(records)} records has tools in '{tools_key}'; their prompts list no tools"
         yield f"{key}.tools_key: {message}{hint}"
@@ -108,9 +107,13 @@ def replaced_columns(key: str, dataset: DatasetConfig, fields: Fields, records: 
             yield f"{argument}: it replaces '{name}' of the records of {key}. Try another name to keep both"
 
 
+def _columns(records: list[dict[str, Any]]) -> dict[str, None]:
+    return dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
+
+
 def _field_names(dataset: DatasetConfig, records: list[dict[str, Any]]) -> dict[str, None]:
     """Return the names of the fields that records give a reward function."""
-    columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
+    columns = _columns(records)
     return columns | ({"expected": None} if dataset.output_key in columns or dataset.messages_key else {})
 
 
@@ -127,7 +130,7 @@ def absent_columns(
     configured: the data set as the recipe describes it. dataset: the data set with its recognized columns. fields: the fields
     that the function needs.
     """
-    columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
+    columns = _columns(records)
     if configured.output_key not in columns and (
         close_names := difflib.get_close_matches(configured.output_key, columns, 1, 0.7)
     ):

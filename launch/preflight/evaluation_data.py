@@ -64,11 +64,12 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
 
     key: the key of the task's data. drops: whether bad records are dropped.
     """
+    records = data_files.FirstRecords(f"{key}.data_path", path)
     file_problems: list[Problem] = []
     count = 0
     bad: dict[str, list[int]] = {}  # fault -> line numbers
     with collected(file_problems):
-        for number, line in data_files.lines_of(f"{key}.data_path", path, drops):
+        for number, line in data_files.lines_of(records.key, path, drops):
             count += 1
             try:
                 record = parse_record(line)
@@ -77,6 +78,4 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from file_problems
-    bad = input_files.droppable(f"{key}.bad_records", drops, bad, count)
-    for fault, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
-        yield Problem(f"{key}.data_path", "bad-record", f"{path}:{numbers[0]}: {fault}{data_files.also(numbers)}")
+    yield from input_files.bad_record_problems(records, input_files.droppable(f"{key}.bad_records", drops, bad, count))

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from launch.preflight import (
     architecture,
@@ -157,7 +156,10 @@ def _check_records(
         notes += data_records.absent_tools(recipe, key, dataset, rows)
         required: Sequence[str] = ()
         if fields is not None:
-            required = yield from _check_fields(recipe, key, dataset, columns.dataset, fields, rows, notes)
+            notes += data_records.replaced_columns(key, columns.dataset, fields, rows)
+            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields.required, rows))
+            yield from absent
+            required = () if absent else fields.required
         expected = data_records.ExpectedAnswers(recipe, columns.dataset)
         refused = rendered(dataset=columns.dataset).faults(numbered, notes)
         for number, record in numbered:
@@ -176,31 +178,11 @@ def _check_records(
     if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
         unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
     bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
-    yield from _bad_record_problems(records, bad)
+    yield from bad_record_problems(records, bad)
     return inputs, answers
 
 
-def _check_fields(
-    recipe: Recipe,
-    key: str,
-    configured: DatasetConfig,
-    dataset: DatasetConfig,
-    fields: Fields,
-    rows: list[dict[str, Any]],
-    notes: list[str],
-) -> Generator[Problem, None, Sequence[str]]:
-    """Yield a problem if no record has a field that the user's reward function needs.
-
-    Return the fields that each record must have: none after such a problem. configured: as the recipe has it; dataset: with its
-    recognized columns. notes: receives which columns kwargs replace.
-    """
-    notes += data_records.replaced_columns(key, dataset, fields, rows)
-    absent = list(data_records.absent_columns(recipe, key, configured, dataset, fields.required, rows))
-    yield from absent
-    return () if absent else fields.required
-
-
-def _bad_record_problems(records: FirstRecords, bad: dict[str, list[int]]) -> Iterator[Problem]:
+def bad_record_problems(records: FirstRecords, bad: dict[str, list[int]]) -> Iterator[Problem]:
     """Yield a problem for each of the first SHOWN_FAULTS faults, and one for the number of records with other faults.
 
     bad: message -> record numbers.
@@ -266,7 +248,7 @@ def check_name(key: str, name: str | None) -> Iterator[Problem]:
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
     if _is_cached(repository):
         return
-    caches = f"the local caches {_datasets_cache()} and {hub_cache()}"
+    caches = f"the local caches {datasets_cache()} and {hub_cache()}"
     if name in NAMED_DATASETS:
         what = f"got '{name}', which is {repository}; expected it in one of {caches}"
     else:
@@ -277,7 +259,8 @@ def check_name(key: str, name: str | None) -> Iterator[Problem]:
     yield Problem(f"{key}.dataset_name", "unavailable-dataset", f"{what}. {hint}".replace("?.", "?"))
 
 
-def _datasets_cache() -> Path:
+def datasets_cache() -> Path:
+    """Return the folder of data sets that `datasets` has prepared."""
     return Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
 
 
@@ -286,7 +269,7 @@ def _is_cached(name: str) -> bool:
     prepared = {name.replace("/", "___"), name.replace("/", "___").lower(), _snake(name)}
     raw = hub_cache() / f"datasets--{name.replace('/', '--')}"
     files = (path for path in raw.glob("snapshots/*/**/*") if path.is_file() and path.name not in DATASET_CARDS)
-    return any(files) or any((_datasets_cache() / folder).is_dir() for folder in prepared)
+    return any(files) or any((datasets_cache() / folder).is_dir() for folder in prepared)
 
 
 def _snake(name: str) -> str:

@@ -37,7 +37,7 @@ def problems(
     if policy := readings.get("policy"):
         for section, model in config.models(recipe).items():  # these read the policy's tokens
             if section not in readings:
-                yield from _too_large(policy, f"{section}.model_name", f"{section}.model_name", _rows(section, model, pending))
+                yield from _too_large(policy, f"{section}.model_name", f"{section}.model_name", rows(section, model, pending))
         return policy.tokenizer.vocabulary_file
     return None
 
@@ -91,12 +91,13 @@ def _renders(recipe: Recipe, section: str) -> str:
     return "evaluate.lm_eval.apply_chat_template" if recipe.evaluate.lm_eval.apply_chat_template else ""
 
 
-def _rows(section: str, model: PolicyConfig, pending: Sequence[os.PathLike]) -> int | None:
+def rows(section: str, model: PolicyConfig, pending: Sequence[os.PathLike]) -> int | None:
+    """Return the number of rows of a model's embedding; None if it is not known, which other checks report."""
     model_json = None
-    with collected([]):  # other checks report it
+    with collected([]):
         model_json = model_config(model, pending, f"{section}.model_name")
-    rows = (model_json or {}).get("vocab_size")
-    return rows if isinstance(rows, int) else None
+    size = (model_json or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) -> Iterator[Problem]:

@@ -39,8 +39,9 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
 
 def count(dataset: DatasetConfig) -> int | None:
     """Return the number of records that a run trains on in one epoch; None if it is not known."""
-    records = _lines(Path(dataset.data_path)) if dataset.data_path else _generated_count(dataset)
-    if records is None:
+    generated = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
+    records = _lines(Path(dataset.data_path)) if dataset.data_path else generated
+    if not isinstance(records, int):
         return None
     records = min(records, dataset.max_samples or records)
     if size := dataset.split_validation_size:
@@ -57,8 +58,3 @@ def _lines(path: Path) -> int | None:
         return user_files.count_lines(path)
     except (OSError, ValueError):
         return None
-
-
-def _generated_count(dataset: DatasetConfig) -> int | None:
-    size = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
-    return size if isinstance(size, int) else None

@@ -1,8 +1,8 @@
 """Check a recipe against Slurm. `sbatch --test-only` judges the request of each component.
 
-Our own checks cover requests that Slurm accepts and never starts: components that do not fit together (here), limits of
-partitions where Slurm does not enforce them (`slurm_nodes.py`), limits of accounts (`slurm_limits.py`). `slurm_refusals.py`
-finds the recipe's keys behind a refusal. A check to which Slurm gives no answer becomes a note.
+Our own checks cover requests that Slurm accepts and never starts: components that do not fit together (here), and limits of
+partitions and accounts that it does not enforce (`slurm_limits.py`). `slurm_refusals.py` finds the recipe's keys behind a
+refusal. A check to which Slurm gives no answer becomes a note.
 """
 
 from __future__ import annotations

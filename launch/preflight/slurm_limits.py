@@ -1,7 +1,8 @@
-"""Compare requests with the limits of accounts and QOS. Slurm never starts a job beyond such a limit.
+"""Compare requests with limits of partitions, accounts and QOS. Slurm never starts a job beyond such a limit.
 
-sbatch refuses accounts and QOS that a user may not use, but accepts most jobs beyond their limits. For the precedence of limits
-see https://slurm.schedmd.com/resource_limits.html. Each heterogeneous component counts as a job.
+Unless EnforcePartLimits is set, sbatch and its --test-only accept jobs beyond a partition's time limit, with too few nodes, and
+of accounts that may not use it. They refuse accounts and QOS that a user may not use, but accept most jobs beyond their limits.
+For the precedence of limits see https://slurm.schedmd.com/resource_limits.html. Each heterogeneous component counts as a job.
 
 Leaves out: current usage of other jobs, limits of minutes (TRESMins), and limits per type of GPU.
 """
@@ -82,6 +83,26 @@ def effective_qos(accounting: Accounting | None, request: ComponentRequest, part
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def partition_problems(partition: Fields, request: ComponentRequest, accounting: Accounting | None) -> Iterator[Problem]:
+    """Yield a problem for each limit of a partition that a request exceeds. Flags of a QOS may lift limits."""
+    name = partition["PartitionName"]
+    account, qos = effective_account(request, accounting), effective_qos(accounting, request, name)
+    flags = accounting.qos.get(qos or "", {}).get("Flags", "") if accounting else ""
+    least, limit = partition.get("MinNodes", "0"), minutes(partition.get("MaxTime", "UNLIMITED"))
+    if least.isdigit() and request.host.nodes < int(least) and "PartitionMinNodes" not in flags:
+        message = f"got {request.host.nodes}; expected at least {least} in partition {name}"
+        yield Problem(f"{request.key}.nodes", "too-small", message)
+    if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:
+        message = f"got {request.minutes}; expected at most {limit:g} minutes in partition {name} ({request.key})"
+        yield Problem("cluster.time_min", "over-limit", message)
+    for value, option, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
+        allowed, denied = partition.get(f"Allow{kind}", "ALL"), partition.get(f"Deny{kind}", "")
+        expected = f"one of {allowed}" if allowed != "ALL" else f"any but {denied}"
+        if value is not None and (value in denied.split(",") or (allowed != "ALL" and value not in allowed.split(","))):
+            message = f"got {value}, which may not use partition {name}; expected {expected}"
+            yield Problem(request.key_of(f"--{option}"), "permission-denied", message)
 
 
 # ---- whose limits count -------------------------------------------------------------------------------------------------

@@ -1,19 +1,14 @@
-"""Read the partitions and nodes of a cluster, and compare a request with a partition's own limits.
-
-Unless EnforcePartLimits is set, sbatch and its --test-only accept jobs beyond a partition's time limit, of too few nodes, and of
-accounts that may not use it. Slurm never starts them.
-"""
+"""Read the partitions and nodes of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from launch.executors.nodes import memory, takes_whole_nodes
-from launch.executors.slurm_client import Fields, configuration, gpus, minutes, parse_records, run_command
+from launch.executors.slurm_client import Fields, configuration, gpus, parse_records, run_command
 from launch.preflight.slurm_request import ComponentRequest
-from pipeline.config import Problem
 
 UNAVAILABLE = frozenset(
     ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "INVAL", "INVALID_REG", "UNKNOWN", "NOT_RESPONDING")
@@ -109,26 +104,3 @@ def count_whole_nodes(request: ComponentRequest, cluster: Cluster, names: Collec
     if takes_whole_nodes(request.host) and nodes:
         request = replace(request, cpus=min(node.cpus for node in nodes), gpus=min(node.gpus for node in nodes))
     return request
-
-
-def partition_problems(
-    partition: Fields, request: ComponentRequest, account: str | None, qos: str | None, flags: str
-) -> Iterator[Problem]:
-    """Yield a problem for each limit of a partition that a request exceeds, of those that `sbatch --test-only` may accept.
-
-    flags: the QOS's flags, which may lift limits.
-    """
-    name, least = partition["PartitionName"], partition.get("MinNodes", "0")
-    if least.isdigit() and request.host.nodes < int(least) and "PartitionMinNodes" not in flags:  # accepted from 26.05 on
-        message = f"got {request.host.nodes}; expected at least {least} in partition {name}"
-        yield Problem(f"{request.key}.nodes", "too-small", message)
-    limit = minutes(partition.get("MaxTime", "UNLIMITED"))
-    if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:
-        message = f"got {request.minutes}; expected at most {limit:g} minutes in partition {name} ({request.key})"
-        yield Problem("cluster.time_min", "over-limit", message)
-    for value, option, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
-        allowed, denied = partition.get(f"Allow{kind}", "ALL"), partition.get(f"Deny{kind}", "")
-        expected = f"one of {allowed}" if allowed != "ALL" else f"any but {denied}"
-        if value is not None and (value in denied.split(",") or (allowed != "ALL" and value not in allowed.split(","))):
-            message = f"got {value}, which may not use partition {name}; expected {expected}"
-            yield Problem(request.key_of(f"--{option}"), "permission-denied", message)

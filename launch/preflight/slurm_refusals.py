@@ -15,7 +15,7 @@ from launch.executors.nodes import takes_whole_nodes
 from launch.executors.slurm_client import SlurmError, host_names
 from launch.preflight import slurm_limits
 from launch.preflight.slurm_limits import Accounting
-from launch.preflight.slurm_nodes import Cluster, partition_problems
+from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import ComponentRequest, option_name
 from launch.preflight.slurm_sbatch import SbatchTester
 from pipeline.config import Problem
@@ -48,7 +48,8 @@ class RefusalExaminer:
     def refusal(self, request: ComponentRequest) -> list[Problem]:
         """Return the problems for which Slurm refuses a request, or accepts it and never starts it."""
         answer = self.tester(request.options)
-        against = [[*self._partition_problems(request, name)] for name in self.cluster.names(request)]
+        partitions = [self.cluster.partitions[name] for name in self.cluster.names(request)]
+        against = [[*slurm_limits.partition_problems(partition, request, self.accounting)] for partition in partitions]
         # one partition without problems is enough
         problems = [problem for group in against for problem in group] if answer.refusal or all(against) else []
         if not answer.refusal:
@@ -63,12 +64,6 @@ class RefusalExaminer:
         except SlurmError:  # no time left for more tests
             problems.append(_problem(request.key, "a request", answer.refusal))
         return problems
-
-    def _partition_problems(self, request: ComponentRequest, name: str) -> Iterator[Problem]:
-        account = slurm_limits.effective_account(request, self.accounting)
-        qos = slurm_limits.effective_qos(self.accounting, request, name)
-        flags = self.accounting.qos.get(qos or "", {}).get("Flags", "") if self.accounting else ""
-        return partition_problems(self.cluster.partitions[name], request, account, qos, flags)
 
     def _waits(self, request: ComponentRequest) -> bool:
         """Return whether Slurm refuses a request only because nodes are down or drained. The job then waits; a note says so."""
@@ -160,9 +155,8 @@ class RefusalExaminer:
             choices = sorted({feature for node in self.cluster.members(request) for feature in node.features})
         elif name in ("account", "qos") and self.accounting:
             values, rows = [getattr(request.host, name) or ""], self.accounting.associations
-            choices = sorted(
-                {value for row in rows for value in row["Account" if name == "account" else "QOS"].split(",") if value}
-            )
+            accounts = {row["Account"] + (f" (in {row['Partition']})" if row["Partition"] else "") for row in rows}
+            choices = sorted(accounts if name == "account" else {qos for row in rows for qos in row["QOS"].split(",") if qos})
         else:
             return ""
         near = [close for value in values if value not in choices for close in get_close_matches(value, choices, 1)]

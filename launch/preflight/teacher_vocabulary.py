@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.recipes.model_files import is_inside, model_config, model_folder
+from launch.preflight.model_tokenizers import rows
+from launch.recipes.model_files import is_inside, model_folder
 from pipeline import config
 from pipeline.config import Problem, Recipe, collected
 from pipeline.data.file_tokenizer import read_tokenizer
@@ -37,8 +38,10 @@ def _check_tokenizer(
     problems: list[Problem] = []
     with collected(problems):
         teacher_file = model_folder(key, name) / "tokenizer.json"
-        student, teacher = _vocabulary(student_file), _vocabulary(teacher_file) if teacher_file.exists() else None
-    if problems or teacher is None:  # other checks report a missing folder
+        if not teacher_file.exists():
+            return
+        student, teacher = read_tokenizer(student_file).get_vocab(), read_tokenizer(teacher_file).get_vocab()
+    if problems:  # other checks report them, such as a missing folder
         return
     moved = [token for token, number in student.items() if teacher.get(token, number) != number]
     absent = len(student.keys() - teacher.keys())
@@ -59,15 +62,8 @@ def _check_rows(
     Models with the same tokenizer may differ in their unused rows, and a teacher could give probability to a row that the
     policy lacks.
     """
-    student_rows = teacher_rows = None
-    with collected([]):  # other checks report problems of the models
-        student_rows = (model_config(recipe.policy, pending, "policy.model_name") or {}).get("vocab_size")
-        teacher_rows = (model_config(teacher, pending, key) or {}).get("vocab_size")
+    student_rows, teacher_rows = rows("policy", recipe.policy, pending), rows(key.removesuffix(".model_name"), teacher, pending)
     if student_rows and teacher_rows and teacher_rows > student_rows:
         most = f"expected at most the policy's {student_rows}"
         reason = "since the teacher may give probability to rows that the policy does not have"
         yield Problem(key, "too-large", f"got {name} with {teacher_rows} rows of vocabulary; {most}, {reason}")
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    return read_tokenizer(path).get_vocab()

@@ -1,18 +1,26 @@
-"""Import a user's code and describe it, in a fork of the launcher (`launch/preflight/bounded.py`).
+"""Import and describe a user's code in a process of its own: `python -m launch.preflight.user_code_probe REPLY`.
 
-A reply about an object is one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent,
-importer} and {raised, foreign}.
+Reads {folders, asked: {key: [path, role, kwargs]}} as JSON from stdin. Writes key -> reply as JSON into the file REPLY. A reply
+is one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent, importer} and {raised,
+foreign}. The caller discards the output of the code.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import resource
+import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.environments import custom
 from pipeline.recipe import user_code
+
+MEMORY = 32 << 30
+"""Limit of the process's address space, of which torch for CUDA takes 10 GB."""
 
 
 def describe(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
@@ -50,3 +58,16 @@ def _innermost(error: BaseException) -> tuple[str, int | None]:
     """Return (file, line) of the code that raised an error, without the import system's frames."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     return frames[-1].filename, frames[-1].lineno
+
+
+def main(reply: str) -> None:
+    """Describe every object of the request on stdin, and write the reply."""
+    request = json.load(sys.stdin)
+    if not 0 <= resource.getrlimit(resource.RLIMIT_AS)[1] < MEMORY:  # -1: no limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    user_code.search_in(request["folders"])
+    Path(reply).write_text(json.dumps({key: describe(*source) for key, source in request["asked"].items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

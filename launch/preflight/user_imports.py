@@ -1,16 +1,20 @@
 """Check the user's own code before the job imports it: that it exists and is a valid environment, tool or data set.
 
-Trusted code (`launch/recipes/trust.py`) is imported in a fork of the launcher, which ends after PROBE_S. Of other code, only
-the source is read. If the ranks use another Python than this machine, they may have packages or GPUs that are missing here: for
+Trusted code (`launch/recipes/trust.py`) is imported in a separate process, which ends after PROBE_S. Of other code, only the
+source is read. If the ranks use another Python than this machine, they may have packages or GPUs that are missing here: for
 code that cannot be imported for this reason, a note says so, and only the source is checked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import importlib
+import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +22,14 @@ from typing import Any
 
 from launch.executors import containers
 from launch.executors.executor import ROOT
-from launch.preflight import bounded, user_code_probe, user_source
+from launch.preflight import bounded, user_source
 from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS
 from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, trains
 from pipeline.environments.tools import TOOLS, read_tools
-from pipeline.recipe import user_code
 
 PROBE_S = 30.0
-PROBE_BYTES = 32 << 30
-"""Limits of an import: wall-clock time, and address space, of which torch for CUDA takes 10 GB."""
 ABSENT = "there is no module"
 
 
@@ -97,7 +98,7 @@ Replies = Mapping[str, dict[str, Any]] | str
 def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     """Return replies about the user code of a recipe.
 
-    Trusted code is imported in a fork of this process. Of other code only the source is read.
+    Trusted code is imported in a separate process. Of other code only the source is read.
     """
     references = code_references(recipe)
     folders = [*places(recipe), *([Path.cwd()] if recipe.module_folders else [])]
@@ -108,18 +109,16 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     replies = _probe(recipe, imported, trust, trusted) if imported else {}
     if isinstance(replies, str):
         return replies
-    untrusted = [reference for reference in references if reference not in imported]
     try:
-        return {**replies, **(bounded.call(lambda: _read(untrusted, folders)) if untrusted else {})}
+        untrusted = [reference for reference in references if reference not in imported]
+        return {**replies, **{reference.key: _read(reference, folders) | {"read": True} for reference in untrusted}}
     except bounded.Unbounded as error:
         return f"reading the source: {error}"
 
 
-def _read(references: list[CodeReference], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    return {
-        reference.key: user_source.describe(reference.path, reference.role, sorted(reference.kwargs), folders) | {"read": True}
-        for reference in references
-    }
+def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: bool = True) -> dict[str, Any]:
+    kwargs = sorted(reference.kwargs)
+    return bounded.call(lambda: user_source.describe(reference.path, reference.role, kwargs, folders, checks_imports))
 
 
 def describe_kwargs(recipe: Recipe, name: str) -> str:
@@ -172,10 +171,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
                 f" cluster.{reference.component} may have it"
             )
         elif "wrong" in answer:
-            absent = answer["wrong"].startswith(ABSENT)
-            hint = ". Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
-            key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
-            yield Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
+            yield _wrong_code(reference, answer)
         elif "ok" in answer:
             notes += _unnamed_arguments(reference, answer)
         elif elsewhere and ("absent" in answer or answer["foreign"]):
@@ -202,27 +198,50 @@ def _unnamed_arguments(reference: CodeReference, answer: dict[str, Any]) -> Iter
 def _probe(
     recipe: Recipe, references: list[CodeReference], trust: Trust = Trust.EVERYTHING, trusted: Sequence[Path] = ()
 ) -> Replies:
-    """Import some references, and return the replies of `user_code_probe.py`, or why there are none.
+    """Run `user_code_probe.py` on some references, and return its replies, or why there are none.
 
     trusted: the folders to search, if the trust is not Trust.EVERYTHING.
     """
     everything = trust is Trust.EVERYTHING
+    asked = {reference.key: (reference.path, reference.role, sorted(reference.kwargs)) for reference in references}
+    request = {"folders": recipe.module_folders if everything else [*map(str, trusted)], "asked": asked}
+    folders = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    python_path = os.pathsep.join([str(ROOT), *folders])
+    with tempfile.TemporaryDirectory(prefix="probe-") as folder:
+        reply = Path(folder) / "reply.json"
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "launch.preflight.user_code_probe", str(reply)],
+            env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=None if everything or Path.cwd() in trusted else ROOT,  # it is searched too
+            start_new_session=True,  # so that what the code starts is ended with it
+        )
+        try:
+            process.communicate(json.dumps(request).encode(), timeout=PROBE_S)
+        except subprocess.TimeoutExpired:
+            return f"importing it takes more than {PROBE_S:g} s"
+        finally:
+            _end(process)
+        if not reply.exists():
+            return f"Python ended with status {process.returncode} during the import"
+        return json.loads(reply.read_text())
 
-    def work() -> dict[str, dict[str, Any]]:
-        if not everything and Path.cwd() not in trusted:
-            os.chdir(ROOT)  # the working directory is searched too
-        sys.path[:] = [str(ROOT), *(_python_path(recipe) if everything else ()), *filter(os.path.isabs, sys.path)]
-        importlib.invalidate_caches()
-        user_code.search_in(recipe.module_folders if everything else [*map(str, trusted)])
-        return {
-            reference.key: user_code_probe.describe(reference.path, reference.role, sorted(reference.kwargs))
-            for reference in references
-        }
 
+def _end(process: subprocess.Popen) -> None:
     try:
-        return bounded.call(work, seconds=2 * PROBE_S, wait_s=PROBE_S, memory=PROBE_BYTES)
-    except bounded.Unbounded as error:
-        return f"during its import, {error}"
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _wrong_code(reference: CodeReference, answer: dict[str, Any]) -> Problem:
+    absent = answer["wrong"].startswith(ABSENT)
+    hint = ". Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
+    key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
+    return Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
 
 
 def _check_source(recipe: Recipe, reference: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
@@ -232,5 +251,6 @@ def _check_source(recipe: Recipe, reference: CodeReference, answer: dict[str, An
         f"{reference.key}: {reference.path} was not imported ({reason}); the ranks of cluster.{reference.component} may have"
         " what it needs"
     )
-    if wrong := user_source.lacks(reference.path, places(recipe)):
-        yield Problem(reference.key, "not-importable", f"{reference.path}: {wrong}")
+    with contextlib.suppress(bounded.Unbounded):
+        if "wrong" in (shown := _read(reference, places(recipe), checks_imports=False)):
+            yield _wrong_code(reference, shown)

@@ -47,13 +47,16 @@ class CodeFault(Exception):
         self.reply = reply
 
 
-def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
+def describe(
+    path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path], checks_imports: bool = True
+) -> dict[str, Any]:
     """Return the reply of `launch/preflight/user_code_probe.py` about code at a dotted path, as far as the source shows it.
 
-    kwargs: names under `env.NAME.kwargs`. folders: searched in this order, after installed packages.
+    kwargs: names under `env.NAME.kwargs`. folders: searched in this order, after installed packages. checks_imports: whether
+    the imports of modules must exist.
     """
     try:
-        stand_in = SourceReader(folders).find(path)
+        stand_in = SourceReader(folders, checks_imports).find(path)
     except CodeFault as fault:
         return fault.reply
     return {"ok": True, "fields": None, "required": []} if stand_in is UNKNOWN else reply_about(stand_in, role, kwargs)
@@ -76,17 +79,6 @@ def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
         for parameter in parameters
         if parameter.kind is not parameter.VAR_POSITIONAL
     ]
-
-
-def lacks(path: str, folders: Sequence[Path]) -> str | None:
-    """Return why the module or the name of a dotted path does not exist; None if it exists, or if the source does not tell."""
-    try:
-        SourceReader(folders, checks_imports=False).find(path)
-    except CodeFault as fault:
-        return fault.reply.get("wrong")
-    except RecursionError:
-        pass
-    return None
 
 
 @dataclass

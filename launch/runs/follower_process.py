@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launch.executors.detached import start_detached
-from launch.executors.executor import ROOT
+from launch.executors.executor import ROOT, start_detached
 from launch.runs import run_events
 from launch.runs.evaluation_sources import FOLDER
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, RecipeError, config_tree

@@ -9,8 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from launch.executors.detached import start_detached
-from launch.executors.executor import ROOT
+from launch.executors.executor import ROOT, start_detached
 from launch.governance import audit_log
 from launch.serving.bodies import ExportAnswer
 from pipeline.config import Problem, RecipeError

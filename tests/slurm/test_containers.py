@@ -11,15 +11,12 @@ import pytest
 
 from launch.executors import containers, slurm
 from launch.executors.executor import ROOT
-from launch.preflight import container_images as preflight
-from pipeline import config
-from pipeline.config import ClusterConfig, ComponentConfig, Problem, loading
+from pipeline.config import ClusterConfig, ComponentConfig, loading
 from tests.end_to_end import runs
 from tests.launch import tasks
 from tests.launch.model import write_recipe
 from tests.launch.test_submit import command, interruptible  # noqa: F401
 from tests.launch.waiting import reports
-from tests.problems import named
 from tests.slurm import pyxis
 from tests.slurm.cluster import missing
 from tests.slurm.wrapper import sbatch, wait_for
@@ -234,69 +231,3 @@ def test_an_image_that_sets_the_job_s_variables_cannot_hide_code_and_caches(tmp_
     assert f"export HF_HOME={Path.home()}/cache HF_HUB_CACHE=/shared/hub; export PYTHONPATH={code}${{PYTHONPATH:+" in inside
     assert "HF_HOME" not in outside and "PYTHONPATH" not in outside
     assert containers.options(ComponentConfig()) == []
-
-
-MOUNTS = "cluster.train.container_mounts"
-
-# ---- errors before submission -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keys", "key", "code"),
-    [
-        ({"container_env": ["A=1"]}, "container_env", "bad-format"),
-        ({"container_env": ["A,B"]}, "container_env", "bad-format"),
-        ({"container_env": ["NOT_SET"]}, "container_env", "missing-value"),
-        ({"container_workdir": "runs"}, "container_workdir", "bad-format"),
-        ({"container_workdir": "/a\n/b"}, "container_workdir", "bad-format"),
-        ({"container_image": "an image"}, "container_image", "bad-format"),
-        ({"container_image": "x --container-writable"}, "container_image", "bad-format"),
-        ({"container_mounts": ["/tmp:/x:ro rw"]}, "container_mounts", "bad-format"),
-        ({"container_mounts": ["/tmp:/x:/y"]}, "container_mounts", "bad-format"),
-        ({"srun_args": ["--container-image=/y.sqsh"]}, "srun_args", "contradiction"),
-        ({"srun_args": ["--container-mou=/x"]}, "srun_args", "contradiction"),
-    ],
-)
-def test_invalid_values_are_refused(here, keys, key, code):
-    assert named(problems(here, **keys)) == {(f"cluster.train.{key}", code)}
-
-
-def test_valid_values_pass(here, monkeypatch):
-    monkeypatch.setenv("SET_HERE", "1")
-    names = ["SET_HERE", "IN_THE_RECIPE", "HETSTEP_RANK", "SLURM_JOB_ID"]
-    assert problems(here, container_env=names, env_vars={"IN_THE_RECIPE": "1"}) == []
-    assert problems(here, container_mounts=["tmpfs:/scratch:size=1g+noexec"], srun_args=["--no-container-mount-home"]) == []
-    assert problems(here, container_image="user@nvcr.io#nvidia/pytorch:26.07-py3", container_writable=False) == []
-
-
-def test_container_keys_without_an_image_have_no_effect(here):
-    found = problems(here, container_image=None, python=None, container_env=["PATH"], container_writable=False)
-    assert named(found) == {(f"cluster.train.container_{key}", "has-no-effect") for key in ("mounts", "env", "writable")}
-
-
-def test_a_folder_that_pyxis_cannot_mount(here):
-    (here / "with:colon").mkdir()
-    found = problems(
-        here, f"run_dir={here}/with:colon/run", container_mounts=[], mounted=(ROOT, here / "model", here / "data.jsonl")
-    )
-    (problem,) = found
-    assert named(found) == {(MOUNTS, "not-mounted")} and "a colon or a comma. Try to mount a folder above it" in problem.message
-    assert problems(here, f"run_dir={here}/with:colon/run") == []
-
-
-def test_an_empty_folder_over_the_run_folder(here):
-    assert named(problems(here, container_mounts=[f"tmpfs:{here}/run"])) == {(MOUNTS, "not-mounted")}
-
-
-def test_pyxiss_own_variables_are_reported(here, monkeypatch):
-    monkeypatch.setenv("PYXIS_CONTAINER_WRITABLE", "1")
-    assert named(problems(here)) == {("cluster", "contradiction")}
-
-
-def problems(here: Path, *overrides: str, mounted: tuple[Path, ...] = (), **keys) -> list[Problem]:
-    """Return the problems of a train component in a container with all its mounts, except for `keys`."""
-    given = [str(path) for path in mounted or (ROOT, here)]
-    keys["container_mounts"] = [*given, *keys.get("container_mounts", [])]
-    recipe = config.inspect("tiny", list(overrides)).recipe
-    recipe.cluster.train = ComponentConfig(**{"container_image": str(here / "train image.sqsh"), "python": "python3", **keys})
-    return list(preflight.problems(recipe, [], here / "conversions"))

@@ -1,8 +1,5 @@
 """Make recipes with shell syntax in their texts, and run their scripts with stand-ins for Slurm's commands and for Python.
 
-A case follows from a seed alone. Wherever a shell evaluates part of a text, it runs the command `pwned` or writes a file of
-that name. A text that the checks accept must reach sbatch, srun and the ranks unchanged.
-
 A case is made of a seed alone. Wherever a shell reads a part of a text as syntax, it runs the command `pwned` or writes a file
 of that name. What the checks of a recipe do not refuse must reach sbatch, srun and the ranks exactly as the recipe has it.
 """

@@ -79,7 +79,6 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
         ("sft", "\ufeff" + '{"text": "a"}\n', (), "F:1: not JSON: a byte order mark at its beginning"),
         ("sft", '{"text": NaN}\n', (), "F:1: not JSON"),
         ("sft", [{"input": "a", "output": None}] * 2, (), "F:1: no column 'output' with a string"),
-        ("grpo", [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}], (), "F:2: the tokenizer in"),
     ],
 )  # fmt: skip
 def test_unreadable_rows_are_refused_with_keys_and_lines(tmp_path, algorithm, rows, overrides, says):
@@ -194,11 +193,21 @@ def test_a_teachers_weights_are_needed_even_with_random_policy_weights(tmp_path)
     assert (problem.key, problem.code) == ("teacher.model_name", "file-not-found")
 
 
-def test_unknown_text_is_named_and_may_be_kept(tmp_path):
-    rows = [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}]
-    (problem,), _ = examined(tmp_path, "grpo", rows)
-    assert "does not know 'B', 'I', 'G', which becomes <unk> (in 1 of the 2 prompts checked)" in problem
-    assert examined(tmp_path, "grpo", rows, "data.unknown_tokens=keep") == ([], [])
+@pytest.mark.parametrize(
+    ("algorithm", "row", "key", "kind"),
+    [
+        ("grpo", {"answer": "1"}, "input", "prompts"),
+        ("sft", {"prompt": "a="}, "completion", "answers"),
+        ("dpo", {"prompt": "a=", "rejected": "b"}, "chosen", "answers"),
+    ],
+)
+def test_unknown_text_is_named_and_may_be_kept(tmp_path, algorithm, row, key, kind):
+    rows = [row | {key: "1"}, row | {key: "BIG"}]
+    (problem,), _ = examined(tmp_path, algorithm, rows)
+    assert problem.startswith("data.train.data_path: F:2: the tokenizer in ")
+    assert "does not know 'B', 'I', 'G', which becomes <unk> (in 1 of the " in problem and f" {kind} checked)" in problem
+    for choice in ("keep", "drop"):
+        assert examined(tmp_path, algorithm, rows, f"data.unknown_tokens={choice}")[0] == []
 
 
 def test_more_new_tokens_than_the_context_are_refused(tmp_path):
@@ -245,19 +254,6 @@ def test_good_pairs_with_a_margin(tmp_path):
 def test_bad_pairs(tmp_path, row, overrides, says):
     (problem,), _ = examined(tmp_path, "rm", [PAIR, row], *overrides)
     assert "F:2: " in problem and says in problem
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "row"),
-    [("sft", {"prompt": "a=", "completion": "BIG"}), ("dpo", {"prompt": "a=", "chosen": "BIG", "rejected": "b"})],
-)
-def test_unknown_text_of_an_answer_is_named_and_may_be_kept(tmp_path, algorithm, row):
-    rows = [row | {"completion": "1"} if algorithm == "sft" else row | {"chosen": "1"}, row]
-    (problem,), _ = examined(tmp_path, algorithm, rows)
-    assert problem.startswith("data.train.data_path: F:2: the tokenizer in ") and "does not know 'B', 'I', 'G'" in problem
-    assert "answers checked" in problem
-    for choice in ("keep", "drop"):
-        assert examined(tmp_path, algorithm, rows, f"data.unknown_tokens={choice}")[0] == []
 
 
 ALTERNATING = (

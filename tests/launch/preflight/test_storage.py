@@ -277,8 +277,8 @@ def contained(folder, model):
     image = folder / "train.sqsh"
     image.write_bytes(b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(152))
 
-    def check(**keys) -> list[Problem]:
-        recipe = load(folder, "cluster.executor=slurm")
+    def check(*overrides: str, **keys) -> list[Problem]:
+        recipe = load(folder, "cluster.executor=slurm", *overrides)
         recipe.cluster.train = ComponentConfig(**{"container_image": str(image), "python": "python3", **keys})
         return problems(recipe)
 
@@ -368,13 +368,55 @@ def test_a_cycle_of_links_and_a_link_to_a_folder_on_the_path(folder):
         ({"container_image": str(ROOT / "README.md")}, "container_image", "bad-format"),
         ({"python": None}, "python", "not-mounted"),
         ({"container_workdir": "here"}, "container_workdir", "bad-format"),
-        ({"container_image": "nvcr.io#nvidia/pytorch:26.01-py3"}, None, None),
+        ({"container_workdir": "/a\n/b"}, "container_workdir", "bad-format"),
+        ({"container_env": ["A=1"]}, "container_env", "bad-format"),
+        ({"container_env": ["A,B"]}, "container_env", "bad-format"),
+        ({"container_env": ["NOT_SET"]}, "container_env", "missing-value"),
+        ({"container_image": "an image"}, "container_image", "bad-format"),
+        ({"container_image": "x --container-writable"}, "container_image", "bad-format"),
+        ({"container_mounts": ["/tmp:/x:ro rw"]}, "container_mounts", "bad-format"),
+        ({"container_mounts": ["/tmp:/x:/y"]}, "container_mounts", "bad-format"),
+        ({"srun_args": ["--container-image=/y.sqsh"]}, "srun_args", "contradiction"),
+        ({"srun_args": ["--container-mou=/x"]}, "srun_args", "contradiction"),
+        (
+            {"container_env": ["PATH", "IN_THE_RECIPE", "HETSTEP_RANK", "SLURM_JOB_ID"], "env_vars": {"IN_THE_RECIPE": "1"}},
+            None,
+            None,
+        ),
+        ({"container_mounts": ["tmpfs:/scratch:size=1g+noexec"], "srun_args": ["--no-container-mount-home"]}, None, None),
+        ({"container_image": "user@nvcr.io#nvidia/pytorch:26.07-py3", "container_writable": False}, None, None),
     ],
 )
 def test_containers_that_cannot_start_are_refused(folder, contained, keys, key, code):
     given = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
     problems = contained(**{**keys, "container_mounts": given + keys.get("container_mounts", [])})
     assert named(problems) == ({(f"cluster.train.{key}", code)} if key else set())
+
+
+def test_container_keys_without_an_image_have_no_effect(contained):
+    found = contained(
+        container_image=None, python=None, container_mounts=["/tmp"], container_env=["PATH"], container_writable=False
+    )
+    assert named(found) == {(f"cluster.train.container_{key}", "has-no-effect") for key in ("mounts", "env", "writable")}
+
+
+def test_a_folder_that_pyxis_cannot_mount(folder, contained):
+    (folder / "with:colon").mkdir()
+    run_dir, mounts = (
+        f"run_dir={folder}/with:colon/run",
+        [str(path) for path in (ROOT, folder / "model", folder / "data.jsonl")],
+    )
+    (problem,) = contained(run_dir, container_mounts=mounts)
+    assert named([problem]) == {(MOUNTS, "not-mounted")}
+    assert "a colon or a comma. Try to mount a folder above it" in problem.message
+    assert contained(run_dir, container_mounts=[str(ROOT), str(folder)]) == []
+
+
+def test_an_empty_folder_over_the_run_folder_and_pyxiss_own_variables(folder, contained, monkeypatch):
+    mounts = [str(ROOT), str(folder)]
+    assert named(contained(container_mounts=[*mounts, f"tmpfs:{folder}/run"])) == {(MOUNTS, "not-mounted")}
+    monkeypatch.setenv("PYXIS_CONTAINER_WRITABLE", "1")
+    assert named(contained(container_mounts=mounts)) == {("cluster", "contradiction")}
 
 
 def test_an_image_that_ranks_wait_for_is_noted(folder):

@@ -39,6 +39,7 @@ def rows(split, seed): return []
     "unread.py": "def right(:\n",
     "slow.py": "import time\ntime.sleep(600)\n",
     "leaves.py": "import os\nos._exit(3)\n",
+    "large.py": "everything = bytes(64 << 30)\n",
     "needs_gpu.py": "raise RuntimeError('no GPU here')\n",
 }
 
@@ -194,11 +195,16 @@ def test_a_data_set_next_to_the_recipe_is_found(folder):
     assert [problem for problem in input_files.problems(recipe, [], []) if "dataset_name" in str(problem)] == []
 
 
-@pytest.mark.parametrize(("module", "why"), [("slow", "1 s of wall-clock time"), ("leaves", "ended with status 3")])
+@pytest.mark.parametrize(("module", "why"), [("slow", "importing it takes more than 1 s"), ("leaves", "ended with status 3")])
 def test_code_that_hangs_is_noted(folder, monkeypatch, module, why):
     monkeypatch.setattr(user_imports, "PROBE_S", 1.0 if module == "slow" else 30.0)
     problems, (note,) = examined(folder, f"env.mine.kind={module}.right")
     assert problems == [] and why in note
+
+
+def test_code_that_takes_all_memory_is_refused(folder):
+    (problem,), _ = examined(folder, "env.mine.kind=large.right")
+    assert "large.right cannot be imported: MemoryError" in problem
 
 
 def test_the_folder_must_be_mounted(folder):
