@@ -11,7 +11,7 @@ A placement never changes keys that the command line sets. Without GPUs, or with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -109,7 +109,7 @@ def candidates(loaded: Loaded, available: int) -> Iterator[Changes]:
 
 def differing(recipe: Recipe, changes: Changes) -> Changes:
     """Return those of the changes whose value differs from the recipe's present value."""
-    tree = config_tree.from_plain(asdict(recipe), None)
+    tree = config_tree.from_plain(recipe, None)
     return {key: value for key, value in changes.items() if getattr(tree.find(key), "value", None) != value}
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import os
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import yaml
 
@@ -20,6 +21,9 @@ from pipeline.config.yaml_text import NOT_YAML, YAMLLoader, parse_value, summary
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import MISSING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -115,14 +119,21 @@ class ConfigMapping:
 ConfigNode: TypeAlias = "ConfigValue | ConfigMapping"
 
 
+def within(key: str, sections: Iterable[str]) -> bool:
+    """Return whether a dotted key equals, or is inside, one of the sections."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+
 @overload
 def from_plain(
-    value: dict[str, Any], origin: str | None, origins: Mapping[str, str] = {}, prefix: str = ""
+    value: dict[str, Any] | DataclassInstance, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = ""
 ) -> ConfigMapping: ...
 @overload
 def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode: ...
 def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode:
-    """Return a plain value as a tree. origins: dotted key -> origin, for keys whose origin is not that of their parent."""
+    """Return a plain value, or a dataclass, as a tree. origins: dotted key -> origin, for keys that have not their parent's."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     origin = origins.get(prefix, origin)
     if not isinstance(value, dict):
         return ConfigValue(value, origin)

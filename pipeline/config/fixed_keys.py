@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping
+from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, within
 from pipeline.config.interpolation import REFERENCE
 from pipeline.config.parallelism import MEGATRON, Backend
+from pipeline.config.schema_validation import shown
 from pipeline.recipe.problems import Problem
 
 _SHARDED = "the optimizer's state is always sharded over the data-parallel ranks and stays on the GPUs"
@@ -93,9 +94,9 @@ def hint(key: str) -> str | None:
     name = key.removeprefix(f"{MEGATRON}.")
     if key in FIXED:
         value, why = FIXED[key]
-        return f"Megatron-Core's {name} is fixed here to {_shown(value)}, because {why}"
+        return f"Megatron-Core's {name} is fixed here to {shown(value)}, because {why}"
     return next(
-        (f"nothing reads Megatron-Core's {name}, because {why}" for known, why in IGNORED.items() if _in(key, known)), None
+        (f"nothing reads Megatron-Core's {name}, because {why}" for known, why in IGNORED.items() if within(key, [known])), None
     )
 
 
@@ -114,7 +115,12 @@ def problems(tree: ConfigMapping, backend: Backend | None) -> Iterator[Problem]:
             fixed = getattr(tree.find(reference[2]), "value", None)
         value = node.plain() if isinstance(node, ConfigMapping) else node.value
         if value not in (None, "None", fixed):
-            yield Problem(key, "unsupported", f"got {_shown(value)}; expected {_shown(fixed)}: {why}", node.origin or "")
+            yield Problem(
+                key,
+                "unsupported",
+                f"got {shown(value)}; expected {shown(fixed)}: {why}",
+                node.origin or "",
+            )
 
 
 def notes(origins: dict[str, str]) -> Iterator[str]:
@@ -122,11 +128,3 @@ def notes(origins: dict[str, str]) -> Iterator[str]:
     for key, origin in origins.items():
         if key not in FIXED and (why := hint(key)):
             yield f"{origin}: {why}"
-
-
-def _in(key: str, section: str) -> bool:
-    return f"{key}.".startswith(f"{section}.")
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

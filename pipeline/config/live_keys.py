@@ -111,7 +111,7 @@ def steered(started: Recipe, now: Recipe, given: Iterable[tuple[str, ConfigNode]
     keys = [key for key, _ in above.leaves()] + [key for key, node in _empty(above)]
     loaded = loading.examined(now, above)
     unknown = {problem.key for problem in loaded.problems if problem.code == "unknown-key"}
-    fixed = [key for key in keys if live_key(key) is None and not _below(key, unknown)]
+    fixed = [key for key in keys if live_key(key) is None and not config_tree.within(key, unknown)]
     refuse([*_fixed(now, fixed), *loading.independent(loaded.problems, fixed)])
     refuse(loaded.unread(loaded.recipe)[0])
     refuse(_beside(now, loaded.recipe) or _unmet(started, loaded.recipe))
@@ -128,10 +128,6 @@ def _empty(tree: ConfigMapping, prefix: str = "") -> Iterator[tuple[str, ConfigM
             yield from _empty(node, f"{prefix}{name}.")
 
 
-def _below(key: str, others: Iterable[str]) -> bool:
-    return any(f"{key}.".startswith(f"{other}.") for other in others)
-
-
 def _fixed(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
     """Yield a problem for each of `keys`, which cannot change. The first problem lists the keys that can."""
     known, there_are = live_keys(recipe), True
@@ -146,7 +142,7 @@ def _fixed(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
 
 def _beside(now: Recipe, then: Recipe) -> list[Problem]:
     """Return a problem if the change also changes a key that is not live, such as a key of a section that was null."""
-    old, new = ({key: leaf.value for key, leaf in _tree(recipe).leaves()} for recipe in (now, then))
+    old, new = ({key: leaf.value for key, leaf in config_tree.from_plain(recipe, None).leaves()} for recipe in (now, then))
     changed = [key for key in old | new if old.get(key) != new.get(key) and live_key(key) is None]
     for key in changed[:1]:
         was = f"{old[key]} to {new.get(key)}" if key in old else f"nothing to {new[key]}"
@@ -168,10 +164,6 @@ def _unmet(started: Recipe, then: Recipe) -> list[Problem]:
         message = "got 0; expected at least 1. Try the number of the last step to run, or stop the run"
         problems.append(Problem(f"{then.algorithm}.max_num_steps", "too-small", message))
     return problems
-
-
-def _tree(recipe: Recipe) -> ConfigMapping:
-    return config_tree.from_plain(dataclasses.asdict(recipe), None)
 
 
 def _plain(value: Any) -> Any:

@@ -128,7 +128,7 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         *sections, last = key.split(".")
         functools.reduce(lambda section, name: section.setdefault(name, {}), sections, plain)[last] = value
     new, wrong = schema_validation.validate(Recipe, plain)
-    refuse([*schema_validation.unknown_keys(Recipe, given, advice=_advice(unused_keys.Readers.of(recipe))), *wrong])
+    refuse([*schema_validation.unknown_keys(Recipe, given, advice=unused_keys.Readers.of(recipe)), *wrong])
     refuse(contradictions(new))
     return new
 
@@ -247,7 +247,7 @@ def _inspected(
     found_problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unused_keys.Readers.of_tree(whole)
-    for problem in schema_validation.unknown_keys(Recipe, whole, advice=_advice(readers)):
+    for problem in schema_validation.unknown_keys(Recipe, whole, advice=readers):
         found_problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
@@ -268,10 +268,6 @@ def _inspected(
     unique = list(dict.fromkeys(found_problems))
     named = {"references": references, "from_environment": from_environment}
     return Loaded(recipe, unique, origins, [*notes, *fixed_keys.notes(origins)], frozenset(faulty), **named)
-
-
-def _advice(readers: unused_keys.Readers) -> schema_validation.Advice:
-    return schema_validation.Advice(readers.hint, readers.rank, readers.unread, lambda key: bool(fixed_keys.hint(key)))
 
 
 def _whole(given: ConfigMapping) -> ConfigMapping:

@@ -20,6 +20,17 @@ Backend = Literal["megatron", "dtensor"]
 
 DTENSOR = "policy.dtensor_cfg"
 MEGATRON = "policy.megatron_cfg"
+REPLICAS = "data_parallel_replicate_size"
+LAYOUTS: dict[Backend, tuple[str, tuple[str, ...]]] = {
+    "megatron": (MEGATRON, ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")),
+    "dtensor": (DTENSOR, ("tensor_parallel_size", "context_parallel_size", REPLICAS)),
+}
+"""Backend -> its section, and the keys whose product must divide the ranks. FSDP2's replicas are data-parallel ranks."""
+EXPERT_LAYOUTS: dict[Backend, tuple[str, ...]] = {
+    "megatron": ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
+    "dtensor": ("expert_parallel_size", REPLICAS),
+}
+"""The same for experts."""
 LARGEST_NAMED = 1024  # largest divisor that a message suggests
 
 
@@ -92,26 +103,26 @@ def check_layout(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield a problem if a component's ranks cannot be divided as the policy's layout requires."""
-    if backend == "megatron":
-        yield from _check_megatron(policy, component, realm)
-    else:
-        yield from _check_dtensor(policy, component, realm)
-
-
-def _check_dtensor(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield a problem for each layout that `pipeline.train.fsdp_mesh` would refuse."""
-    d = policy.dtensor_cfg
-    yield from (found := list(check_divides(DTENSOR, _dtensor_sizes(policy), component, realm)))
-    if not found:
-        sizes = {
-            "expert_parallel_size": d.expert_parallel_size,
-            "data_parallel_replicate_size": d.data_parallel_replicate_size,
-        }
-        yield from check_divides(DTENSOR, sizes, component, realm)
-    if d.sequence_parallel and d.tensor_parallel_size == 1:
-        message = f"got true with {DTENSOR}.tensor_parallel_size=1; expected more ranks to shard sequences over, or false"
-        yield Problem(f"{DTENSOR}.sequence_parallel", "contradiction", message)
+    """Yield a problem for each layout that megatron.core.parallel_state or `pipeline.train.fsdp_mesh` would refuse."""
+    section, sizes = LAYOUTS[backend]
+    values = policy.megatron_cfg if backend == "megatron" else policy.dtensor_cfg
+    yield from (found := list(check_divides(section, {name: getattr(values, name) for name in sizes}, component, realm)))
+    experts, m = EXPERT_LAYOUTS[backend], policy.megatron_cfg
+    # Without Megatron-Core's expert parallelism experts have the layout of other weights.
+    if not found or (backend == "megatron" and m.expert_model_parallel_size > 1):
+        expert_sizes = {name: getattr(values, name) for name in experts}
+        if backend == "megatron":
+            expert_sizes["expert_tensor_parallel_size"] = expert_tensor_parallel_size(m)
+        yield from check_divides(section, expert_sizes, component, realm)
+    if values.sequence_parallel and getattr(values, sizes[0]) == 1:
+        message = f"got true with {section}.{sizes[0]}=1; expected more ranks to shard sequences over, or false"
+        yield Problem(f"{section}.sequence_parallel", "contradiction", message)
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage") if backend == "megatron" else ():
+        if getattr(m, name) is not None and m.pipeline_model_parallel_size == 1:
+            message = (
+                f"got {getattr(m, name)} with one pipeline stage. Try {MEGATRON}.pipeline_model_parallel_size above 1, or null"
+            )
+            yield Problem(f"{MEGATRON}.{name}", "has-no-effect", message)
 
 
 def check_divides(section: str, sizes: Mapping[str, int], component: ComponentConfig, realm: str) -> Iterator[Problem]:
@@ -142,45 +153,9 @@ def check_divides(section: str, sizes: Mapping[str, int], component: ComponentCo
 
 def data_parallel_size(recipe: Recipe, backend: Backend) -> int:
     """Return the number of data-parallel ranks, which hold different samples of a batch."""
-    policy = recipe.policy
-    if backend == "megatron":
-        return ranks(recipe.cluster.train) // math.prod(_sizes(policy).values())
-    dtensor = policy.dtensor_cfg
-    return ranks(recipe.cluster.train) // (dtensor.tensor_parallel_size * dtensor.context_parallel_size)
-
-
-def _dtensor_sizes(policy: PolicyConfig) -> dict[str, int]:
-    names = ("tensor_parallel_size", "context_parallel_size", "data_parallel_replicate_size")
-    return {name: getattr(policy.dtensor_cfg, name) for name in names}
-
-
-def _sizes(policy: PolicyConfig) -> dict[str, int]:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    return {name: getattr(policy.megatron_cfg, name) for name in names}
-
-
-def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield a problem for each layout that megatron.core.parallel_state or ModelParallelConfig would refuse."""
-    m = policy.megatron_cfg
-    yield from (found := list(check_divides(MEGATRON, _sizes(policy), component, realm)))
-    if not found or m.expert_model_parallel_size > 1:  # without expert parallelism experts have the layout of other weights
-        sizes = {
-            "expert_model_parallel_size": m.expert_model_parallel_size,
-            "expert_tensor_parallel_size": expert_tensor_parallel_size(m),
-            "pipeline_model_parallel_size": m.pipeline_model_parallel_size,
-        }
-        yield from check_divides(MEGATRON, sizes, component, realm)
-    if m.sequence_parallel and m.tensor_model_parallel_size == 1:
-        message = (
-            f"got true with {MEGATRON}.tensor_model_parallel_size=1; expected more ranks to shard sequences over, or false"
-        )
-        yield Problem(f"{MEGATRON}.sequence_parallel", "contradiction", message)
-    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if getattr(m, name) is not None and m.pipeline_model_parallel_size == 1:
-            message = (
-                f"got {getattr(m, name)} with one pipeline stage. Try {MEGATRON}.pipeline_model_parallel_size above 1, or null"
-            )
-            yield Problem(f"{MEGATRON}.{name}", "has-no-effect", message)
+    _, sizes = LAYOUTS[backend]
+    values = recipe.policy.megatron_cfg if backend == "megatron" else recipe.policy.dtensor_cfg
+    return ranks(recipe.cluster.train) // math.prod(getattr(values, name) for name in sizes if name != REPLICAS)
 
 
 def check_expert_layout(policy: PolicyConfig) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from pipeline.config import live_keys, schema_validation, unused_keys
+from pipeline.config import fixed_keys, live_keys, schema_validation, unused_keys
 from pipeline.config.config_tree import RECIPES, REPLACES, ConfigMapping, ConfigValue
 from pipeline.config.environments import KINDS, kind_class
 from pipeline.config.formatting import on_one_line
@@ -252,12 +252,9 @@ def explained(key: str, kinds: Collection[str] | None = None) -> str:
     if name is None:
         tree = ConfigMapping()
         tree.set(key, ConfigValue(None))
-        readers = unused_keys.Readers.of_tree(tree)
-        problems = list(
-            schema_validation.unknown_keys(
-                Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank, readers.unread)
-            )
-        )
+        if fixed := fixed_keys.hint(key):
+            raise RecipeError(Problem("help", "unknown-key", f"got '{key}'; {fixed}"))
+        problems = list(schema_validation.unknown_keys(Recipe, tree, advice=unused_keys.Readers.of_tree(tree)))
         if not problems:  # the key is inside a value, not a section
             parent = key.rpartition(".")[0]
             while _generic(parent) is None:

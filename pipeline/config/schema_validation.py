@@ -59,10 +59,7 @@ def defaults(section: type) -> ConfigMapping:
     tree = ConfigMapping()
     for field in dataclasses.fields(section):
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        value = MISSING if value is dataclasses.MISSING else value
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = dataclasses.asdict(value)
-        tree.children[field.name] = from_plain(value, None)
+        tree.children[field.name] = from_plain(MISSING if value is dataclasses.MISSING else value, None)
     return tree
 
 
@@ -89,24 +86,29 @@ def _node_with_defaults(section: type | None, several: bool, given: ConfigNode, 
 # ---- unknown keys ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class Advice:
-    """Functions that suggest keys in place of unknown ones, in addition to similar spelling.
+    """What is known about unknown keys apart from their spelling. This class knows nothing; a subclass knows a recipe."""
 
-    hint: from an unknown key to a hint such as `did you mean 'b.c'?`; None if there is none
-    rank: from an unknown key to a function from one of our keys to its rank as a suggestion, lowest first
-    unread: from one of our keys to the reason why the recipe does not read it; None if it does
-    known: from a key to whether the recipe may have it although it is in no section
-    """
+    def accepts(self, key: str) -> bool:
+        """Return whether the tree may have a key although it is in no section."""
+        return False
 
-    hint: Callable[[str], str | None] = lambda key: None
-    rank: Callable[[str], Callable[[str], int]] = lambda near: lambda key: 0
-    unread: Callable[[str], str | None] = lambda key: None
-    known: Callable[[str], bool] = lambda key: False
+    def hint(self, key: str) -> str | None:
+        """Return a hint for an unknown key, such as `did you mean 'b.c'?`; None if there is none."""
+
+    def rank(self, near: str) -> Callable[[str], int]:
+        """Return a function from one of our keys to its rank as a suggestion in place of `near`, lowest first."""
+        return lambda key: 0
+
+    def unread(self, key: str) -> str | None:
+        """Return the reason why the recipe does not read one of our keys; None if it does."""
+
+
+NOTHING_KNOWN = Advice()
 
 
 def unknown_keys(
-    section: type, tree: ConfigMapping, whole: type | None = None, advice: Advice = Advice(), prefix: str = ""
+    section: type, tree: ConfigMapping, whole: type | None = None, advice: Advice = NOTHING_KNOWN, prefix: str = ""
 ) -> Iterator[Problem]:
     """Yield a problem for each key of the tree that a section does not have.
 
@@ -124,7 +126,7 @@ def unknown_keys(
                 if inner and isinstance(child, ConfigMapping):
                     yield from unknown_keys(inner, child, whole, advice, f"{where}.")
             continue
-        if advice.known(key):
+        if advice.accepts(key):
             continue
         leaves = [(key, node)] if isinstance(node, ConfigValue) else list(node.leaves(f"{key}."))
         ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # a key of another section
@@ -282,10 +284,10 @@ def _problem(key: str, error: Mapping[str, Any]) -> Problem:
         return Problem(key, kind, context["message"])
     context = {name: str(one).replace(" or ", ", ").replace("'", "") for name, one in context.items()}
     code, expected = BOUNDS.get(kind) or ("wrong-type", EXPECTED[kind.partition("_")[0]])
-    expected, shown = expected.format(**context), _shown(error["input"])
+    expected, got = expected.format(**context), shown(error["input"])
     if isinstance(error["loc"][-1], int):
-        expected, shown = f"{expected} for each item", f"{shown} as an item"
-    return Problem(key, code, f"got {shown}; expected {expected}")
+        expected, got = f"{expected} for each item", f"{got} as an item"
+    return Problem(key, code, f"got {got}; expected {expected}")
 
 
 def _printable(name: str) -> str:
@@ -293,7 +295,8 @@ def _printable(name: str) -> str:
     return name if name.isprintable() else ascii(name)[1:-1]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: as in YAML, a text in quotes, and shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):

@@ -7,14 +7,13 @@ reported, unless the file or the command line changes the algorithm: then a note
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.algorithms import ALGORITHMS, read_by
 from pipeline.config import aliases, fixed_keys, schema_validation
-from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain
+from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain, within
 from pipeline.config.data import keyed_sets
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
@@ -50,7 +49,7 @@ References = Mapping[str, Collection[str]]
 
 
 @dataclass(frozen=True)
-class Readers:
+class Readers(schema_validation.Advice):
     """The choices that decide which keys of a recipe are read. None stands for a choice that is still open."""
 
     algorithm: str | None
@@ -73,18 +72,22 @@ class Readers:
 
     def unread(self, key: str) -> str | None:
         """Return the reason why nothing reads a key; None if something reads it or may read it."""
-        if _within(key, ALWAYS_READ):
+        if within(key, ALWAYS_READ):
             return None
         for backend, section in SECTIONS.items():
-            if self.backend not in (None, backend) and _within(key, (section,)):
+            if self.backend not in (None, backend) and within(key, (section,)):
                 return f"the backend is {NAMES[self.backend]}, which does not read it"
-        if self.backend == "megatron" and (own := [name for name in self.own if _within(key, (f"policy.{name}",))]):
+        if self.backend == "megatron" and (own := [name for name in self.own if within(key, (f"policy.{name}",))]):
             return f"the backend is Megatron-Core, which reads {MEGATRON}.{own[0]} instead, since the recipe has that section"
         if self.algorithm and self.algorithm not in read_by(key):
             return f"the algorithm is {self.algorithm}, which does not read it"
-        if self.algorithm and _within(key, (self.algorithm,)) and not _may_have(key):
+        if self.algorithm and within(key, (self.algorithm,)) and not _may_have(key):
             return f"the algorithm is {self.algorithm}, which has no such key"
         return None
+
+    def accepts(self, key: str) -> bool:
+        """Return whether a key is one of NeMo-RL's that the recipe may have without effect."""
+        return fixed_keys.hint(key) is not None
 
     def hint(self, key: str) -> str | None:
         """Return a hint for an unknown key; None if it is no known key of another library."""
@@ -96,14 +99,14 @@ class Readers:
 
     def rank(self, near: str) -> Callable[[str], int]:
         """Return a function from a key to its rank as a suggestion in place of `near`, lowest first."""
-        section = next((section for section in SECTIONS.values() if _within(near, (section,))), None)
+        section = next((section for section in SECTIONS.values() if within(near, (section,))), None)
 
         def of(key: str) -> int:
             if self.unread(key):
                 return 3
-            if not _within(key, SECTIONS.values()):
+            if not within(key, SECTIONS.values()):
                 return 1
-            return 0 if section and _within(key, (section,)) else 2
+            return 0 if section and within(key, (section,)) else 2
 
         return of
 
@@ -111,12 +114,12 @@ class Readers:
         """Return a hint for a key that is not read: keys to set in its place, or to leave it out."""
         alternatives = []
         for pair in (*SAME, *(pair[::-1] for pair in SAME)):
-            if _within(key, pair[:1]) and not self.unread(pair[1]):
+            if within(key, pair[:1]) and not self.unread(pair[1]):
                 alternatives.append(pair[1])
         algorithm, _, rest = key.partition(".")
         if algorithm in ALGORITHMS and _defaults().find(f"{self.algorithm}.{rest}"):
             alternatives.append(f"{self.algorithm}.{rest}")
-        if own := next((section for section in SECTIONS.values() if _within(key, (section,))), None):
+        if own := next((section for section in SECTIONS.values() if within(key, (section,))), None):
             others = [f"{section}.enabled=false" for section in SECTIONS.values() if section != own]
             alternatives.append(" ".join([*others, f"{own}.enabled=true"]))
         return f"try {' or '.join(dict.fromkeys(alternatives))}" if alternatives else "leave it out"
@@ -152,7 +155,7 @@ def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: Re
             recipe, origins, references, lambda origin, both=path_is_own: origin == COMMAND_LINE or (both and own(origin))
         )
         for key in given:
-            if _within(key, fields):
+            if within(key, fields):
                 why = f"a file ({section}.data_path) does not use it; leave it out, or set {section}.dataset_name"
                 yield Problem(key, "has-no-effect", why, origins[key])
 
@@ -165,7 +168,7 @@ def notes(recipe: Recipe, origins: Mapping[str, str], references: References, fi
     readers = Readers.of(recipe)
     given = list(_given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file))
     if readers.backend:
-        unread = [key for key in given if _within(key, SECTIONS.values()) and readers.unread(key)]
+        unread = [key for key in given if within(key, SECTIONS.values()) and readers.unread(key)]
         yield from _note(file, unread, f"the backend is {NAMES[readers.backend]}")
     unread = [key for key in given if readers.algorithm not in read_by(key)]
     yield from _note(file, unread, f"the algorithm is {readers.algorithm}")
@@ -179,7 +182,7 @@ def notes(recipe: Recipe, origins: Mapping[str, str], references: References, fi
 def _lacks(recipe: Recipe, key: str, origins: Mapping[str, str]) -> bool:
     """Return whether the algorithm has a key of another one's section too, but unset and with another value."""
     section, _, rest = key.partition(".")
-    counterpart, now = f"{recipe.algorithm}.{rest}", from_plain(dataclasses.asdict(recipe), None)
+    counterpart, now = f"{recipe.algorithm}.{rest}", from_plain(recipe, None)
     if section not in ALGORITHMS or section == recipe.algorithm or counterpart in origins:
         return False
     return now.find(counterpart) is not None and _value(now, counterpart) != _value(now, key)
@@ -195,9 +198,9 @@ def _given(recipe: Recipe, origins: Mapping[str, str], references: References, w
     """Yield the keys that differ from the default, whose origin `wanted` accepts, and to which no key that is read refers."""
     readers = Readers.of(recipe)
     referred = {name for key, names in references.items() if not readers.unread(key) for name in names}
-    default, now = _defaults(), from_plain(dataclasses.asdict(recipe), None)
+    default, now = _defaults(), from_plain(recipe, None)
     for key, origin in origins.items():
-        if wanted(origin) and not _within(key, referred) and _value(default, key) != _value(now, key):
+        if wanted(origin) and not within(key, referred) and _value(default, key) != _value(now, key):
             yield key
 
 
@@ -219,7 +222,3 @@ def _value(tree: ConfigMapping, key: str) -> Any:
     """Return the text, number, truth value or null at a key; None for a list or a mapping."""
     value = getattr(tree.find(key), "value", None)
     return None if isinstance(value, list) else value
-
-
-def _within(key: str, sections: Collection[str]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
