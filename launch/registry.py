@@ -24,8 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch.api import provenance
-from launch.api.provenance import ModelVersion
-from launch.governance.model_registry import STAGES, Stage
+from launch.governance.model_registry import STAGES, ModelVersion, Stage
 from launch.terminal import command_line, console
 from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line

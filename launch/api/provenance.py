@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch.governance import graph, lineage_drawing, search, tree
 from launch.governance.graph import Lineage, LineageNode
-from launch.governance.model_registry import Registry, Stage
+from launch.governance.model_registry import ModelRegistry
 from launch.governance.search import Descendant
 from launch.terminal.safe_text import on_one_line
 from launch.terminal.units import plural
@@ -112,72 +111,10 @@ def made_from(path: str | os.PathLike[str], *, root: str | os.PathLike[str] = RU
 
 def _read(root: str | os.PathLike[str]) -> tuple[Lineage, HashCache]:
     folder = Path(root).absolute()
-    return graph.read(folder), HashCache(folder / f".hashes-{os.geteuid()}.jsonl" if folder.is_dir() else None)
+    return graph.read(folder), HashCache.below(folder)
 
 
 # ---- registry -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModelVersion:
-    """A version of a named model: an export, whose files stay where they are, and its stage."""
-
-    name: str
-    version: int  # from 1
-    stage: Stage  # candidate, production or retired
-    export: str  # the folder
-    id: str  # of the export's weights, by content
-    run: str  # the name of the run that it is from
-    step: int  # of the checkpoint
-    scores: Sequence[Mapping[str, Any]]  # suite, task, metric, value, low, high, questions and evaluation of each task
-    files: Mapping[str, str]  # SHA-256 by name
-    history: Sequence[Mapping[str, Any]]  # time, user and stage of each change
-
-
-class ModelRegistry:
-    """Holds the named versions of models in a folder. Each change adds a line to the audit log."""
-
-    def __init__(self, folder: Path, audit: str = AUDIT_AUTO):
-        """Open the registry in a folder. audit: where changes are logged, a value as of the key `cluster.audit`."""
-        self.folder = folder
-        self._registry = Registry(folder, audit)
-
-    def __repr__(self) -> str:
-        return f"ModelRegistry({str(self.folder)!r})"
-
-    def add(self, name: str, export: str | os.PathLike[str], *, root: str | os.PathLike[str] = RUNS) -> ModelVersion:
-        """Add an export to a name as its next version, in the stage `candidate`, and return that version.
-
-        Args:
-            name: letters, digits, _ and -.
-            export: the folder of an export.
-            root: the folder of the runs, whose evaluations of the export, or of its checkpoint, give the scores.
-
-        Raises:
-            RecipeError: if the export's files were changed, if the name has this export already, or if it cannot be recorded.
-        """
-        return _version(name, self._registry.add(name, Path(export).absolute(), Path(root).absolute()))
-
-    def promote(self, name: str, version: int, stage: Stage) -> ModelVersion:
-        """Put a version into a stage, and return it. A new version in production retires the one that was there.
-
-        Raises RecipeError if there is no such version or stage, if the version is in that stage already, if it is to go into
-        production and its files are not as they were exported, or if the change cannot be recorded.
-        """
-        return _version(name, self._registry.promote(name, version, stage))
-
-    def names(self) -> list[str]:
-        """Return the names that have versions, in order."""
-        return self._registry.names()
-
-    def versions(self, name: str | None = None) -> list[ModelVersion]:
-        """Return the versions of a name, or with None of all names, oldest first. Raises RecipeError for a damaged file."""
-        names = self.names() if name is None else [name]
-        return [_version(version_name, values) for version_name in names for values in self._registry.versions(version_name)]
-
-    def show(self, name: str, version: int | None = None) -> ModelVersion:
-        """Return a version of a name. version: None: the one in production, else the latest. Raises RecipeError without one."""
-        return _version(name, self._registry.version(name, version))
 
 
 def registry(folder: str | os.PathLike[str] = "runs/registry", *, audit: str = AUDIT_AUTO) -> ModelRegistry:
@@ -188,8 +125,3 @@ def registry(folder: str | os.PathLike[str] = "runs/registry", *, audit: str = A
         audit: the folder of the audit log, `auto` (as for runs) or `none`.
     """
     return ModelRegistry(Path(folder).absolute(), audit)
-
-
-def _version(name: str, values: Mapping[str, Any]) -> ModelVersion:
-    names = {column.name for column in fields(ModelVersion)} - {"name"}
-    return ModelVersion(name=name, **{key: values[key] for key in names})

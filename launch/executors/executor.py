@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from pipeline.files.storage import wait_for
+from pipeline.node.python_path import ROOT as ROOT
 
-ROOT = Path(__file__).parents[2]
-"""The folder from which ranks import `launch` and `pipeline`."""
 REPORT = "hetstep:"
 """The prefix of Hetstep's own lines in the log of a batch script."""
 

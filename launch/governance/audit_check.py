@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ FIELDS = {**dict.fromkeys(TEXTS, str), "number": int, "details": dict}
 RECEIPT = {"folder": str, "number": int, "hash": str}
 TRIES = 100
 """How often the log and its head are read before a check gives up on reading both between two writes."""
+MANIFEST = "manifest.json"
 INSIDE = "evaluations/*/step_*"
 """Run folders inside a run folder."""
 
@@ -70,9 +71,8 @@ def verify(folder: Path) -> AuditCheck:
     """
     findings: list[Finding] = []
     notes: list[str] = []
-    kept = list(_receipts(folder, notes))
     named = [entry for _, entry in _entries(_content(folder / LOG) or b"") if entry]
-    kept += _elsewhere(named, {path for path, _ in kept}, notes)
+    kept = list(_receipts(dict.fromkeys((*_below(folder), *_named(named))), notes))
     data, head = _at_one_moment(folder)  # after the receipts, for a line is there before its receipt
     entries = list(_entries(data or b""))
     own = _of_this_log(folder, entries, kept, notes)
@@ -258,44 +258,35 @@ def _of_this_log(
     return own
 
 
-def _receipts(folder: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) for each receipt in the runs, evaluations, exports and registries below a folder."""
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the files with receipts of the runs, evaluations, exports and registries below a folder; some may not exist."""
     for run_dir in find(folder, DEEPEST):
-        for inner in (run_dir, *sorted(run_dir.glob(INSIDE))):
-            yield from _of_file(inner / "manifest.json", notes)
-        yield from _of_exports(run_dir, notes)
-    for path in sorted(folder.glob("registry/*.json")):
-        yield from _of_file(path, notes)
+        yield from (inner / MANIFEST for inner in (run_dir, *sorted(run_dir.glob(INSIDE))))
+        yield input_records.exports_of(run_dir)
+    yield from sorted(folder.glob("registry/*.json"))
 
 
-def _elsewhere(entries: list[dict[str, Any]], seen: set[Path], notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) from the files of runs, exports and registries that log entries name. Skip files in `seen`."""
+def _named(entries: list[dict[str, Any]]) -> Iterator[Path]:
+    """Yield the files with receipts of the runs, exports and registries that log entries name; some may not exist."""
     for action, subject in sorted({(entry["action"], Path(entry["subject"])) for entry in entries}):
-        if action in ("add", "promote") and subject not in seen:
-            yield from _of_file(subject, notes)
-        elif action == "submit" and subject / "manifest.json" not in seen:
-            yield from _of_file(subject / "manifest.json", notes)
-        elif action == "export" and input_records.exports_of(subject) not in seen:
-            yield from _of_exports(subject, notes)
+        if action in ("add", "promote"):
+            yield subject
+        elif action == "submit":
+            yield subject / MANIFEST
+        elif action == "export":
+            yield input_records.exports_of(subject)
 
 
-def _of_file(path: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) for each receipt in a JSON file; nothing if it does not exist. Adds a note if it is unreadable."""
-    try:
-        found = small_files.read(path, object)
-    except (OSError, RecipeError) as error:
-        notes.append(f"receipts cannot be read: {error}")
-        return
-    yield from ((path, receipt) for receipt in _within(found))
-
-
-def _of_exports(run_dir: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
-    path = input_records.exports_of(run_dir)
-    try:
-        for line in input_records.read_exports(run_dir):
-            yield from ((path, receipt) for receipt in _within(line))
-    except (OSError, RecipeError) as error:
-        notes.append(f"receipts cannot be read: {error}")
+def _receipts(paths: Iterable[Path], notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
+    """Yield (file, receipt) for each receipt in files of JSON or JSON lines. Adds a note for an unreadable file."""
+    for path in paths:
+        try:
+            is_exports = path.name == input_records.EXPORTS
+            content = list(input_records.read_exports(path.parents[1])) if is_exports else small_files.read(path, object)
+        except (OSError, RecipeError) as error:
+            notes.append(f"receipts cannot be read: {error}")
+            continue
+        yield from ((path, receipt) for receipt in _within(content))
 
 
 def _within(value: Any) -> Iterator[Receipt]:

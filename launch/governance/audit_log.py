@@ -96,7 +96,7 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
         "host": socket.gethostname(),
         "action": action,
         "subject": str(subject),
-        "details": _plain(details),
+        "details": secrets.redact_values(details),
     }
     try:
         with _lock_files(folder) as (log, head):
@@ -151,15 +151,6 @@ def _can_write(folder: Path) -> bool:
     """Return whether this user may write into a folder, or may create it."""
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     return os.access(existing, os.W_OK | os.X_OK)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON types, with secrets in its texts redacted."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float) else secrets.redact(str(value))
 
 
 # ---- the form of lines --------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Write lineage.json beside an exported model: everything that the model comes from, known by content, without local paths."""
+"""Write lineage.json beside an exported model: everything that the model comes from, known by content, without local paths.
+
+The observer at the end calls this for each export, and writes what a run is made from at its submission.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from launch.governance import inputs, model_card
 from launch.governance.inputs import content, is_weights
 from launch.runs import shared_files
+from launch.runs.run_events import RunObserver
 from launch.runs.run_folder import RunFolder
 from launch.runs.shared_files import Unusable
 from pipeline.checkpoints.verification import WITHOUT_DIGEST
-from pipeline.config import Problem, RecipeError
+from pipeline.config import Problem, Recipe, RecipeError
 from pipeline.files import digests, small_files
 from pipeline.files.storage import append
 from pipeline.lineage import file_hashes, input_records
@@ -97,15 +102,15 @@ def of_run(run_dir: Path) -> dict[str, Any]:
     last = run.submissions[-1] if run.submissions else {}
     hashes = dict(file_hashes.read_hashes(run_dir / FOLDER / HASHES))
     images = {name: image.get("digest") for name, image in (last.get("images") or {}).items()}
-    inputs = []
+    made_of = []
     for entry in input_records.read_inputs(run_dir).get("inputs", ()):
         base = Path(entry["path"] or "/")
         base = base if base.is_dir() else base.parent
         files = {os.path.relpath(state.path, base): hashes.get(state) for state in input_records.files_of(entry)}
         name = Path(entry["name"]).name if os.path.isabs(entry["name"]) else entry["name"]
-        inputs.append({"key": entry["key"], "role": entry["role"], "name": name, "files": files, "origin": _origin(entry)})
+        made_of.append({"key": entry["key"], "role": entry["role"], "name": name, "files": files, "origin": _origin(entry)})
         if '"/' not in json.dumps(arguments := entry.get("arguments")):  # no absolute path
-            inputs[-1]["arguments"] = arguments
+            made_of[-1]["arguments"] = arguments
     return {
         "id": input_records.run_id(run_dir) or content([str(run_dir)]),
         "name": run_dir.name,
@@ -113,7 +118,7 @@ def of_run(run_dir: Path) -> dict[str, Any]:
         "git": last.get("git"),
         "recipe": last.get("recipe"),
         "images": images,
-        "inputs": inputs,
+        "inputs": made_of,
     }
 
 
@@ -130,3 +135,19 @@ def _origin(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     if above is None or input_records.run_id(above) != origin.get("run", {}).get("id"):
         return {key: value for key, value in origin.items() if key != "path"}
     return {"kind": "checkpoint", "id": origin.get("id"), "step": origin["step"], "run": of_run(above)}
+
+
+class AncestryObserver(RunObserver):
+    """Writes inputs.json for each run, and lineage.json and the model card for each export."""
+
+    def prepared(self, recipe: Recipe, run_dir: Path) -> list[str]:
+        """Write inputs.json, and return a warning for each input file that was rewritten since an earlier submission."""
+        return inputs.write(recipe, run_dir)
+
+    def exported(self, run_dir: Path, checkpoint: Path, step: int, form: str, out: Path, receipts: Mapping[str, Any]) -> None:
+        """Write lineage.json and the model card into the export. Raises OSError and RecipeError."""
+        write(run_dir, checkpoint, step, out, form, receipts.get("audit"))
+        (out / model_card.FILE).write_text(model_card.text(RunFolder.at(run_dir), step), encoding="utf-8")
+
+
+OBSERVER = AncestryObserver()

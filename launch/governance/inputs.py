@@ -38,8 +38,7 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
     added = [entry for entry in of_recipe(recipe) if entry not in before]
     audit = extras.find("audit")
     folder = (audit.folder_for(recipe.cluster.audit, run_dir) if audit else None) or run_dir.parent
-    cache = folder / f".hashes-{os.geteuid()}.jsonl"
-    small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *added]})
+    small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(file_hashes.cache_path(folder)), "inputs": [*before, *added]})
     earlier = {state.path: state for entry in before for state in input_records.files_of(entry)}
     hashes = dict(file_hashes.read_hashes(run_dir / FOLDER / input_records.HASHES))
     now = [state for entry in added for state in input_records.files_of(entry)]

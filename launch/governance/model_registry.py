@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -58,49 +58,72 @@ class _Versions(TypedDict):
 
 
 @dataclass(frozen=True)
-class Registry:
-    """A registry in a folder. audit: where its changes are logged, a value as of the key `cluster.audit` of a recipe."""
+class ModelVersion:
+    """A version of a named model: an export, whose files stay where they are, and its stage."""
 
-    folder: Path
-    audit: str = AUDIT_AUTO
+    name: str
+    version: int  # from 1
+    stage: Stage
+    export: str  # the folder
+    id: str  # of the export's weights, by content
+    run: str  # the name of the run that it is from
+    step: int  # of the checkpoint
+    scores: Sequence[Mapping[str, Any]]  # suite, task, metric, value, low, high, questions and evaluation of each task
+    files: Mapping[str, str]  # SHA-256 by name
+    history: Sequence[Mapping[str, Any]]  # time, user and stage of each change
+
+
+class ModelRegistry:
+    """Holds the named versions of models in a folder. Each change adds a line to the audit log."""
+
+    def __init__(self, folder: Path, audit: str = AUDIT_AUTO):
+        """Open the registry in a folder. audit: where changes are logged, a value as of the key `cluster.audit`."""
+        self.folder = folder
+        self._audit = audit
+
+    def __repr__(self) -> str:
+        return f"ModelRegistry({str(self.folder)!r})"
 
     def names(self) -> list[str]:
         """Return the names that have versions, in order."""
         return sorted(path.stem for path in self.folder.glob("*.json") if not path.name.startswith("."))
 
-    def versions(self, name: str) -> list[dict[str, Any]]:
-        """Return the versions of a name, oldest first; [] if there are none. Raises RecipeError for a damaged file."""
-        found = small_files.read(self.folder / f"{name}.json", _Versions, "name", "Try to restore it from a copy")
-        return [dict(each) for each in found["versions"]] if found else []
+    def versions(self, name: str | None = None) -> list[ModelVersion]:
+        """Return the versions of a name, or with None of all names, oldest first. Raises RecipeError for a damaged file."""
+        names = self.names() if name is None else [name]
+        return [_version(one_name, values) for one_name in names for values in self._read(one_name)]
 
-    def version(self, name: str, number: int | None = None) -> dict[str, Any]:
-        """Return a version of a name.
-
-        number: None: the version in production, else the latest. Raises RecipeError without one.
-        """
-        found = self.versions(name)
-        if not found:
+    def show(self, name: str, version: int | None = None) -> ModelVersion:
+        """Return a version of a name. version: None: the one in production, else the latest. Raises RecipeError without one."""
+        versions = self.versions(name)
+        if not versions:
             known = ", ".join(self.names()) or "none"
             raise RecipeError(Problem("name", "file-not-found", f"got {name}; expected a name in {self.folder}: {known}"))
-        if number is None:
-            return next((each for each in found if each["stage"] == "production"), found[-1])
-        for each in found:
-            if each["version"] == number:
-                return each
-        numbers = ", ".join(str(each["version"]) for each in found)
-        raise RecipeError(Problem("version", "file-not-found", f"got {number}; expected a version of {name}: {numbers}"))
+        if version is None:
+            return next((entry for entry in versions if entry.stage == "production"), versions[-1])
+        for entry in versions:
+            if entry.version == version:
+                return entry
+        numbers = ", ".join(str(entry.version) for entry in versions)
+        raise RecipeError(Problem("version", "file-not-found", f"got {version}; expected a version of {name}: {numbers}"))
 
-    def add(self, name: str, export: Path, root: Path) -> dict[str, Any]:
+    def add(self, name: str, export: str | os.PathLike[str], *, root: str | os.PathLike[str] = "runs") -> ModelVersion:
         """Add an export to a name as its next version, in the stage `candidate`, and return that version.
 
-        root: the folder of the runs, whose evaluations of the export give the scores. Raises RecipeError if the name has other
-        characters than letters, digits, _ and -, if the folder has no lineage.json, if the export's files were changed, or if
-        the export is a version of this name already.
+        Args:
+            name: letters, digits, _ and -.
+            export: the folder of an export.
+            root: the folder of the runs, whose evaluations of the export, or of its checkpoint, give the scores.
+
+        Raises:
+            RecipeError: if the name is not valid or has this export already, if the folder has no lineage.json, if the export's
+                files were changed, or if the change cannot be recorded.
         """
         if not NAME.fullmatch(name):
             raise RecipeError(Problem("name", "bad-format", f"got '{name}'; expected letters, digits, _ and -"))
+        export, root = Path(export).absolute(), Path(root).absolute()
         origin = read_export(export)
-        cache = HashCache(root / f".hashes-{os.geteuid()}.jsonl" if root.is_dir() else None)
+        cache = HashCache.below(root)
         if changed := changes(export, origin["files"], cache):
             raise RecipeError(_changed("export", export, changed))
         made = {
@@ -113,7 +136,7 @@ class Registry:
             "files": origin["files"],
         }
 
-        def change(versions: list[dict[str, Any]]) -> dict[str, Any]:
+        def append(versions: list[dict[str, Any]]) -> dict[str, Any]:
             if (same := [each for each in versions if each["id"] == made["id"] and each["export"] == made["export"]]) != []:
                 why = f"got {export}, which is version {same[0]['version']} of {name} already; expected another export"
                 raise RecipeError(Problem("export", "already-exists", why))
@@ -121,50 +144,54 @@ class Registry:
             versions.append({"version": number, **made, "history": []})
             return versions[-1]
 
-        return self._change(name, "add", change, {"export": str(export), "stage": "candidate"})
+        return self._change(name, "add", append, {"export": str(export), "stage": "candidate"})
 
-    def promote(self, name: str, number: int, stage: Stage) -> dict[str, Any]:
+    def promote(self, name: str, version: int, stage: Stage) -> ModelVersion:
         """Put a version into a stage, and return it. A new version in production retires the one that was there.
 
-        Raises RecipeError if there is no such version or stage, if the version is in that stage already, or if it is to go into
-        production and its files are not as they were exported.
+        Raises RecipeError if there is no such version or stage, if the version is in that stage already, if it is to go into
+        production and its files are not as they were exported, or if the change cannot be recorded.
         """
         if stage not in STAGES:
             raise RecipeError(Problem("stage", "not-a-choice", f"got {stage}; expected {', '.join(STAGES)}"))
-        found = self.version(name, number)
-        if found["stage"] == stage:
-            why = f"got {stage}, the present stage of version {number} of {name}; expected another stage"
+        present = self.show(name, version)
+        if present.stage == stage:
+            why = f"got {stage}, the present stage of version {version} of {name}; expected another stage"
             raise RecipeError(Problem("stage", "contradiction", why))
-        if stage == "production" and (changed := changes(Path(found["export"]), found["files"], HashCache(None))):
-            raise RecipeError(_changed("version", Path(found["export"]), changed))
+        if stage == "production" and (changed := changes(Path(present.export), present.files, HashCache(None))):
+            raise RecipeError(_changed("version", Path(present.export), changed))
 
         def change(versions: list[dict[str, Any]]) -> dict[str, Any]:
             for each in versions:
                 if stage == "production" and each["stage"] == "production":
                     each["stage"] = "retired"
-                    each["history"].append({**_now(), "stage": "retired", "why": f"version {number} took its place"})
-            own = next(each for each in versions if each["version"] == number)
+                    each["history"].append({**_now(), "stage": "retired", "why": f"version {version} took its place"})
+            own = next(each for each in versions if each["version"] == version)
             own["stage"] = stage
             return own
 
-        return self._change(name, "promote", change, {"version": number, "stage": stage})
+        return self._change(name, "promote", change, {"version": version, "stage": stage})
 
     def _change(
         self, name: str, action: Action, change: Callable[[list[dict[str, Any]]], dict[str, Any]], details: dict[str, Any]
-    ) -> dict[str, Any]:
+    ) -> ModelVersion:
         """Apply `change` to the versions of a name, under the registry's lock, and return the version that `change` returns.
 
         A line goes into the audit log before the file is written.
         """
         path = self.folder / f"{name}.json"
         with self._locked():
-            versions = self.versions(name)
+            versions = self._read(name)
             own = change(versions)
-            root = folder_for(self.audit, self.folder)
+            root = folder_for(self._audit, self.folder)
             receipt = record(action, path, {**details, "version": own["version"]}, root) if root else None
             own["history"].append({**_now(), "stage": own["stage"], "audit": as_record(receipt)})
             small_files.write(path, {"name": name, "versions": versions})
-        return own
+        return _version(name, own)
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        found = small_files.read(self.folder / f"{name}.json", _Versions, "name", "Try to restore it from a copy")
+        return [dict(entry) for entry in found["versions"]] if found else []
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -175,6 +202,10 @@ class Registry:
         except Unusable as error:
             why = f"got {self.folder}, {error.why}; expected a writable folder. Try {error.remedy}, or another registry=..."
             raise RecipeError(Problem("registry", error.code, why)) from error
+
+
+def _version(name: str, values: Mapping[str, Any]) -> ModelVersion:
+    return ModelVersion(name, **{column.name: values[column.name] for column in fields(ModelVersion)[1:]})
 
 
 def _now() -> dict[str, str]:
@@ -190,7 +221,7 @@ def read_export(folder: Path) -> dict[str, Any]:
     return found
 
 
-def changes(folder: Path, files: dict[str, str], cache: HashCache) -> list[str]:
+def changes(folder: Path, files: Mapping[str, str], cache: HashCache) -> list[str]:
     """Return how the files of an export differ from their recorded hashes: `x is missing`, `x was changed`, `x is new`.
 
     files: file name -> SHA-256.

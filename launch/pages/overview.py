@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from launch.drawing.html import Html, table, tag, text
@@ -14,6 +14,7 @@ from launch.runs import run_changes, run_files
 from launch.runs.attempts import AttemptFolder
 from launch.runs.run_folder import MetricColumns, last_active
 from launch.runs.run_state import RunState
+from launch.runs.status_text import duration
 from launch.terminal.units import plural
 from pipeline.config.formatting import on_one_line
 
@@ -129,8 +130,3 @@ def moment(unix_s: float) -> str:
 def moment_of(iso: str) -> str:
     """Format an ISO 8601 time with its offset as UTC, to the minute."""
     return moment(datetime.fromisoformat(iso).timestamp())
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as H:MM:SS, with days before it if there are any."""
-    return str(timedelta(seconds=round(seconds)))

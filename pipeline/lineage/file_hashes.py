@@ -35,6 +35,11 @@ class FileState:
         return cls(str(path), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
+def cache_path(runs: Path) -> Path:
+    """Return the path of this user's cache in a folder of runs."""
+    return runs / f".hashes-{os.geteuid()}.jsonl"
+
+
 class HashCache:
     """Holds file state -> SHA-256, in a file to which each new hash appends a line. Another user's file is not read."""
 
@@ -44,6 +49,11 @@ class HashCache:
         self._digests: dict[FileState, str] = {}
         if path is not None:
             self._digests = dict(read_hashes(path, own=True))
+
+    @classmethod
+    def below(cls, runs: Path) -> HashCache:
+        """Open this user's cache in a folder of runs; a cache in memory if there is no such folder."""
+        return cls(cache_path(runs) if runs.is_dir() else None)
 
     def get(self, state: FileState) -> str | None:
         """Return the SHA-256 of a file in this state, in hex; None if it is unknown."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 
 from pipeline.monitor.readings import GB, Sample
+from pipeline.node.memory_kills import SYSTEM_FILES, memory_cgroups
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
-SYSTEM_FILES = Path("/")
 NO_LIMIT = 1 << 60
 """If a group has no limit, its limit in cgroup v1 is at least this number."""
 
@@ -96,7 +96,7 @@ def cgroup_memory(root: Path = SYSTEM_FILES) -> tuple[int, int] | None:
     The use does not count file caches that the kernel can drop.
     """
     bounds = []
-    for folder, limit, use in _cgroups(root):
+    for folder, limit, use in _limits(root):
         with contextlib.suppress(OSError, ValueError):  # a limit of `max` is no number
             bound, used = int((folder / limit).read_text()), int((folder / use).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -105,20 +105,12 @@ def cgroup_memory(root: Path = SYSTEM_FILES) -> tuple[int, int] | None:
     return min(bounds, key=lambda pair: pair[0] - pair[1], default=None)
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+def _limits(root: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield (folder, file of the limit, file of the use) of this process's cgroup and its parents, for cgroup v1 and v2."""
     with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            limit, use = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-            own_folder = top / path.lstrip("/")
-            for folder in (own_folder, *own_folder.parents):
-                yield folder, limit, use
-                if folder == top:
-                    break
+        for folders, is_first_version in memory_cgroups(root):
+            limit, use = ("limit_in_bytes", "usage_in_bytes") if is_first_version else ("max", "current")
+            yield from ((folder, f"memory.{limit}", f"memory.{use}") for folder in folders)
 
 
 # ---- network cards --------------------------------------------------------------------------------------------------------

@@ -38,19 +38,26 @@ class MemoryKills:
         return f"the kernel ended {what} for memory: oom_kill in {path} grew by {grown[path]}"
 
 
+def memory_cgroups(root: Path = SYSTEM_FILES) -> Iterator[tuple[list[Path], bool]]:
+    """Yield (folders of this process's cgroup and its parents, whether they are of cgroup v1) of each hierarchy with memory.
+
+    Raises OSError and ValueError if the system has no cgroups.
+    """
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            own = top / path.lstrip("/")
+            yield [folder for folder in (own, *own.parents) if folder.is_relative_to(top)], bool(controllers)
+
+
 def _counts(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield (file, its oom_kill) of this process's cgroup, its parents and, in cgroup v1, its siblings and children."""
     with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            name = "memory.oom_control" if controllers else "memory.events"
-            own = top / path.lstrip("/")
-            around = [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
-            beside = itertools.chain(own.glob(f"*/{name}"), own.parent.glob(f"*/{name}") if own != top else ())
-            beside = itertools.islice(beside, MOST_GROUPS) if controllers else ()
+        for around, is_first_version in memory_cgroups(root):
+            name, own = "memory.oom_control" if is_first_version else "memory.events", around[0]
+            beside = itertools.chain(own.glob(f"*/{name}"), own.parent.glob(f"*/{name}") if len(around) > 1 else ())
+            beside = itertools.islice(beside, MOST_GROUPS) if is_first_version else ()
             for file in dict.fromkeys([*(folder / name for folder in around), *beside]):
                 with contextlib.suppress(OSError, ValueError):
                     values = dict(each.split() for each in file.read_text().splitlines())

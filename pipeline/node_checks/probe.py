@@ -25,9 +25,9 @@ from pipeline.config import ComponentConfig
 from pipeline.job.world import RankInfo
 from pipeline.node import c_compiler, caches, network_interface, torch_features
 from pipeline.node.builds import CUDA, NCCL, TORCH
+from pipeline.node.python_path import ROOT
 from pipeline.node_checks import nccl
 
-ROOT = Path(__file__).parents[2]
 SOURCES = ("pipeline", "launch")
 SHARED_S = 15.0
 """Seconds until another node's file must be readable. Its name is new, so no NFS client has cached that it does not exist

@@ -211,12 +211,17 @@ class Metrics:
 
 
 class Reader:
-    """Reads a metrics.jsonl while a run writes it. Yields no step twice, even if a restarted run repeats steps."""
+    """Reads a metrics.jsonl while a run writes it."""
 
-    def __init__(self, path: Path, steps: int | None = None):
-        """Bind to a file. steps: number of lines before the file's end at which to begin; None: begin at the first line."""
+    def __init__(self, path: Path, steps: int | None = None, replays: bool = False):
+        """Bind to a file.
+
+        steps: number of lines before the file's end at which to begin; None: begin at the first line. replays: begin again when
+        a restarted run has replaced the file; False: yield no step twice.
+        """
         self._path = path
         self._steps = steps
+        self._replays = replays
         self._inode = self._offset = 0
         self._latest = self._given = -math.inf  # time of the latest line; likewise when the file was last replaced
 
@@ -227,17 +232,24 @@ class Reader:
         except FileNotFoundError:
             return
         with opened as file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # a restarted run replaces the file
-                self._inode, self._given = inode, self._latest
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:  # a restarted run replaces the file
+                self._inode, self._given = status.st_ino, self._latest
                 self._offset = _last(file, self._steps) if self._steps else 0
             file.seek(self._offset)
             for text in small_files.whole_lines(file, self._path):
                 self._offset += len(text)
                 step = small_files.parsed(text, StepLine, self._path, remedy=MEND)
                 line: dict[str, Any] = {**small_files.checked(step, dict[str, float | None], self._path, remedy=MEND)}
-                if line["time"] > self._given:
+                if self._replays:
+                    yield dict(step)  # as it is written, since its digest is compared
+                elif line["time"] > self._given:
                     self._latest = line["time"]
                     yield line
+
+    def rewind(self) -> None:
+        """Begin again at the first line."""
+        self._offset = 0
 
 
 def read_rollouts(path: Path, key: Callable[[], FileKey | None] = lambda: None) -> list[dict[str, Any]]:

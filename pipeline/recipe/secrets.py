@@ -55,6 +55,15 @@ def redact(text: str, values: Mapping[str, str] | None = None) -> str:
     return VALUES.sub("***", text)
 
 
+def redact_values(value: Any) -> Any:
+    """Return a value as JSON types, with *** in place of secrets in its texts. Other types become texts."""
+    if isinstance(value, Mapping):
+        return {str(key): redact_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_values(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float) else redact(str(value))
+
+
 def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
     """Yield a problem for each secret in a recipe; it does not show the secret. tree: the recipe as nested dicts and lists."""
     values = in_environment(environment)

@@ -54,7 +54,7 @@ class GenerateRole:
         if self._serves == "reward_model":
             with self._world.phase("load reward model"):
                 model = config.evaluated_reward_model(self._recipe)
-                self._scorer = Scorer(model, self._world.own, self._seed, offload=False)
+                self._scorer = Scorer(model, self._world, self._seed, offload=False)
             return
         policy = self._policy
         judges = self._start_judges() if self._leads else None  # load alongside the engine
@@ -206,8 +206,7 @@ class GenerateRole:
     @verb("rollout")
     def score(self, work: ScoreWork) -> list[float]:
         """Return the score of each sequence by the reward model that this engine serves, in the order of the microbatches."""
-        with self._world.phase("score"):
-            return self._scorer.score(work)
+        return self._scorer.score(work)
 
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 

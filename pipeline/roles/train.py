@@ -92,7 +92,7 @@ class TrainRole:
         environment = config.reward_model(recipe)
         if environment and environment.served_by == "train":
             with self._world.phase("load reward model"):
-                self._scorer = Scorer(config.reward_model_policy(recipe), self._world.own, self._seed, environment.cpu_offload)
+                self._scorer = Scorer(config.reward_model_policy(recipe), self._world, self._seed, environment.cpu_offload)
         seed_generators(self._seed, self._policy.data_rank)
         return DataParallelRank(self._policy.data_rank, self._policy.data_size)
 
@@ -229,8 +229,7 @@ class TrainRole:
     @verb("train")
     def score(self, work: ScoreWork) -> list[float]:
         """Return scores by the reward model that the train ranks serve."""
-        with self._world.phase("score"):
-            return self._scorer.score(work)
+        return self._scorer.score(work)
 
     @verb("train")
     def offload(self, keep_weights: bool) -> None:

@@ -43,7 +43,7 @@ TRACKING = ("pipeline/trackers", "pipeline/tracking", "launch/track.py")
 EXTRAS = {
     "encryption": Extra("pipeline.encryption", ("pipeline/encryption",)),
     "lineage": Extra("pipeline.lineage.lineage_observer", GOVERNANCE),  # in the job
-    "ancestry": Extra("launch.governance.lineage_events", GOVERNANCE),  # in commands
+    "ancestry": Extra("launch.governance.export_lineage", GOVERNANCE),  # in commands
     "audit": Extra("launch.governance.audit_events", GOVERNANCE),
     "trackers": Extra("pipeline.trackers", TRACKING),  # their sections of the recipe
     "tracking": Extra("pipeline.tracking.supervision", TRACKING),  # in the job

@@ -4,7 +4,6 @@
     tracking_process.py  the process, with a thread for each tracker
     feed.py              sends one tracker the steps and files that it lacks
     position.py          tracking/NAME.json: the steps and files that a tracker has; survives any kill
-    step_lines.py        reads the lines of metrics.jsonl as they appear, even after a resumed run has cut the file
     attachments.py       finds samples, recipe, report, evaluations and the exported model in a run folder
 
 The run writes its files as it would without trackers. The process only reads them, so a failure of the process or of a tracker

@@ -8,6 +8,7 @@ or the machine changed, the run begins another record in the tracker, which gets
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,17 +16,17 @@ from typing import Any
 
 from pipeline.config import Recipe, environment_names
 from pipeline.files import small_files
+from pipeline.observe import metrics
 from pipeline.recipe import secrets
 from pipeline.trackers import TRACKERS
 from pipeline.trackers.tracker import LoggedStep, TrackedRun, Tracker
 from pipeline.tracking.attachments import Attachment, attachments
 from pipeline.tracking.position import FOLDER, Position, digest, run_id
-from pipeline.tracking.step_lines import StepLines
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 200
-"""Maximum number of steps that are sent together."""
+"""Maximum number of steps that are read and sent together."""
 
 
 def enabled_trackers(recipe: Recipe) -> list[str]:
@@ -43,7 +44,7 @@ class Feed:
         self._run_dir = run_dir
         self._path = run_dir / FOLDER / f"{name}.json"
         self._position = Position.at(self._path, [getattr(getattr(recipe.logger, name), key) for key in self._kind.place])
-        self._tail = StepLines(run_dir / "metrics.jsonl")
+        self._reader = metrics.Reader(run_dir / "metrics.jsonl", replays=True)
         self._tracker: Tracker | None = None
         self._refused: dict[str, str] = {}  # attachments that could not be sent -> their version
 
@@ -65,7 +66,7 @@ class Feed:
         if self._position.ended and not self._is_behind(ended):
             return
         tracker = self._tracker or self._open()
-        while lines := self._tail.lines():
+        while lines := self._lines():
             if (step := self._differing(lines)) is not None:
                 tracker = self._begin_record(step)
             else:
@@ -73,9 +74,13 @@ class Feed:
         for attachment in self._missing(ended):
             self._attach(tracker, attachment)
 
+    def _lines(self) -> list[dict[str, Any]]:
+        """Return the next lines of metrics.jsonl, AT_ONCE at most; [] if there are none."""
+        return list(itertools.islice(self._reader.lines(), AT_ONCE))
+
     def _is_behind(self, ended: bool) -> bool:
         """Return whether a closed record lacks steps or attachments. Goes on reading metrics.jsonl at its current position."""
-        lines = self._tail.lines()
+        lines = self._lines()
         new = any(line["step"] > self.last for line in lines) or self._differing(lines) is not None
         return new or any(True for _ in self._missing(ended))
 
@@ -84,14 +89,14 @@ class Feed:
         position.write(self._path)  # raises on a full disk, where W&B's start would hang
         record_id = first if position.record == 1 else f"{first}-{position.record}"
         plain = environment_names.named(self._run_dir, small_files.read_yaml(self._run_dir / "recipe.yaml"))
-        run = TrackedRun(record_id, first, self._recipe.name, self._run_dir.resolve(), _redact(plain))
+        run = TrackedRun(record_id, first, self._recipe.name, self._run_dir.resolve(), secrets.redact_values(plain))
         tracker = self._kind(getattr(self._recipe.logger, self.name), run, position.state)
         self._tracker = tracker  # before it opens: `reset` closes what has half begun
         if (held := tracker.open()) is not None:
             position.held(held)
         position.ended = False
         position.write(self._path)
-        self._tail.rewind()
+        self._reader.rewind()
         return tracker
 
     def _differing(self, lines: Sequence[Mapping[str, Any]]) -> int | None:
@@ -113,13 +118,13 @@ class Feed:
         return self._open()
 
     def _send(self, tracker: Tracker, lines: Sequence[Mapping[str, Any]]) -> None:
-        for at in range(0, len(lines), AT_ONCE):
-            part = lines[at : at + AT_ONCE]
-            self._position.digests |= {line["step"]: digest(line) for line in part}
-            self._position.write(self._path)
-            tracker.log([_make_step(line) for line in part])
-            self._position.last = part[-1]["step"]
-            self._position.write(self._path)
+        if not lines:
+            return
+        self._position.digests |= {line["step"]: digest(line) for line in lines}
+        self._position.write(self._path)
+        tracker.log([_make_step(line) for line in lines])
+        self._position.last = lines[-1]["step"]
+        self._position.write(self._path)
 
     def _missing(self, ended: bool) -> list[Attachment]:
         candidates = attachments(self._run_dir, self._recipe.checkpointing.save_period, self.last if ended else self.last - 1)
@@ -159,14 +164,6 @@ class Feed:
 def _make_step(line: Mapping[str, Any]) -> LoggedStep:
     values = {key: value for key, value in line.items() if key not in ("step", "time") and value is not None}
     return LoggedStep(line["step"], line["time"], values)
-
-
-def _redact(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _redact(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_redact(inner) for inner in value]
-    return secrets.redact(value) if isinstance(value, str) else value
 
 
 def brief(error: BaseException) -> str:

@@ -86,25 +86,6 @@ def _gather_rows(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered
 
 
-class GatherContextParallel(torch.autograd.Function):
-    """Gather [t, ...] of each rank of a group to [ranks * t, ...] on all of them.
-
-    Every rank computes the same loss of the whole batch, so the backward pass returns only the rank's own part of the gradient.
-    The sum of gradients over ranks, as in data parallelism, then counts every token once.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _gather_rows(local, group)
-
-    @staticmethod
-    @override
-    def backward(ctx, grad: torch.Tensor):
-        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
-
-
 class GatherRows(torch.autograd.Function):
     """Gather [t, ...] of each rank of a group to [ranks * t, ...] on all of them; the backward pass reduce-scatters."""
 
@@ -120,6 +101,19 @@ class GatherRows(torch.autograd.Function):
         part = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
         return part, None
+
+
+class GatherContextParallel(GatherRows):
+    """Gather [t, ...] of each rank of a group to [ranks * t, ...] on all of them.
+
+    Every rank computes the same loss of the whole batch, so the backward pass returns only the rank's own part of the gradient.
+    The sum of gradients over ranks, as in data parallelism, then counts every token once.
+    """
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 
 class ScatterRows(torch.autograd.Function):

@@ -40,7 +40,7 @@ from pipeline.train.loss_scale import LossScale
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
-from pipeline.train.sequence_bounds import check_batch
+from pipeline.train.sequence_bounds import check_batches
 from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, is_first_holder, local, local_box, read_shards
 from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
@@ -120,7 +120,7 @@ class FSDPBackend(TrainBackend):
             raise ValueError(f"model '{model}' is not one of: policy, reference")
         if top_k and self._role.head == "values":
             raise ValueError(f"top_k: got {top_k} for a model with a value head, which does not predict tokens; expected 0")
-        self._check(batches)
+        check_batches(batches, self._vocabulary)
         if model == "policy":
             with torch.no_grad():
                 outputs = [self._outputs(batch, self._model, top_k=top_k) for batch in batches]
@@ -132,7 +132,7 @@ class FSDPBackend(TrainBackend):
     @override
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
         self._check_trained()
-        self._check(batches)
+        check_batches(batches, self._vocabulary)
         if not batches:
             raise ValueError("a step needs at least one batch")
         shares: list[LossOutput] = []
@@ -188,13 +188,6 @@ class FSDPBackend(TrainBackend):
     def _check_trained(self) -> None:
         if not self._role.trained:
             raise ValueError(f"{self._policy.model_name} was built with ModelRole(trained=False)")
-
-    def _check(self, batches: Sequence[PackedBatch]) -> None:
-        # All batches before any computation, because each check waits for the GPU.
-        for batch in batches:
-            check_batch(batch, self._vocabulary)
-            if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
-                raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
     def _outputs(self, batch: PackedBatch, model: PackedModel, top_k: int = 0, truncated: bool = True) -> Outputs:
         layout = self._layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,12 @@ def sequence_order(lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
     return order
 
 
+def check_batches(batches: Sequence[PackedBatch], vocabulary: int) -> None:
+    """Check all batches, before any computation, since each check waits for the GPU. Raises ValueError as `check_batch`."""
+    for batch in batches:
+        check_batch(batch, vocabulary)
+
+
 def check_batch(batch: PackedBatch, vocabulary: int) -> None:
     """Raise ValueError if the batch's fields contradict each other: training would silently use wrong log-probs."""
     if not batch.lengths or min(batch.lengths) < 1:
@@ -119,3 +126,5 @@ def check_batch(batch: PackedBatch, vocabulary: int) -> None:
     low, high = batch.tokens.aminmax()
     if low < 0 or high >= vocabulary:
         raise ValueError(f"token ids from {int(low)} to {int(high)} do not fit a vocabulary of {vocabulary}")
+    if batch.teacher is not None and batch.teacher.tokens.max() >= vocabulary:
+        raise ValueError(f"a teacher's tokens do not fit a vocabulary of {vocabulary}")

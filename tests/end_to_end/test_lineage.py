@@ -10,7 +10,7 @@ import pytest
 from launch.executors.executor import ROOT
 from launch.governance import graph, search
 from launch.governance.audit_check import read, verify
-from launch.governance.model_registry import Registry
+from launch.governance.model_registry import ModelRegistry
 from pipeline.lineage.file_hashes import HashCache
 
 pytestmark = pytest.mark.full
@@ -59,5 +59,5 @@ def test_everything_is_traced_to_the_data(tmp_path):
     assert "made from" in listed and "2 runs, 2 checkpoints, 1 export, 1 evaluation" in listed
     assert not verify(root).findings and verify(root).receipts == 4
     assert [line["action"] for line in read(root)] == ["submit", "submitted"] * 2 + ["export", "submit", "submitted"]
-    version = Registry(root / "registry").add("adder", tmp_path / "adder", root)
-    assert [(each["suite"], each["questions"]) for each in version["scores"]] == [("tiny", 8)]
+    version = ModelRegistry(root / "registry").add("adder", tmp_path / "adder", root=root)
+    assert [(each["suite"], each["questions"]) for each in version.scores] == [("tiny", 8)]

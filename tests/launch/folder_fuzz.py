@@ -40,7 +40,7 @@ from launch import (
 )
 from launch.executors import local
 from launch.governance import audit_log, export_lineage, inputs
-from launch.governance.model_registry import Registry
+from launch.governance.model_registry import ModelRegistry
 from launch.runs import evaluation_sources, follower_process, score_tables, suites
 from launch.runs.follower_process import FollowRequest
 from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
@@ -121,7 +121,7 @@ def write_run(folder: Path) -> None:
     receipt = audit_log.as_record(audit_log.record("export", run, {"out": str(out)}))
     export_lineage.write(run, made.folder, made.step, out, "hf", receipt)
     _write_evaluation(run)
-    Registry(folder / "runs/registry").add("m", out, folder / "runs")
+    ModelRegistry(folder / "runs/registry").add("m", out, root=folder / "runs")
     Position(last=3, digests={1: "a", 3: "b"}, attached={"recipe.yaml": "1"}).write(run / "tracking/wandb.json")
 
 

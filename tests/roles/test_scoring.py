@@ -1,8 +1,10 @@
 """Rewards by a model: equal to transformers' scores, in their own rollouts, however they are distributed."""
 
+import contextlib
 import math
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,7 +49,8 @@ def scoring(judged, served: Realm, places: list[DataParallelRank], tokenizer) ->
 
 
 def scorer(judged) -> Scorer:
-    return Scorer(config.reward_model_policy(judged), dist.group.WORLD, seed=1, offload=False)
+    world = SimpleNamespace(own=dist.group.WORLD, phase=lambda name: contextlib.nullcontext())
+    return Scorer(config.reward_model_policy(judged), world, seed=1, offload=False)
 
 
 def prompt(index: int, text: str, tokens: list[int], environment: str = "judge") -> Prompt:

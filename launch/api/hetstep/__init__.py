@@ -14,12 +14,13 @@ Every error raises HetstepError, whose `problems` name key, code and message. Th
 from launch.api.errors import NotEnded, RunFailed
 from launch.api.evaluating import EvaluationRun, TaskScore, evaluate
 from launch.api.planning import RunPlan, plan
-from launch.api.provenance import LineageView, MadeFrom, ModelRegistry, ModelVersion, lineage, made_from, registry
+from launch.api.provenance import LineageView, MadeFrom, lineage, made_from, registry
 from launch.api.run import RunStatus
 from launch.api.submitting import load, recipe, submit
 from launch.api.sweeps import SweepRun, SweepVerdict, sweep
 from launch.api.training import Run
 from launch.governance.graph import LineageNode
+from launch.governance.model_registry import ModelRegistry, ModelVersion
 from launch.governance.search import Descendant
 from launch.sweeps.search.search_report import Trial
 from pipeline.checkpoints.checkpoint import Checkpoint

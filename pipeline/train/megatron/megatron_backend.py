@@ -50,7 +50,7 @@ from pipeline.train.megatron.served_weights import ServedWeights
 from pipeline.train.megatron.stage_heads import ValueHead, VocabularyHead, broadcast_outputs
 from pipeline.train.offload import Offload
 from pipeline.train.outputs import broadcast_record, reduce_outputs
-from pipeline.train.sequence_bounds import check_batch
+from pipeline.train.sequence_bounds import check_batches
 from pipeline.train.shards import Shards, collect_shards, read_shards
 from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
@@ -106,7 +106,7 @@ class MegatronBackend(TrainBackend):
     def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
         if model not in ("policy", "reference"):
             raise ValueError(f"model '{model}' is not one of: policy, reference")
-        self._check(batches)
+        check_batches(batches, self._vocabulary)
         collected: list[Outputs] = []
 
         def keep(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
@@ -122,7 +122,7 @@ class MegatronBackend(TrainBackend):
     @override
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
         self._check_trained()
-        self._check(batches)
+        check_batches(batches, self._vocabulary)
         if not batches:
             raise ValueError("a step needs at least one batch")
         self._model.zero_grad_buffer()
@@ -163,12 +163,6 @@ class MegatronBackend(TrainBackend):
         if self._training is None:
             raise ValueError(f"{self._policy.model_name} was built with ModelRole(trained=False)")
         return self._training
-
-    def _check(self, batches: Sequence[PackedBatch]) -> None:
-        for batch in batches:
-            check_batch(batch, self._vocabulary)
-            if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
-                raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
     def _run(
         self,

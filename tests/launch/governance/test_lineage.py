@@ -12,7 +12,7 @@ from launch import lineage as command
 from launch import registry
 from launch.governance import audit_log, export_lineage, graph, inputs, lineage_drawing, search
 from launch.governance.audit_check import verify
-from launch.governance.model_registry import Registry
+from launch.governance.model_registry import ModelRegistry
 from launch.runs import suites, waiting_checkpoints
 from launch.runs.evaluation_sources import Source
 from launch.runs.score_tables import SCORES
@@ -230,9 +230,9 @@ def test_the_scores_of_a_checkpoint_are_not_those_of_the_model_that_its_run_bega
     (folder / FOLDER / inputs.INPUTS).write_text(json.dumps(entries))
     scores = json.loads((folder / SCORES).read_text())
     (folder / SCORES).write_text(json.dumps(scores | {"run": str(runs / "grpo"), "step": 5}))
-    assert Registry(runs / "registry").add("sft", export, runs)["scores"] == []
-    added = Registry(runs / "registry").add("grpo", tmp_path / "grpo_model", runs)
-    assert sorted(each["value"] for each in added["scores"]) == [0.5, 0.75]
+    assert ModelRegistry(runs / "registry").add("sft", export, root=runs).scores == []
+    added = ModelRegistry(runs / "registry").add("grpo", tmp_path / "grpo_model", root=runs)
+    assert sorted(each["value"] for each in added.scores) == [0.5, 0.75]
     assert "evaluation tiny of grpo, step 5" in made_from(runs, checkpoint)
 
 
@@ -389,17 +389,17 @@ def test_an_export_with_the_weights_of_its_base_is_drawn(tmp_path):
 
 def test_versions_stages_and_scores(runs, tmp_path, capsys):
     folder = runs / "registry"
-    first = Registry(folder).add("adder", tmp_path / "grpo_model", runs)
-    assert (first["version"], first["stage"], first["run"], first["step"]) == (1, "candidate", "grpo", 5)
-    assert [(each["task"], each["value"], each["questions"]) for each in first["scores"]] == [("addition", 0.75, 8)]
+    first = ModelRegistry(folder).add("adder", tmp_path / "grpo_model", root=runs)
+    assert (first.version, first.stage, first.run, first.step) == (1, "candidate", "grpo", 5)
+    assert [(each["task"], each["value"], each["questions"]) for each in first.scores] == [("addition", 0.75, 8)]
     checkpoint = saved(runs / "grpo", 9, "later weights")
     exported(runs / "grpo", checkpoint, tmp_path / "later_model")
     assert registry.main(["add", "name=adder", f"export={tmp_path / 'later_model'}", f"registry={folder}", f"root={runs}"]) == 0
     for number, stages in ((1, ["production", "candidate"]), (2, ["retired", "production"])):
         assert registry.main(["promote", "name=adder", f"version={number}", "stage=production", f"registry={folder}"]) == 0
-        assert [each["stage"] for each in Registry(folder).versions("adder")] == stages
-    assert Registry(folder).version("adder")["version"] == 2
-    assert Registry(folder).version("adder", 1)["history"][-1]["why"] == "version 2 took its place"
+        assert [each.stage for each in ModelRegistry(folder).versions("adder")] == stages
+    assert ModelRegistry(folder).show("adder").version == 2
+    assert ModelRegistry(folder).show("adder", 1).history[-1]["why"] == "version 2 took its place"
     actions = [(entry["action"], entry["details"].get("version")) for entry in map(json.loads, (runs / "audit.jsonl").open())]
     assert actions[1:] == [("add", 1), ("export", None), ("add", 2), ("promote", 1), ("promote", 2)]
     assert not verify(runs).findings and verify(runs).receipts == 6
@@ -414,41 +414,41 @@ def test_versions_stages_and_scores(runs, tmp_path, capsys):
 
 
 def test_a_registry_refuses_what_is_not_as_it_was_exported(runs, tmp_path):
-    own = Registry(runs / "registry")
+    own = ModelRegistry(runs / "registry")
     out = tmp_path / "grpo_model"
-    own.add("adder", out, runs)
+    own.add("adder", out, root=runs)
     with refused(("export", "already-exists")):
-        own.add("adder", out, runs)
+        own.add("adder", out, root=runs)
     (out / "chat_template.jinja").write_text("another prompt")
     with refused(("version", "tampered")):
         own.promote("adder", 1, "production")
     (out / "chat_template.jinja").unlink()
     (out / "README.md").write_text("people may edit the card")
-    own.add("third", out, runs)
+    own.add("third", out, root=runs)
     (out / "model.safetensors").write_text("other weights")
     with refused(("version", "tampered")):
         own.promote("adder", 1, "production")
     with refused(("export", "tampered")):
-        own.add("other", out, runs)
+        own.add("other", out, root=runs)
     (out / MARK).unlink()
     with refused(("export", "file-not-found")):
-        own.add("other", out, runs)
+        own.add("other", out, root=runs)
     with refused(("stage", "contradiction")):
         own.promote("adder", 1, "candidate")
     with refused(("version", "file-not-found")):
         own.promote("adder", 7, "retired")
     with refused(("name", "bad-format")):
-        own.add("../adder", out, runs)
-    assert [each["stage"] for each in own.versions("adder")] == ["candidate"]
+        own.add("../adder", out, root=runs)
+    assert [each.stage for each in own.versions("adder")] == ["candidate"]
 
 
 def test_a_promotion_that_cannot_be_recorded_is_refused(runs, tmp_path):
-    own = Registry(runs / "registry")
-    own.add("adder", tmp_path / "grpo_model", runs)
+    own = ModelRegistry(runs / "registry")
+    own.add("adder", tmp_path / "grpo_model", root=runs)
     (runs / audit_log.HEAD).unlink()
     with refused(("cluster.audit", "tampered")):
         own.promote("adder", 1, "production")
-    assert own.version("adder")["stage"] == "candidate"
+    assert own.show("adder").stage == "candidate"
 
 
 @pytest.mark.parametrize(
