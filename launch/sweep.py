@@ -31,13 +31,15 @@ if __name__ == "__main__":
 
 from launch.recipes.trust import Trust, trusting
 from launch.sweeps import baseline, reports, submission, suite, verdict
-from launch.sweeps.search import search_loop
-from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, SweepFolder, SweepPlan
+from launch.sweeps.search import checks, search_loop
+from launch.sweeps.search.checks import Price
+from launch.sweeps.search.section import as_arguments, corners
+from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, SweepFolder, SweepJob, SweepPlan
 from launch.sweeps.verdict import GateResult, SweepResult
 from launch.terminal import command_line, console
 from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line, plain
-from pipeline.config import Problem
+from pipeline.config import Problem, RecipeError, refuse
 
 POLL_S = 2.0
 
@@ -118,41 +120,66 @@ def begin(request: SweepRequest) -> int:
     folder = SweepFolder(loaded.folder(name))
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
-    if loaded.suite.search is not None:
-        return search_loop.begin(loaded, folder, request.dry_run, request.update_baseline)
-    if baseline.read(loaded.baseline) is None and not request.update_baseline:
+    search, price = loaded.suite.search, None
+    if search:
+        if request.update_baseline:
+            raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
+        refuse(checks.package_problems(search))
+    elif baseline.read(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet ({loaded.baseline}): gates that need a baseline fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
+    if folder.begun and (search or not request.dry_run):
+        jobs, executor = [], folder.plan.executor
+    elif search:
+        jobs, executor, price = checks.check(loaded, folder.path)
+    else:
+        jobs, executor = submission.jobs_of(loaded, folder.path)
     if request.dry_run:
-        return show(loaded, folder)
-    jobs, executor = ([], folder.plan.executor) if folder.begun else submission.jobs_of(loaded, folder.path)
+        show(loaded, folder, jobs, executor, price)
+        return 0
     with folder.locked(PROBE_S):
         folder.take_up()
         if not folder.begun:
-            plan = SweepPlan(name, executor, str(Path.cwd()), str(loaded.baseline), loaded.overrides, jobs)
-            folder.begin(loaded.suite, plan)
+            stored = "" if search else str(loaded.baseline)
+            folder.begin(loaded.suite, SweepPlan(name, executor, str(Path.cwd()), stored, loaded.overrides, jobs))
+        folder.refuse_other(loaded.suite, loaded.overrides)  # with which another process may have begun it meanwhile
         if request.update_baseline:
             folder.request_baseline(True)
         if (over := verdict.read(folder.path)) and not request.update_baseline:
-            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another sweep")
+            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another {'search' if search else 'sweep'}")
             return 0 if over["passed"] else 1
-        print(f"{folder.title}: {len(folder.plan.jobs)} jobs, in {folder.path}", flush=True)
+        size = f"{search.number_of_trials} trials, {search.parallel} at once" if search else f"{len(folder.plan.jobs)} jobs"
+        print(f"{folder.title}: {size}, in {folder.path}", flush=True)
+        if price:
+            print(price, flush=True)
+        if search:
+            return search_loop.run(folder)
         if executor == "local":
-            submission.run_here(folder)
+            submission.run_jobs(folder, folder.plan.jobs)
             return report(folder)
         if not submission.submit(folder):
             return report(folder)
     return follow(folder) if request.wait else 0
 
 
-def show(loaded: suite.LoadedSuite, folder: SweepFolder) -> int:
-    """Print the jobs of a sweep, as `dry_run` does. Raises RecipeError."""
-    jobs, executor = submission.jobs_of(loaded, folder.path)
-    print(f"{folder.title}: {len(jobs)} jobs on {executor}, at most {loaded.suite.max_concurrent} at once, in {folder.path}")
-    for job in jobs:
-        after = f"  after {', '.join(job.needs)}" if job.needs else ""
-        print(f"{job.name}: recipe={job.recipe} {' '.join(job.overrides)}{after}")
-    return 0
+def show(loaded: suite.LoadedSuite, folder: SweepFolder, jobs: list[SweepJob], executor: str, price: Price | None) -> None:
+    """Print the jobs of a sweep; of a search its price and its corners or, once it has begun, its trials."""
+    if search := loaded.suite.search:
+        size = f"{search.number_of_trials} trials by {search.sampler}, {search.parallel} at once"
+    else:
+        size = f"{len(jobs)} jobs on {executor}, at most {loaded.suite.max_concurrent} at once"
+    print(f"{folder.title}: {size}, in {folder.path}")
+    if search and folder.begun:
+        search_loop.show(folder)
+    elif search:
+        print(price or "its price is not known: the plan has no times")
+        for corner in corners(search):
+            values = [*suite.trial_overrides(loaded.suite, loaded.overrides), *as_arguments(corner)]
+            print(f"corner: recipe={search.recipe} {' '.join(values)}")
+    else:
+        for job in jobs:
+            after = f"  after {', '.join(job.needs)}" if job.needs else ""
+            print(f"{job.name}: recipe={job.recipe} {' '.join(job.overrides)}{after}")
 
 
 # ---- check and report ---------------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def begin(loaded: LoadedSuite, name: str, values: list[str], id: str | None = No
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
     elif loaded.suite.search is not None:
-        search_loop.check(loaded, folder)  # raises RecipeError with the problems of all its corners
+        checks.check(loaded, folder.path)  # raises RecipeError with the problems of all its corners
     else:
         jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs
     with folder.locked(PROBE_S):  # raises RecipeError while another process works on the sweep

@@ -35,7 +35,7 @@ class Malformed(ValueError):
 
 
 class NoValue(ValueError):
-    """The expression has no value for this run."""
+    """The expression has no value for this run, or the gate nothing to compare it with. The message says why."""
 
 
 @dataclass(frozen=True)

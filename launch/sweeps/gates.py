@@ -68,10 +68,6 @@ class Verdict:
     limits: Limits = Limits()
 
 
-class GateFailed(ValueError):
-    """Raised if a gate fails before its values are compared. The message says why."""
-
-
 class GateSkipped(ValueError):
     """Raised if a gate is skipped. The message says why."""
 
@@ -154,7 +150,7 @@ class GateCase:
                     outcome, message = self._compare(values, limits, expected)
         except GateSkipped as reason:
             outcome, message = GateResult.NOT_JUDGED, str(reason)
-        except (NoValue, GateFailed) as reason:
+        except NoValue as reason:
             outcome, message = GateResult.FAILED, str(reason)
         return Verdict(self.run, self.name, outcome, message, values, limits)
 
@@ -229,7 +225,7 @@ class GateCase:
                 raise GateSkipped(f"ran on {now}; expected the baseline's hardware: {of_run.hardware or 'unknown'}")
         middle = self._middle(stored.seeds.values())
         if middle <= 0:
-            raise GateFailed(f"the baseline is {middle:g}; expected a positive number, to compare a ratio")
+            raise NoValue(f"the baseline is {middle:g}; expected a positive number, to compare a ratio")
         ratios = Limits(self.gate.speed.at_least, self.gate.speed.at_most)
         limits = Limits(*(None if ratio is None else ratio * middle for ratio in (ratios.low, ratios.high)))
         times = self._middle(self.values().values()) / middle
@@ -256,18 +252,18 @@ class GateCase:
     # ---- the baseline ---------------------------------------------------------------------------------------------------
 
     def _stored_gate(self) -> tuple[StoredRun, StoredGate]:
-        """Return (run, gate) of the baseline. Raises GateFailed if this gate cannot be compared with the baseline."""
+        """Return (run, gate) of the baseline. Raises NoValue if this gate cannot be compared with the baseline."""
         if self.sweep.baseline is None:
-            raise GateFailed(f"there is no baseline yet; {UPDATE}")
+            raise NoValue(f"there is no baseline yet; {UPDATE}")
         of_run = self.sweep.baseline.of(self.run)
         stored = of_run.gates.get(self.name)
         if stored is None or not stored.seeds:
-            raise GateFailed(f"the baseline does not have this gate; {UPDATE}")
+            raise NoValue(f"the baseline does not have this gate; {UPDATE}")
         if stored.value != self.expression:
-            raise GateFailed(f"the baseline stores {stored.value}; expected {self.expression}; {UPDATE}")
+            raise NoValue(f"the baseline stores {stored.value}; expected {self.expression}; {UPDATE}")
         if stored.relative_to != self.relative_to:
             before, now = (f"relative to {run}" if run else "absolute" for run in (stored.relative_to, self.relative_to))
-            raise GateFailed(f"the baseline is {before}; expected {now}; {UPDATE}")
+            raise NoValue(f"the baseline is {before}; expected {now}; {UPDATE}")
         return of_run, stored
 
     def to_store(self) -> StoredGate:
@@ -285,7 +281,7 @@ class GateCase:
     def _not_worse(self) -> str:
         """Check that the scores are not worse than the reference's, question by question over all seeds.
 
-        Return the message of a gate that passes. Raises GateFailed, NoValue.
+        Return the message of a gate that passes. Raises NoValue.
         """
         evaluation = self.gate.evaluation
         assert evaluation is not None and evaluation.not_worse_than is not None, "a paired gate has both"
@@ -300,13 +296,13 @@ class GateCase:
         lower = is_lower_better(evaluation.metric or first.tasks[evaluation.task]["metric"])
         change = difference(before, self._questions(self.run, evaluation), lower)
         if not change.questions:
-            raise GateFailed(f"has no question in common with {reference}")
+            raise NoValue(f"has no question in common with {reference}")
         ends = f"{change.shown} against {reference}"
         message = f"{change.verdict}: {ends}, p = {change.p_value:.2g}, {change.questions} questions"
         if evaluation.margin is None and change.verdict == "worse":
-            raise GateFailed(f"{message}; expected no loss")
+            raise NoValue(f"{message}; expected no loss")
         if evaluation.margin is not None and not (change.high if lower else -change.low) <= evaluation.margin:  # NaN fails
-            raise GateFailed(f"{message}; expected a loss of at most {evaluation.margin:g} in the whole confidence interval")
+            raise NoValue(f"{message}; expected a loss of at most {evaluation.margin:g} in the whole confidence interval")
         return message
 
     # ---- to the last bit ------------------------------------------------------------------------------------------------
@@ -314,7 +310,7 @@ class GateCase:
     def _same(self) -> str:
         """Check that every reproducible metric equals that of the reference run, to the last bit.
 
-        Return the message of a gate that passes. Raises GateFailed at the first difference.
+        Return the message of a gate that passes. Raises NoValue at the first difference.
         """
         assert self.gate.same_as is not None
         reference, patterns, compared = self.gate.same_as.run, self.gate.same_as.metrics, 0
@@ -322,14 +318,14 @@ class GateCase:
         for seed, measured in self.sweep.seeds(self.run).items():
             curves, reference_curves = measured.reproducible(patterns), reference_seeds[seed].reproducible(patterns)
             if not curves:
-                raise GateFailed(f"seed {seed} has no metric that matches {' or '.join(patterns)}")
+                raise NoValue(f"seed {seed} has no metric that matches {' or '.join(patterns)}")
             if alone := sorted(curves.keys() ^ reference_curves.keys()):
-                raise GateFailed(f"seed {seed}: only one of {self.run} and {reference} has {alone[0]}")
+                raise NoValue(f"seed {seed}: only one of {self.run} and {reference} has {alone[0]}")
             texts = {name: (_texts(curves[name]), _texts(reference_curves[name])) for name in curves}
             if different := [(step, name) for name, (a, b) in texts.items() for step, _ in a.items() ^ b.items()]:
                 step, name = min(different)
                 value, other_value = (values.get(step, "missing") for values in texts[name])
-                raise GateFailed(f"seed {seed}: {name} is {value} at step {step}, and {other_value} in {reference}")
+                raise NoValue(f"seed {seed}: {name} is {value} at step {step}, and {other_value} in {reference}")
             compared += sum(len(curve.steps) for curve in curves.values())
         return f"{compared} values are bitwise equal to the values of {reference}"
 

@@ -14,7 +14,7 @@ import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launch.executors import slurm, slurm_client, slurm_environment
@@ -32,7 +32,8 @@ from launch.terminal.safe_text import on_one_line
 from pipeline import config
 from pipeline.config import Problem, RecipeError, refuse
 
-POLL_S = 0.5
+POLL_S = {"local": 0.5, "slurm": 5.0}
+"""Executor -> seconds between two checks of the jobs."""
 
 
 # ---- the jobs -----------------------------------------------------------------------------------------------------------
@@ -114,12 +115,6 @@ def due(job_states: list[JobState], retries: int) -> list[JobState]:
             jobs.append(state)
             usable.add(state.job.name)
     return jobs
-
-
-def startable(job_states: list[JobState], retries: int) -> list[JobState]:
-    """Return the due jobs whose needed runs are complete."""
-    complete = {state.job.name for state in job_states if state.state == "done"}
-    return [state for state in due(job_states, retries) if complete.issuperset(state.job.needs)]
 
 
 def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
@@ -223,20 +218,44 @@ def _submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
         raise RecipeError(Problem("check", "unreachable", message)) from None
 
 
-def run_here(folder: SweepFolder) -> None:
-    """Run all jobs on this machine, with retries, and return when none is left. Raises RecipeError."""
+def run_jobs(folder: SweepFolder, jobs: list[SweepJob]) -> None:
+    """Run jobs, each after those that it needs and with retries, and return when none is left. Raises RecipeError."""
     suite = folder.suite
     printed: dict[str, str] = {}
+
+    def turn() -> bool:
+        job_states = folder.job_states(jobs)
+        print_changes(job_states, printed)
+        complete = {state.job.name for state in job_states if state.state == "done"}
+        live = sum(state.state == "live" for state in job_states)
+        todo = due(job_states, suite.retries)
+        startable = [state for state in todo if complete.issuperset(state.job.needs)]
+        for state in startable[: max(0, suite.max_concurrent - live)]:
+            start(folder, state)
+        return bool(live or todo)
+
+    repeat(folder, turn)
+
+
+def repeat(folder: SweepFolder, turn: Callable[[], bool]) -> None:
+    """Call `turn` again and again while it returns True.
+
+    If Slurm does not answer, print it once and call `turn` again later. Raises RecipeError if the sweep is cancelled.
+    """
+    silent, executor = False, folder.plan.executor
     while True:
         folder.refuse_cancelled()
-        job_states = folder.job_states()
-        print_changes(job_states, printed)
-        live = sum(state.state == "live" for state in job_states)
-        if not live and not due(job_states, suite.retries):
-            return
-        for state in startable(job_states, suite.retries)[: max(0, suite.max_concurrent - live)]:
-            start(folder, state)
-        time.sleep(POLL_S)
+        try:
+            if not turn():
+                return
+            silent = False
+        except RecipeError as error:
+            if error.codes != ("unreachable",) or executor != "slurm":
+                raise
+            if not silent:
+                console.print_field("waits", str(error), f"waits: {on_one_line(str(error))}")
+            silent = True
+        time.sleep(POLL_S[executor])
 
 
 def print_changes(job_states: list[JobState], printed: dict[str, str]) -> None:

@@ -166,6 +166,12 @@ def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
     return {**shared, **suite.runs[run].gates}
 
 
+def trial_overrides(suite: Suite, command_line: list[str]) -> list[str]:
+    """Return the overrides of every trial of a search: the suite's, those of the section `search`, the command line's."""
+    assert suite.search is not None, "the caller has looked"
+    return [*section.as_arguments(suite.overrides), *section.as_arguments(suite.search.overrides), *command_line]
+
+
 def kind(gate: GateConfig) -> str:
     """Return the kind of a gate: bounds, band, speed, same_as or paired. "" if it has none; several are joined by `and`."""
     bounds = [gate.at_least, gate.at_most, gate.equals]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from launch.runs import run_files
-from launch.runs.attempts import AttemptFolder, all_attempts
+from launch.runs.attempts import all_attempts
 from launch.sweeps import baseline as baselines
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun
 from launch.sweeps.expressions import NoValue
@@ -35,18 +35,13 @@ class JobResult:
     state: str
     tries: int
     why: list[list[str]]  # why each failed try failed, in lines
-    attempts: list[AttemptFolder]
+    restarts: int  # without a new submission: after a crash, the time limit or preemption
     seconds: float
 
     @property
     def gate(self) -> str:
         """Name of the gate `completes` for this job."""
         return COMPLETES if self.job.seed is None else f"seed {self.job.seed} {COMPLETES}"
-
-    @property
-    def restarts(self) -> int:
-        """Number of restarts without a new submission: after a crash, the time limit or preemption."""
-        return max(0, len(self.attempts) - self.tries)
 
     def completes(self) -> Verdict:
         """Return the verdict of the gate `completes`."""
@@ -139,7 +134,8 @@ def _ran(folder: SweepFolder, job_state: JobState) -> JobResult:
         failures.append(why_failed(job_state))
     failures = [[NOT_TEXT.sub("?", line) for line in lines] for lines in failures]
     seconds = measure(run_dir).seconds if job.run is not None else 0.0
-    return JobResult(job, job_state.state, job_state.tries, failures, all_attempts(run_dir), seconds)
+    restarts = max(0, len(all_attempts(run_dir)) - job_state.tries)
+    return JobResult(job, job_state.state, job_state.tries, failures, restarts, seconds)
 
 
 def _commits(jobs: list[SweepJob]) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from launch.plan.estimate import Plan
 from launch.recipes import reading
 from launch.submission.prepare import Prepared, examine
+from launch.sweeps import submission
 from launch.sweeps.search.section import SearchConfig, Values, as_arguments, as_text, corners
-from launch.sweeps.submission import not_submitting
+from launch.sweeps.suite import LoadedSuite, trial_overrides
+from launch.sweeps.sweep_folder import SweepJob
 from pipeline.config import Problem, bound, collected, refuse, section
 
 PACKAGES = {"optuna": "5."}  # and the start of the version whose interface and files are known
@@ -20,12 +23,13 @@ MOST_PLANS = 4
 BUDGET = "search.budget_gpu_hours"
 
 
-def check(search: SearchConfig, overrides: list[str], run_dir: str) -> tuple[list[Prepared], Price | None]:
-    """Return (the runs of the lowest corner, needed ones first; the price, None if the plan has no times).
+def check(loaded: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str, Price | None]:
+    """Return (the jobs of needed recipes, the executor, the price; None if the plan has no times) of a new search.
 
-    overrides: the overrides of every trial. run_dir: `run_dir=FOLDER` with a folder that does not exist. Raises RecipeError
-    with all problems; writes nothing.
+    Raises RecipeError with all problems; writes nothing.
     """
+    search, overrides = loaded.suite.search, trial_overrides(loaded.suite, loaded.overrides)
+    assert search is not None, "the caller has looked"
     refuse([*package_problems(search), *corner_problems(search, overrides)])
     lowest: list[Prepared] = []
     plans: list[Plan | None] = []
@@ -33,7 +37,7 @@ def check(search: SearchConfig, overrides: list[str], run_dir: str) -> tuple[lis
     chosen = corners(search)
     for corner in chosen if len(chosen) <= MOST_PLANS else [chosen[0], chosen[-1]]:
         is_lowest = corner is chosen[0]
-        arguments = [*overrides, *as_arguments(corner), *([run_dir] if is_lowest else [])]
+        arguments = [*overrides, *as_arguments(corner), *([f"run_dir={folder / 'runs' / 'trial-0000'}"] if is_lowest else [])]
         examined = examine(search.recipe, arguments, dry=not is_lowest)
         if is_lowest:
             lowest = examined.prepared
@@ -49,8 +53,9 @@ def check(search: SearchConfig, overrides: list[str], run_dir: str) -> tuple[lis
     price = price_of(search, plans)
     refuse([*budget_problems(search, price), *problems])
     refuse([*_pruner_problems(search, bound(section(lowest[-1].recipe).max_num_steps))])
-    refuse(not_submitting({lowest[-1].executor.name}))
-    return lowest, price
+    executor = lowest[-1].executor.name
+    refuse(submission.not_submitting({executor}))
+    return submission.with_needs(search.recipe, overrides, lowest, "trial", 0)[:-1], executor, price
 
 
 def package_problems(search: SearchConfig) -> Iterator[Problem]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,16 +18,14 @@ from launch.executors.slurm_client import SlurmError
 from launch.pages.document import add_plotly
 from launch.recipes import reading
 from launch.submission import run_control
-from launch.submission.prepare import Prepared, examine
+from launch.submission.prepare import examine
 from launch.sweeps import measurements, submission
-from launch.sweeps import verdict as verdicts
 from launch.sweeps.expressions import Curve, Expression, NoValue
 from launch.sweeps.search import checks, search_report
-from launch.sweeps.search.checks import Price
 from launch.sweeps.search.search_report import SearchResult, Trial, TrialResult
-from launch.sweeps.search.section import SearchConfig, as_arguments, as_text, corners
-from launch.sweeps.suite import LoadedSuite, Suite
-from launch.sweeps.sweep_folder import PROBE_S, JobState, SweepFolder, SweepJob, SweepPlan
+from launch.sweeps.search.section import as_arguments, as_text
+from launch.sweeps.suite import trial_overrides
+from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
 from launch.terminal import console
 from launch.terminal.safe_text import on_one_line
 from pipeline.config import Problem, RecipeError, bound, refuse, section
@@ -36,50 +33,15 @@ from pipeline.files import small_files
 from pipeline.files.storage import write_durably
 from pipeline.observe import metrics
 
-POLL_S = {"local": 0.5, "slurm": 5.0}
-"""Executor -> seconds between two checks of the runs."""
 
+def run(folder: SweepFolder) -> int:
+    """Run a search that has begun, wait for its end, and return the exit status: 0 if any trial is complete, else 1.
 
-def check(loaded: LoadedSuite, folder: SweepFolder) -> tuple[list[Prepared], Price | None]:
-    """Check a search that has not begun. Raises RecipeError with all problems; writes nothing.
-
-    Return (the runs of the lowest corner, needed ones first; the price, None if the plan has no times).
+    The caller holds the folder's lock. Raises RecipeError.
     """
-    search, overrides = _search(loaded.suite, loaded.overrides)
-    return checks.check(search, overrides, f"run_dir={folder.path / 'runs' / 'trial-0000'}")
-
-
-def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, update_baseline: bool = False) -> int:
-    """Begin or continue a search, wait for its end, and return the exit status: 0 if any trial is complete, else 1.
-
-    dry_run: only print the search, and write nothing. update_baseline: must be False, because a search has no baseline. Raises
-    RecipeError.
-    """
-    if update_baseline:
-        raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
-    search, overrides = _search(loaded.suite, loaded.overrides)
-    refuse(checks.package_problems(search))
-    lowest, price = ([], None) if folder.begun else check(loaded, folder)
-    if dry_run:
-        _show(folder, search, overrides, price)
-        return 0
-    with folder.locked(PROBE_S):
-        folder.take_up()
-        if lowest and folder.begun:  # by another process, meanwhile
-            folder.refuse_other(loaded.suite, loaded.overrides)
-        elif lowest:
-            needed = submission.with_needs(search.recipe, overrides, lowest, "trial", 0)[:-1]
-            executor = lowest[-1].executor.name
-            folder.begin(loaded.suite, SweepPlan(folder.path.name, executor, str(Path.cwd()), "", loaded.overrides, needed))
-        if (over := verdicts.read(folder.path)) is not None:
-            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another search")
-            return 0 if over["passed"] else 1
-        print(f"{folder.title}: {search.number_of_trials} trials, {search.parallel} at once, in {folder.path}", flush=True)
-        if price:
-            print(price, flush=True)
-        begun = BegunSearch(folder)
-        begun.run()
-        return _conclude(begun.write_page())
+    begun = BegunSearch(folder)
+    begun.run()
+    return _conclude(begun.write_page())
 
 
 def report(folder: SweepFolder) -> int:
@@ -91,28 +53,16 @@ def report(folder: SweepFolder) -> int:
 
 def trials_of(folder: SweepFolder) -> list[Trial]:
     """Return the trials of a search that has begun, in their current state. Raises RecipeError if Optuna is missing."""
-    search, _ = _search(folder.suite, [])
+    search = folder.suite.search
+    assert search is not None, "the caller has looked"
     refuse(checks.package_problems(search))
     from launch.sweeps.search import study  # imports Optuna, an optional package
 
     return study.snapshot(folder.path, search)
 
 
-def _search(suite: Suite, command_line: list[str]) -> tuple[SearchConfig, list[str]]:
-    """Return (the section `search`; the overrides of every trial: the suite's, the section's and the command line's)."""
-    assert suite.search is not None, "the caller has looked"
-    return suite.search, [*as_arguments(suite.overrides), *as_arguments(suite.search.overrides), *command_line]
-
-
-def _show(folder: SweepFolder, search: SearchConfig, overrides: list[str], price: Price | None) -> None:
-    """Print a search: before it begins, its price and its corners; afterwards, each trial with its recipe and result."""
-    number = search.number_of_trials
-    print(f"{folder.title}: {number} trials by {search.sampler}, {search.parallel} at once, in {folder.path}")
-    if not folder.begun:
-        print(price or "its price is not known: the plan has no times")
-        for corner in corners(search):
-            print(f"corner: recipe={search.recipe} {' '.join([*overrides, *as_arguments(corner)])}")
-        return
+def show(folder: SweepFolder) -> None:
+    """Print the trials of a search that has begun, each with its recipe and its result."""
     outcomes = {outcome.name: outcome for outcome in trials_of(folder)}
     for job in folder.plan.jobs:
         trial = outcomes.get(job.name)
@@ -143,7 +93,7 @@ def _conclude(result: SearchResult) -> int:
 
 def _as_json(entry: TrialResult) -> dict[str, object]:
     reports = {step: value if math.isfinite(value) else None for step, value in entry.trial.reports.items()}
-    measured = {"name": entry.trial.name, "seconds": entry.seconds, "devices": entry.devices}
+    measured = {"name": entry.trial.name, "seconds": entry.measured.seconds, "devices": entry.devices}
     return {**asdict(entry.trial), "reports": reports, **measured}
 
 
@@ -184,8 +134,9 @@ class BegunSearch:
     def __init__(self, folder: SweepFolder):
         """Open the study in the folder. Raises RecipeError."""
         self._folder, self._suite, plan = folder, folder.suite, folder.plan
-        self._executor = plan.executor
-        self._search, self._overrides = _search(self._suite, plan.overrides)
+        assert self._suite.search is not None, "the caller has looked"
+        self._executor, self._search = plan.executor, self._suite.search
+        self._overrides = trial_overrides(self._suite, plan.overrides)
         refuse(checks.package_problems(self._search))
         from launch.sweeps.search.study import TrialStudy  # imports Optuna, an optional package
 
@@ -207,45 +158,13 @@ class BegunSearch:
 
         Raises RecipeError if a needed run fails, or if Slurm refuses a job.
         """
-        self._patiently(self._needed_turn)
-        self._patiently(self._turn)
-
-    def _patiently(self, turn: Callable[[], bool]) -> None:
-        """Call `turn` again and again while it returns True.
-
-        If Slurm does not answer, print it once and call `turn` again later.
-        """
-        silent = False
-        while True:
-            self._folder.refuse_cancelled()
-            try:
-                if not turn():
-                    return
-                silent = False
-            except RecipeError as error:
-                if error.codes != ("unreachable",) or self._executor != "slurm":
-                    raise
-                if not silent:
-                    console.print_field("waits", str(error), f"waits: {on_one_line(str(error))}")
-                silent = True
-            time.sleep(POLL_S[self._executor])
-
-    def _needed_turn(self) -> bool:
-        """Start the needed runs that can start, and return whether any of them is live or was started.
-
-        Raises RecipeError if one has failed and has no retries left.
-        """
-        states = self._folder.job_states([job for job in self._folder.plan.jobs if job.run is None])
-        ready = submission.startable(states, self._suite.retries)
-        for state in ready:
-            submission.start(self._folder, state)
-        if ready or any(state.state == "live" for state in states):
-            return True
-        if failed := [state for state in states if state.state != "done"]:
+        needed = [job for job in self._folder.plan.jobs if job.run is None]
+        submission.run_jobs(self._folder, needed)
+        if failed := [state for state in self._folder.job_states(needed) if state.state != "done"]:
             reason = submission.main_line(submission.why_failed(failed[0]))
             message = f"the run {failed[0].job.name}, which the trials need, failed: {reason}"
             raise RecipeError(Problem("search.recipe", "run-failed", message))
-        return False
+        submission.repeat(self._folder, self._turn)
 
     def _turn(self) -> bool:
         """Check every running trial, begin others up to `parallel`, and return whether trials are left."""
@@ -269,7 +188,7 @@ class BegunSearch:
         run_dir = self._folder.path / "runs" / trial.name
         values = [*as_arguments(trial.values), f"run_dir={run_dir}", f"cluster.executor={self._executor}"]
         job = SweepJob(trial.name, self._search.recipe, [*self._overrides, *values], str(run_dir), trial.name)
-        self._study.note_folder(trial.number, str(run_dir))
+        self._study.mark(trial.number, "run_dir", str(run_dir))
         self._folder.add_job(job)
         print(on_one_line(f"{trial.name}: {as_text(trial.values)}"), flush=True)
         self._submit(trial, JobState(job, "missing"))
@@ -299,7 +218,7 @@ class BegunSearch:
         elif job_state.state == "done":
             self._complete(trial, run_dir)
         elif pruned_at is not None:
-            self._study.prune(trial.number)
+            self._study.end(trial.number, "pruned")
             self._tell(trial, f"pruned at step {pruned_at}")
         else:
             self._fail(trial, submission.main_line(submission.why_failed(job_state)))
@@ -323,11 +242,11 @@ class BegunSearch:
         if not math.isfinite(value):
             self._fail(trial, f"{self._search.metric} is {value}")
             return
-        self._study.complete(trial.number, value)
+        self._study.end(trial.number, "complete", value)
         self._tell(trial, f"{self._search.metric} {value:.6g}")
 
     def _fail(self, trial: Trial, reason: str) -> None:
-        self._study.fail(trial.number, on_one_line(reason))
+        self._study.end(trial.number, "failed", why=on_one_line(reason))
         self._tell(trial, f"failed: {reason}")
 
     def _tell(self, trial: Trial, message: str) -> None:

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from launch.drawing.html import Html, table, tag
 from launch.pages.chart import Chart, Series, drawing, figures, plotly_text
 from launch.pages.document import Section, document
-from launch.sweeps.expressions import Curve
-from launch.sweeps.measurements import measure
+from launch.sweeps.measurements import RunMeasurements, measure
 from launch.sweeps.reports import suite_section
 from launch.sweeps.search.section import ParameterConfig, SearchConfig, Values, as_arguments
 from launch.sweeps.suite import Suite
@@ -53,20 +52,23 @@ class TrialResult:
     """Holds a trial and the measurements of its run."""
 
     trial: Trial
-    run_dir: Path
-    curves: Mapping[str, Curve]
-    seconds: float  # from the start of its first attempt to its last step
+    measured: RunMeasurements
     devices: int  # GPUs of its job; ranks if it has no GPUs
+
+    @property
+    def cost(self) -> float:
+        """Device-seconds of the run."""
+        return self.measured.seconds * self.devices
 
     @property
     def step(self) -> int:
         """The last step of the run."""
-        return max((curve.steps[-1] for curve in self.curves.values() if curve.steps), default=0)
+        return max((curve.steps[-1] for curve in self.measured.curves.values() if curve.steps), default=0)
 
     @property
     def step_seconds(self) -> float:
         """Median seconds of a step; 0 before the first step."""
-        curve = self.curves.get("time/step")
+        curve = self.measured.curves.get("time/step")
         return statistics.median([value for value in curve.values if value is not None] or [0.0]) if curve else 0.0
 
 
@@ -105,7 +107,7 @@ class SearchResult:
         """
         counts = {state: len(self.of_state(state)) for state in ("complete", "pruned", "failed", "running")}
         states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        cost = f"{sum(entry.seconds * entry.devices for entry in self.trials):,.0f} {self.unit}-seconds"
+        cost = f"{sum(entry.cost for entry in self.trials):,.0f} {self.unit}-seconds"
         pruned = self.of_state("pruned")
         seconds = [((self.max_steps or entry.step) - entry.step) * entry.step_seconds * entry.devices for entry in pruned]
         saved = f", pruning saved about {sum(seconds):,.0f}" if pruned else ""
@@ -127,14 +129,13 @@ def result(
     results, units = [], set()
     for trial in trials:
         run_dir = folder.path / "runs" / trial.name
-        measured = measure(run_dir)
         recipe = config.read(run_dir / "recipe.yaml") if (run_dir / "recipe.yaml").exists() else None
         parts = config.components(recipe) if recipe else {}
         hosts = [part for name, part in parts.items() if name != "generate" or not recipe or not config.colocated(recipe)]
         gpus = sum(part.nodes * part.gpus_per_node for part in hosts)  # which colocated components share
         units |= {"GPU" if gpus else "rank"} if recipe else set()
         devices = gpus or sum(map(config.ranks, parts.values()))
-        results.append(TrialResult(trial, run_dir, measured.curves, measured.seconds, devices))
+        results.append(TrialResult(trial, measure(run_dir), devices))
     unit = units.pop() if len(units) == 1 else "device"
     return SearchResult(folder.title, folder.path, search, results, importances, max_steps, unit)
 
@@ -154,15 +155,15 @@ def _number(value: Any) -> str:
     return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
 
 
-def _link(result: SearchResult, entry: TrialResult) -> Html:
-    return tag("a", entry.trial.name, href=f"{entry.run_dir.relative_to(result.folder)}/")
+def _link(trial: Trial) -> Html:
+    return tag("a", trial.name, href=f"runs/{trial.name}/")
 
 
 def _best(result: SearchResult) -> Iterator[Section]:
     if (best := result.best) is None:
         return
     command = f"python launch/submit.py recipe={result.search.recipe} {' '.join(as_arguments(best.trial.values))}"
-    value = tag("p", f"{result.search.metric} {_number(best.trial.value)} in ", _link(result, best))
+    value = tag("p", f"{result.search.metric} {_number(best.trial.value)} in ", _link(best.trial))
     rows = [[key, _number(value)] for key, value in best.trial.values.items()]
     yield Section("Best", [value, table(["parameter", "value"], rows), tag("pre", command)])
 
@@ -312,11 +313,11 @@ def _trials(result: SearchResult) -> Section:
     header = ["trial", "", result.search.metric, *result.search.parameters, "step", f"{result.unit}-seconds", "recipe", "why"]
     rows = []
     for entry in result.trials:
-        trial, cost = entry.trial, f"{entry.seconds * entry.devices:.0f}"
+        trial = entry.trial
         state = tag("span", trial.state, class_=CLASSES.get(trial.state))
         value = "" if trial.value is None else _number(trial.value)
         reason = f"pruned at step {trial.pruned_at}" if trial.state == "pruned" else trial.why
-        recipe = tag("a", "recipe.yaml", href=f"{entry.run_dir.relative_to(result.folder)}/recipe.yaml")
+        recipe = tag("a", "recipe.yaml", href=f"runs/{trial.name}/recipe.yaml")
         values = [_number(trial.values[key]) for key in result.search.parameters]
-        rows.append([_link(result, entry), state, value, *values, entry.step, cost, recipe, reason])
+        rows.append([_link(trial), state, value, *values, entry.step, f"{entry.cost:.0f}", recipe, reason])
     return Section("Trials", [table(header, rows)])

@@ -75,7 +75,7 @@ class TrialStudy:
         """
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if trial.params.keys() != self._distributions.keys():
-                self._mark(trial.number, LOST, True)
+                self.mark(trial.number, LOST, True)
                 self._study.tell(trial.number, state=TrialState.FAIL)
 
     # ---- trials -----------------------------------------------------------------------------------------------------------
@@ -116,27 +116,20 @@ class TrialStudy:
             return False
         if not self._study.pruner.prune(self._study, self._storage.get_trial(trial_id)):
             return False
-        self._mark(number, PRUNED_AT, step)
+        self.mark(number, PRUNED_AT, step)
         return True
 
-    def complete(self, number: int, value: float) -> None:
-        """Record the final metric of a complete run."""
-        self._study.tell(number, value)
+    def end(self, number: int, state: StateOfTrial, value: float | None = None, why: str = "") -> None:
+        """Record the end of a trial: complete with its final metric, pruned at the last value that it reported, or failed.
 
-    def prune(self, number: int) -> None:
-        """Record that a pruned trial's run has stopped. The trial's value is the last one that it reported."""
-        self._study.tell(number, state=TrialState.PRUNED)
+        why: a line of text that says why it failed.
+        """
+        if why:
+            self.mark(number, WHY, why)
+        self._study.tell(number, value, next(name for name, ours in STATES.items() if ours == state))
 
-    def fail(self, number: int, reason: str) -> None:
-        """Record that a trial failed, and so has no value. reason: one line of text."""
-        self._mark(number, WHY, reason)
-        self._study.tell(number, state=TrialState.FAIL)
-
-    def note_folder(self, number: int, run_dir: str) -> None:
-        """Record a trial's run folder, for Optuna's own tools."""
-        self._mark(number, "run_dir", run_dir)
-
-    def _mark(self, number: int, key: str, value: Any) -> None:
+    def mark(self, number: int, key: str, value: Any) -> None:
+        """Record an attribute of a trial, which Optuna's own tools show too."""
         self._storage.set_trial_user_attr(self._storage.get_trial_id_from_study_id_trial_number(self._id, number), key, value)
 
     # ---- results ----------------------------------------------------------------------------------------------------------

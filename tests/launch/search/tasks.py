@@ -14,7 +14,7 @@ ASKED_S = 120.0  # a run that nobody asks to stop fails after this
 def climb(run_dir: str) -> None:
     """Write train/reward = rate * step. A rate below 1 waits at step 2 for the request to stop, and never completes.
 
-    HETSTEP_TEST_FAILS=RATE: the run with this rate fails. HETSTEP_TEST_COMPLETES=1: all rates complete.
+    HETSTEP_TEST_FAILS=RATE: the run with this rate fails.
     """
     if os.environ["HETSTEP_RANK"] != "0":
         return
@@ -31,7 +31,7 @@ def climb(run_dir: str) -> None:
         for step in range(1, STEPS + 1):
             file.write(json.dumps({"step": step, "time": time.time(), "train/reward": rate * step, "time/step": 2.0}) + "\n")
             file.flush()
-            if step == 2 and rate < 1 and os.environ.get("HETSTEP_TEST_COMPLETES") != "1":
+            if step == 2 and rate < 1:
                 _wait_to_be_asked(attempt)
     time.sleep(float(os.environ.get("HETSTEP_TEST_SLEEP", "0")))
     (folder / "done.json").write_text(json.dumps({"step": STEPS}))

@@ -15,16 +15,14 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from launch import sweep as command
 from launch.api import sweeps as api
 from launch.sweeps import suite as suites
-from launch.sweeps.search import search_loop
 from launch.sweeps.search.study import JOURNAL, TrialStudy
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
 from tests.launch.search import tasks
 from tests.launch.search.suites import KL, LR, write_search
-from tests.launch.sweeps.suites import environment, known, launch, submitted, sweep
+from tests.launch.sweeps.suites import environment, in_process, known, launch, submitted, sweep
 from tests.launch.waiting import wait_until
 
 ASHA = {"pruner": "asha", "min_steps": 2, "reduction_factor": 2}
@@ -32,20 +30,7 @@ ASHA = {"pruner": "asha", "min_steps": 2, "reduction_factor": 2}
 
 @pytest.fixture
 def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """Run the command in this process, and return (status, output); its runs are processes."""
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("launch.executors.rank_task.rank_main", tasks.climb)
-    monkeypatch.setitem(search_loop.POLL_S, "local", 0.05)
-    monkeypatch.chdir(os.getcwd())
-
-    def run(*arguments: str, fails: str = "", completes: bool = False) -> tuple[int, str]:
-        monkeypatch.setenv("HETSTEP_TEST_FAILS", fails)
-        monkeypatch.setenv("HETSTEP_TEST_COMPLETES", str(int(completes)))
-        status = command.main(list(arguments))
-        return status, "".join(capsys.readouterr())
-
-    return run
+    return in_process(monkeypatch, capsys, tasks.climb)
 
 
 def trials(folder: Path) -> list[tuple[str, float, float | None]]:
@@ -201,7 +186,7 @@ def test_a_restarted_sampler_draws_what_one_that_was_not_killed_draws(tmp_path):
             study = TrialStudy(folder, search, 4)
             for _ in range(12):
                 trial = study.ask()
-                study.complete(trial.number, -abs(trial.values[LR] - 1e-3))
+                study.end(trial.number, "complete", -abs(trial.values[LR] - 1e-3))
                 study = TrialStudy(folder, search, 4) if restarts else study
             drawn[restarts] = [trial.values for trial in study.trials()]
             assert set(study.importances()) == {LR, KL}

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from launch import sweep as command
+from launch.sweeps import submission
 from tests.launch.model import write_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -34,6 +37,25 @@ def environment(env: dict | None = None, **more: str) -> dict[str, str]:
     """Return the environment in which ranks run tasks.learn. env: the Slurm cluster's."""
     standin = {"PYTHONPATH": str(STANDIN), "HETSTEP_TEST_TASK": "tests.launch.sweeps.tasks:learn"}
     return {**os.environ, **(env or {}), **standin, **more}
+
+
+def in_process(monkeypatch, capsys, task: Callable[[str], None]) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs the command in this process, and returns (status, output). Its runs are processes.
+
+    Its keyword `fails` is HETSTEP_TEST_FAILS, which the tasks read.
+    """
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("launch.executors.rank_task.rank_main", task)
+    monkeypatch.setitem(submission.POLL_S, "local", 0.05)
+    monkeypatch.chdir(os.getcwd())
+
+    def run(*arguments: str, fails: str = "") -> tuple[int, str]:
+        monkeypatch.setenv("HETSTEP_TEST_FAILS", fails)
+        status = command.main(list(arguments))
+        return status, "".join(capsys.readouterr())
+
+    return run
 
 
 def launch(*arguments: str, env: dict, cwd: Path = ROOT) -> subprocess.Popen:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import sweep as command
 from launch.sweeps.sweep_folder import SweepFolder
 from tests.launch.model import write_recipe
 from tests.launch.sweeps import tasks
-from tests.launch.sweeps.suites import environment, known, launch, outcomes, submitted, sweep, write_suite
+from tests.launch.sweeps.suites import environment, in_process, known, launch, outcomes, submitted, sweep, write_suite
 from tests.launch.waiting import wait_until
 
 ONE_SEED = {"seeds": [1], "gates": {"on policy": {"value": "at(train/ppo_kl, 1)", "equals": 0}}}
@@ -20,19 +19,7 @@ ONE_SEED = {"seeds": [1], "gates": {"on policy": {"value": "at(train/ppo_kl, 1)"
 
 @pytest.fixture
 def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """Run the command in this process, and return (status, output); its runs are processes."""
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("launch.executors.rank_task.rank_main", tasks.learn)
-    monkeypatch.setattr("launch.sweeps.submission.POLL_S", 0.1)
-    monkeypatch.chdir(os.getcwd())
-
-    def run(*arguments: str, fails: str = "") -> tuple[int, str]:
-        monkeypatch.setenv("HETSTEP_TEST_FAILS", fails)
-        status = command.main(list(arguments))
-        return status, "".join(capsys.readouterr())
-
-    return run
+    return in_process(monkeypatch, capsys, tasks.learn)
 
 
 def starts(folder: Path) -> dict[str, int]:
