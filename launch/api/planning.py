@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.api.overrides import Overrides, arguments, at_argument, naming_arguments
-from launch.plan import evaluation, modes, plan_table
+from launch.plan import evaluation, plan_table, variants
 from launch.plan.estimate import Plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.recipes.trust import Trust, trusting
@@ -102,7 +102,7 @@ def _figures(requested: Prepared, plan: Plan) -> dict[str, Any]:
         "gpu_hours": plan.gpu_hours if timed else None,
         "submissions": plan.submissions if timed else None,
         "checkpoint_bytes": plan.checkpoint_bytes,
-        "text": plan_table.text(plan, modes.compare(plan)),
+        "text": plan_table.text(plan, variants.compare(plan)),
     }
 
 

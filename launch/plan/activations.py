@@ -1,8 +1,9 @@
 """Activation memory of layers, the last norm and the head, in bytes for one microbatch on one rank.
 
-`Layer` counts the tensors that autograd saves for each operation of one layer. IMPLEMENTATIONS has how often each operation
-saves a tensor: Hugging Face's eager modules (FSDP2), the same with selective recomputation (`pipeline/train/recompute.py`), and
-Megatron-Core's local modules (CPU) and TransformerEngine's (GPU), whose norms and activation functions are one kernel each.
+`LayerActivations` counts the tensors that autograd saves for each operation of a layer. IMPLEMENTATIONS has how often each
+operation saves a tensor: Hugging Face's eager modules (FSDP2), the same with selective recomputation
+(`pipeline/train/recompute.py`), and Megatron-Core's local modules (CPU) and TransformerEngine's (GPU), whose norms and
+activation functions are one kernel each.
 Widths are elements per token after tensor parallelism, and c is the bytes of an element (2 or 4).
 
     RMSNorm     its input and normalized value, in float32 where the norm is not one kernel, and its output
@@ -51,14 +52,13 @@ class Implementation:
     expert_input: int
     hidden: int  # tensors of the hidden width: the layer's input, the outputs of attention and of the MLP
     gathers: bool  # whether a layer saves its gathered inputs with sequence parallelism
-    norm_backward: tuple[int, int]  # workspace of the backward pass of an RMSNorm
 
 
 IMPLEMENTATIONS = {
-    "eager": Implementation((4, 2), (4, 1), True, 1, 1, 1, (1, 1), 0, 4, 4, 2, 0, True, (16, 0)),
-    "selective": Implementation((0, 0), (0, 0), True, 1, 1, 1, (0, 0), 0, 2, 2, 1, 3, False, (16, 0)),
-    "local": Implementation((8, 1), (8, 0), True, 2, 3, 0, (-1, 1), 4, 5, 6, 1, 0, False, (16, 0)),
-    "fused": Implementation((0, 2), (0, 1), False, 2, 3, 0, (-1, 1), 0, 3, 4, 1, 0, False, (0, 4)),
+    "eager": Implementation((4, 2), (4, 1), True, 1, 1, 1, (1, 1), 0, 4, 4, 2, 0, True),
+    "selective": Implementation((0, 0), (0, 0), True, 1, 1, 1, (0, 0), 0, 2, 2, 1, 3, False),
+    "local": Implementation((8, 1), (8, 0), True, 2, 3, 0, (-1, 1), 4, 5, 6, 1, 0, False),
+    "fused": Implementation((0, 2), (0, 1), False, 2, 3, 0, (-1, 1), 0, 3, 4, 1, 0, False),
 }
 """Counted in the modules of transformers, of Megatron-Core (megatron/core/transformer, megatron/core/fusions) and of
 TransformerEngine; measured by `tests.launch.plan memory`, but for TransformerEngine's."""
@@ -80,7 +80,7 @@ class RankMicrobatch:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerActivations:
     """The activations of one layer, in bytes. sparse: whether it is a mixture of experts."""
 
     shape: ModelShape
@@ -112,6 +112,11 @@ class Layer:
             experts = self._copies * (of.expert_input * shape.expert_input + of.expert * self._width)
             return at.tokens * (saved_bytes + at.size * (experts + of.mlp * shape.shared_width / at.tensor))
         return at.tokens * (saved_bytes + at.size * of.mlp * self._width)
+
+    @property
+    def norm(self) -> float:
+        """Return the bytes that the model's last norm saves."""
+        return self.at.tokens * (self._bytes(self.of.norm) * self._hidden + self.at.size * self._gathered)
 
     @property
     def backward(self) -> float:
@@ -223,13 +228,6 @@ def whole_mixers(shape: ModelShape, sequence: bool) -> float:
     mixer = shape.state
     matrices = shape.hidden * (sum(mixer.projected) + mixer.width)
     return shape.state_layers / shape.layers * (matrices + (mixer.kernel + 1) * sum(mixer.convolved) + mixer.width)
-
-
-def final_norm(shape: ModelShape, at: RankMicrobatch, implementation: str) -> tuple[float, float]:
-    """Return (bytes that the last norm saves, peak bytes of its backward pass)."""
-    of, hidden = IMPLEMENTATIONS[implementation], shape.hidden / at.sequence
-    saved, backward = (each[0] + each[1] * at.size for each in (of.norm, of.norm_backward))
-    return at.tokens * (saved * hidden + at.size * shape.hidden * (at.sequence > 1)), at.tokens * backward * hidden
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------------

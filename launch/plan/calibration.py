@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from launch.plan.phase import CLOCKS, Phase
+from launch.plan.roofline import CLOCKS, Phase
 from launch.runs import run_keys
 from pipeline import config
 from pipeline.algorithms import build

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ from launch.plan import (
     recomputation,
     refit_time,
     shared_gpus,
-    split,
     step_time,
+    variants,
 )
 from launch.plan.calibration import MeasuredRun
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.phase import Phase, seconds_by_clock
+from launch.plan.rank_division import GIGA
 from launch.plan.refit import RefitPrediction, predict
-from launch.plan.split import Split
-from launch.plan.step_phases import is_priced, step_phases, validation_seconds
+from launch.plan.roofline import Phase, seconds_by_clock
 from launch.plan.step_time import StepTime
+from launch.plan.variants import Split
 from launch.preflight.disk_space import saved_bytes
 from launch.recipes import reading
 from launch.recipes.model_files import is_inside, planning_config
@@ -42,7 +42,6 @@ from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, r
 from pipeline.config.schema import PlanConfig
 from pipeline.models.shape import ModelShape
 
-GIGA = 1e9
 STATE = ("weights", "merged weights", "gradients", "optimizer")  # parts that depend on no batch size or recomputation
 
 
@@ -57,14 +56,14 @@ class Plan:
     lengths: Lengths
     train: TrainMemory
     generate: GenerateMemory | None  # None: an algorithm that does not sample
-    refit: RefitPrediction | None
-    refit_unknown: str  # why `refit` is None although the algorithm samples
-    phases: Sequence[Phase]  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
-    validation: float | None  # seconds of one validation, 0 if the recipe has none; None: max_val_samples sets no bound
+    reward: TrainMemory | None  # None: the reward model has no ranks of its own
     measured: MeasuredRun | None
-    ratios: Mapping[str, float]  # measured / predicted, by clock; a clock without a ratio is not calibrated
-    split: Split | None  # a division with a shorter step
-    reward: TrainMemory | None = None  # None: the reward model has no ranks of its own
+    refit: RefitPrediction | None = None
+    refit_unknown: str = ""  # why `refit` is None although the algorithm samples
+    phases: Sequence[Phase] = ()  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
+    validation: float | None = 0.0  # seconds of a validation, 0 if the recipe has none; None: max_val_samples sets no bound
+    ratios: Mapping[str, float] = field(default_factory=dict)  # measured / predicted, by clock that is calibrated
+    split: Split | None = None  # a division with a shorter step
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -159,6 +158,50 @@ class Plan:
             return 0
         return None if self.steps is None else math.ceil(self.steps / saving.save_period)
 
+    # ---- variants of the recipe ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether durations can be estimated: all components have GPUs, and engines have room for a KV cache."""
+        return step_time.is_priced(self.recipe) and (self.generate is None or self.generate.tokens > 0)
+
+    def timed(self, refit: Sequence[Phase] | None = None) -> Plan:
+        """Return the plan with durations if they can be estimated, else unchanged.
+
+        refit: calibrated phases of the transfer; None: those of the plan's refit.
+        """
+        if not self.is_timed:
+            return self
+        recipe, ratios = self.recipe, self.ratios
+        arguments = recipe, self.shapes, self.lengths, self.generate
+        phases = calibration.scale(step_time.phases(*arguments), ratios)
+        if refit is None:
+            refit = calibration.scale(_refit_phases(recipe, self.generate, self.refit), ratios)
+        validation = step_time.validation_seconds(*arguments)
+        if validation is not None:
+            validation *= ratios.get("rollout" if generates(recipe) else "train", 1.0)
+        return replace(self, phases=[*phases, *refit], validation=validation)
+
+    def elsewhere(self, recipe: Recipe) -> Plan:
+        """Return the plan of `recipe`, a variant of this plan's recipe, with the same models, lengths and calibration.
+
+        The returned plan has no phases if it does not fit. Raises RecipeError.
+        """
+        estimate = self._variant(recipe)
+        return replace(estimate, **_refit(recipe, self.models["policy"])).timed() if estimate.fits else estimate
+
+    def step_elsewhere(self, recipe: Recipe) -> float | None:
+        """Return the seconds of a step of `recipe`, a variant of this plan's recipe; None if `recipe` does not fit.
+
+        The refit is assumed to take as long as in this plan.
+        """
+        estimate = self._variant(recipe)
+        return estimate.timed([phase for phase in self.phases if phase.clock == "refit"]).step if estimate.fits else None
+
+    def _variant(self, recipe: Recipe) -> Plan:
+        recipe = recomputation.again(recipe, self.choice.open_keys, self.shapes, self.lengths)
+        return replace(self, recipe=recipe, phases=[], validation=0.0, split=None, **_memories(recipe, self.shapes))
+
     # ---- whether it fits --------------------------------------------------------------------------------------------------
 
     @property
@@ -245,94 +288,28 @@ def plan(
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
-    refit, unknown = _refit(recipe, models["policy"])
     means = (earlier.prompt, earlier.answer, earlier.where) if earlier else (None, None, "")
+    data = (measured_lengths.mean, measured_lengths.source) if measured_lengths else None
     estimate = Plan(
         recipe=recipe,
         choice=choice,
         models=models,
         shapes=shapes,
-        lengths=lengths.assume(
-            recipe, *means, data=(measured_lengths.mean, measured_lengths.source) if measured_lengths else None
-        ),
-        train=memory.train(recipe, shapes),
-        generate=_generate_memory(recipe, shapes),
-        reward=memory.reward(recipe, shapes),
-        refit=refit,
-        refit_unknown=unknown,
-        phases=[],
-        validation=0.0,
+        lengths=lengths.assume(recipe, *means, data=data),
+        **_memories(recipe, shapes),
+        **_refit(recipe, models["policy"]),
         measured=earlier,
-        ratios={},
-        split=None,
     )
-    if earlier and _can_be_timed(recipe, estimate.generate):
+    if earlier and estimate.is_timed:
         estimate = replace(estimate, ratios=_ratios(earlier, pending, recipe))
-    estimate = _with_times(estimate, calibration.scale(_refit_phases(recipe, estimate.generate, refit), estimate.ratios))
-    if not estimate.phases or not split.movable(recipe):
-        return estimate
-    now = estimate.step if estimate.fits else math.inf
-    return replace(estimate, split=split.better(recipe, now, lambda variant: step_elsewhere(estimate, variant)))
+    estimate = estimate.timed()
+    return replace(estimate, split=variants.better(estimate))
 
 
-def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
-    """Return the plan of `recipe` with the models, lengths and calibration of `plan`, which is of a variant of this recipe.
-
-    The returned plan has no phases if it does not fit. Raises RecipeError.
-    """
-    estimate = _without_times(plan, recipe)
-    if not estimate.fits:
-        return estimate
-    refit, unknown = _refit(recipe, plan.models["policy"])
-    estimate = replace(estimate, refit=refit, refit_unknown=unknown)
-    return _with_times(estimate, calibration.scale(_refit_phases(recipe, estimate.generate, refit), plan.ratios))
-
-
-def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
-    """Return the seconds of a step of `recipe`, a variant of the recipe of `plan`; None if `recipe` does not fit.
-
-    The refit is assumed to take as long as in `plan`.
-    """
-    estimate = _without_times(plan, recipe)
-    if not estimate.fits:
-        return None
-    return _with_times(estimate, [phase for phase in plan.phases if phase.clock == "refit"]).step
-
-
-def _without_times(plan: Plan, recipe: Recipe) -> Plan:
-    recipe = recomputation.again(recipe, plan.choice.open_keys, plan.shapes, plan.lengths)
-    return replace(
-        plan,
-        recipe=recipe,
-        phases=[],
-        validation=0.0,
-        split=None,
-        train=memory.train(recipe, plan.shapes),
-        generate=_generate_memory(recipe, plan.shapes),
-        reward=memory.reward(recipe, plan.shapes),
-    )
-
-
-def _generate_memory(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
-    """Return the memory of the fullest generate rank; None for an algorithm that does not sample."""
-    return memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
-
-
-def _with_times(plan: Plan, refit: Sequence[Phase]) -> Plan:
-    """Return the plan with durations if they can be estimated, else unchanged. refit: calibrated phases of the transfer."""
-    recipe, generate = plan.recipe, plan.generate
-    if not _can_be_timed(recipe, generate):
-        return plan
-    phases = calibration.scale(step_phases(recipe, plan.shapes, plan.lengths, generate), plan.ratios)
-    validation = validation_seconds(recipe, plan.shapes, plan.lengths, generate)
-    if validation is not None:
-        validation *= plan.ratios.get("rollout" if generates(recipe) else "train", 1.0)
-    return replace(plan, phases=[*phases, *refit], validation=validation)
-
-
-def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
-    """Return whether durations can be estimated: all components have GPUs, and engines have room for a KV cache."""
-    return is_priced(recipe) and (generate is None or generate.tokens > 0)
+def _memories(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> dict[str, Any]:
+    """Return the fields of a plan with the memory of the fullest rank of each component."""
+    generate = memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
+    return {"train": memory.train(recipe, shapes), "generate": generate, "reward": memory.reward(recipe, shapes)}
 
 
 def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, Mapping[str, Any]]:
@@ -373,29 +350,25 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
     return {name: ModelShape.of(model, f"{name}.model_name") for name, model in models.items()}
 
 
-def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[RefitPrediction | None, str]:
-    """Return (prediction of a refit, ""), or (None, why the refit cannot be predicted)."""
+def _refit(recipe: Recipe, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a plan with the prediction of a refit, or with the reason why it cannot be predicted."""
     if not generates(recipe):
-        return None, ""
+        return {}
     try:
-        return predict(recipe, model), ""
+        return {"refit": predict(recipe, model), "refit_unknown": ""}
     except ValueError as error:  # layouts that only the libraries can compute
-        return None, str(error)
+        return {"refit": None, "refit_unknown": str(error)}
 
 
 def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitPrediction | None) -> list[Phase]:
-    """Return the uncalibrated phases of a refit's transfer; empty if its duration cannot be estimated."""
-    if not _can_be_timed(recipe, generate):
-        return []
+    """Return the uncalibrated phases of a refit's transfer."""
     if generate is not None and config.colocated(recipe):
         return [shared_gpus.refit(recipe, generate.received, refit)]
-    return [Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)})] if refit else []
-
-
-def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
-    if recipe.policy.generation.refit_transport == "broadcast":
-        return refit_time.broadcast_seconds(refit.reference, recipe.cluster.network)[0]
-    return refit.seconds
+    if refit is None:
+        return []
+    broadcast = recipe.policy.generation.refit_transport == "broadcast"
+    took = refit_time.broadcast_seconds(refit.reference, recipe.cluster.network)[0] if broadcast else refit.seconds
+    return [Phase("refit", "weights to the engines", 0.0, {"transfer": took})]
 
 
 def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Recipe) -> dict[str, float]:
@@ -407,14 +380,14 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
     kinds = [{component.gpu for component in config.components(run).values()} for run in (measured.recipe, planned)]
     measured_hardware = planned.plan.hardware if kinds[0] == kinds[1] else None
     recipe = replace(measured.recipe, plan=PlanConfig(hardware=measured_hardware))
-    if not is_priced(recipe):
+    if not step_time.is_priced(recipe):
         return {}
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     spread = lengths.assume(recipe, measured.prompt, measured.answer, measured.where)
     generate = memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
-    refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"])[0])
-    phases = step_phases(recipe, shapes, spread, generate)
+    phases = step_time.phases(recipe, shapes, spread, generate)
+    refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"]).get("refit"))
     return calibration.ratios(measured, seconds_by_clock([*phases, *refit]))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.plan import deterministic_cost, generate_time, gpu_check, lengths, memory_generate
+from launch.plan import generate_time, gpu_check, lengths, memory_generate, roofline
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.rank_division import engines, parallel_sizes
@@ -97,7 +97,7 @@ class EvaluationPlan:
         )
         length = task.read_tokens / max(1, task.questions)
         duration_s = flops.forward(self.shape, task.read_tokens, task.questions * length**2 / 2) / (
-            engine_count * engine.ranks * engine.rate
+            engine_count * engine.ranks * engine.rates.flops
         )
         if task.answers:
             answers, slots = math.ceil(task.answers / engine_count), generate_time.slots(self.recipe, self.memory, task.lengths)
@@ -285,7 +285,7 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
     if measured := gpu_check.describe(plan.recipe, plan.recipe.cluster.generate):
         yield from _row("measured", measured)
     if plan.gpus and plan.recipe.policy.deterministic:
-        yield from _row("deterministic", deterministic_cost.assumed_factors(plan.recipe))
+        yield from _row("deterministic", roofline.assumed_slowdown(plan.recipe))
     answer_tokens = plan.recipe.plan.answer_tokens
     answers = "answers of half of max_new_tokens" if answer_tokens is None else f"answers of {answer_tokens:g} tokens"
     yield from _row(

@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.plan import deterministic_cost
-from launch.plan.engine_sizes import engine_sizes
+from launch.plan import roofline
 from launch.plan.lengths import Lengths
+from launch.plan.memory_generate import engine_sizes
 from launch.plan.memory_parts import GenerateMemory
-from launch.plan.phase import Phase
-from launch.plan.rank_division import GIGA, Links, engines
-from pipeline.config import PRECISIONS, OnlineConfig, Recipe, engine_ranks, hardware, section
+from launch.plan.rank_division import engines
+from launch.plan.roofline import Phase, Rates
+from pipeline.config import OnlineConfig, Recipe, engine_ranks, section
 from pipeline.config.hardware import GPUSpec
 from pipeline.models import flops
 from pipeline.models.mixers import kept_bytes
@@ -41,27 +41,10 @@ class Engine:
     """One engine: its model, its ranks, and the rates at which they compute and communicate."""
 
     shape: ModelShape
-    links: Links
-    itemsize: int
+    rates: Rates
     ranks: int
     tensor: int
     latency_us: float  # of a message to another node
-    fp8: bool = False  # whether the linear layers are in FP8
-    slowdown: float = 1.0  # of kernels
-
-    @property
-    def gpu(self) -> GPUSpec:
-        """Return the GPU of each rank."""
-        return self.links.gpu
-
-    @property
-    def rate(self) -> float:
-        """Return the FLOP/s of one rank's matrix products."""
-        assumed = self.gpu.assumed
-        share = (assumed.mixture_training if self.shape.experts else assumed.dense_training) / self.slowdown
-        if self.fp8:
-            return share * self.gpu.fp8_tflops * 1e12
-        return share * (self.gpu.bf16_tflops if self.itemsize == 2 else self.gpu.fp32_tflops) * 1e12
 
     def weights(self, batch: float) -> float:
         """Return the bytes of weights that a rank reads in a step of `batch` tokens, without the embedding table."""
@@ -69,7 +52,7 @@ class Engine:
         chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** batch if shape.experts else 0.0
         linear = shape.attention + shape.mlp + chosen * shape.routed
         unquantized = shape.vocabulary * shape.hidden + shape.other  # the output layer, which is the embedding if it is tied
-        return (linear * (1 if self.fp8 else self.itemsize) + unquantized * self.itemsize) / self.ranks
+        return (linear * (1 if self.rates.fp8 else self.rates.itemsize) + unquantized * self.rates.itemsize) / self.ranks
 
     @property
     def cache_bytes(self) -> float:
@@ -79,33 +62,31 @@ class Engine:
         """
         shape = self.shape
         heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
-        return shape.kv_width * shape.attention_layers * self.itemsize / heads / (self.ranks // self.tensor)
+        return shape.kv_width * shape.attention_layers * self.rates.itemsize / heads / (self.ranks // self.tensor)
 
     def read(self, context: float) -> float:
         """Return the bytes of cache and states that a rank reads and writes to add a token to a sequence of `context` tokens.
 
         A layer with a sliding window reads only the window's tokens. A layer with a state reads and writes the whole state.
         """
-        states = self.shape.state_layers * kept_bytes(self.shape.state, self.itemsize) if self.shape.state else 0.0
+        states = self.shape.state_layers * kept_bytes(self.shape.state, self.rates.itemsize) if self.shape.state else 0.0
         return self.shape.cached_tokens(context) * self.cache_bytes + 2 * states / self.ranks
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
         """Return part -> seconds, for a step of `batch` sequences with `context` tokens each."""
-        bandwidth = GIGA * self.gpu.hbm_gb_per_s * self.gpu.assumed.bandwidth / self.slowdown
-        weights, cache = self.weights(batch) / bandwidth, batch * self.read(context) / bandwidth
+        weights, cache = self.weights(batch) / self.rates.memory, batch * self.read(context) / self.rates.memory
         work = 2 * self.shape.active * batch + flops.decode_attention(self.shape, batch * context)
-        products = work / (self.ranks * self.rate)
+        products = work / (self.ranks * self.rates.flops)
         parts = {"reading weights": weights, "reading the KV cache": cache} if weights + cache > products else {}
         parts = parts or {"matrix products": products}
-        parts["engine overhead"] = self.gpu.assumed.engine_step_ms / 1e3
+        parts["engine overhead"] = self.rates.gpu.assumed.engine_step_ms / 1e3
         if self.tensor > 1:
             parts["tensor parallelism"] = self._all_reduces(batch)
         return parts
 
     def _all_reduces(self, batch: float) -> float:
-        near = self.tensor <= self.links.island
-        latency = self.gpu.assumed.all_reduce_us if near else self.gpu.assumed.all_reduce_us + 2 * self.latency_us
-        moved = 2 * self.links.ring_seconds(self.tensor, batch * self.shape.hidden * self.itemsize)
+        latency = self.rates.gpu.assumed.all_reduce_us + (2 * self.latency_us if self.tensor > self.rates.island else 0.0)
+        moved = 2 * self.rates.ring_seconds(self.tensor, batch * self.shape.hidden * self.rates.itemsize)
         shape = self.shape
         reduces = shape.attention_layers + shape.state_layers + shape.mlp_layers + shape.sparse_layers
         return reduces * (latency / 1e6 + moved)
@@ -127,18 +108,10 @@ def slots(recipe: Recipe, memory: GenerateMemory, lengths: Lengths) -> int:
 
 def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
     """Return the engine that a recipe describes; the Transformers backend has one rank per engine."""
-    generation, network = recipe.policy.generation, recipe.cluster.network
-    vllm = generation.backend == "vllm"
-    return Engine(
-        shape,
-        Links(gpu, network.nic_gb_per_s, hardware.nvlink_gpus(recipe.cluster.generate)),
-        PRECISIONS[recipe.policy.precision],
-        engine_ranks(generation.vllm_cfg) if vllm else 1,
-        generation.vllm_cfg.tensor_parallel_size if vllm else 1,
-        network.latency_us,
-        fp8=vllm and generation.vllm_cfg.precision == "fp8",
-        slowdown=deterministic_cost.generation(recipe.policy),
-    )
+    vllm_cfg, vllm = recipe.policy.generation.vllm_cfg, recipe.policy.generation.backend == "vllm"
+    ranks, tensor = (engine_ranks(vllm_cfg), vllm_cfg.tensor_parallel_size) if vllm else (1, 1)
+    rates = roofline.generation(recipe, gpu, shape.experts > 0)
+    return Engine(shape, rates, ranks, tensor, recipe.cluster.network.latency_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +140,7 @@ def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, me
     read = prompts if caches_prefixes else answers
     prefill = flops.forward(shape, read * lengths.prompt, read * lengths.prompt**2 / 2)
     share = engine_load.count * engine_count / answers  # the busiest engine's prompts against the mean
-    seconds = share * prefill / (engine_count * engine_load.engine.ranks * engine_load.engine.rate)
+    seconds = share * prefill / (engine_count * engine_load.engine.ranks * engine_load.engine.rates.flops)
     phases_of_step = [Phase("rollout", SAMPLING[0], prefill, {"matrix products": seconds})]
     pairs = answers * (lengths.prompt * lengths.answer + lengths.squared_answer / 2)
     work = 2 * shape.active * answers * lengths.answer + flops.decode_attention(shape, pairs)

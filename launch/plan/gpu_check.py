@@ -23,18 +23,20 @@ file. A change of the file that this module must know about changes FORMAT.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from launch.plan import generate_time
 from launch.plan.lengths import Lengths
-from launch.plan.rank_division import GIGA, Links
+from launch.plan.rank_division import GIGA
+from launch.plan.roofline import Rates
 from launch.plan.train_time import OPTIMIZER_BYTES
 from launch.recipes.model_files import planning_config
 from pipeline import config
@@ -50,28 +52,46 @@ KEY = "plan.hardware"
 RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`, which get equally many bytes
 TRAINED = 1_498_482_688
 """Number of parameters of the measured model of FORMAT (tests/gpu_check/sizes.py)."""
-PASSED, LEFT_OUT = "passed", "left out"
-OUTCOMES = (PASSED, "failed", "cut", LEFT_OUT)
 NUMBERS = {
-    "train: FSDP2": ("MFU", "step, s", "GB", "plan's GB"),
-    "train: FSDP2 eager": ("MFU", "step, s", "GB", "plan's GB"),
-    "train: Megatron-Core": ("MFU", "step, s", "GB", "plan's GB"),
+    **dict.fromkeys(("train: FSDP2", "train: FSDP2 eager", "train: Megatron-Core"), ("MFU", "step, s", "GB", "plan's GB")),
     "decode: vllm": ("s",),
     "offload": ("again to the host, GB/s", "again to the device, GB/s"),
     "refit: shared GPU": ("IPC GB/s", "host GB/s"),
 }
 """Part -> the names of its numbers that are read."""
 DECODE = "decode: vllm"
+Positive = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class _Machine(BaseModel):
+    gpus: list[str] = Field(min_length=1)
+    memory_gb: list[Positive] = Field(min_length=1)
+
+
+class _Result(BaseModel):
+    part: str
+    outcome: Literal["passed", "failed", "cut", "left out"]
+    note: str | None = None
+    numbers: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+
+
+class _CheckFile(BaseModel):
+    format: Literal[1]
+    device: Literal["cuda"]
+    size: Literal["full"]
+    date: str
+    machine: _Machine
+    results: list[_Result]
+
+
+class _Decoded(BaseModel):
     """The model and the requests that the part `decode: vllm` measured."""
 
-    shape: ModelShape
-    requests: int
-    prompt: int  # tokens
-    answer: int  # tokens
+    model: dict[str, Any]
+    requests: PositiveInt
+    prompt: Positive  # tokens
+    answer: Positive  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +105,8 @@ class GPUCheck:
     numbers: Mapping[str, Mapping[str, float]]  # by part and name, of parts that passed
     unmeasured: Mapping[str, str]  # of parts in NUMBERS that failed or were cut: how they ended
     rates: Mapping[str, float]  # by part that trains: the share of the peak that matrix products reach
-    decoded: Decoded | None
+    decoded: _Decoded | None
+    shape: ModelShape | None  # of the decoded model
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,80 +133,49 @@ def read(path: str) -> GPUCheck:
 @functools.lru_cache(maxsize=8)
 def _read(path: str, _changed: int) -> GPUCheck:
     try:
-        record = json.loads(user_files.read_text(path, user_files.MAX_JSON))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refusal(path, f"invalid JSON ({error})", "the file that make gpu-check writes") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        version = record.get("format") if isinstance(record, dict) else None
-        raise _refusal(path, f"format {version!r}", f"format {FORMAT}, which this version's make gpu-check writes")
-    for name, expected, label in (("device", "cuda", "a GPU"), ("size", "full", "size=full")):
-        if record.get(name) != expected:
-            raise _refusal(path, f"{name} {record.get(name)!r}", f"measurements of {label}")
-    machine, date, results = (record.get(name) for name in ("machine", "date", "results"))
-    if not (isinstance(machine, dict) and isinstance(date, str) and isinstance(results, list)):
-        raise _refusal(path, "a record without machine, date or results", "all three")
-    gpu, memory = _machine(path, machine)
-    parts = dict(_part(path, result) for result in results)
-    numbers = {name: parts[name][0] for name in NUMBERS if name in parts and parts[name][0]}
-    unmeasured = {name: parts[name][2] for name in NUMBERS if name in parts and parts[name][2]}
+        record = _CheckFile.model_validate_json(user_files.read_text(path, user_files.MAX_JSON))
+        results = {result.part: result for result in record.results if result.part in NUMBERS}
+        passed = {part: result for part, result in results.items() if result.outcome == "passed"}
+        numbers = {part: _numbers(result) for part, result in passed.items()}
+        decoded = _Decoded.model_validate(passed[DECODE].details) if DECODE in passed else None
+        shape = ModelShape.of(decoded.model, KEY) if decoded else None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _refusal(path, f"{where}: {repr(first['input'])[:80]}", first["msg"][0].lower() + first["msg"][1:]) from None
+    except RecipeError:
+        raise _refusal(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
+    except (OSError, ValueError) as error:
+        raise _refusal(path, f"a file that cannot be read ({error})", "the file that make gpu-check writes") from None
+    unmeasured = {
+        part: " ".join(filter(None, [result.outcome, result.note and f"({result.note})"]))
+        for part, result in results.items()
+        if result.outcome in ("failed", "cut")
+    }
     if not numbers:
         message = "; ".join(["no measurement that a plan uses", *(f"{name} {outcome}" for name, outcome in unmeasured.items())])
         raise _refusal(path, message, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
-    decoded = _read_decode(path, parts[DECODE][1]) if DECODE in numbers else None
-    rates = {name: _rate(path, name, of, hardware.gpu(gpu)) for name, of in numbers.items() if "MFU" in of}
-    return GPUCheck(Path(path), date, gpu, memory, numbers, unmeasured, rates, decoded)
+    gpu = _described(path, record.machine)
+    rates = {part: _rate(path, part, of, hardware.gpu(gpu)) for part, of in numbers.items() if "MFU" in of}
+    memory_gb = min(record.machine.memory_gb)
+    return GPUCheck(Path(path), record.date, gpu, memory_gb, numbers, unmeasured, rates, decoded, shape)
 
 
-def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
-    """Return (name of the GPUs' description in recipes/hardware, GB of memory of the GPU with the least)."""
-    gpus, memory = machine.get("gpus"), machine.get("memory_gb")
-    if not isinstance(gpus, list) or not gpus or len({str(gpu) for gpu in gpus}) > 1:
-        raise _refusal(path, f"machine.gpus {gpus!r}", "one or several GPUs of one kind")
-    if not isinstance(memory, list) or len(memory) != len(gpus) or not all(map(_is_number, memory)):
-        raise _refusal(path, f"machine.memory_gb {memory!r}", "a number for each GPU")
-    base = hardware.of_device(str(gpus[0]))
-    if base is None:
-        names = sorted(file.stem for file in HARDWARE.glob("*.yaml"))
-        raise _refusal(path, f"the GPU {gpus[0]!r}", f"a GPU of recipes/hardware: {', '.join(names)}")
-    return base, min(memory)
+def _numbers(result: _Result) -> dict[str, float]:
+    """Return the numbers of a part that a plan reads. Raises ValidationError."""
+    chosen = {name: result.numbers.get(name) for name in NUMBERS[result.part]}
+    return TypeAdapter(dict[str, Positive]).validate_python(chosen)
 
 
-def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[str, Any], str]]:
-    """Return (name of the part, (its numbers that a plan reads, its details, its outcome)).
-
-    The outcome is set only for a part that failed or was cut. The numbers and the details are set only for a part that passed
-    and that a plan reads.
-    """
-    name = result.get("part") if isinstance(result, dict) else None
-    outcome = result.get("outcome") if isinstance(result, dict) else None
-    if not isinstance(name, str) or outcome not in OUTCOMES:
-        raise _refusal(path, f"the part {name!r} with the outcome {outcome!r}", f"an outcome of {', '.join(OUTCOMES)}")
-    number_names, note = NUMBERS.get(name, ()), result.get("note")
-    if not number_names or outcome == LEFT_OUT:
-        return name, ({}, {}, "")
-    if outcome != PASSED:
-        return name, ({}, {}, " ".join(filter(None, [outcome, note and f"({note})"])))
-    numbers, details = result.get("numbers"), result.get("details")
-    if not isinstance(numbers, dict) or not isinstance(details, dict):
-        raise _refusal(path, f"{name} without numbers or details", "both")
-    for number in number_names:
-        value = numbers.get(number)
-        if not _is_number(value) or (number == "MFU" and value > 1):
-            raise _refusal(path, f"{name}: {number} {value!r}", f"a number above 0{' and at most 1' * (number == 'MFU')}")
-    return name, ({number: float(numbers[number]) for number in number_names}, details, "")
-
-
-def _read_decode(path: str, details: Mapping[str, Any]) -> Decoded:
-    sizes = [size for name in ("requests", "prompt", "answer") if _is_number(size := details.get(name))]
-    model = details.get("model")
-    if not isinstance(model, dict) or len(sizes) < 3:
-        raise _refusal(path, f"{DECODE}: details {sorted(details)}", "model, requests, prompt and answer")
-    try:
-        shape = ModelShape.of(model, KEY)
-    except RecipeError:
-        raise _refusal(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
-    requests, prompt, answer = map(int, sizes)
-    return Decoded(shape, requests, prompt, answer)
+def _described(path: str, machine: _Machine) -> str:
+    """Return the name of the GPUs' description in recipes/hardware. Raises RecipeError."""
+    if len(set(machine.gpus)) > 1:
+        raise _refusal(path, f"machine.gpus {machine.gpus!r}", "one or several GPUs of one kind")
+    gpu = hardware.of_device(machine.gpus[0])
+    if gpu is None:
+        names = ", ".join(sorted(file.stem for file in HARDWARE.glob("*.yaml")))
+        raise _refusal(path, f"the GPU {machine.gpus[0]!r}", f"a GPU of recipes/hardware: {names}")
+    return gpu
 
 
 def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> float:
@@ -200,10 +190,6 @@ def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> 
         expected = f"an MFU that leaves {optimizer:.2g} s of the step to the optimizer"
         raise _refusal(path, f"{part}: step, s {spent:.3g} with MFU {numbers['MFU']:.3g}", expected)
     return rate
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _refusal(path: str, got: str, expected: str, code: str = "bad-format", again: str = "") -> RecipeError:
@@ -275,8 +261,8 @@ def _values(recipe: Recipe, check: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
     if part in check.rates and PRECISIONS[recipe.policy.precision] == 2:
         rate = check.rates[part]
         yield Value("dense_training", rate, part)
-    if check.decoded and recipe.policy.generation.backend == "vllm":
-        yield Value("engine_step_ms", _overhead(check.decoded, numbers[DECODE]["s"], spec, rate), DECODE)
+    if check.decoded and check.shape and recipe.policy.generation.backend == "vllm":
+        yield Value("engine_step_ms", _overhead(check.decoded, check.shape, numbers[DECODE]["s"], spec, rate), DECODE)
     copies = spec.assumed.page_locked * spec.host_gb_per_s
     if "offload" in numbers:
         copies = min(numbers["offload"].values())
@@ -306,17 +292,17 @@ def _mixture(recipe: Recipe) -> bool:
         return False
 
 
-def _overhead(decoded: Decoded, measured: float, spec: GPUSpec, rate: float) -> float:
+def _overhead(decoded: _Decoded, shape: ModelShape, measured: float, spec: GPUSpec, rate: float) -> float:
     """Return the milliseconds by which the engine's measured step is longer than the estimated work of the GPU, at least 0.
 
     measured: seconds of the whole part. rate: the share of the peak that matrix products reach.
     """
     spec = replace(spec, assumed=replace(spec.assumed, engine_step_ms=0.0, dense_training=rate))
-    engine = generate_time.Engine(decoded.shape, Links(spec, spec.nic_gb_per_s, 1), 2, 1, 1, 0.0)
+    engine = generate_time.Engine(shape, Rates(spec, spec.nic_gb_per_s, 1, mixture=shape.experts > 0), 1, 1, 0.0)
     lengths = Lengths(decoded.prompt, decoded.answer, decoded.answer, "")
     requests = decoded.requests
     work = sum(generate_time.decoding(engine, requests, requests, lengths, requests).values())
-    work += flops.forward(decoded.shape, requests * decoded.prompt, requests * decoded.prompt**2 / 2) / engine.rate
+    work += flops.forward(shape, requests * decoded.prompt, requests * decoded.prompt**2 / 2) / engine.rates.flops
     return max(0.0, measured - work) / decoded.answer * 1e3
 
 

@@ -11,6 +11,9 @@ latents (MLA). With vllm_cfg.precision=fp8, vLLM quantizes one layer at a time w
 never all exist in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py). A sequence takes cache for all its tokens,
 in layers with a sliding window only for the window's tokens, and takes the states of its Mamba layers.
 
+`engine_sizes` follows `get_batch_defaults` and `_set_default_max_num_seqs_and_batched_tokens_args` of vllm/engine/arg_utils.py.
+During a run, the engine itself reports how many sequences it decodes.
+
 Not counted: other quantization in vllm_kwargs, speculative decoding, blocks that vLLM leaves partly empty, memory of
 environments.
 """
@@ -23,11 +26,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.plan.activations import latent_projections
-from launch.plan.engine_layouts import engine_stages
-from launch.plan.engine_sizes import engine_sizes
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
 from launch.plan.rank_division import engines
-from pipeline.config import PRECISIONS, Problem, Recipe, colocated, ranks_per_node, refits_by_ipc, refuse, trains
+from pipeline.config import PRECISIONS, Problem, Recipe, colocated, engine_ranks, ranks_per_node, refits_by_ipc, refuse, trains
+from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes
 from pipeline.models.shape import ModelShape
@@ -55,6 +57,8 @@ src/graph/paths.cc). Assumed, not measured."""
 NETWORK_BYTES = 2 * 32 * 16 * (128 << 10)
 """Bytes of NCCL's buffers on a GPU for messages to and from all other nodes (sharedNetBuffersInit in src/transport/net.cc, for
 32 channels)."""
+LARGE, MIDDLE = 160, 70  # GiB of a GPU (vllm/engine/arg_utils.py)
+OF_CPUS = 256, 4096  # sequences and tokens of each rank (vllm/engine/arg_utils.py)
 SIZES = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
@@ -98,17 +102,13 @@ class EngineRank:
 
     @property
     def linear(self) -> float:
-        """Return a rank's number of parameters of attention, MLP and experts, in the pipeline stage with the most."""
-        return max(map(self._linear, engine_stages(self.shape.layers, self.stages)))
-
-    def _linear(self, stage: range) -> float:
-        shape, tensor, layers = self.shape, self.tensor, len(stage)
-        attention = layers * (shape.attention_layer + (tensor - 1) * latent_projections(shape))
+        """Return a rank's number of parameters of attention, MLP and experts, in the stage with the most layers."""
+        shape, tensor = self.shape, self.tensor
+        copied = (tensor - 1) * latent_projections(shape)
         if not shape.latent and shape.kv_heads < tensor:
-            attention += layers * shape.hidden * (shape.head_dim + shape.value_dim) * (tensor - shape.kv_heads)
-        sparse = sum(shape.sparse[layer] for layer in stage)
-        mlp = (layers - sparse) * shape.mlp_layer + sparse * (shape.shared_layer + shape.routed_layer)
-        return (attention + mlp) / tensor
+            copied += shape.hidden * (shape.head_dim + shape.value_dim) * (tensor - shape.kv_heads)
+        whole = shape.attention + shape.mlp + shape.routed + shape.attention_layers * copied
+        return whole / tensor * self.layers / shape.layers
 
     @property
     def parameters(self) -> float:
@@ -180,6 +180,41 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     states = rank.state_bytes(STATE_BYTES.get(str(arguments.get("mamba_ssm_cache_dtype")), 4)) / token_bytes
     memory = GenerateMemory(add_parts(parts), rank.received, not uncounted, tokens, 0, tuple(assumptions), shape, states)
     return replace(memory, sequences=math.floor(memory.holds(-(-longest // block) * block)))
+
+
+def engine_sizes(recipe: Recipe, shape: ModelShape) -> tuple[int, int]:
+    """Return (sequences that an engine decodes at once, tokens of its largest batch)."""
+    generation = recipe.policy.generation
+    if generation.backend == "transformers":
+        return generation.max_num_seqs or MOST_SEQUENCES, 0
+    kwargs, longest = generation.vllm_kwargs, generation.vllm_cfg.max_model_len
+    configured = generation.max_num_seqs or (MOST_SEQUENCES if shape.state_layers else None)
+    sequences, tokens = _defaults(recipe)
+    doubled = 2 if kwargs.get("performance_mode") == "throughput" else 1
+    most = configured or doubled * sequences
+    if not recipe.cluster.generate.gpus_per_node:
+        batched = max(longest, configured or sequences, 4096)
+    else:
+        longest_prompt = longest if kwargs.get("enable_chunked_prefill") is False else 0  # prompts are not cut
+        batched = min(most * longest, max(longest_prompt, doubled * tokens))
+    batched = _number(kwargs.get("max_num_batched_tokens"), batched)
+    return most if configured else min(most, batched), batched
+
+
+def _defaults(recipe: Recipe) -> tuple[int, int]:
+    """Return vLLM's defaults of (sequences that an engine decodes at once, tokens of its largest batch)."""
+    component = recipe.cluster.generate
+    if not component.gpus_per_node:
+        ranks = engine_ranks(recipe.policy.generation.vllm_cfg)
+        return ranks * OF_CPUS[0], ranks * OF_CPUS[1]
+    memory = memory_gb(component) * 1e9 / 2**30
+    large = memory >= LARGE or (memory >= MIDDLE and "a100" not in component.gpu.lower())
+    return (1024, 16384) if large else (256, 8192)
+
+
+def _number(value: Any, default: int) -> int:
+    """Return a value of vllm_kwargs as an integer; `default` if it is not a number. null stands for vLLM's own default."""
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def weights_problems(recipe: Recipe, memory: GenerateMemory) -> Iterator[Problem]:

@@ -9,14 +9,13 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from launch.plan import alternatives, deterministic_cost, gpu_check, shared_gpus
-from launch.plan.alternatives import WIDTH, Line
-from launch.plan.engine_sizes import engine_sizes
+from launch.plan import generate_time, gpu_check, recomputation, roofline, shared_gpus, variants
 from launch.plan.estimate import Plan
+from launch.plan.memory_generate import engine_sizes
 from launch.plan.memory_parts import GenerateMemory
-from launch.plan.modes import Mode
 from launch.plan.rank_division import engines, parallel_sizes
-from launch.plan.step_phases import is_priced
+from launch.plan.step_time import is_priced
+from launch.plan.variants import WIDTH, WORTH, Line, Mode
 from launch.terminal.units import plural, seconds, size
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, ahead, generates, hardware, ranks, runs_ahead, section, uses_megatron
@@ -26,14 +25,14 @@ FULL = 0.85  # gpu_memory_utilization above which the report proposes no larger 
 
 
 def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
-    """Return the table. compared: the modes of `modes.compare`."""
+    """Return the table. compared: the modes of `variants.compare`."""
     parts = [
         _headline(plan),
         _models(plan),
         _memory(plan),
         _refit(plan) if generates(plan.recipe) else (),
         _times(plan),
-        alternatives.mode_table(plan, compared) if compared else alternatives.waits(plan),
+        variants.mode_table(plan, compared) if compared else _waits(plan),
         _run(plan),
         _assumptions(plan),
         _verdict(plan),
@@ -217,13 +216,39 @@ def _run(plan: Plan) -> Iterator[Line]:
     if plan.phases:
         yield "run", "; ".join(_whole(plan))
         yield "time limit", f"cluster.time_min {plan.recipe.cluster.time_min}: {_within_limit(plan)}"
-        yield from alternatives.proposals(plan)
+        yield from _proposals(plan)
     if plan.checkpoints != 0:
         nbytes = plan.checkpoint_bytes
         per_checkpoint = "adapters and their optimizer's state" if nbytes is None else f"{size(nbytes)} each"
         about = "" if plan.checkpoints is None else f"about {plan.checkpoints}, "
         every = f"every {plan.recipe.checkpointing.save_period} steps (checkpointing.save_period)"
         yield "checkpoints", f"{per_checkpoint}, {about}{every}; the time to write them is unknown"
+
+
+def _waits(plan: Plan) -> Iterator[Line]:
+    """Yield the share of a step in which train ranks and engines are idle."""
+    if plan.phases and plan.generate and not config.colocated(plan.recipe):
+        train, engines = plan.step_time.train / plan.step, plan.step_time.generate / plan.step
+        yield "waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares other modes"
+
+
+def _proposals(plan: Plan) -> Iterator[Line]:
+    """Yield a line for each single change of the recipe that would shorten a step, and one with the number of idle engines."""
+    if variants.movable(plan.recipe):
+        yield "split", variants.division(plan)
+    variant, keys = recomputation.faster(plan.recipe, plan.shapes, plan.lengths)
+    took = plan.step_elsewhere(variant) if keys and plan.fits else None
+    if took is not None and 1 - took / plan.step > WORTH:
+        yield "recomputing", f"{keys} would fit and take {seconds(took)} a step, {1 - took / plan.step:.0%} less"
+    if plan.generate:
+        count, (_, answers) = (
+            engines(plan.recipe.policy, plan.recipe.cluster.generate),
+            generate_time.rollout_size(plan.recipe),
+        )
+        if runs_ahead(plan.recipe) and ahead(plan.recipe).in_flight_weight_updates:
+            answers *= ahead(plan.recipe).max_trajectory_age_steps + 1
+        if count > answers:
+            yield "idle", f"{count - answers} of {count} engines: {plural(answers, 'answer')} are sampled at once"
 
 
 def _whole(plan: Plan) -> Iterator[str]:
@@ -273,7 +298,7 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         if plan.turns:
             yield "", shared_gpus.assumed_rates(recipe)
         if recipe.policy.deterministic:
-            yield "", deterministic_cost.assumed_factors(recipe)
+            yield "", roofline.assumed_slowdown(recipe)
         yield "", _why_unpriced(recipe)
     for text in (*plan.train.assumptions, *(plan.generate.assumptions if plan.generate else ())):
         yield "", text

@@ -1,4 +1,4 @@
-"""Compute how a component's ranks divide a model, and the rates at which groups of ranks communicate."""
+"""Compute how a component's ranks divide a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from pipeline.config import ComponentConfig, PolicyConfig, engine_ranks, expert_tensor_parallel_size, ranks, uses_megatron
-from pipeline.config.hardware import GPUSpec
 from pipeline.models.shape import ModelShape
 
 GIGA = 1e9
@@ -91,39 +90,6 @@ def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
     """Return the number of engines on the generate ranks. The Transformers backend has one on each rank."""
     size = engine_ranks(policy.generation.vllm_cfg) if policy.generation.backend == "vllm" else 1
     return max(1, ranks(component) // size)
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The links between the ranks of a component. Ranks are numbered node by node."""
-
-    gpu: GPUSpec
-    nic_gb_per_s: float
-    island: int  # how many ranks share NVLink (`hardware.nvlink_gpus`)
-
-    def ring(self, size: int, stride: int = 1) -> float:
-        """Return the rate in bytes/s at which each rank of a group sends in a ring of `size` ranks, `stride` apart.
-
-        The group's ranks on one node use their NICs together, as NCCL's rings do.
-        """
-        near = self.near(size, stride)
-        if size <= near:
-            return GIGA * self.gpu.nvlink_gb_per_s
-        return GIGA * min(self.gpu.nvlink_gb_per_s, near * self.nic_gb_per_s)
-
-    def near(self, size: int, stride: int = 1) -> int:
-        """Return how many ranks of a group are connected by NVLink. The group has `size` ranks, `stride` apart."""
-        return max(1, min(size, self.island // stride))
-
-    def ring_seconds(self, size: int, count: float, stride: int = 1) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `count` bytes in total. An all-reduce takes both."""
-        return (size - 1) / size * count / self.ring(size, stride) if size > 1 else 0.0
-
-    def exchange_seconds(self, size: int, count: float, stride: int = 1) -> float:
-        """Return the seconds of an all-to-all in which each rank sends `count` bytes evenly over the group, itself included."""
-        near = self.near(size, stride)
-        inside, outside = (near - 1) / size * count, (size - near) / size * count
-        return max(inside / self.gpu.nvlink_gb_per_s, outside / self.nic_gb_per_s) / GIGA
 
 
 def parallel_sizes(section: object) -> str:

@@ -28,9 +28,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from launch.plan.activations import (
-    Layer,
+    LayerActivations,
     RankMicrobatch,
-    final_norm,
     head_activations,
     latent_projections,
     whole_mixers,
@@ -45,15 +44,15 @@ from pipeline.train.adapters.adapted_layers import is_adapted
 from pipeline.train.adapters.modules import adapts_experts
 
 
-class Counts(NamedTuple):
+class RankParameters(NamedTuple):
     """Numbers of parameters on a rank, before ranks shard them."""
 
     dense: float  # outside of routed experts
     experts: float
 
-    def less(self, other: Counts) -> Counts:
+    def less(self, other: RankParameters) -> RankParameters:
         """Return these numbers without others."""
-        return Counts(self.dense - other.dense, self.experts - other.experts)
+        return RankParameters(self.dense - other.dense, self.experts - other.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +106,12 @@ class RankMemory:
     # ---- parameters ---------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def parameters(self) -> Counts:
+    def parameters(self) -> RankParameters:
         """Return the numbers of parameters on this rank. The last ranks may have fewer experts."""
         stage, hidden = self.stage, self.model.shape.hidden
         dense = stage.sparse * self._layer(True) + stage.dense * self._layer(False)
         dense += self._rows * hidden * stage.first + (hidden + self._head) * stage.last
-        return Counts(dense, stage.sparse * self._experts)
+        return RankParameters(dense, stage.sparse * self._experts)
 
     @property
     def _rows(self) -> int:
@@ -152,25 +151,25 @@ class RankMemory:
         return self.model.trained and (policy.megatron_cfg.peft if self.megatron else policy.dtensor_cfg.lora_cfg).enabled
 
     @cached_property
-    def trained(self) -> Counts:
+    def trained(self) -> RankParameters:
         """Return the numbers of parameters that have gradients: adapters, or all that are not frozen."""
         if not self.model.trained:
-            return Counts(0.0, 0.0)
+            return RankParameters(0.0, 0.0)
         return self.adapters if self._adapted else self.parameters.less(self._frozen())
 
-    def _frozen(self) -> Counts:
+    def _frozen(self) -> RankParameters:
         """Return the numbers of parameters that `freeze_parameters`, and with Megatron-Core freeze_moe_router, freeze."""
         shape, stage, policy = self.model.shape, self.stage, self.model.policy
         routers = self.megatron and policy.megatron_cfg.freeze_moe_router
         dense = stage.sparse * shape.hidden * shape.experts * routers
         if not policy.freeze_parameters:
-            return Counts(dense, 0.0)
+            return RankParameters(dense, 0.0)
         names = matched(policy.freeze_parameters, (tensor.name for tensor in shape.tensors))
         tensors = [tensor for tensor in shape.tensors if tensor.name in names and self._has(tensor)]
         tensors = [tensor for tensor in tensors if not (routers and tensor.part == "router")]
         dense += sum(t.numel / (1 if t.split == "none" else self.layout.tensor) for t in tensors if t.part != "routed")
         routed = sum(tensor.numel for tensor in tensors if tensor.part == "routed")
-        return Counts(dense, self._experts * routed / max(1, shape.routed_layer))
+        return RankParameters(dense, self._experts * routed / max(1, shape.routed_layer))
 
     def _has(self, tensor: Tensor) -> bool:
         """Return whether the stage has a tensor. A tied embedding is on the first and on the last stage."""
@@ -184,7 +183,7 @@ class RankMemory:
         return stage.last
 
     @property
-    def adapters(self) -> Counts:
+    def adapters(self) -> RankParameters:
         """Return the numbers of adapters' parameters, on all layers that can have them.
 
         An adapter of a layer has dim x (in + out). Megatron-Core's joint projections of attention, and of gate and up, share an
@@ -203,7 +202,7 @@ class RankMemory:
         dense += stage.sparse * mlp(shape.shared_width / tensor)
         up, down = 2 * shape.expert_width + shape.hidden, shape.hidden + shape.expert_width
         entries = shape.experts * (up * self._adapts_experts("gate_up_proj") + down * self._adapts_experts("down_proj"))
-        return Counts(dim * dense, dim * entries * stage.sparse * self._experts / max(1, shape.routed_layer))
+        return RankParameters(dim * dense, dim * entries * stage.sparse * self._experts / max(1, shape.routed_layer))
 
     def _adapts_experts(self, name: str) -> bool:
         """Return whether routed experts have adapters on the weight that transformers calls `name`."""
@@ -212,7 +211,7 @@ class RankMemory:
             return adapts_experts(self.model.policy.megatron_cfg.peft, layers)
         return is_adapted(f"model.layers.0.mlp.experts.{name}", self.model.policy.dtensor_cfg.lora_cfg)
 
-    def _merged(self) -> Counts:
+    def _merged(self) -> RankParameters:
         """Return the numbers of parameters of merged weights.
 
         Megatron-Core merges all weights outside of routed experts, FSDP2 those that have adapters.
@@ -221,23 +220,23 @@ class RankMemory:
         share = (2 * self._adapts_experts("gate_up_proj") + self._adapts_experts("down_proj")) / 3
         experts = self.parameters.experts * share
         if self.megatron:
-            return Counts(self.parameters.dense, experts)
+            return RankParameters(self.parameters.dense, experts)
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         layers = {f"self_attn.{name}_proj": size for name, size in (("q", query), ("k", key), ("v", key), ("o", query))}
         attention = sum(size for name, size in layers.items() if is_adapted(f"model.layers.0.{name}", lora))
         mlp = sum(is_adapted(f"model.layers.0.mlp.{name}_proj", lora) for name in ("gate", "up", "down"))
         dense = shape.attention * attention / (2 * (query + key)) + shape.mlp * mlp / 3
-        return Counts(dense / self.layout.tensor, experts)
+        return RankParameters(dense / self.layout.tensor, experts)
 
     # ---- state --------------------------------------------------------------------------------------------------------------
 
-    def _bytes(self, counts: Counts, whole: float, sharded: float) -> float:
+    def _bytes(self, counts: RankParameters, whole: float, sharded: float) -> float:
         """Return the bytes of parameters of which a rank holds `whole` bytes each, and a share of `sharded` bytes each."""
         layout = self.layout
         shards = (layout.data * layout.context, layout.expert_data) if self.megatron else (layout.shard, layout.expert_shard)
         return sum(count * (whole + sharded / shard) for count, shard in zip(counts, shards, strict=True))
 
-    def _computed(self, counts: Counts) -> float:
+    def _computed(self, counts: RankParameters) -> float:
         """Return the bytes of weights in the compute precision."""
         return self._bytes(counts, self.model.size, 0) if self.megatron else self._bytes(counts, 0, self.model.size)
 
@@ -342,12 +341,9 @@ class RankMemory:
         stays = self.megatron or batches.microbatches > 1 or self._offloads or self._adapted
         missing = {} if stays else {"gradients": -self.resident["gradients"]}
         if stage.last:
-            implementation = last.implementation
-            norm_saved, norm_backward = final_norm(shape, microbatch, implementation)
             of_head = head_activations(self.model, microbatch.tokens, self.layout.tensor)
-            at_head = {"activations": saved + norm_saved, "logits": max(of_head.forward, of_head.backward)}
+            at_head = {"activations": saved + last.norm, "logits": max(of_head.forward, of_head.backward)}
             yield "backward of the head", add_parts(at_head, {"buffers": self._gathered(2)}, missing)
-            yield "backward of the norm", add_parts({"activations": saved + norm_backward, "buffers": self._held}, missing)
         at_layer = {"activations": saved + again + last.backward, "buffers": self._held}
         yield "backward of the last layer", add_parts(at_layer, missing)
         if again and not self.megatron and shape.layers > 1:  # while the last layer's gradients are reduced
@@ -357,11 +353,7 @@ class RankMemory:
             reduction = self._held + c * self._largest + self._reducing
             after = {"activations": saved - (0 if again else last.saved), "buffers": reduction}
             yield "reduction of the last layer", add_parts(after, missing)
-            yield "reduction of the first layer", {"buffers": reduction}
             yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.layout.shard) * self._root}
-        if self.megatron and stage.first:
-            gradient = c * self._rows * shape.hidden  # of the embedding table, unsharded
-            yield "backward of the embedding", {"activations": (in_flight - 1) * kept + hidden, "buffers": gradient}
         yield "optimizer", {}
 
     def _microbatch(self, tokens: float) -> RankMicrobatch:
@@ -372,11 +364,13 @@ class RankMemory:
         mixer_tensor = sequence if isinstance(self.model.shape.state, DeltaNet) else layout.tensor
         return replace(whole, expert_tokens=1 / layout.tensor, context=layout.context, mixer_tensor=mixer_tensor)
 
-    def _layers(self, microbatch: RankMicrobatch) -> dict[bool, Layer]:
+    def _layers(self, microbatch: RankMicrobatch) -> dict[bool, LayerActivations]:
         """Return whether a layer is a mixture of experts -> its activations, for the kinds of layers in this stage."""
         implementation = ("fused" if self.cuda else "local") if self.megatron else "eager"
         kinds = ((True, self.stage.sparse), (False, self.stage.dense))
-        return {sparse: Layer(self.model.shape, sparse, microbatch, implementation) for sparse, count in kinds if count}
+        return {
+            sparse: LayerActivations(self.model.shape, sparse, microbatch, implementation) for sparse, count in kinds if count
+        }
 
     @property
     def _recomputes(self) -> str:
@@ -389,7 +383,7 @@ class RankMemory:
         granularity = settings.recompute_granularity or ""
         return granularity if settings.activation_checkpointing and not (self.megatron and granularity == "selective") else ""
 
-    def _kept(self, layer: Layer) -> float:
+    def _kept(self, layer: LayerActivations) -> float:
         """Return the mean bytes that a layer keeps from the forward pass to the backward pass."""
         if not self._recomputes:
             return layer.saved
@@ -401,11 +395,11 @@ class RankMemory:
         recomputed = min(1.0, several / max(1, self.stage.layers))
         return recomputed * layer.input + (1 - recomputed) * layer.saved
 
-    def _kept_by_stage(self, layers: dict[bool, Layer]) -> float:
+    def _kept_by_stage(self, layers: dict[bool, LayerActivations]) -> float:
         counts = {True: self.stage.sparse, False: self.stage.dense}
         return sum(counts[sparse] * self._kept(layer) for sparse, layer in layers.items())
 
-    def _again(self, layers: dict[bool, Layer]) -> float:
+    def _again(self, layers: dict[bool, LayerActivations]) -> float:
         """Return the bytes of recomputed activations that exist at the same time."""
         if not self._recomputes:
             return 0.0

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from launch.plan import gpu_check, memory
 from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
-from launch.plan.phase import Phase
-from launch.plan.rank_division import train_parallelism
+from launch.plan.rank_division import GIGA, train_parallelism
 from launch.plan.refit import RefitPrediction
+from launch.plan.roofline import Phase
 from pipeline.config import Recipe, engine_ranks, ranks, ranks_per_node, refits_by_ipc
 from pipeline.config.hardware import GPUSpec
 
-GIGA = 1e9
 TCP_GB_PER_S = 2.5
 """GB/s into a node from others over TCP, which gloo uses: 20 Gbit/s. Assumed, not measured."""
 MOVED = ("weights", "merged weights", "optimizer", "other models")

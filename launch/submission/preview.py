@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.executors import allocation, local, slurm
 from launch.executors.components import components
-from launch.plan import evaluation, modes, plan_table
+from launch.plan import evaluation, plan_table, variants
 from launch.plan.evaluation import EvaluationPlan
 from launch.submission import first_prompt
 from launch.submission.prepare import Examination, Prepared
@@ -27,7 +27,7 @@ def show_plan(examination: Examination) -> int:
     if isinstance(requested.plan, EvaluationPlan):
         print(evaluation.text(requested.plan))
     else:
-        print(plan_table.text(requested.plan, modes.compare(requested.plan)))
+        print(plan_table.text(requested.plan, variants.compare(requested.plan)))
     if prompt := first_prompt.text(requested.recipe):
         print(f"\n{prompt}")
     unusable = [problem for problem in examination.site_problems if problem.key.endswith(".tokenizer.chat_template")]

@@ -9,7 +9,7 @@ recipes whose other choices contradict the key. The other parts:
     pipeline/train/deterministic.py       torch and Inductor, in every process that trains or scores
     pipeline/train/megatron/model.py      TransformerConfig.deterministic_mode
     launch/preflight/architecture.py      refuses models whose layers have no deterministic kernels
-    launch/plan/deterministic_cost.py          the price
+    launch/plan/roofline.py                    the price
 
 By their source, these kernels are deterministic without a switch: Liger's norms, rotary embeddings and MLPs (no atomics in
 src/liger_kernel/ops); flex attention (separate programs sum dQ, dK and dV: torch/_inductor/kernel/flex/templates);

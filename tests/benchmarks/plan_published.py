@@ -30,7 +30,7 @@ from statistics import geometric_mean
 
 from launch.plan import backend_choice
 from launch.plan.estimate import Plan, plan
-from launch.plan.phase import Phase
+from launch.plan.roofline import Phase
 from pipeline import config
 
 GPUS = {"h100": 8, "gb200": 4}  # of a node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from launch.plan import backend_choice, modes, plan_table
+from launch.plan import backend_choice, plan_table, variants
 from launch.plan.estimate import Plan, plan
 from pipeline import config
 
@@ -16,6 +16,6 @@ def planned(name: str, *overrides: str) -> Plan:
 
 def table(found: Plan, compared: bool = False) -> str:
     """Return the report as one line with single spaces, and assert that its lines are not too long."""
-    text = plan_table.text(found, modes.compare(found) if compared else ())
+    text = plan_table.text(found, variants.compare(found) if compared else ())
     assert max(map(len, text.splitlines())) <= plan_table.WIDTH
     return " ".join(text.split())

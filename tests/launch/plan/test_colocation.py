@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.plan import backend_choice, memory, shared_gpus, split
+from launch.plan import backend_choice, memory, shared_gpus, variants
 from launch.plan.estimate import Plan
 from launch.plan.rank_division import train_parallelism
 from launch.plan.refit import node_names
@@ -61,7 +61,7 @@ def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     expected = moved / rate + 2 * weights / rate + weights / (ASSUMED.gloo_gb_per_s * GIGA)
     for keys in (BY_HOST, BROADCAST):
         assert made(*SHARED, *keys).seconds["refit"] == pytest.approx(expected)
-    assert not split.movable(found.recipe) and found.split is None
+    assert not variants.movable(found.recipe) and found.split is None
 
 
 def test_a_refit_transfers_weights_before_quantization():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from launch.plan import memory
-from launch.plan.activations import Layer, RankMicrobatch, norms
+from launch.plan.activations import LayerActivations, RankMicrobatch, norms
 from launch.plan.advice import advice
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import TrainMemory, TrainModel, models, rank_batches
@@ -183,7 +183,7 @@ def test_an_early_stage_keeps_several_microbatches():
 @pytest.mark.parametrize(("of", "sparse"), [(LLAMA, False), (QWEN_MIXTURE, True), (DEEPSEEK, True), (HYBRID, False)])
 def test_parallelism_divides_the_activations_of_a_layer(implementation, of, sparse):
     def saved(tokens: float = 8192, **sizes) -> float:
-        return Layer(of, sparse, RankMicrobatch(tokens, 2, True, **sizes), implementation).saved
+        return LayerActivations(of, sparse, RankMicrobatch(tokens, 2, True, **sizes), implementation).saved
 
     whole = saved()
     assert saved(4096) == whole / 2
@@ -193,7 +193,7 @@ def test_parallelism_divides_the_activations_of_a_layer(implementation, of, spar
 
 def test_implementations_save_less_where_kernels_are_fused_or_operations_recomputed():
     def saved(implementation: str, cuda: bool = True) -> float:
-        return Layer(LLAMA, False, RankMicrobatch(1, 2, cuda), implementation).saved
+        return LayerActivations(LLAMA, False, RankMicrobatch(1, 2, cuda), implementation).saved
 
     assert saved("selective") < saved("fused") < saved("eager") < saved("eager", cuda=False)
     assert saved("fused") < saved("local", cuda=False)

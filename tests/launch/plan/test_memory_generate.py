@@ -9,8 +9,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from launch.plan import generate_time
-from launch.plan.engine_sizes import engine_sizes
-from launch.plan.memory_generate import EngineRank, generate
+from launch.plan.memory_generate import EngineRank, engine_sizes, generate
 from launch.plan.memory_parts import RUNTIME, GenerateMemory
 from pipeline import config
 from pipeline.config import RECIPES, hardware

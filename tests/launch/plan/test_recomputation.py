@@ -9,7 +9,6 @@ import pytest
 
 from launch import submit
 from launch.plan import backend_choice, lengths, memory, recomputation, train_time
-from launch.plan.estimate import elsewhere
 from launch.runs import run_setup
 from pipeline import config
 from pipeline.config import hardware
@@ -83,7 +82,7 @@ def test_less_memory_means_more_recomputation():
     mine, key = planned("llama8b_grpo"), "cluster.train.gpu_memory_gb"
     assert not mine.recipe.policy.dtensor_cfg.activation_checkpointing
     for room, fits in ((45, True), (32, True), (20, False)):
-        other = elsewhere(mine, config.changed(mine.recipe, {key: room}))
+        other = mine.elsewhere(config.changed(mine.recipe, {key: room}))
         dtensor = other.recipe.policy.dtensor_cfg
         assert (dtensor.activation_checkpointing, dtensor.recompute_granularity, other.fits) == (True, "full", fits)
         assert other.recipe == chosen("llama8b_grpo", f"{key}={room}")[0]

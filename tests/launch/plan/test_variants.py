@@ -1,19 +1,22 @@
-"""The same recipe asynchronous, synchronous and colocated, against plans of recipes with those keys."""
+"""The same GPUs in other modes and with other divisions, against plans of recipes with those keys."""
 
 import functools
+import itertools
 
 import pytest
 
-from launch.plan import alternatives, modes
+from launch.plan import backend_choice, variants
+from launch.plan.estimate import plan
 from pipeline import config
 from tests.launch.plan.plans import planned, table
+from tests.launch.plan.test_calibration import run
 
 COLOCATED = "policy.generation.colocated.enabled=true"
 
 
 @functools.cache
-def compared(name: str, *overrides: str) -> dict[str, modes.Mode]:
-    return {mode.name: mode for mode in modes.compare(planned(name, *overrides))}
+def compared(name: str, *overrides: str) -> dict[str, variants.Mode]:
+    return {mode.name: mode for mode in variants.compare(planned(name, *overrides))}
 
 
 def told(name: str, *overrides: str) -> str:
@@ -34,7 +37,7 @@ def test_each_mode_is_the_plan_of_a_recipe_with_its_keys(name):
             single.gpu_hours
         ), mode
         assert found[mode].plan.gpus == 16 and found[mode].why_not == ""
-    own = modes.mode_name(planned(name).recipe)
+    own = variants.mode_name(planned(name).recipe)
     assert [mode for mode in found if not found[mode].changes] == [own]
 
 
@@ -60,15 +63,15 @@ def test_the_printed_keys_select_the_mode(name, overrides):
     assert len(found) > 1
     for mode in found.values():
         again = config.changed(recipe, mode.changes)
-        assert modes.mode_name(again) == mode.name
+        assert variants.mode_name(again) == mode.name
         assert again.cluster == mode.plan.recipe.cluster
 
 
 def test_the_fewest_gpu_hours_are_chosen():
     found = compared("llama8b_grpo")
-    best = modes.choose(list(found.values()))
+    best = variants.choose(list(found.values()))
     assert best.name == "async" and best.cost < found["colocated"].cost < found["sync"].cost
-    assert found["sync"].plan.step_time.train > 0 < found["sync"].plan.step_time.generate and found["colocated"].moving > 0
+    assert found["sync"].plan.step_time.train > 0 < found["sync"].plan.step_time.generate
     text = told("llama8b_grpo")
     assert "async, as it is 1 + 1 16" in text and "choice async: " in text and "fewer GPU-hours than sync" in text
     assert "grpo.async_grpo.enabled=true" not in text  # it has this mode already
@@ -83,8 +86,8 @@ def test_an_on_policy_mode_is_chosen_where_little_is_gained():
     found = compared("llama8b_grpo", *short)
     assert found["async"].cost < found["sync"].cost < 1.03 * found["async"].cost
     two = [found["async"], found["sync"]]
-    assert modes.choose(two).name == "sync"
-    assert "fewer GPU-hours, but trains on older rollouts" in alternatives.choice(two)
+    assert variants.choose(two).name == "sync"
+    assert "fewer GPU-hours, but trains on older rollouts" in variants.choice(two)
 
 
 @pytest.mark.parametrize("overrides", [HALVES, IN_TURN])
@@ -92,26 +95,26 @@ def test_the_gpus_of_one_node_are_divided_or_shared(overrides):
     found = compared("llama8b_grpo_sync", *overrides)
     assert [mode.plan.gpus for mode in found.values()] == [8, 8, 8]
     shared = {name: mode.plan.recipe.cluster for name, mode in found.items()}
-    assert [shared[name].share_nodes for name in modes.NAMES] == [True, True, False]
+    assert [shared[name].share_nodes for name in variants.NAMES] == [True, True, False]
     assert shared["colocated"].train.gpus_per_node == shared["colocated"].generate.gpus_per_node == 8
 
 
 def test_the_recipe_s_own_mode_is_compared_at_its_best_division():
     """Check it so that `choice` and `split` advise the same."""
     nodes = ("cluster.train.nodes=1", "cluster.generate.nodes=5")
-    rows = modes.compare(planned("llama8b_grpo", *nodes))
+    rows = variants.compare(planned("llama8b_grpo", *nodes))
     assert [mode.name for mode in rows] == ["async", "async", "sync", "colocated"] and not rows[0].changes
-    best = modes.choose(rows)
+    best = variants.choose(rows)
     assert best is rows[1] and best.cost < rows[0].cost
     split = planned("llama8b_grpo", *nodes).split
-    assert best.changes == {"cluster.train.nodes": split.train, "cluster.generate.nodes": split.generate}
+    assert best.changes == split.changes
     assert "fewer GPU-hours than the recipe as it is" in told("llama8b_grpo", *nodes)
 
 
 @pytest.mark.full
 def test_a_division_that_fits_is_named_where_the_recipe_s_own_does_not():
     shared = ("cluster.share_nodes=true", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=6")
-    rows = modes.compare(planned("llama8b_grpo", *ONE_NODE, *shared))
+    rows = variants.compare(planned("llama8b_grpo", *ONE_NODE, *shared))
     assert rows[0].name == rows[1].name == "async" and rows[0].why_not and not rows[1].why_not
     assert "a step, and fits" in told("llama8b_grpo", *ONE_NODE, *shared)
 
@@ -155,9 +158,72 @@ def test_dynamic_sampling_samples_as_much_in_each_mode():
 def test_an_unavailable_mode_has_a_reason(name, overrides, mode, why):
     found = compared(name, *overrides)
     assert why in found[mode].why_not
-    assert modes.choose(list(found.values())).name != mode
+    assert variants.choose(list(found.values())).name != mode
     assert f"not possible: {found[mode].why_not}" in told(name, *overrides)
 
 
 def test_without_times_no_modes_are_compared():
     assert compared("tiny_grpo", "policy.model_name=recipes/tiny") == compared("llama8b_sft") == {}
+
+
+# ---- divisions ----------------------------------------------------------------------------------------------------------
+
+TWELVE = ("cluster.train.nodes=10", "cluster.generate.nodes=2", "policy.train_global_batch_size=2048")
+
+
+def choose(*overrides: str, run_dir: str = "runs/none"):
+    return backend_choice.choose(config.load("llama8b_grpo", [f"run_dir={run_dir}", *overrides]))
+
+
+def test_every_valid_division_is_compared():
+    recipe, _ = choose("cluster.train.nodes=3", "cluster.generate.nodes=5", "policy.generation.vllm_cfg.tensor_parallel_size=8")
+    nodes = [tuple(changes.values()) for changes in variants.divisions(recipe)]
+    assert nodes == [(1, 7), (2, 6), (4, 4), (5, 3), (6, 2), (7, 1)]
+
+
+def test_the_best_division_is_printed_with_its_speedup():
+    found = planned("llama8b_grpo", *TWELVE)
+    better = found.split
+    train, generate = better.changes.values()
+    assert train + generate == 12 and generate > 2
+    again = planned("llama8b_grpo", *TWELVE, *str(better).split())
+    assert again.split is None
+    assert better.seconds == pytest.approx(again.step, rel=0.01)  # but for the refit, which is taken to be as long
+    assert better.gain == pytest.approx(1 - better.seconds / found.step) and better.gain > 0.03
+    text = table(found)
+    assert f"{better} would take" in text and f"{better.gain:.0%} less, by these estimates only" in text
+
+
+def test_a_measured_run_overrides_predicted_times(tmp_path):
+    """If training takes a hundred times the predicted time, it gets more nodes."""
+    slow = {"rollout": 30.0, "train": 3000.0}
+    folder = run(tmp_path / "run", *TWELVE, name="llama8b_grpo", clocks=slow)
+    even = ("cluster.train.nodes=6", "cluster.generate.nodes=6", TWELVE[-1])
+    found = plan(*choose(*even, run_dir=str(tmp_path / "other")), before=folder)
+    assert found.split.changes["cluster.train.nodes"] == 11 and "as measured in" in table(found)
+
+
+def test_gpus_of_shared_nodes():
+    shared = ("cluster.share_nodes=true", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=6")
+    recipe, choice = choose(*shared, "policy.generation.vllm_cfg.tensor_parallel_size=2")
+    found = plan(recipe, choice)
+    assert str(found.split) == "cluster.train.gpus_per_node=4 cluster.generate.gpus_per_node=4"
+    assert not variants.movable(choose(*shared, "cluster.train.ranks_per_node=1")[0])
+
+
+def test_nodes_are_movable_only_with_several_and_equal_gpus():
+    assert not variants.movable(choose()[0])  # one node each
+    assert not variants.movable(choose(*TWELVE, "cluster.generate.gpu=h200")[0])
+    assert not variants.movable(config.load("llama8b_sft", ["cluster.train.nodes=4"]))
+    assert variants.movable(choose(*TWELVE)[0])
+
+
+def test_many_nodes_are_divided_in_steps():
+    assert [*variants.halves(4)] == [(1, 3), (2, 2), (3, 1)]
+    assert len([*variants.halves(variants.MOST)]) == variants.MOST - 1
+    for total in (variants.MOST + 1, 258, 4096):
+        found = [*variants.halves(total)]
+        assert len(found) <= 2 * variants.MOST and all(sum(sizes) == total for sizes in found)
+        trains = [train for train, _ in found]
+        gaps = [after - before for before, after in itertools.pairwise(trains)]
+        assert min(gaps) > 0 and max(gaps) <= total / variants.MOST * 2
