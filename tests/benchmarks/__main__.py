@@ -1,25 +1,18 @@
 """`python -m tests.benchmarks`, from the repository's root: GRPO, SFT and DPO against TRL 1.16, train backends, the refit.
 
-    python -m tests.benchmarks                  all tables of the next eight; a CASE after one of three is for that one alone
+    python -m tests.benchmarks                  all tables of the next five; a CASE after one of three is for that one alone
     python -m tests.benchmarks compare CASE     the GRPO step against TRL's: 0.8M, 32M
     python -m tests.benchmarks backends CASE    packed against padded, Megatron-Core against FSDP2: 0.8M-skewed, 32M-half
-    python -m tests.benchmarks compiled CASE    compiled decoder layers against eager ones: 32M-half
-    python -m tests.benchmarks layouts          context and expert parallelism against data parallelism, two ranks of 32M
     python -m tests.benchmarks sft              SFT against TRL's: losses over 3 seeds, in one picture, and CPU seconds
     python -m tests.benchmarks dpo              DPO, so too
-    python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
+    python -m tests.benchmarks refit            planned against broadcast and bare gloo; against published figures
     python -m tests.benchmarks environments     what busy environments take from the engine, in threads and in judges
     python -m tests.benchmarks verbs            what a verb and a step's verbs cost rank 0 and its store, to 64 to 8,192 ranks
-    python -m tests.benchmarks proofs           what the proofs of gloo's groups add to a join of 8 and of 32 ranks
-    python -m tests.benchmarks evaluation       CPU seconds per 1,000 answers, against models of lm-evaluation-harness
     python -m tests.benchmarks sandbox          starts and the Python tool's calls; --against FOLDER: another checkout's too
-    python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
-    python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
 
-The first four take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of
+The first two take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of
 them. What is measured, and on equal terms, is in `cases.py` and `lessons.py`; CPU seconds are the figure to look at, since wall
-seconds include waiting for a core. Left out: GPUs, and, but for `layouts`, steps of
-more than one rank.
+seconds include waiting for a core. Left out: GPUs, and steps of more than one rank.
 """
 
 from __future__ import annotations
@@ -36,47 +29,25 @@ from typing import Any
 import torch
 
 from tests.benchmarks import cases, floor, offline, sandbox, trl_environment
-from tests.benchmarks.cases import CASES, HALF, STEP_CASES, TRAIN_CASES, Case
+from tests.benchmarks.cases import CASES, STEP_CASES, TRAIN_CASES, Case
 from tests.benchmarks.contender import ENVIRONMENT, Contender
 from tests.benchmarks.lessons import LESSONS
-from tests.benchmarks.report import CPU, MeasuredRun, print_backends, print_case
+from tests.benchmarks.report import MeasuredRun, print_backends, print_case
 from tests.benchmarks.train_step import TRAIN_BACKENDS
 
 FOLDER = Path(".bench")
 BACKENDS = ("transformers", "vllm")  # that sample
 LAYOUTS = ("packed", "padded")
 AGREEMENT = 1e-4  # of losses and gradient norms, relative: on a CPU, torch's float32 norm of 2M numbers is off by up to 6e-5
-_PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 
-COMMANDS = (
-    *(
-        "compare",
-        "backends",
-        "compiled",
-        *LESSONS,
-        "refit",
-        "environments",
-        "layouts",
-        "verbs",
-        "proofs",
-        "evaluation",
-        "sandbox",
-        "profile",
-        "tune",
-    ),
-)
+COMMANDS = ("compare", "backends", *LESSONS, "refit", "environments", "verbs", "sandbox")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument(
-        "command",
-        nargs="?",
-        choices=COMMANDS,
-    )
+    parser.add_argument("command", nargs="?", choices=COMMANDS)
     parser.add_argument("case", nargs="?", choices=CASES)
-    parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
     parser.add_argument("--against", type=Path, help="the root of another checkout, for the sandbox")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # for the floor, which is measured in this process
@@ -87,30 +58,17 @@ def main() -> None:
     if arguments.command in (None, "backends"):
         for case in chosen or TRAIN_CASES:
             compare_backends(case)
-    if arguments.command in (None, "compiled"):
-        for case in chosen or (HALF,):
-            command = [sys.executable, "-m", "tests.benchmarks.compiled_step", case.name, str(_checkpoint(case))]
-            subprocess.run(command, env=os.environ | ENVIRONMENT, check=True)
-    if arguments.command in (None, "layouts"):
-        subprocess.run([sys.executable, "-m", "tests.benchmarks.layouts"], env=os.environ | ENVIRONMENT, check=True)
     if lessons := [name for name in LESSONS if arguments.command in (None, name)]:
         print(f"losses of {' and '.join(lessons)}: {offline.compare(lessons, FOLDER / 'offline', FOLDER / 'trl')}")
     if arguments.command in (None, "refit"):
-        for name in ("transfer", "plan", "published"):  # in processes of their own: the planner's memory is measured
+        for name in ("transfer", "published"):
             subprocess.run([sys.executable, "-m", f"tests.benchmarks.refit_{name}"], env=os.environ | ENVIRONMENT, check=True)
     if arguments.command in (None, "environments"):
         subprocess.run([sys.executable, "-m", "tests.benchmarks.environments"], env=os.environ | ENVIRONMENT, check=True)
-    if arguments.command in ("verbs", "proofs", "evaluation"):
-        subprocess.run([sys.executable, "-m", f"tests.benchmarks.{arguments.command}"], check=True)
+    if arguments.command == "verbs":
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.verbs"], check=True)
     if arguments.command == "sandbox":
         sandbox.main(arguments.against)
-    if arguments.command == "profile":
-        for case in chosen or STEP_CASES:
-            command = [sys.executable, "-m", "tests.benchmarks.profile", case.name, str(_checkpoint(case)), arguments.backend]
-            subprocess.run(command, env=os.environ | ENVIRONMENT, check=True)
-    if arguments.command == "tune":
-        for case in chosen or STEP_CASES:
-            tune(case)
 
 
 def compare(case: Case) -> None:
@@ -133,16 +91,6 @@ def compare_backends(case: Case) -> None:
         for layout in LAYOUTS
     ]
     print_backends(case, *take_turns(case, contenders, _check_agreement))
-
-
-def tune(case: Case) -> None:
-    folder = _checkpoint(case)
-    sizes = [size for size in range(case.generations, case.samples + 1) if case.samples % size == 0]
-    trials = [(f"{size} samples", lambda size=size: _trl(case, folder, size)) for size in sizes]
-    trials += [(f"{n} tokens", lambda n=n: _ours(case, folder, BACKENDS[0], n)) for n in _PACKED_TOKENS]
-    for setting, start in trials:
-        (measured,) = take_turns(case, [start()], _check_lengths)
-        print(f"{case.name}, {measured.name}, microbatches of {setting}: {measured.median(CPU):.3f} CPU s", flush=True)
 
 
 Check = Callable[[Case, dict[str, dict[str, Any]]], None]

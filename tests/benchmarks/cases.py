@@ -37,8 +37,8 @@ class Case:
     max_length: int
     warmup: int  # steps
     steps: int
-    packed_tokens: int  # ours: of one microbatch; the best of those tried with `tune`
-    trl_micro_batch: int  # TRL: samples of one microbatch; the best of those tried with `tune`
+    packed_tokens: int  # ours: of one microbatch, the best of several sizes
+    trl_micro_batch: int  # TRL: samples of one microbatch, the best of several sizes
 
     @property
     def samples(self) -> int:
