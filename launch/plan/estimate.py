@@ -21,7 +21,7 @@ from launch.plan import (
     memory,
     memory_generate,
     recomputation,
-    refit_time,
+    refit,
     shared_gpus,
     split,
     step_time,
@@ -30,7 +30,7 @@ from launch.plan.calibration import MeasuredRun
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase, seconds_by_clock
-from launch.plan.refit import RefitPrediction, predict
+from launch.plan.refit import RefitEstimate
 from launch.plan.split import Split
 from launch.plan.step_phases import is_priced, step_phases, validation_seconds
 from launch.plan.step_time import StepTime
@@ -57,8 +57,7 @@ class Plan:
     lengths: Lengths
     train: TrainMemory
     generate: GenerateMemory | None  # None: an algorithm that does not sample
-    refit: RefitPrediction | None
-    refit_unknown: str  # why `refit` is None although the algorithm samples
+    refit: RefitEstimate | None  # None: an algorithm that does not sample
     phases: Sequence[Phase]  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
     validation: float | None  # seconds of one validation, 0 if the recipe has none; None: max_val_samples sets no bound
     measured: MeasuredRun | None
@@ -245,7 +244,7 @@ def plan(
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
-    refit, unknown = _refit(recipe, models["policy"])
+    generate = _generate_memory(recipe, shapes)
     means = (earlier.prompt, earlier.answer, earlier.where) if earlier else (None, None, "")
     estimate = Plan(
         recipe=recipe,
@@ -256,10 +255,9 @@ def plan(
             recipe, *means, data=(measured_lengths.mean, measured_lengths.source) if measured_lengths else None
         ),
         train=memory.train(recipe, shapes),
-        generate=_generate_memory(recipe, shapes),
+        generate=generate,
         reward=memory.reward(recipe, shapes),
-        refit=refit,
-        refit_unknown=unknown,
+        refit=_refit(recipe, shapes, generate),
         phases=[],
         validation=0.0,
         measured=earlier,
@@ -268,7 +266,7 @@ def plan(
     )
     if earlier and _can_be_timed(recipe, estimate.generate):
         estimate = replace(estimate, ratios=_ratios(earlier, pending, recipe))
-    estimate = _with_times(estimate, calibration.scale(_refit_phases(recipe, estimate.generate, refit), estimate.ratios))
+    estimate = _with_times(estimate, calibration.scale(_refit_phases(recipe, generate, estimate.refit), estimate.ratios))
     if not estimate.phases or not split.movable(recipe):
         return estimate
     now = estimate.step if estimate.fits else math.inf
@@ -283,9 +281,8 @@ def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
     estimate = _without_times(plan, recipe)
     if not estimate.fits:
         return estimate
-    refit, unknown = _refit(recipe, plan.models["policy"])
-    estimate = replace(estimate, refit=refit, refit_unknown=unknown)
-    return _with_times(estimate, calibration.scale(_refit_phases(recipe, estimate.generate, refit), plan.ratios))
+    estimate = replace(estimate, refit=_refit(estimate.recipe, plan.shapes, estimate.generate))
+    return _with_times(estimate, calibration.scale(_refit_phases(recipe, estimate.generate, estimate.refit), plan.ratios))
 
 
 def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
@@ -373,29 +370,17 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
     return {name: ModelShape.of(model, f"{name}.model_name") for name, model in models.items()}
 
 
-def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[RefitPrediction | None, str]:
-    """Return (prediction of a refit, ""), or (None, why the refit cannot be predicted)."""
-    if not generates(recipe):
-        return None, ""
-    try:
-        return predict(recipe, model), ""
-    except ValueError as error:  # layouts that only the libraries can compute
-        return None, str(error)
+def _refit(recipe: Recipe, shapes: Mapping[str, ModelShape], generate: GenerateMemory | None) -> RefitEstimate | None:
+    return refit.estimate(recipe, shapes["policy"], generate.received) if generate else None
 
 
-def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitPrediction | None) -> list[Phase]:
+def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, estimate: RefitEstimate | None) -> list[Phase]:
     """Return the uncalibrated phases of a refit's transfer; empty if its duration cannot be estimated."""
-    if not _can_be_timed(recipe, generate):
+    if estimate is None or not _can_be_timed(recipe, generate):
         return []
-    if generate is not None and config.colocated(recipe):
-        return [shared_gpus.refit(recipe, generate.received, refit)]
-    return [Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)})] if refit else []
-
-
-def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
-    if recipe.policy.generation.refit_transport == "broadcast":
-        return refit_time.broadcast_seconds(refit.reference, recipe.cluster.network)[0]
-    return refit.seconds
+    if config.colocated(recipe):
+        return [shared_gpus.refit(recipe, estimate.received)]
+    return [Phase("refit", "weights to the engines", 0.0, {"transfer": estimate.seconds})]
 
 
 def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Recipe) -> dict[str, float]:
@@ -413,9 +398,9 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
     shapes = _shapes(models)
     spread = lengths.assume(recipe, measured.prompt, measured.answer, measured.where)
     generate = memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
-    refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"])[0])
+    transfer = _refit_phases(recipe, generate, _refit(recipe, shapes, generate))
     phases = step_phases(recipe, shapes, spread, generate)
-    return calibration.ratios(measured, seconds_by_clock([*phases, *refit]))
+    return calibration.ratios(measured, seconds_by_clock([*phases, *transfer]))
 
 
 def _cut_key(recipe: Recipe) -> tuple[str, str]:

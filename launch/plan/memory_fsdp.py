@@ -25,7 +25,7 @@ from launch.plan.activations import (
 from launch.plan.fsdp_splits import numel_of_rank, whole_mixers
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
 from launch.plan.rank_division import Parallelism
-from launch.plan.refit_adapters import LINEAR
+from launch.plan.refit import LINEAR
 from pipeline.config import compiles, trial_lengths
 from pipeline.train.adapters.adapted_layers import expert_entries, experts, is_adapted
 

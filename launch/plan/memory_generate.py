@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.plan.activations import latent_projections
-from launch.plan.engine_layouts import engine_stages
 from launch.plan.engine_sizes import engine_sizes
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
-from launch.plan.rank_division import engines
+from launch.plan.rank_division import engine_stages, engines
 from pipeline.config import PRECISIONS, Problem, Recipe, colocated, ranks_per_node, refits_by_ipc, refuse, trains
 from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes

@@ -93,6 +93,14 @@ def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
     return max(1, ranks(component) // size)
 
 
+def engine_stages(layers: int, pipeline: int) -> list[range]:
+    """Return the layers of each pipeline stage of a vLLM engine."""
+    layers_per_stage, remainder = divmod(layers, pipeline)
+    # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
+    counts = [layers_per_stage + (pipeline - 1 - remainder <= stage < pipeline - 1) for stage in range(pipeline)]
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(pipeline)]
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """The links between the ranks of a component. Ranks are numbered node by node."""

@@ -1,10 +1,10 @@
 """Plan refits of models and runs too large for this machine, on one core: seconds, memory, distance from the floor.
 
 Each case is planned in a process of its own, since memory is that process's peak; what it takes before planning counts.
-"layouts" is the time that `launch.plan.refit_layouts` takes to tell every rank's boxes from the config, in whose place a run
-has its backends; "plan" is what a run waits for; "rank" makes one rank's own list. The floor is the larger of what a generate
-rank wants and what train ranks must send, as far as only they hold it. "waits" is the sum over rounds of the busiest rank's
-bytes in each, over the busiest rank's bytes in all: 1 if nobody ever waits for another.
+"record" is the time to record every rank's boxes in one process, in whose place a run has its ranks: minutes with experts;
+"plan" is what a run waits for; "rank" makes one rank's own list. The floor is the larger of what a generate rank wants and what
+train ranks must send, as far as only they hold it. "waits" is the sum over rounds of the busiest rank's bytes in each, over the
+busiest rank's bytes in all: 1 if nobody ever waits for another.
 """
 
 from __future__ import annotations
@@ -17,127 +17,75 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
 from pipeline.config.cluster import NetworkConfig
 
 BUCKET_BYTES = 256 << 20
 RANKS_PER_NODE = 8
 
-# From their config.json on Hugging Face; K2 is moonshotai/Kimi-K2-Instruct as transformers' DeepseekV3.
-LLAMA_70B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
-QWEN3_235B = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1536,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "tie_word_embeddings": False,
-}
-KIMI_K2 = {
-    **DEEPSEEK_V3,
-    "vocab_size": 163840,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_routed_experts": 384,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    config: dict[str, Any]
-    train: int  # ranks
+    model: str  # in recipes/models
+    train: int  # ranks, each of which holds other boxes or has other data
+    copies: int  # data-parallel copies of these ranks
     generate: int
-    megatron: dict[str, int]  # keys of policy.megatron_cfg
-    vllm: VLLMConfig
+    pipeline: int
+    keys: tuple[str, ...]  # further keys of policy.megatron_cfg and of policy.generation.vllm_cfg, without these sections
 
 
-def _megatron(tensor: int, pipeline: int, expert: int = 1, first: int | None = None, last: int | None = None) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": pipeline,
-        "expert_model_parallel_size": expert,
-        "num_layers_in_first_pipeline_stage": first,
-        "num_layers_in_last_pipeline_stage": last,
-    }
-
-
-_CUT, _SPREAD = VLLMConfig(tensor_parallel_size=32), VLLMConfig(tensor_parallel_size=32, expert_parallel_size=32)
+_LLAMA, _QWEN = "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-235B-A22B"
+_DEEPSEEK, _KIMI = "unsloth/DeepSeek-V3-bf16", "unsloth/Kimi-K2-Instruct-BF16"
+_TENSOR_8 = ("tensor_model_parallel_size=4", "tensor_parallel_size=8")
+_FIRST_AND_LAST = ("num_layers_in_first_pipeline_stage=3", "num_layers_in_last_pipeline_stage=2")
+_CUT = ("expert_model_parallel_size=16", *_FIRST_AND_LAST, "tensor_parallel_size=32")
+_SPREAD = (*_CUT, "expert_parallel_size=32")
+_OF_QWEN = ("expert_model_parallel_size=8", "num_layers_in_first_pipeline_stage=11", "num_layers_in_last_pipeline_stage=11")
 CASES = (
-    Case("Llama-70B, tp8", LLAMA_70B, 64, 64, _megatron(4, 4), VLLMConfig(tensor_parallel_size=8)),
-    Case("Qwen3-235B, tp8", QWEN3_235B, 128, 128, _megatron(4, 8, 8, 11, 11), VLLMConfig(tensor_parallel_size=8)),
-    Case("DeepSeek-V3, tp32 ep32", DEEPSEEK_V3, 256, 256, _megatron(1, 16, 16, 3, 2), _SPREAD),
-    Case("DeepSeek-V3, tp32 ep32", DEEPSEEK_V3, 2048, 1024, _megatron(1, 16, 64, 3, 2), _SPREAD),
-    Case("DeepSeek-V3, tp32", DEEPSEEK_V3, 2048, 1024, _megatron(2, 16, 64, 3, 2), _CUT),
-    Case("Kimi-K2, tp32 ep32", KIMI_K2, 2048, 1024, _megatron(1, 16, 64, 3, 2), _SPREAD),
-    Case("Kimi-K2, tp32", KIMI_K2, 2048, 1024, _megatron(1, 16, 64, 3, 2), _CUT),
+    Case("Llama-70B, tp8", _LLAMA, 16, 4, 64, 4, _TENSOR_8),
+    Case("Qwen3-235B, tp8", _QWEN, 64, 2, 128, 8, (*_TENSOR_8, *_OF_QWEN)),
+    Case("DeepSeek-V3, tp32 ep32", _DEEPSEEK, 256, 1, 256, 16, _SPREAD),
+    Case("DeepSeek-V3, tp32 ep32", _DEEPSEEK, 256, 8, 1024, 16, _SPREAD),
+    Case("DeepSeek-V3, tp32", _DEEPSEEK, 256, 8, 1024, 16, _CUT),
+    Case("Kimi-K2, tp32 ep32", _KIMI, 256, 8, 1024, 16, _SPREAD),
 )
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan it in this process."""
-    from launch.plan.refit_layouts import rank_layouts
+    from launch.plan_refit import PlanRefitRequest, load, recorded
+    from launch.recipes.model_files import planning_config
     from pipeline.refit.plan import schedule
 
-    policy = PolicyConfig(
-        megatron_cfg=MegatronConfig(enabled=True, **case.megatron),
-        generation=GenerationConfig(vllm_cfg=case.vllm),
-    )
+    megatron = [f"policy.megatron_cfg.{key}" for key in case.keys if not key.startswith(("tensor_parallel", "expert_parallel"))]
+    vllm = [f"policy.generation.vllm_cfg.{key}" for key in case.keys if key.startswith(("tensor_parallel", "expert_parallel"))]
+    nodes = {"train": case.train, "generate": case.generate}
+    keys = [f"cluster.{realm}.nodes={count // RANKS_PER_NODE}" for realm, count in nodes.items()]
+    keys += [f"cluster.{realm}.ranks_per_node={RANKS_PER_NODE}" for realm in nodes]
+    keys += [f"policy.model_name={case.model}", "policy.precision=bfloat16", "policy.megatron_cfg.enabled=true", "needs=[]"]
+    keys += [f"policy.megatron_cfg.pipeline_model_parallel_size={case.pipeline}", *megatron, *vllm]
+    recipe, _ = load(PlanRefitRequest("tiny_grpo", keys), None)
+    model = planning_config(recipe.policy)
+    assert model is not None
     began = time.perf_counter()
-    owners = rank_layouts(case.config, policy, case.train, case.generate)
+    sides = recorded(recipe, model)
     told = time.perf_counter()
     before = _peak()
-    nodes = {rank: f"node{rank // RANKS_PER_NODE}" for rank in range(case.train + case.generate)}
-    made = schedule(owners.train, owners.generate, owners.engines, owners.shapes, 2, BUCKET_BYTES, nodes, NetworkConfig())
+    stage = case.train // case.pipeline  # ranks of a pipeline stage, which have consecutive numbers
+    count, more = case.train * case.copies, case.train * (case.copies - 1)
+    train = {rank: sides.train[rank // (stage * case.copies) * stage + rank % stage] for rank in range(count)}
+    generate = {rank + more: table for rank, table in sides.generate.items()}
+    engines = [[rank + more for rank in engine] for engine in sides.engines]
+    names = {rank: f"node{rank // RANKS_PER_NODE}" for rank in range(count + case.generate)}
+    made = schedule(train, generate, engines, sides.shapes, 2, BUCKET_BYTES, names, NetworkConfig())
     planned = time.perf_counter()
     peak = _peak()
-    rank_plans = [made.rank(rank) for rank in (0, case.train)]
+    rank_plans = [made.rank(rank) for rank in (0, count)]
     one = (time.perf_counter() - planned) / len(rank_plans)
     sums = made.traffic()
     busiest = max(found.sum(0).max() for found in sums)
     return {
-        "layouts": told - began,
+        "record": told - began,
         "plan": planned - told,
         "rank": one,
         "before": before,
@@ -157,7 +105,7 @@ def _peak() -> float:
 
 
 COLUMNS = {  # title: (format, what)
-    "layouts s": ("11.1f", "layouts"),
+    "record s": ("11.1f", "record"),
     "plan s": ("8.2f", "plan"),
     "rank s": ("8.3f", "rank"),
     "before GB": ("11.2f", "before"),
