@@ -1,36 +1,43 @@
 """Plan a recipe's refit and predict its time with `python launch/plan_refit.py recipe=NAME [key=value ...]`.
 
-Needs only the model's config.json, or its description in recipes/models: no weights, GPU, job or torch. Prints what each rank
-sends and receives, compares that with the network's lower bound and with a reference broadcast, and names the bottleneck.
-Writes the timeline as an SVG. If a recipe under `needs` has yet to write the model, the plan uses the shape of that recipe's
-initial model.
+Needs the model's config.json, or its description in recipes/models, and the packages of a run, which describe what each rank
+holds or receives: no weights, GPU or job. A model of 70 billion parameters takes about half a minute, one with thousands of
+experts on many ranks takes minutes. Prints what each rank sends and receives, compares that with the network's lower bound and
+with a reference broadcast, and names the bottleneck. Writes the timeline as an SVG. If a recipe under `needs` has yet to write
+the model, the plan uses the shape of that recipe's initial model.
 
 Exit status: 0; 2 if the command line, the recipe or the model has a problem.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # backends describe their layouts alike without GPUs
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np
 
 from launch.plan import backend_choice, refit_picture, refit_time
 from launch.plan.estimate import needed_model
 from launch.plan.rank_division import parallel_sizes
-from launch.plan.refit import RefitPrediction, predict
+from launch.plan.refit import broadcast_seconds, node_names
 from launch.preflight import architecture
 from launch.recipes import reading
-from launch.recipes.model_files import is_local, read_json
+from launch.recipes.model_files import is_local, planning_config, read_json
 from launch.terminal import command_line
 from launch.terminal.command_line import Key
 from launch.terminal.units import plural as _plural
@@ -50,6 +57,12 @@ from pipeline.config import (
     trains,
     uses_megatron,
 )
+from pipeline.models.shape import ModelShape
+from pipeline.refit import plan
+from pipeline.refit.schedule import RefitSchedule
+
+if TYPE_CHECKING:
+    from pipeline.refit.recorded_sides import RecordedSides
 
 
 @dataclass(frozen=True)
@@ -91,8 +104,8 @@ def execute(request: PlanRefitRequest) -> int:
         raise error if isinstance(error, RecipeError) else RecipeError(Problem("", "unsupported", str(error))) from error
     out = request.out or Path(f"{Path(recipe.name).name}-refit.svg")  # a name may contain slashes
     print(report(predicted, choice))
-    title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
-    drawn = refit_picture.draw(predicted.simulation, ranks(predicted.recipe.cluster.train), title)
+    title = f"refit of {recipe.name}, {_seconds(predicted.price.seconds)} predicted"
+    drawn = refit_picture.draw(predicted.price, ranks(recipe.cluster.train), title)
     out.write_text(drawn, encoding="utf-8")
     print(f"{'timeline':14s}{out}")
     return 0
@@ -137,6 +150,55 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
     return recipe, choice
 
 
+# ---- the transfer -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RefitPrediction:
+    """The schedule of a refit, as a run lays it out, and its price."""
+
+    recipe: Recipe
+    parameters: int  # parameters of the model; a refit transfers its buffers too
+    total: int  # bytes of all tensors that it transfers, each once
+    nodes: np.ndarray  # [ranks], the number of each rank's node
+    schedule: RefitSchedule
+    price: refit_time.RefitPrice
+
+
+def recorded(recipe: Recipe, model: Mapping[str, Any]) -> RecordedSides:
+    """Return what each rank of a recipe holds or receives. model: the policy's config.json.
+
+    Raises RecipeError where a package is missing, and ValueError, of which RecipeError is a subclass, for layouts that are not
+    supported.
+    """
+    with tempfile.TemporaryDirectory(prefix="model-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages about optional parts, which describe no layout
+        (Path(folder) / "config.json").write_text(json.dumps(model))
+        try:
+            from pipeline.refit.recorded_sides import record_sides  # torch and transformers; reading a recipe needs neither
+
+            described = replace(recipe, policy=replace(recipe.policy, model_name=folder))
+            return record_sides(described, lambda text: print(f"recording {text}", file=sys.stderr))
+        except ImportError as error:
+            message = f"{error}; the packages of a run describe its layouts. Try `make setup`, or run it in an image of the run"
+            raise RecipeError(Problem("", "not-installed", message)) from error
+
+
+def predict(recipe: Recipe) -> RefitPrediction:
+    """Return the refit of a recipe whose train backend is chosen. Raises as `recorded`, and if layouts do not match."""
+    model = planning_config(recipe.policy)
+    assert model is not None  # None only for a model that a needed run has not written yet
+    sides = recorded(recipe, model)
+    itemsize, names = PRECISIONS[recipe.policy.precision], node_names(recipe)
+    bucket, network = recipe.policy.generation.refit_cfg.bucket_bytes, recipe.cluster.network
+    schedule = plan.schedule(sides.train, sides.generate, sides.engines, sides.shapes, itemsize, bucket, names, network)
+    number = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
+    nodes = np.array([number[names[rank]] for rank in range(len(names))])
+    price = refit_time.price(refit_time.loads(refit_time.messages(schedule), nodes), network)
+    total = itemsize * sum(map(math.prod, sides.shapes.values()))
+    return RefitPrediction(recipe, ModelShape.of(model).parameters, total, nodes, schedule, price)
+
+
 # ---- the report ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,12 +226,12 @@ def _headline(predicted: RefitPrediction, choice: backend_choice.BackendChoice) 
 
 def _table(predicted: RefitPrediction) -> list[str]:
     """Return the lines of a table with minimum, mean and maximum over the ranks of each component."""
-    schedule, load, train = predicted.schedule, predicted.simulation.loads, ranks(predicted.recipe.cluster.train)
+    schedule, load, train = predicted.schedule, predicted.price.loads, ranks(predicted.recipe.cluster.train)
     out, staged = load.sent.sum(0), load.staging(refits_by_ipc(predicted.recipe))
     sends, receives = load.sends.sum(0), load.receives.sum(0)
     rows = [
-        ("bytes out of a train rank", predicted.sent, _size),
-        ("bytes into a generate rank", predicted.received, _size),
+        ("bytes out of a train rank", out[:train], _size),
+        ("bytes into a generate rank", load.received.sum(0)[train:], _size),
         ("  of these by NIC", load.nic_in.sum(0)[train:], _size),
         ("bytes passed on by a generate rank", out[train:], _size),
         ("messages from a train rank", sends[:train], _count),
@@ -195,20 +257,19 @@ def _table(predicted: RefitPrediction) -> list[str]:
 
 
 def _verdict(predicted: RefitPrediction) -> list[str]:
-    network = predicted.recipe.cluster.network
-    spent = sorted(refit_time.bounds(predicted.simulation).items(), key=lambda item: -item[1])
-    seconds, floor = predicted.seconds, predicted.floor
-    broadcast, stage = refit_time.broadcast_seconds(predicted.reference, network)
+    network, price = predicted.recipe.cluster.network, predicted.price
+    spent = sorted(price.limits().items(), key=lambda item: -item[1])
+    seconds, (floor, limit) = price.seconds, refit_time.floor(predicted.schedule, predicted.nodes, network)
+    bucket = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
+    broadcast = broadcast_seconds(predicted.total, bucket, len(np.unique(predicted.nodes)), network)
     parts = ", ".join(f"{name} {_seconds(value)} ({value / seconds:.0%})" for name, value in spent if value > seconds / 200)
-    load = predicted.simulation.loads
-    nic = np.maximum(load.nic_out.sum(0), load.nic_in.sum(0))
+    nic = np.maximum(price.loads.nic_out.sum(0), price.loads.nic_in.sum(0))
     busiest = float(nic.max()) / (refit_time.GIGA * network.nic_gb_per_s)
-    longer = f"{broadcast / seconds:.1f} times as long"
     return [
-        f"{'floor':14s}{_seconds(floor[0])}, set by {floor[1]}",
+        f"{'floor':14s}{_seconds(floor)}, set by {limit}",
         f"{'busiest NIC':14s}{_seconds(busiest)} if never idle, on rank {int(nic.argmax())}",
-        f"{'predicted':14s}{_seconds(seconds)}, {floor[0] / seconds:.0%} of the floor's rate; bound by {spent[0][0]}: {parts}",
-        f"{'broadcast':14s}{_seconds(broadcast)} for the reference, bound by its {stage}: {longer}",
+        f"{'predicted':14s}{_seconds(seconds)}, {floor / seconds:.0%} of the floor's rate; bound by {spent[0][0]}: {parts}",
+        f"{'broadcast':14s}{_seconds(broadcast)} for the reference: {broadcast / seconds:.1f} times as long",
     ]
 
 

@@ -13,11 +13,11 @@
     advice                                 changes for a recipe that does not fit
     placement                              a local run on this machine's GPUs
     calibration, gpu_check                 measurements of an earlier run; measurements of a GPU
-    refit, refit_layouts, refit_time       the schedule of a refit, and its seconds; refit_picture draws it
-    layout_tables                          tables of the boxes of tensors that ranks hold or receive
-    refit_adapters, module_adapters        the tensors of a refit of only adapters: FSDP2's, Megatron-Core's
+    refit                                  bytes and seconds of a refit, by one rule for all models
+    refit_time, refit_picture              the price of the real messages of a refit, for plan_refit.py, and its picture
 
-A plan reads only the models' config.json, which transformers describes on the meta device: no weights. Every figure is an estimate. `recipes/hardware/*.yaml` has the
-shares of peak rates that programs reach. Other assumptions are next to the code that uses them, each with its source.
+A plan reads only the models' config.json, which transformers describes on the meta device: no weights. Every figure is an
+estimate. `recipes/hardware/*.yaml` has the shares of peak rates that programs reach. Other assumptions are next to the code
+that uses them, each with its source.
 Measurements of an earlier run correct all durations (`calibration`).
 """

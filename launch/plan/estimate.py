@@ -21,7 +21,7 @@ from launch.plan import (
     memory,
     memory_generate,
     recomputation,
-    refit_time,
+    refit,
     shared_gpus,
     step_time,
     variants,
@@ -30,7 +30,7 @@ from launch.plan.calibration import MeasuredRun
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.rank_division import GIGA
-from launch.plan.refit import RefitPrediction, predict
+from launch.plan.refit import RefitEstimate
 from launch.plan.roofline import Phase, seconds_by_clock
 from launch.plan.step_time import StepTime
 from launch.plan.variants import Split
@@ -58,8 +58,7 @@ class Plan:
     generate: GenerateMemory | None  # None: an algorithm that does not sample
     reward: TrainMemory | None  # None: the reward model has no ranks of its own
     measured: MeasuredRun | None
-    refit: RefitPrediction | None = None
-    refit_unknown: str = ""  # why `refit` is None although the algorithm samples
+    refit: RefitEstimate | None = None  # None: an algorithm that does not sample
     phases: Sequence[Phase] = ()  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
     validation: float | None = 0.0  # seconds of a validation, 0 if the recipe has none; None: max_val_samples sets no bound
     ratios: Mapping[str, float] = field(default_factory=dict)  # measured / predicted, by clock that is calibrated
@@ -176,7 +175,7 @@ class Plan:
         arguments = recipe, self.shapes, self.lengths, self.generate
         phases = calibration.scale(step_time.phases(*arguments), ratios)
         if refit is None:
-            refit = calibration.scale(_refit_phases(recipe, self.generate, self.refit), ratios)
+            refit = calibration.scale(_refit_phases(recipe, self.refit), ratios)
         validation = step_time.validation_seconds(*arguments)
         if validation is not None:
             validation *= ratios.get("rollout" if generates(recipe) else "train", 1.0)
@@ -188,7 +187,9 @@ class Plan:
         The returned plan has no phases if it does not fit. Raises RecipeError.
         """
         estimate = self._variant(recipe)
-        return replace(estimate, **_refit(recipe, self.models["policy"])).timed() if estimate.fits else estimate
+        if not estimate.fits:
+            return estimate
+        return replace(estimate, refit=_refit(recipe, self.shapes, estimate.generate)).timed()
 
     def step_elsewhere(self, recipe: Recipe) -> float | None:
         """Return the seconds of a step of `recipe`, a variant of this plan's recipe; None if `recipe` does not fit.
@@ -290,14 +291,15 @@ def plan(
     earlier = calibration.find(recipe, before)
     means = (earlier.prompt, earlier.answer, earlier.where) if earlier else (None, None, "")
     data = (measured_lengths.mean, measured_lengths.source) if measured_lengths else None
+    memories = _memories(recipe, shapes)
     estimate = Plan(
         recipe=recipe,
         choice=choice,
         models=models,
         shapes=shapes,
         lengths=lengths.assume(recipe, *means, data=data),
-        **_memories(recipe, shapes),
-        **_refit(recipe, models["policy"]),
+        **memories,
+        refit=_refit(recipe, shapes, memories["generate"]),
         measured=earlier,
     )
     if earlier and estimate.is_timed:
@@ -350,25 +352,18 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
     return {name: ModelShape.of(model, f"{name}.model_name") for name, model in models.items()}
 
 
-def _refit(recipe: Recipe, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan with the prediction of a refit, or with the reason why it cannot be predicted."""
-    if not generates(recipe):
-        return {}
-    try:
-        return {"refit": predict(recipe, model), "refit_unknown": ""}
-    except ValueError as error:  # layouts that only the libraries can compute
-        return {"refit": None, "refit_unknown": str(error)}
+def _refit(recipe: Recipe, shapes: Mapping[str, ModelShape], generate: GenerateMemory | None) -> RefitEstimate | None:
+    """Return the estimate of a refit; None for an algorithm that does not sample."""
+    return refit.estimate(recipe, shapes["policy"], generate.received) if generate else None
 
 
-def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitPrediction | None) -> list[Phase]:
+def _refit_phases(recipe: Recipe, estimate: RefitEstimate | None) -> list[Phase]:
     """Return the uncalibrated phases of a refit's transfer."""
-    if generate is not None and config.colocated(recipe):
-        return [shared_gpus.refit(recipe, generate.received, refit)]
-    if refit is None:
+    if estimate is None:
         return []
-    broadcast = recipe.policy.generation.refit_transport == "broadcast"
-    took = refit_time.broadcast_seconds(refit.reference, recipe.cluster.network)[0] if broadcast else refit.seconds
-    return [Phase("refit", "weights to the engines", 0.0, {"transfer": took})]
+    if config.colocated(recipe):
+        return [shared_gpus.refit(recipe, estimate.received)]
+    return [Phase("refit", "weights to the engines", 0.0, {"transfer": estimate.seconds})]
 
 
 def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Recipe) -> dict[str, float]:
@@ -387,8 +382,8 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
     spread = lengths.assume(recipe, measured.prompt, measured.answer, measured.where)
     generate = memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
     phases = step_time.phases(recipe, shapes, spread, generate)
-    refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"]).get("refit"))
-    return calibration.ratios(measured, seconds_by_clock([*phases, *refit]))
+    transfer = _refit_phases(recipe, _refit(recipe, shapes, generate))
+    return calibration.ratios(measured, seconds_by_clock([*phases, *transfer]))
 
 
 def _cut_key(recipe: Recipe) -> tuple[str, str]:

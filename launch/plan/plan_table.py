@@ -141,18 +141,14 @@ def _cache(plan: Plan, generate: GenerateMemory) -> str:
 
 def _refit(plan: Plan) -> Iterator[Line]:
     refit, took = plan.refit, seconds(plan.seconds["refit"]) if "refit" in plan.seconds else ""
-    if refit is None:
-        yield "refit", f"unknown: {plan.refit_unknown}"
-        return
-    most_sent, most_received = (size(float(nbytes.max())) for nbytes in (refit.sent, refit.received))
-    moved = f"the busiest train rank sends {most_sent}, a generate rank receives {most_received}"
+    assert refit is not None, "it samples"
+    moved = f"a train rank sends about {size(refit.sent)}, a generate rank receives about {size(refit.received)}"
     if plan.turns:
         way = "by CUDA IPC" if config.refits_by_ipc(plan.recipe) else "through host memory"
         yield "refit", f"{moved}, {way}{f', {took} including switching turns' if took else ''}"
         return
-    floor, limit = refit.floor
-    took = f"; {plan.recipe.policy.generation.refit_transport}: {took}" if took else ""
-    yield "refit", f"{moved}{took}; the lower bound is {seconds(floor)} ({limit})"
+    took = f"; {plan.recipe.policy.generation.refit_transport}: about {took}" if took else ""
+    yield "refit", f"{moved}{took}; bound by {refit.limit}"
 
 
 # ---- times and costs ----------------------------------------------------------------------------------------------------

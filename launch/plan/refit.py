@@ -1,83 +1,121 @@
-"""Plan the refit of a recipe without a job: the schedule that a run would use, and its estimated duration."""
+"""Estimate the bytes and the seconds of a recipe's refit, by one rule for all models and both train backends.
+
+Every generate rank receives its part of its engine's weights. Engines form the sharing groups of a run
+(`pipeline/refit/balance.py`): train ranks send every byte once to each group, all of them equally much, and engines of a group
+pass it on. A refit takes the time of its bytes on the slowest path, of one latency for each round of a bucket, and of the
+copies of what is passed on. In a broadcast, rank 0 sends the whole model around a ring of all ranks.
+
+Not counted: train ranks that must send more than others because only they hold some weights, ranks that wait for each other,
+and further messages of a round. So a refit takes longer than estimated: in `python launch/plan_refit.py`, which lays out the
+real messages, up to 1.5 times as long.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from launch.plan import refit_layouts, refit_time
-from launch.recipes.model_files import planning_config
-from pipeline.config import PRECISIONS, Recipe, colocated, ranks, ranks_per_node
+from pipeline.config import (
+    PRECISIONS,
+    PolicyConfig,
+    Recipe,
+    colocated,
+    engine_ranks,
+    expert_tensor_parallel_size,
+    ranks,
+    ranks_per_node,
+    uses_megatron,
+)
+from pipeline.config.cluster import NetworkConfig
 from pipeline.models.shape import ModelShape
-from pipeline.refit import plan
+from pipeline.refit.balance import sharing_groups
+from pipeline.train.adapters.adapted_layers import is_adapted
+from pipeline.train.adapters.spec import refits_adapters
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from launch.plan.refit_time import Broadcast, Demand, RefitSimulation
-    from pipeline.refit.schedule import RefitSchedule
-
-
-@dataclass(frozen=True)
-class RefitPrediction:
-    """The schedule of a refit and its simulated duration."""
-
-    recipe: Recipe
-    parameters: int  # parameters of the model; a refit transfers its buffers too
-    schedule: RefitSchedule
-    simulation: RefitSimulation
-    demand: Demand
-    reference: Broadcast
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of the refit, without the pause of generation."""
-        return self.simulation.seconds
-
-    @property
-    def sent(self) -> np.ndarray:
-        """Return the bytes that each train rank sends, [train ranks]."""
-        return self.simulation.loads.sent.sum(0)[: ranks(self.recipe.cluster.train)]
-
-    @property
-    def received(self) -> np.ndarray:
-        """Return the bytes that each generate rank receives, [generate ranks]."""
-        return self.simulation.loads.received.sum(0)[ranks(self.recipe.cluster.train) :]
-
-    @property
-    def floor(self) -> tuple[float, str]:
-        """Return (lower bound of the seconds of any transfer on this network, name of the limit that sets it)."""
-        return refit_time.floor(self.demand, self.recipe.cluster.network)
+GIGA = 1e9
+LINEAR = ("attention", "mlp", "shared")  # parts of a model with layers whose adapters engines can serve
 
 
-def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPrediction:
-    """Return the planned refit of a recipe, with its estimated duration. The recipe's train backend must be chosen.
+@dataclass(frozen=True, slots=True)
+class RefitEstimate:
+    """The bytes and the seconds of a refit over the network of `cluster.network`."""
 
-    model: the policy's config.json; None: read it from the recipe's model. Raises ValueError, or its subclass RecipeError, if
-    the layouts are unknown or incompatible.
+    sent: float  # bytes that a train rank sends, the mean over train ranks
+    received: float  # bytes that a generate rank receives
+    seconds: float  # without the pause of generation
+    limit: str  # the path that sets them
+
+
+def estimate(recipe: Recipe, shape: ModelShape, weights: float) -> RefitEstimate:
+    """Return the estimate of a recipe's refit. weights: bytes of a generate rank's weights, before quantization."""
+    cluster, policy = recipe.cluster, recipe.policy
+    network, vllm, itemsize = cluster.network, policy.generation.vllm_cfg, PRECISIONS[policy.precision]
+    size, count = engine_ranks(vllm), ranks(cluster.generate)
+    received, model = weights, float(itemsize * shape.parameters)
+    if refits_adapters(recipe):
+        received = model = float(itemsize * _adapter_entries(policy, shape))
+    engines = [list(range(first, first + size)) for first in range(ranks(cluster.train), ranks(cluster.train) + count, size)]
+    nodes, of_engine = node_names(recipe), received * size / ranks(cluster.train)
+    groups = sharing_groups(engines, nodes, network, of_engine, received)
+    sent, members = of_engine * len(groups), len(engines) / len(groups)
+    if policy.generation.refit_transport == "broadcast":
+        seconds = broadcast_seconds(model, policy.generation.refit_cfg.bucket_bytes, len(set(nodes.values())), network)
+        return RefitEstimate(model / ranks(cluster.train), received, seconds, "broadcast")
+    beside = len(engines) / len({tuple(nodes[rank] for rank in engine) for engine in engines})  # engines on the same nodes
+    far_in = received / min(members, beside)
+    far_out = sent
+    if cluster.share_nodes:
+        far_in, far_out = (bytes_ * _missing_share(recipe) for bytes_ in (far_in, far_out))
+    paths = {
+        "train NICs": far_out / network.nic_gb_per_s,
+        "generate NICs": far_in / network.nic_gb_per_s,
+        "links in nodes": max(received - far_in, sent - far_out) / network.node_gb_per_s,
+    }
+    limit = max(paths, key=paths.__getitem__)
+    rounds = -(-max(received, sent) // policy.generation.refit_cfg.bucket_bytes) + members - 1
+    copies = received * (1 - 1 / members) / network.memory_gb_per_s
+    return RefitEstimate(sent, received, (paths[limit] + copies) / GIGA + rounds * network.latency_us / 1e6, limit)
+
+
+def broadcast_seconds(total: float, bucket: float, nodes: int, network: NetworkConfig, nics: int = 1) -> float:
+    """Return the seconds of a broadcast in buckets by a ring, as in NCCL, in which all links work at once.
+
+    total: bytes. bucket: bytes of a bucket. nodes: number of nodes of the ring, each of which delays a bucket by a latency.
+    nics: NICs of a node that the ring uses.
     """
-    # Late imports, so that mistakes on the command line are reported fast.
-    nodes, network = node_names(recipe), recipe.cluster.network
-    itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
-    model = model or planning_config(recipe.policy)
-    assert model is not None  # None only for a model that a needed run has not written yet
-    owners = refit_layouts.recipe_layouts(model, recipe)
-    schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
-    number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
-    node = np.array([number[nodes[rank]] for rank in range(len(nodes))])
-    entries = sum(map(math.prod, owners.shapes.values()))
-    return RefitPrediction(
-        recipe,
-        ModelShape.of(model).parameters,
-        schedule,
-        refit_time.simulate(refit_time.messages(schedule), node, network),
-        refit_time.demand(schedule, node),
-        refit_time.reference(schedule, node, entries * itemsize, bucket),
-    )
+    rate = GIGA * min(nics * network.nic_gb_per_s, network.node_gb_per_s)
+    return total / rate + (-(-total // bucket) + nodes - 1) * network.latency_us / 1e6
+
+
+def into_node(recipe: Recipe, received: float) -> float:
+    """Return the bytes of a refit that enter a node, on which train and generate ranks are, from other nodes.
+
+    received: bytes that a generate rank receives. All nodes of a broadcast receive the model but for an equal part.
+    """
+    generate = recipe.cluster.generate
+    engine = min(engine_ranks(recipe.policy.generation.vllm_cfg), ranks_per_node(generate))
+    if recipe.policy.generation.refit_transport == "broadcast":
+        return received * engine * (generate.nodes - 1) / generate.nodes
+    return received * engine * _missing_share(recipe)
+
+
+def _missing_share(recipe: Recipe) -> float:
+    """Return the share of the model that the train ranks of one node do not hold, 0 to 1."""
+    policy, count, near = recipe.policy, ranks(recipe.cluster.train), ranks_per_node(recipe.cluster.train)
+    if not uses_megatron(policy):
+        return max(0.0, 1 - near * policy.dtensor_cfg.data_parallel_replicate_size / count)
+    megatron = policy.megatron_cfg
+    experts = megatron.expert_model_parallel_size * expert_tensor_parallel_size(megatron)
+    of_stage = count // megatron.pipeline_model_parallel_size  # ranks of a pipeline stage, which have consecutive numbers
+    replica = max(megatron.tensor_model_parallel_size, experts)  # ranks that hold a stage together
+    return max(0.0, 1 - max(1, near / of_stage) / megatron.pipeline_model_parallel_size * min(1, near / replica))
+
+
+def _adapter_entries(policy: PolicyConfig, shape: ModelShape) -> int:
+    """Return the number of entries of A and B of all adapted layers. Megatron-Core's are assumed to be all linear layers."""
+    lora, megatron = policy.dtensor_cfg.lora_cfg, uses_megatron(policy)
+    layers = [tensor for tensor in shape.tensors if tensor.part in LINEAR and len(tensor.shape) == 2]
+    adapted = [layer for layer in layers if megatron or is_adapted(layer.name.removesuffix(".weight"), lora)]
+    return (policy.megatron_cfg.peft.dim if megatron else lora.dim) * sum(sum(layer.shape) for layer in adapted)
 
 
 def node_names(recipe: Recipe) -> dict[int, str]:

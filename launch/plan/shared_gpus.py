@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from launch.plan import gpu_check, memory
 from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
 from launch.plan.rank_division import GIGA, train_parallelism
-from launch.plan.refit import RefitPrediction
+from launch.plan.refit import into_node
 from launch.plan.roofline import Phase
-from pipeline.config import Recipe, engine_ranks, ranks, ranks_per_node, refits_by_ipc
+from pipeline.config import Recipe, ranks_per_node, refits_by_ipc
 from pipeline.config.hardware import GPUSpec
 
 TCP_GB_PER_S = 2.5
@@ -89,13 +89,12 @@ def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iter
     yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved_bytes(train) / rate, **sleep})
 
 
-def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> Phase:
+def refit(recipe: Recipe, received: float) -> Phase:
     """Return the phase in which weights reach the engines: by CUDA IPC between ranks on one GPU, or else through host memory.
 
     NCCL is not used, because it cannot connect two ranks on one GPU. received: the bytes that a generate rank receives.
-    planned: None if the layouts are not known.
     """
-    across = _across(recipe, received, planned)
+    across = into_node(recipe, received)
     far = across / ranks_per_node(recipe.cluster.generate)
     near, by_ipc, assumed = received - far, refits_by_ipc(recipe), _gpu(recipe).assumed
     parts = {"CUDA IPC": near / (assumed.ipc_gb_per_s * GIGA)} if by_ipc else {"gloo": near / (assumed.gloo_gb_per_s * GIGA)}
@@ -104,22 +103,6 @@ def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> P
     if across:
         parts["gloo between nodes"] = across / (TCP_GB_PER_S * GIGA)
     return Phase("refit", "weights to the engines", 0.0, parts)
-
-
-def _across(recipe: Recipe, received: float, planned: RefitPrediction | None) -> float:
-    """Return the bytes of a refit that enter the busiest node from other nodes.
-
-    Without a planned refit, and for a broadcast, each node is assumed to hold an equal part of the model, as with FSDP2, and to
-    receive the rest once.
-    """
-    generate = recipe.cluster.generate
-    if generate.nodes == 1:
-        return 0.0
-    if planned is None or recipe.policy.generation.refit_transport == "broadcast":
-        engine = min(engine_ranks(recipe.policy.generation.vllm_cfg), ranks_per_node(generate))
-        return received * engine * (generate.nodes - 1) / generate.nodes
-    into = planned.simulation.loads.nic_in.sum(0)[ranks(recipe.cluster.train) :]
-    return float(into.reshape(generate.nodes, -1).sum(1).max())
 
 
 def _rate(recipe: Recipe) -> float:

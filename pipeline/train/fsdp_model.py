@@ -99,6 +99,7 @@ def build(
 ) -> PackedModel:
     """Return the model with its initial weights, cut over `meshes` (None: one rank, whole).
 
+    device: meta returns the model without memory, to describe its layout.
     like: the same model with the same cut, whose current weights are copied instead of reading them from disk. Trained weights
     are float32; other weights, such as frozen weights and the base weights of adapters, are in policy.precision. Raises
     RecipeError if the model or the layout is not supported.
@@ -118,7 +119,9 @@ def build(
     pieces = layout(hf)
     if trains:
         _freeze(hf, pieces, policy)
-    source = initial_weights(policy, config, seed, role.head) if like is None else like
+    source: PackedModel | ReadBox | None = like
+    if like is None and device.type != "meta":
+        source = initial_weights(policy, config, seed, role.head)
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
@@ -141,6 +144,8 @@ def build(
         draws = model.adapters is not None and model.adapters.spec.dropout > 0
         recompute(layers, policy.dtensor_cfg.recompute_granularity or "full", draws)
     unsharded = [] if meshes is None else _shard(model, layers, experts, meshes, policy.precision, offload)
+    if source is None:
+        return model
     allocate(model, torch.device("cpu") if offload else device, device, unsharded)
     for alias, name in tied.items():  # to_empty allocated separate memory for each name
         module, _, parameter = alias.rpartition(".")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from pipeline.files.stored_files import FileKey, is_encrypted, read_bytes, write
 from pipeline.train.tensor_files import EncryptedTensors, write_tensors
 
 
-def local_box(tensor: torch.Tensor) -> Box:
-    """Return the box of the whole tensor that this rank holds."""
+def local_box(tensor: torch.Tensor, place: Mapping[str, int] | None = None) -> Box:
+    """Return the box of the whole tensor that this rank holds, or the rank at `place`: dimension of a mesh -> coordinate."""
     box = whole(tensor.shape)
     if not isinstance(tensor, DTensor):
         return box
@@ -38,8 +38,10 @@ def local_box(tensor: torch.Tensor) -> Box:
         if isinstance(placement, Replicate):
             continue
         assert isinstance(placement, (Shard, _StridedShard))  # parameters are never partial sums
-        box = chunk(box, placement.dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
-    if box.size != tuple(tensor.to_local().shape):
+        names = mesh.mesh_dim_names or ()
+        coordinate = mesh.get_local_rank(mesh_dim) if place is None else place[names[mesh_dim]]
+        box = chunk(box, placement.dim, mesh.size(mesh_dim), coordinate)
+    if place is None and box.size != tuple(tensor.to_local().shape):
         raise AssertionError(f"got local shape {tuple(tensor.to_local().shape)} for {tensor.placements}; expected {box}")
     return box
 

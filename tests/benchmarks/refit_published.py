@@ -1,4 +1,4 @@
-"""Compare the simulator with published refits: predicted and published, side by side.
+"""Compare the prices of refits with published ones: predicted and published, side by side.
 
 Nothing is fitted. Bandwidths are those of the data sheets of the machines that were measured (DGX H100: a 400 Gb/s NIC for
 each GPU, NVLink 4), latency and copying are the defaults of `cluster.network`. Where a layout was not published, the line says
@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.plan.refit_time import Broadcast, Messages, bounds, broadcast_seconds, floor, merge, simulate
+from launch.plan.refit import broadcast_seconds
+from launch.plan.refit_time import Messages, floor, loads, merge, price
 from launch.plan_refit import PlanRefitRequest, RefitPrediction, load, model_folder, predict
 from pipeline.config.cluster import NetworkConfig
 from pipeline.config.generation import RefitConfig
@@ -119,9 +120,9 @@ def print_ours() -> None:
     print(f"\n{'our plan, for the same model and layout':44s}{'floor':>12s}{'predicted':>12s}{'bound by':>12s}")
     for name, layout in OURS.items():
         found = plan_ours(name, layout)
-        spent = bounds(found.simulation)
+        spent = found.price.limits()
         print(
-            f"{name:44s}{f'{floor(found.demand, NETWORK)[0]:.2f} s':>12s}{f'{found.simulation.seconds:.2f} s':>12s}"
+            f"{name:44s}{f'{floor(found.schedule, found.nodes, NETWORK)[0]:.2f} s':>12s}{f'{found.price.seconds:.2f} s':>12s}"
             f"{max(spent, key=spent.__getitem__):>12s}"
         )
         print(textwrap.indent(textwrap.fill(" ".join(layout), 110), "    "))
@@ -150,7 +151,7 @@ def broadcasts() -> list[Line]:
         ("DeepSeek-V3", 256, 32, 14.0),
     ):
         total = 2 * ModelShape.of(MODELS[name]).parameters
-        predicted = inclusive_broadcast(total, train, tensor)
+        predicted = inclusive_broadcast(total, train)
         found.append(
             Line(
                 f"NeMo-RL broadcast, {name}",
@@ -163,23 +164,12 @@ def broadcasts() -> list[Line]:
     return found
 
 
-def inclusive_broadcast(total: int, train: int, tensor: int) -> float:
+def inclusive_broadcast(total: int, train: int) -> float:
     """Return seconds.
 
     All train ranks gather all bytes and belong to the broadcast's group, so both phases can use all NICs of a node and overlap.
     """
-    nodes = train // GPUS
-    moved = Broadcast(
-        total=total,
-        far=total - total // nodes,
-        near=total,
-        owned=total // tensor,
-        bucket=NEMO_BUCKET,
-        nodes=nodes,
-        nics=GPUS,
-        gather_nics=GPUS,
-    )
-    return broadcast_seconds(moved, NETWORK)[0]
+    return broadcast_seconds(total, NEMO_BUCKET, train // GPUS, NETWORK, nics=GPUS)
 
 
 def reshards() -> list[Line]:
@@ -191,7 +181,7 @@ def reshards() -> list[Line]:
     ):
         shape = ModelShape.of(MODELS[name])
         total, cut = 2 * shape.parameters, 2 * (shape.mlp + shape.routed)
-        predicted = exchange(train, generate, cut // tensor) + inclusive_broadcast(total - cut, train, tensor)
+        predicted = exchange(train, generate, cut // tensor) + inclusive_broadcast(total - cut, train)
         found.append(
             Line(
                 f"NeMo-RL shard to shard, {name}",
@@ -232,11 +222,10 @@ def perplexity() -> list[Line]:
 
 def checkpoint_engine() -> Line:
     total = ModelShape.of(MODELS["Kimi-K2"]).parameters  # bytes, in FP8
-    moved = Broadcast(total, 0, 0, total // 16, CHECKPOINT_ENGINE_BUCKET, 256 // GPUS, nics=GPUS)
     return Line(
         "checkpoint-engine broadcast, Kimi-K2",
         (16.04, 16.04),
-        broadcast_seconds(moved, NETWORK)[0],
+        broadcast_seconds(total, CHECKPOINT_ENGINE_BUCKET, 256 // GPUS, NETWORK, nics=GPUS),
         "256 GPUs (H20) in engines of TP 16, FP8, as published; each GPU's share waits in its host's memory; 8 NICs of 50 GB/s"
         " a node",
         "copies from the host, broadcasts and the engines' own loading follow each other: its README says that the"
@@ -246,7 +235,7 @@ def checkpoint_engine() -> Line:
 
 def exchange(train: int, generate: int, received: int) -> float:
     """Return seconds for every generate rank to get `received` bytes, point to point and evenly from all train ranks."""
-    return simulate(even(train, generate, received), np.arange(train + generate) // GPUS, NETWORK).seconds
+    return price(loads(even(train, generate, received), np.arange(train + generate) // GPUS), NETWORK).seconds
 
 
 def even(train: int, generate: int, received: int) -> Messages:

@@ -7,13 +7,9 @@ weights need none.
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -224,60 +220,26 @@ def save_config(family: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-@contextlib.contextmanager
 def rank_model(
     folder: Path, rank: int, tensor: int = 1, stages: int = 1, experts: bool = False, dtype: str = "float32"
-) -> Iterator[torch.nn.Module]:
+) -> contextlib.AbstractContextManager[torch.nn.Module]:
     """Return vLLM's model of a checkpoint on rank `rank` of an engine of tensor * stages ranks, with its raw parameters.
 
     Takes the process's default group, so no engine may live in it.
     """
-    importlib.import_module("pipeline.generate.vllm")  # sets environment variables that vLLM reads on import
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from vllm import EngineArgs
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, parallel_state
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import registry, utils
+    from pipeline.generate import vllm_rank
 
-    ranks, new_group = tensor * stages, dist.new_group
-    arguments = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype=dtype,
-        max_model_len=64,
-        enforce_eager=True,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=stages,
-        enable_expert_parallel=experts,
-        distributed_executor_backend="external_launcher",
+    latent = '"kv_lora_rank"' in (folder / "config.json").read_text()
+    arguments = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "max_model_len": 64,
+        "enforce_eager": True,
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": stages,
+        "enable_expert_parallel": experts,
         # With AMX, vLLM's kernel for latent attention has no float32.
-        attention_backend="CPU_MLA"
-        if dtype == "float32" and '"kv_lora_rank"' in (folder / "config.json").read_text()
-        else None,
-    )
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
-        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}.items():
-            patch.setenv(name, str(value))
-        patch.setattr(dist, "new_group", lambda *args, **settings: new_group(*args, **{**settings, "backend": "fake"}))
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())  # it would import vLLM again
-        patch.setattr(utils, "_model_to_pp_missing_layer_names", {})  # cached by id, which another model may have had
-        patch.setattr(parallel_state, "_node_count", lambda group: 1)
-        patch.setattr(MessageQueue, "create_from_process_group", lambda *args, **settings: None)
-        patch.setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
-        destroy_model_parallel()
-        parallel_state._WORLD = None  # of an earlier engine, whose groups may no longer exist
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        try:
-            config = arguments.create_engine_config()
-            with set_current_vllm_config(config):
-                parallel_state.init_distributed_environment(ranks, rank, "env://", rank, "fake")
-                parallel_state.initialize_model_parallel(tensor, stages)
-                yield initialize_model(config)
-        finally:
-            destroy_model_parallel()
-            destroy_distributed_environment()
+        "attention_backend": "CPU_MLA" if dtype == "float32" and latent else None,
+    }
+    return vllm_rank.rank_model(arguments, rank)

@@ -110,7 +110,7 @@ def test_the_plan_of_the_measured_refit_takes_the_measured_seconds(by):
     """Two processes share the GPU there: each gets half of the bytes, and copies of both pass the one link to the host."""
     keys = ("policy.generation.colocated.enabled=true", "cluster.generate.nodes=1")
     recipe = planned("llama8b_grpo_sync", *keys, f"policy.generation.colocated.refit={by}", MEASURED).recipe
-    parts = shared_gpus.refit(recipe, 1e9, None).parts
+    parts = shared_gpus.refit(recipe, 1e9).parts
     if by == "ipc":
         assert parts == {"CUDA IPC": pytest.approx(1 / 100)}
     else:
