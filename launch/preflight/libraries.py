@@ -18,6 +18,7 @@ from launch.executors import containers
 from launch.preflight import signatures, trackers
 from launch.recipes.model_files import read_json
 from pipeline.algorithms import build
+from pipeline.algorithms.evaluate import HARNESS_KINDS
 from pipeline.config import (
     OptimizerConfig,
     PolicyConfig,
@@ -107,8 +108,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if generates(recipe) and policy.generation.backend == "vllm":
         yield from _engine(policy.generation.vllm_kwargs)
     yield from _encryption(recipe)
-    if recipe.evaluate.lm_eval.tasks and not containers.has_another_python(recipe.cluster.generate):
-        yield from _harness()
+    if not trains(recipe) and not containers.has_another_python(recipe.cluster.generate):
+        yield from _harness(recipe)
     if not trains(recipe):
         return
     yield from trackers.problems(recipe)
@@ -237,15 +238,20 @@ def _encryption(recipe: Recipe) -> Iterator[Problem]:
 # ---- lm-evaluation-harness ------------------------------------------------------------------------------------------------
 
 
-def _harness() -> Iterator[Problem]:
-    """Yield a problem if lm_eval is missing, or is of a version whose tasks and interface are not known to agree."""
+def _harness(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if lm_eval is needed and missing, or is of a version whose tasks and interface are not known to agree."""
+    kinds = {f"evaluate.tasks.{name}.kind": task.kind for name, task in recipe.evaluate.tasks.items()}
+    keys = [key for key, kind in kinds.items() if kind in HARNESS_KINDS]
+    keys += ["evaluate.lm_eval.tasks"] if recipe.evaluate.lm_eval.tasks else []
+    if not keys:
+        return
     try:
         installed = importlib.metadata.version(HARNESS)
     except importlib.metadata.PackageNotFoundError:
         installed = "none"
     if installed != HARNESS_VERSION:
         message = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
-        yield Problem("evaluate.lm_eval.tasks", "not-installed", message)
+        yield Problem(keys[0], "not-installed", message)
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------------
