@@ -22,7 +22,7 @@ $(READY): $(LOCK) pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	if command -v nvidia-smi >/dev/null; then $(BIN)/python -m pip install --quiet --editable '.[gpu,dev]'; \
+	if command -v nvidia-smi >/dev/null; then $(BIN)/python -m pip install --quiet --editable '.[gpu,dev,lm_eval]'; \
 	else $(BIN)/python -m pip install --quiet --no-deps -r $(LOCK) && $(BIN)/python -m pip install --quiet --no-deps --editable .; fi
 	touch $(READY)
 

@@ -30,6 +30,7 @@ from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, section, training_sets
 from pipeline.data.datasets import load_split, readable
 from pipeline.evaluation import task_data
+from pipeline.evaluation.formats.user_records import texts_in
 from pipeline.evaluation.questions import Question
 from pipeline.evaluation.scores import as_json
 from pipeline.evaluation.statistics import interval
@@ -97,9 +98,7 @@ def contamination(evaluation: EvaluationFolder, run: Path, words: int = WORDS) -
 
 
 def _text(question: Question) -> str:
-    """Return the text of a question, with its choices."""
-    prompt = question.prompt if isinstance(question.prompt, str) else "\n".join(each["content"] for each in question.prompt)
-    return "\n".join([prompt, *question.choices])
+    return question.prompt if isinstance(question.prompt, str) else "\n".join(each["content"] for each in question.prompt)
 
 
 def _search(recipe: Recipe, searches: list[OverlapSearch]) -> int:
@@ -108,25 +107,13 @@ def _search(recipe: Recipe, searches: list[OverlapSearch]) -> int:
     for name, dataset in training_sets(recipe.data).items():
         records, _ = load_split(replace(dataset, repeat=1), section(recipe).seed, recipe.data.bad_records == "drop")
         for index, record in readable(records):
-            for text in _texts(record):
+            for text in texts_in(record):
                 for search in searches:
                     search.check(text, f"{name}, record {index}")
             count += 1
             if count % PROGRESS == 0:
                 print(f"searched {plural(count, 'record')}", flush=True)
     return count
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a record, at any depth."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
 
 
 def _scores(evaluation: EvaluationFolder, task: str, search: OverlapSearch) -> dict[str, Any]:

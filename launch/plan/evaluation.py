@@ -2,8 +2,7 @@
 
 The number of questions comes from the data, if they are on this machine and small to read. Prompts have plan.prompt_tokens,
 else the mean length in the data, at 4 characters a token for any tokenizer, else the guess of `lengths`. Answers have
-plan.answer_tokens, else half of max_new_tokens. A likelihood task has no answers: an engine reads each question once, and its
-choices after it.
+plan.answer_tokens, else half of max_new_tokens. A likelihood task has no answers: an engine reads each record once.
 
 Not counted: loading weights, the environments' work, judges behind endpoints, and further turns of an episode.
 """
@@ -24,7 +23,7 @@ from launch.plan.rank_division import engines, parallel_sizes
 from launch.preflight import input_files
 from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural, seconds, size
-from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.algorithms.evaluate import HARNESS_KINDS, TaskConfig
 from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
 from pipeline.evaluation import task_data
 from pipeline.models import flops
@@ -33,10 +32,10 @@ from pipeline.recipe import user_files
 
 LABEL, WIDTH = 14, 120
 CHARACTERS = 4.0  # of a token of text, as is assumed
-CHOICE_TOKENS = 8  # of a choice whose text is not read, as is assumed
+CHOICE_TOKENS = 8  # of what is scored beside the texts of a record, as is assumed
 GIVEN, MEASURED, GUESSED = "plan.prompt_tokens", "characters / 4", "guessed"
 LEAST = {GIVEN: 1.0, MEASURED: 1 / 3, GUESSED: 0.0}  # the assumed least part of an estimate of prompts, by its source
-READ = ("choices", "continuation", "perplexity", "preference")  # kinds whose questions engines only read
+READ = (*HARNESS_KINDS, "preference")  # kinds whose questions engines only read
 SAMPLED = 200  # questions whose texts are measured
 
 
@@ -48,7 +47,7 @@ class TaskPlan:
     questions: int | None  # None: the data are not read before the job
     samples: int  # answers of each question; 0 for a task by likelihood
     prompt: float  # mean tokens of a question with its worked examples
-    lengths: Lengths  # of answers, whose prompt is `prompt`; for likelihood the tokens of all choices
+    lengths: Lengths  # of answers, whose prompt is `prompt`
     source: str  # of `prompt`: GIVEN, MEASURED or GUESSED
 
     @property
@@ -58,7 +57,7 @@ class TaskPlan:
 
     @property
     def read_tokens(self) -> float:
-        """Return the number of tokens that engines read: each prompt once and, for a likelihood task, all choices."""
+        """Return the number of tokens that engines read: each prompt once and, for a likelihood task, what is scored."""
         return (self.questions or 0) * (self.prompt + (0 if self.samples else self.lengths.answer))
 
     @property
@@ -152,36 +151,31 @@ def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
     is_readable = task.data.data_path is not None or task.data.dataset_name in GENERATED_DATASETS
     if reads and not is_readable:  # `datasets` would look for it on the network, with minutes of retries
         is_readable = not any(input_files.check_name("data", task.data.dataset_name))
-    questions, prompt, choices = _of_data(name, task) if is_readable else (None,) * 3
+    questions, prompt = _of_data(name, task) if is_readable else (None, None)
     questions = _lines(task) if questions is None else questions
     total, settings = recipe.policy.max_total_sequence_length, recipe.plan
     source = GIVEN if settings.prompt_tokens else MEASURED if prompt else GUESSED
     prompt = settings.prompt_tokens or prompt or min(lengths.PROMPT_TOKENS * (1 + task.num_few_shot), total / 2)
     prompt = min(prompt, total - 1)
     if task.kind in READ:
-        read = choices or CHOICE_TOKENS
-        return TaskPlan(name, questions, 0, prompt, Lengths(prompt, read, read, ""), source)
+        return TaskPlan(name, questions, 0, prompt, Lengths(prompt, CHOICE_TOKENS, CHOICE_TOKENS, ""), source)
     limit = min(task.max_new_tokens, total - prompt)
     answer = min(settings.answer_tokens or lengths.ANSWER_SHARE * limit, limit)
     return TaskPlan(name, questions, task.num_samples, prompt, Lengths(prompt, answer, limit, ""), source)
 
 
-def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, float | None]:
-    """Return (number of questions, mean tokens of a prompt, mean tokens of a question's choices).
-
-    All three are None if the data cannot be read here. Without questions the means are None.
-    """
+def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None]:
+    """Return (number of questions, mean tokens of a prompt). Both are None if the data cannot be read here."""
     with collected([]):  # other checks report it
         data = task_data.read(name, task)
         questions = data.questions[:SAMPLED]
         if not questions:
-            return 0, None, None
+            return 0, None
         texts = [
             _length(q.prompt) + sum(_length(e.prompt) + len(e.target) for e in data.examples.get(q.id, ())) for q in questions
         ]
-        choices = [sum(map(len, question.choices)) for question in questions]
-        return len(data.questions), _mean(texts) / CHARACTERS, _mean(choices) / CHARACTERS
-    return None, None, None
+        return len(data.questions), _mean(texts) / CHARACTERS
+    return None, None
 
 
 def _length(prompt: str | list[dict[str, str]]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.preflight import data_files, input_files
-from pipeline.algorithms.evaluate import FORMATS, TaskConfig
+from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.data.records import parse_record
 from pipeline.evaluation import task_data
@@ -30,7 +30,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
     form: Format | None = None
-    if task.format in FORMATS:
+    if task.kind in HARNESS_KINDS or task.format in FORMATS:
         try:
             form = task_data.load_format(key, task)
         except RecipeError as error:
@@ -38,6 +38,8 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
             return
     data = task.data
     if data.data_path is None:
+        if data.dataset_name is None and task.kind in HARNESS_KINDS:
+            return  # lm-evaluation-harness has the data set's name
         yield from input_files.check_name(f"{key}.data", data.dataset_name)
         return
     if data.dataset_name is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from launch.executors import containers
 from pipeline import config
+from pipeline.algorithms.evaluate import HARNESS_KINDS
 from pipeline.config import ComponentConfig, Problem, Recipe, serves_rewards, trains, uses_megatron
 from pipeline.config.schema import TRACKERS
 from pipeline.node import c_compiler
@@ -24,8 +25,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for key, package, message, components in _needs(recipe):
         if not all(map(containers.has_another_python, components)) and importlib.util.find_spec(package) is None:
             yield Problem(key, "not-installed", message)
-    if recipe.evaluate.lm_eval.tasks and not containers.has_another_python(recipe.cluster.generate):
-        yield from _harness()
+    if not trains(recipe) and not containers.has_another_python(recipe.cluster.generate):
+        yield from _harness(recipe)
 
 
 def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfig, ...]]]:
@@ -51,15 +52,20 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
         yield f"{key}.flash_attention", "flash_attn_interface", message, trainers
 
 
-def _harness() -> Iterator[Problem]:
-    """Yield a problem if lm_eval is missing, or is of a version whose tasks and interface are not known to agree."""
+def _harness(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if lm_eval is needed and missing, or is of a version whose tasks and interface are not known to agree."""
+    kinds = {f"evaluate.tasks.{name}.kind": task.kind for name, task in recipe.evaluate.tasks.items()}
+    keys = [key for key, kind in kinds.items() if kind in HARNESS_KINDS]
+    keys += ["evaluate.lm_eval.tasks"] if recipe.evaluate.lm_eval.tasks else []
+    if not keys:
+        return
     try:
         installed = importlib.metadata.version(HARNESS)
     except importlib.metadata.PackageNotFoundError:
         installed = "none"
     if installed != HARNESS_VERSION:
         message = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
-        yield Problem("evaluate.lm_eval.tasks", "not-installed", message)
+        yield Problem(keys[0], "not-installed", message)
 
 
 def compiler_problems(recipe: Recipe) -> Iterator[Problem]:

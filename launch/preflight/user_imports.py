@@ -25,7 +25,7 @@ from launch.executors.executor import ROOT
 from launch.preflight import bounded, user_source
 from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
-from pipeline.algorithms.evaluate import FORMATS
+from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
 from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, trains
 from pipeline.environments.tools import TOOLS, read_tools
 
@@ -61,7 +61,11 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
         realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
     else:
         tasks = recipe.evaluate.tasks.items()
-        formats = {f"evaluate.tasks.{name}.format": task.format for name, task in tasks if task.format not in FORMATS}
+        formats = {
+            f"evaluate.tasks.{name}.format": task.format
+            for name, task in tasks
+            if task.kind not in HARNESS_KINDS and task.format not in FORMATS
+        }
         references += [CodeReference(key, path, "format", "generate") for key, path in formats.items()]
         realm, names = "generate", {f"evaluate.tasks.{name}.data": task.data.dataset_name for name, task in tasks}
     for key, name in names.items():

@@ -22,14 +22,16 @@ from pipeline.recipe.values import Bool, Check, Float, Int, Line, NotNegative, P
 if TYPE_CHECKING:
     from pipeline.config import Recipe
 
+HARNESS_KINDS = ("lm_eval", "choices", "continuation", "perplexity")
+"""Kinds whose format is a task or a group of lm-evaluation-harness; all are one kind, and the last three its earlier names."""
+HARNESS_FORMATS = {"arc": "arc_easy", "lambada": "lambada_openai"}
+"""Other name of a format of these kinds -> the harness's name of a task with the same prompt."""
 KINDS = {
-    "choices": "pipeline.evaluation.choices.ChoicesTask",
+    **dict.fromkeys(HARNESS_KINDS, "pipeline.evaluation.lm_eval_tasks.HarnessTask"),
     "comparison": "pipeline.evaluation.baseline_comparison.ComparisonTask",
-    "continuation": "pipeline.evaluation.perplexity.ContinuationTask",
     "generate": "pipeline.evaluation.sampled.GenerationTask",
     "instructions": "pipeline.evaluation.instructions.InstructionTask",
     "multi_turn_rating": "pipeline.evaluation.multi_turn_rating.RatingTask",
-    "perplexity": "pipeline.evaluation.perplexity.PerplexityTask",
     "preference": "pipeline.evaluation.preference.PreferenceTask",
     "refusal": "pipeline.evaluation.refusal.RefusalTask",
 }
@@ -37,8 +39,6 @@ KINDS = {
 SAMPLED = ("generate", "instructions")
 """Kinds whose answers are sampled and scored by an environment."""
 
-METRICS = {"choices": ("acc", "acc_norm", "acc_bytes")}
-"""Kind -> its metrics, for the kinds whose metrics are known before a job."""
 JUDGED = ("comparison", "multi_turn_rating", "refusal")
 """Kinds whose answers `evaluate.judge` judges."""
 
@@ -46,31 +46,22 @@ FORMATS = {
     "aime24": "pipeline.evaluation.formats.mathematics.AIME24",
     "aime25": "pipeline.evaluation.formats.mathematics.AIME25",
     "alpaca_eval": "pipeline.evaluation.formats.chat_benchmarks.AlpacaEval",
-    "arc": "pipeline.evaluation.formats.knowledge.ARC",
     "arc_generative": "pipeline.evaluation.formats.science.GenerativeARC",
     "arena_hard": "pipeline.evaluation.formats.chat_benchmarks.ArenaHard",
-    "boolq": "pipeline.evaluation.formats.commonsense.BoolQ",
-    "documents": "pipeline.evaluation.formats.documents.Documents",
     "gpqa": "pipeline.evaluation.formats.science.GPQA",
     "gsm8k": "pipeline.evaluation.formats.mathematics.GSM8K",
-    "hellaswag": "pipeline.evaluation.formats.commonsense.HellaSwag",
     "humaneval": "pipeline.evaluation.formats.programming.HumanEval",
     "ifeval": "pipeline.evaluation.formats.instruction_following.IFEvalPrompts",
-    "lambada": "pipeline.evaluation.formats.commonsense.Lambada",
     "livecodebench": "pipeline.evaluation.formats.programming.LiveCodeBench",
     "math500": "pipeline.evaluation.formats.mathematics.MATH500",
     "mbpp": "pipeline.evaluation.formats.programming.MBPP",
     "minerva_math": "pipeline.evaluation.formats.mathematics.MinervaMATH",
-    "mmlu": "pipeline.evaluation.formats.knowledge.MMLU",
     "mmlu_generative": "pipeline.evaluation.formats.science.GenerativeMMLU",
     "mmlu_pro": "pipeline.evaluation.formats.science.MMLUPro",
     "mt_bench": "pipeline.evaluation.formats.chat_benchmarks.MTBench",
-    "openbookqa": "pipeline.evaluation.formats.commonsense.OpenBookQA",
-    "piqa": "pipeline.evaluation.formats.commonsense.PIQA",
     "records": "pipeline.evaluation.formats.user_records.Records",
     "requests": "pipeline.evaluation.formats.refusal_requests.Requests",
     "reward_bench": "pipeline.evaluation.formats.reward_benchmarks.RewardBench",
-    "winogrande": "pipeline.evaluation.formats.commonsense.WinoGrande",
 }
 """Name of a format -> its class, a `pipeline.evaluation.questions.Format`, which turns records into questions."""
 
@@ -122,12 +113,17 @@ class TaskConfig:
     kind: Annotated[
         Text,
         Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
-        Field(description=f"How questions are asked and scored: {', '.join(KINDS)}."),
+        Field(
+            description=f"How questions are asked and scored: {', '.join(KINDS)}."
+            f" {', '.join(HARNESS_KINDS[1:])} are other names of lm_eval."
+        ),
     ] = "generate"
     format: Annotated[
         Text,
-        Check(lambda name: not_a_kind(name, FORMATS), "not-a-choice"),
-        Field(description=f"Format of the records: {', '.join(FORMATS)}; or the dotted path of your own class."),
+        Field(
+            description=f"Format of the records: {', '.join(FORMATS)}; or the dotted path of your own class. kind=lm_eval: a"
+            " task or group of lm-evaluation-harness, such as mmlu; or documents, for the perplexity of texts."
+        ),
     ] = "records"
     format_kwargs: Annotated[dict[str, Any], Field(description="Arguments of the format.")] = field(default_factory=dict)
     data: TaskDataConfig = field(default_factory=TaskDataConfig)
@@ -267,10 +263,7 @@ class Evaluate(OnlineAlgorithm):
                 environments = ", ".join(self.recipe.env) or "none"
                 message = f"got {task.env_name}; expected an environment in env that scores the answers: {environments}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
-            metrics = METRICS.get(task.kind, ())
-            if metrics and task.metric not in (None, *metrics):
-                message = f"got {task.metric}; expected a metric of kind {task.kind}: {', '.join(metrics)}"
-                yield Problem(f"evaluate.tasks.{name}.metric", "not-a-choice", message)
+            yield from _check_format(f"evaluate.tasks.{name}.format", task)
             yield from _check_samples(f"evaluate.tasks.{name}", task)
         yield from self._judge_problems()
         yield from self._reward_model_problems()
@@ -306,6 +299,19 @@ class Evaluate(OnlineAlgorithm):
 def only_scores(recipe: Recipe) -> bool:
     """Return whether the recipe is an evaluation of a reward model, which generates nothing."""
     return recipe.algorithm == "evaluate" and recipe.evaluate.reward_model.model_name == recipe.policy.model_name
+
+
+def _check_format(key: str, task: TaskConfig) -> Iterator[Problem]:
+    """Yield a problem if a task's format does not exist, or is not one of lm-evaluation-harness though its kind needs that."""
+    if task.kind not in HARNESS_KINDS:
+        message = not_a_kind(task.format, FORMATS)
+    elif task.format == "records" or "." in task.format:
+        message = f"got {task.format}; expected a task of lm-evaluation-harness, such as hellaswag, for kind={task.kind}. Try a"
+        message += " YAML file of your own task, with its folder as evaluate.lm_eval.include_path"
+    else:
+        message = None
+    if message is not None:
+        yield Problem(key, "not-a-choice", message)
 
 
 def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
     formats/       one file per family of data sets: records -> questions
     sampled.py     tasks whose answers an environment scores
-    choices.py     tasks whose choices are scored by likelihood; perplexity.py scores continuations and whole texts
+    lm_eval_*.py   tasks of lm-evaluation-harness: its model, the data of a suite's tasks, and their answers
     judged.py      tasks that a judge scores: baseline_comparison.py, multi_turn_rating.py, refusal.py
     judge.py       asks the judge
     preference.py  tasks that score a reward model

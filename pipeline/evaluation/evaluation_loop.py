@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.algorithms.evaluate import KINDS, TaskConfig
+from pipeline.algorithms.evaluate import HARNESS_KINDS, KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint, verification
 from pipeline.config import Recipe, skipped_tasks
 from pipeline.data.chat import load_tokenizer
@@ -65,8 +65,8 @@ def evaluate(
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         configs = {name: config for name, config in recipe.evaluate.tasks.items() if name not in skipped}
-        tasks = [build(name, config, recipe, tokenizer) for name, config in configs.items()]
-        harness = _harness(recipe, tokenizer)
+        tasks = [build(name, config, recipe, tokenizer) for name, config in configs.items() if config.kind not in HARNESS_KINDS]
+        harness = _harness(recipe, tokenizer, skipped)
     setup.result()
     startup.enter("load the weights")
     of_ranks = dict(zip(workers.generate, generate.call(GenerateRole.load).result(), strict=True))
@@ -98,6 +98,7 @@ def evaluate(
     for log in logs.values():
         log.sync()
     task_answers = {task.name: (task, logs[task.name].all()) for task in tasks} | (harness.tasks() if harness else {})
+    task_answers = {name: task_answers[name] for name in dict.fromkeys((*configs, *task_answers))}
     _write_scores(recipe, task_answers, skipped, harness, run_dir, retry, key if encrypts else None)
     return True
 
@@ -133,12 +134,12 @@ def build(name: str, config: TaskConfig, recipe: Recipe, tokenizer: object) -> T
     return user_code.load(KINDS.get(config.kind, config.kind))(name, config, recipe, tokenizer)
 
 
-def _harness(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> HarnessRun | None:
-    if not recipe.evaluate.lm_eval.tasks:
+def _harness(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]) -> HarnessRun | None:
+    if not recipe.evaluate.lm_eval.tasks and not any(task.kind in HARNESS_KINDS for task in recipe.evaluate.tasks.values()):
         return None
     from pipeline.evaluation.lm_eval_tasks import HarnessRun  # its package is optional
 
-    return HarnessRun(recipe, tokenizer)
+    return HarnessRun(recipe, tokenizer, skipped)
 
 
 class Supervisor:

@@ -23,12 +23,16 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports] as a
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports] as above
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
 
+from pipeline.algorithms.evaluate import LmEvalConfig
 from pipeline.config import Recipe
 from pipeline.coordination.dispatch import RolloutSpec
+from pipeline.data.plain_text import PlainText
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.choices import UNIT_TOKENS
-from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.questions import Answer
 from pipeline.recipe.problems import Problem, RecipeError
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
 
 KEY = "evaluate.lm_eval"
 PURPOSE = "lm_eval"
+UNIT_TOKENS = 1 << 16
+"""Tokens of a unit of likelihood requests, which one engine computes alone. They fill several engine batches."""
 INDEX_DIGITS = 12  # hexadecimal digits of a request's hash, whose number is its prompt's index
 
 Scored = tuple[float, bool]
@@ -58,20 +64,41 @@ class _Drawing:
 class EnginesLM(TemplateLM):
     """Answers the harness's requests with the engines."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, engines: Engines, answers: AnswerLog) -> None:
-        """Bind to the engines. answers: the kept answers, to which new answers are added."""
+    def __init__(
+        self, recipe: Recipe, config: LmEvalConfig, tokenizer: PreTrainedTokenizerBase, engines: Engines, answers: AnswerLog
+    ) -> None:
+        """Bind to the engines. answers: the kept answers, to which new answers are added.
+
+        Raises RecipeError for a tokenizer with neither a beginning-of-sequence nor an end-of-sequence token.
+        """
         super().__init__()
         self.tokenizer: Any = tokenizer
         self._longest = recipe.policy.generation.vllm_cfg.max_model_len  # tokens of a text
         self.max_length: int = self._longest - 1
         """Maximum number of input tokens of a text. The last token of a text is only scored, never an input."""
-        self._config, self._seed = recipe.evaluate.lm_eval, recipe.evaluate.seed
+        self._config, self._seed = config, recipe.evaluate.seed
         self._template_kwargs = recipe.policy.tokenizer.chat_template_kwargs or {}
-        self._encoder = ContinuationEncoder(tokenizer)
+        self._begin = PlainText(tokenizer).begin
+        special: list[Any] = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
+        if not special:
+            message = f"got {tokenizer.name_or_path}, which has neither a beginning-of-sequence nor an end-of-sequence token;"
+            message += " expected one of them, as the context of a whole text"
+            raise RecipeError(Problem("policy.tokenizer.name", "unsupported", message))
+        self._prefix: int = special[0]
+        self._prefix_text = str(tokenizer.decode([self._prefix]))
         self._engines, self._answers = engines, answers
+        self._sizes: list[int] = []  # tokens of each text to score
         self._kept = {answer.question: answer for answer in answers.all()}
         self.drawn: dict[str, Answer] = {}
         """`request_key` of a request's arguments -> its sampled answer, for the requests of this call of the harness."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warning of texts that lose their first tokens, as a list of one text; empty if none is too long."""
+        if not (cut := sum(size > self._longest for size in self._sizes)):
+            return []
+        message = f"{cut} of {len(self._sizes)} texts have more than {self._longest} tokens and lose their first tokens"
+        return [f"{message}. Try policy.max_total_sequence_length={max(self._sizes)}"]
 
     # ---- what the harness asks of a tokenizer -------------------------------------------------------------------------------
 
@@ -83,14 +110,12 @@ class EnginesLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Id of the token that is the context of a text without a context."""
-        return self._encoder.prefix
+        return self._prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text. add_special_tokens: None adds the special tokens unless the text begins with them."""
-        if add_special_tokens is not None:
-            ids = self.tokenizer(string, add_special_tokens=False).input_ids
-            return [*(self._encoder.plain.begin if add_special_tokens else ()), *ids]
-        return self._encoder.encode([string])[0].tolist()
+        begins = not string.startswith(self._prefix_text) if add_special_tokens is None else add_special_tokens
+        return [*(self._begin if begins else ()), *self.tokenizer(string, add_special_tokens=False).input_ids]
 
     @property
     def tokenizer_name(self) -> str:
@@ -116,28 +141,29 @@ class EnginesLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[Scored]:
-        texts = [
-            (context, continuation, self._scorable(words, context, continuation)) for words, context, continuation in requests
-        ]
-        return self._scores([request for _, _, request in texts])
+        return self._scores([self._scorable(*request) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text."""
-        windows = [self._windows(*request.args) for request in requests]
-        scores = iter(self._scores([window for text_windows in windows for window in text_windows]))
+        windows = [
+            [
+                (("", ""), *make_disjoint_window(window))
+                for window in get_rolling_token_windows(self.tok_encode(*request.args), self._prefix, self.max_length, 1)
+            ]
+            for request in requests
+        ]
+        scores = iter(self._loglikelihood_tokens([window for text_windows in windows for window in text_windows]))
         return [sum(next(scores)[0] for _ in text_windows) for text_windows in windows]
-
-    def _windows(self, text: str) -> list[LikelihoodRequest]:
-        tokens = np.asarray(self.tok_encode(text), np.int32)
-        windows = rolling_windows(tokens, self.prefix_token_id, self._longest)
-        return [_with_key(window.request("", self._longest)) for window in windows]
 
     def _scorable(self, words: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> LikelihoodRequest:
         if not 0 < len(continuation) <= self.max_length:
             message = f"the continuation {words[1][:60]!r} has {len(continuation)} tokens; expected 1 to {self.max_length}"
             raise RecipeError(Problem(f"{KEY}.tasks", "bad-record", message))
-        tokens = np.array([*context, *continuation], np.int32)[-self._longest :]
-        return _with_key(LikelihoodRequest("", tokens, len(tokens) - len(continuation)))
+        tokens = np.array([*context, *continuation], np.int32)
+        self._sizes.append(len(tokens))
+        tokens = tokens[-self._longest :]
+        first = len(tokens) - len(continuation)
+        return LikelihoodRequest(_hash(["likelihood", tokens.tolist(), first]), tokens, first)
 
     def _scores(self, requests: Sequence[LikelihoodRequest]) -> list[Scored]:
         """Return the score of each request. Equal requests are asked once. A unit is always asked whole."""
@@ -203,7 +229,7 @@ class EnginesLM(TemplateLM):
 
     def _sampling(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Return (sampling parameters, stop texts) of a request. Raises RecipeError for keys that the engines lack."""
-        options = dict(normalize_gen_kwargs(arguments, self._config.max_gen_toks))
+        options: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self._config.max_gen_toks))
         eos = str(self.tokenizer.decode([self.eot_token_id]))
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
         most, sampled, temperature = options.pop("max_gen_toks"), options.pop("do_sample"), options.pop("temperature", 0.0)
@@ -224,10 +250,6 @@ def request_key(arguments: Sequence[Any]) -> str:
 
 def _values(sampling: Sampling) -> list[Any]:
     return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, list(sampling.stop)]
-
-
-def _with_key(request: LikelihoodRequest) -> LikelihoodRequest:
-    return LikelihoodRequest(_hash(["likelihood", request.tokens.tolist(), request.first]), request.tokens, request.first)
 
 
 def _hash(content: list[Any]) -> str:

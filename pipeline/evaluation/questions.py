@@ -24,9 +24,6 @@ class Question:
     prompt: str | list[Message]  # a text, or a conversation that the model continues
     target: str = ""  # the expected answer as a worked example shows it, such as " 42"
     task: dict[str, Any] = field(default_factory=dict)  # what the environment gets, e.g. {"answer": "42"}
-    choices: tuple[str, ...] = ()  # likelihood: continuations of the prompt, without the space before them
-    prompts: tuple[str, ...] = ()  # likelihood: a prompt for each choice, where they differ in it; `prompt` is a right one
-    correct: tuple[int, ...] = ()  # indices of right choices
     group: str = ""  # subject or category, with a score of its own
     description: str = ""  # text before the worked examples; with a chat template, the end of the system's message
     template_options: dict[str, Any] = field(default_factory=dict)  # of the chat template: tools, and variables of the record
@@ -47,8 +44,6 @@ class Format:
     """Columns that every record must have."""
     examples: ClassVar[tuple[Record, ...]] = ()
     """Records of the worked examples that the benchmark prescribes. If a task sets few_shot_split, they are not used."""
-    draws_one_more: ClassVar[bool] = False
-    """True if lm-evaluation-harness draws one worked example more than it uses, as it does where a task has no test split."""
     examples_by_group: ClassVar[bool] = False
     """True if a question's worked examples have its group."""
 

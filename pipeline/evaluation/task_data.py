@@ -7,6 +7,7 @@ this file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.algorithms.evaluate import FORMATS, TaskConfig, TaskDataConfig
+from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig, TaskDataConfig
 from pipeline.config import DatasetConfig
 from pipeline.config.schema_validation import validate_mapping
 from pipeline.data.datasets import load_records, record_location
@@ -28,6 +29,7 @@ from pipeline.evaluation.questions import Format, Question, Record
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem, RecipeError
 
+HARNESS_FORMAT = "pipeline.evaluation.formats.user_records.HarnessRecords"
 ID_DIGITS = 8  # of the hash of a record's content
 
 
@@ -40,6 +42,8 @@ class TaskData:
     """Question id -> the worked examples that precede the question; empty without num_few_shot."""
     dropped: DroppedQuestions = field(default_factory=DroppedQuestions)
     """Counts the records that are left out, here and where questions are rendered."""
+    records: Sequence[Record] = field(default=(), compare=False)
+    """All records of the split, those that max_samples leaves out too."""
 
 
 def read(name: str, task: TaskConfig) -> TaskData:
@@ -51,17 +55,17 @@ def read(name: str, task: TaskConfig) -> TaskData:
     key = f"evaluate.tasks.{name}"
     form = load_format(key, task)
     dropped = DroppedQuestions(task.data.bad_records == "drop")
-    records = _usable(key, form, _records(f"{key}.data", task, task.data.split), dropped)
+    records = _usable(key, form, read_records(f"{key}.data", task, task.data.split), dropped)
     with _with_key(f"{key}.data"):
         indices = form.indices(records)
-    chosen = [indices[number] for number in _select(len(indices), task)]
+    chosen = [indices[number] for number in select(len(indices), task)]
     questions = _with_ids([_question(key, form, records, index) for index in chosen], records)
-    return TaskData(questions, _examples(key, task, form, records, questions), dropped)
+    return TaskData(questions, _examples(key, task, form, records, questions), dropped, records)
 
 
 def load_format(key: str, task: TaskConfig) -> Format:
     """Return the format of a task. Raises RecipeError if it does not exist, or if format_kwargs do not fit."""
-    path = FORMATS.get(task.format, task.format)
+    path = HARNESS_FORMAT if task.kind in HARNESS_KINDS else FORMATS.get(task.format, task.format)
     try:
         kind: type[Format] = user_code.load(path)
     except user_code.NotFound as error:
@@ -111,7 +115,8 @@ def to_question(form: Format, record: Record, index: int) -> Question:
 # ---- records ---------------------------------------------------------------------------------------------------------------
 
 
-def _records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
+def read_records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
+    """Return the records of a split. key: the key of the task's data. Raises RecipeError."""
     data = task.data
     if data.data_path is not None and data.dataset_name is not None:
         raise RecipeError(Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them"))
@@ -156,7 +161,7 @@ def _with_key(key: str) -> Iterator[None]:
         raise RecipeError(Problem(key, "bad-record", str(error))) from error
 
 
-def _select(count: int, task: TaskConfig) -> list[int]:
+def select(count: int, task: TaskConfig) -> list[int]:
     """Return the indices of max_samples random records, in order. A larger max_samples keeps the records of a smaller one."""
     most = task.data.max_samples
     if most is None or most >= count:
@@ -191,86 +196,53 @@ def _made_id(question: Question, records: Sequence[Record]) -> str:
 def _examples(
     key: str, task: TaskConfig, form: Format, records: Sequence[Record], questions: Sequence[Question]
 ) -> dict[str, tuple[Question, ...]]:
+    """Return question id -> its worked examples. Records equal to the question's are left out."""
     if not task.num_few_shot:
         return {}
-    split = task.data.few_shot_split
+    split, pool = task.data.few_shot_split, records
     if split is None and form.examples:
-        pool: Sequence[Record] = form.examples
-    else:
-        pool = records if split in (None, task.data.split) else _pool(key, task, form, split)
-    examples = _Examples(key, task, form, pool, None if pool is not records else records)
-    return examples.of(questions, len(records))
+        pool = form.examples
+    elif split not in (None, task.data.split):
+        # Bad records are left out here without being counted, since they are not questions.
+        dropped = DroppedQuestions(task.data.bad_records == "drop")
+        pool = _usable(key, form, read_records(f"{key}.data", task, split), dropped)
+    make = functools.cache(lambda index: _question(key, form, pool, index))
+    groups: dict[str, list[int]] = {}
+    for index in range(len(pool)) if form.examples_by_group else ():
+        groups.setdefault(make(index).group, []).append(index)
+    takes_first = task.few_shot_choice == "first" or pool is form.examples
+    # One generator for all records in order, also those that max_samples leaves out: the draws of lm-evaluation-harness.
+    generator, by_index, chosen = random.Random(task.seed), {question.index: question for question in questions}, {}
+    for index in range(len(records)):
+        question = by_index.get(index)
+        if question is None and (takes_first or form.examples_by_group):
+            continue
+        indices: Sequence[int] = range(len(pool))
+        if question is not None and form.examples_by_group:
+            generator, indices = random.Random(f"{task.seed} {index}"), groups.get(question.group, [])
+        record = records[index] if pool is records else None
+        if takes_first:
+            others = (i for i in indices if record is None or pool[i] != record)
+            drawn = list(itertools.islice(others, task.num_few_shot))
+        else:
+            drawn = _draw(generator, task.num_few_shot, pool, indices, record)
+        if question is not None and len(drawn) < task.num_few_shot:
+            message = f"got {task.num_few_shot}, but there are only {len(drawn)} records to choose worked examples from"
+            raise RecipeError(Problem(f"{key}.num_few_shot", "too-large", message))
+        if question is not None:
+            chosen[question.id] = tuple(map(make, drawn))
+    return chosen
 
 
-def _pool(key: str, task: TaskConfig, form: Format, split: str | None) -> Sequence[Record]:
-    """Return the records of `split`, another one than the questions'.
-
-    If the task drops bad records, they are left out here without being counted, since they are not questions.
-    """
-    assert split is not None
-    records = _records(f"{key}.data", task, split)
-    return _usable(key, form, records, DroppedQuestions(task.data.bad_records == "drop"))
-
-
-class _Examples:
-    """Chooses worked examples from a pool of records. data: the pool if it has the questions' own records, else None."""
-
-    def __init__(self, key: str, task: TaskConfig, form: Format, pool: Sequence[Record], data: Sequence[Record] | None) -> None:
-        self._key, self._form, self._pool, self._question_records = key, form, pool, data
-        self._count, self._seed = task.num_few_shot, task.seed
-        self._first = task.few_shot_choice == "first" or pool is form.examples
-        self._made: dict[int, Question] = {}
-
-    def of(self, questions: Sequence[Question], records: int) -> dict[str, tuple[Question, ...]]:
-        """Return question id -> its worked examples. records: the number of records in the task's whole data."""
-        if self._form.examples_by_group:
-            return {question.id: self._of_group(question) for question in questions}
-        everything = range(len(self._pool))
-        if self._first:
-            return {question.id: self._take(everything, question) for question in questions}
-        # One generator for all records in order, also those that max_samples leaves out: the draws of lm-evaluation-harness.
-        generator, by_index = random.Random(self._seed), {question.index: question for question in questions}
-        chosen = {}
-        for index in range(records):
-            indices = self._draw(generator, everything, self._own_record(index))
-            if index in by_index:
-                chosen[by_index[index].id] = tuple(map(self._example, indices))
-        return chosen
-
-    def _of_group(self, question: Question) -> tuple[Question, ...]:
-        indices = [index for index in range(len(self._pool)) if self._example(index).group == question.group]
-        if self._first:
-            return self._take(indices, question)
-        generator = random.Random(f"{self._seed} {question.index}")
-        return tuple(map(self._example, self._draw(generator, indices, self._own_record(question.index))))
-
-    def _take(self, indices: Sequence[int], question: Question) -> tuple[Question, ...]:
-        record = self._own_record(question.index)
-        candidates = (index for index in indices if record is None or self._pool[index] != record)
-        return tuple(map(self._example, self._enough(list(itertools.islice(candidates, self._count)))))
-
-    def _own_record(self, index: int) -> Record | None:
-        return self._question_records[index] if self._question_records is not None else None
-
-    def _draw(self, generator: random.Random, indices: Sequence[int], record: Record | None) -> list[int]:
-        """Draw the indices of worked examples from `indices`. Records equal to `record` are left out."""
-        if record is None:
-            count = self._count + self._form.draws_one_more
-            return self._enough(generator.sample(indices, min(count, len(indices))))
-        sample = generator.sample(indices, min(self._count + 1, len(indices)))
-        examples = [index for index in sample if self._pool[index] != record][: self._count]
-        if len(examples) < self._count:
-            candidates = [index for index in indices if self._pool[index] != record]
-            examples = generator.sample(candidates, min(self._count, len(candidates)))
-        return self._enough(examples)
-
-    def _enough(self, indices: Sequence[int]) -> list[int]:
-        if len(indices) < self._count:
-            message = f"got {self._count}, but there are only {len(indices)} records to choose worked examples from"
-            raise RecipeError(Problem(f"{self._key}.num_few_shot", "too-large", message))
-        return list(indices[: self._count])
-
-    def _example(self, index: int) -> Question:
-        if index not in self._made:
-            self._made[index] = _question(self._key, self._form, self._pool, index)
-        return self._made[index]
+def _draw(
+    generator: random.Random, count: int, pool: Sequence[Record], indices: Sequence[int], record: Record | None
+) -> list[int]:
+    """Draw `count` of `indices`, or all if they are fewer. Records equal to `record` are left out; None: there is none."""
+    if record is None:
+        return generator.sample(indices, min(count, len(indices)))
+    sample = generator.sample(indices, min(count + 1, len(indices)))
+    drawn = [index for index in sample if pool[index] != record][:count]
+    if len(drawn) < count:
+        others = [index for index in indices if pool[index] != record]
+        drawn = generator.sample(others, min(count, len(others)))
+    return drawn

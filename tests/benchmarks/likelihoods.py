@@ -60,30 +60,22 @@ def main() -> None:
 
 def prepare(folder: Path) -> None:
     """Save the model and the items."""
-    from transformers import AutoTokenizer
-
-    from pipeline.evaluation import task_data
-    from pipeline.evaluation.choices import _contexts
-    from pipeline.evaluation.prompts import PromptEncoder
-    from tests.evaluation.likelihood_data import recipe, records, save_model, task_config, write_jsonl
+    from pipeline.evaluation import lm_eval_documents
+    from tests.evaluation.likelihood_data import records, save_model, task_config, write_jsonl
 
     save_model(folder / "model", "llama", LONGEST, **SHAPE)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     for form, count in QUESTIONS.items():
         rows = (
             [long_hellaswag(random.Random(number)) for number in range(count)] if form == "hellaswag" else records(form, count)
         )
         write_jsonl(folder / form / "test.jsonl", rows)
         write_jsonl(folder / form / "dev.jsonl", records(form, 30, seed=1))
-        shots = {"num_few_shot": 5, "few_shot_choice": "first", "few_shot_split": "dev"} if form == "mmlu" else {}
+        shots = {"num_few_shot": 5, "few_shot_split": "dev"} if form == "mmlu" else {}
         config = task_config(form, folder / form, **shots)
-        read = task_data.read(form, config)
-        encoder = PromptEncoder(form, config, recipe(folder / "model", "vllm", LONGEST).policy.tokenizer, tokenizer)
-        pairs = [
-            (text, f" {choice}")
-            for question in read.questions
-            for text, choice in _contexts(encoder, question, read.examples.get(question.id, ()))
-        ]
+        documents = lm_eval_documents.build(form, config, lm_eval_documents.manager([form], None))
+        for name, task in documents.tasks.items():
+            task.build_all_requests(samples=documents.samples[name])
+        pairs = [instance.args for task in documents.tasks.values() for instance in task.instances]
         (folder / f"{form}.json").write_text(json.dumps(pairs))
 
 
@@ -152,20 +144,24 @@ def ours(folder: Path, contender: str) -> Score:
     from transformers import AutoTokenizer
 
     from pipeline import generate
-    from pipeline.evaluation.choices import log_likelihoods
-    from pipeline.evaluation.continuations import ContinuationEncoder
+    from pipeline.algorithms.evaluate import LmEvalConfig
+    from pipeline.evaluation.answers import AnswerLog
+    from pipeline.evaluation.lm_eval_model import EnginesLM
     from tests.evaluation.likelihood_data import recipe
+    from tests.evaluation.lm_eval_tasks import OneEngine
     from tests.generate.tiny import load
 
     kwargs = {"kv_cache_memory_bytes": ENGINE["kv_cache_memory_bytes"], **({"block_size": 32} if "32" in contender else {})}
-    policy = recipe(folder / "model", "vllm", LONGEST, max_num_seqs=ENGINE["max_num_seqs"], vllm_kwargs=kwargs).policy
-    engine = generate.build(policy, 1, 0, 0)
+    settings = recipe(folder / "model", "vllm", LONGEST, max_num_seqs=ENGINE["max_num_seqs"], vllm_kwargs=kwargs)
+    engine = generate.build(settings.policy, 1, 0, 0)
     load(engine, load_file(folder / "model" / "model.safetensors").items(), 0)
-    encoder = ContinuationEncoder(AutoTokenizer.from_pretrained(folder / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
 
     def score(pairs: Sequence[Pair]) -> list[float]:
-        requests = [pair.request(str(place), LONGEST) for place, pair in enumerate(encoder.pairs(pairs))]
-        return log_likelihoods(engine.likelihoods(requests))
+        with tempfile.TemporaryDirectory() as name:  # of the answers, so that nothing is kept
+            answers: Any = AnswerLog(Path(name), "lm_eval")
+            engines: Any = OneEngine(engine)
+            return _theirs(EnginesLM(settings, LmEvalConfig(), tokenizer, engines, answers))(pairs)
 
     return score
 

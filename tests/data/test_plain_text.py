@@ -12,7 +12,6 @@ from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
 from pipeline.data.chat import Encoder
 from pipeline.data.plain_text import PlainText, _by_prefixes, tokens_with_text
 from pipeline.data.preferences import encode_pair
-from pipeline.evaluation.continuations import ContinuationEncoder
 from tests.data.test_chat import CHATML
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+=?:<|_>"
@@ -57,8 +56,6 @@ def test_no_end_comes_before_the_answer(around: str):
     chosen, rejected = encode_pair(reads, 0, record)
     assert learned(tokenizer, chosen.tokens, chosen.loss_mask) == (f"{begin}2+2=4</s>", "4</s>")
     assert learned(tokenizer, rejected.tokens, rejected.loss_mask) == (f"{begin}2+2=5</s>", "5</s>")
-    (scored,) = ContinuationEncoder(tokenizer).pairs([("2+2=", "4")])
-    assert (tokenizer.decode(scored.context), tokenizer.decode(scored.continuation)) == (f"{begin}2+2=", "4")
 
 
 def test_a_tokenizer_without_an_end_learns_texts_without_one(caplog):

@@ -1,11 +1,11 @@
-"""An environment that rewards even an untrained model and logs each answer that it judges, and small units of choices."""
+"""An environment that rewards even an untrained model and logs what it judges, and records asked in small units."""
 
 import json
 import os
 import time
+from pathlib import Path
 
 from pipeline.environments.environment import Environment, Outcome
-from pipeline.evaluation import choices
 from pipeline.types import Prompt
 
 
@@ -26,9 +26,9 @@ class Digits(Environment):
         return Outcome(len(digits) / max(1, len(text)), {"unparsed": float(not digits)}, extracted=digits)
 
 
-class SmallUnits(choices.ChoicesTask):
-    """Choices in units of a few questions."""
+def small_units(split: str, seed: int, path: str) -> list[dict]:
+    """Return the records of a file, which are asked by likelihood in units of a few."""
+    from pipeline.evaluation import lm_eval_model
 
-    def __init__(self, *given) -> None:
-        choices.UNIT_TOKENS = 150
-        super().__init__(*given)
+    lm_eval_model.UNIT_TOKENS = 150
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]

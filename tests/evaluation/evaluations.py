@@ -9,7 +9,8 @@ from tests.end_to_end.runs import Run
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
 QUESTIONS, SAMPLES, CHOICES = 24, 2, 32
-ANSWERS = {"sampled": QUESTIONS * SAMPLES, "chosen": CHOICES}
+ANSWERS = {"sampled": QUESTIONS * SAMPLES, "lm_eval": 2 * CHOICES}
+"""File in answers/ from which a restart continues -> its answers: samples, or scored choices."""
 
 
 def overrides(folder: Path, *more: str) -> tuple[str, ...]:
@@ -24,7 +25,8 @@ def overrides(folder: Path, *more: str) -> tuple[str, ...]:
     ]
     for name, records in (("sampled", sampled), ("chosen", chosen)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = [f"evaluate.tasks.{name}.data.data_path={folder}/{name}.jsonl" for name in ANSWERS]
+    data = [f"evaluate.tasks.sampled.data.data_path={folder}/sampled.jsonl"]
+    data += [f"evaluate.tasks.chosen.data.kwargs.path={folder}/chosen.jsonl"]
     return (f"recipe={RECIPE}", *data, f"env.digits.kwargs.log={folder}/judged.jsonl", *more)
 
 
@@ -35,12 +37,12 @@ def judged(folder: Path) -> int:
 
 
 def kept(run_dir: Path) -> dict[str, list[Answer]]:
-    """Return the answers that a restart will read, by task."""
+    """Return the answers that a restart will read, by file."""
     return {task: read_answers(run_dir / f"answers/{task}.jsonl") for task in ANSWERS}
 
 
 def lines(run_dir: Path) -> dict[str, int]:
-    """Return the number of lines by task."""
+    """Return the number of lines by file."""
     return {task: len((run_dir / f"answers/{task}.jsonl").read_bytes().splitlines()) for task in ANSWERS}
 
 
@@ -49,4 +51,5 @@ def scores(run: Run) -> str:
     assert run.status == 0, run.output
     assert json.loads((run.folder / "done.json").read_text()) == {"step": 0}
     assert lines(run.folder) == ANSWERS
+    assert len(read_answers(run.folder / "answers/chosen.jsonl")) == CHOICES
     return (run.folder / "scores.json").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from pipeline.algorithms.evaluate import TaskConfig
-from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.questions import Answer
-from pipeline.generate.generate_backend import GenerateBackend
-from pipeline.types import Likelihood, LikelihoodRequest
+from pipeline.algorithms.evaluate import EvaluateConfig, TaskConfig
 from tests.generate.tiny import SHAPE, policy
 
 Record = dict[str, Any]
@@ -110,7 +106,8 @@ MAKERS: dict[str, Callable[[random.Random, int], Record]] = {
     "lambada": lambada,
     "documents": documents,
 }
-KINDS = {"lambada": "continuation", "documents": "perplexity"}
+TASKS = {"arc": "arc_easy", "lambada": "lambada_openai"}
+"""Our format -> the harness's task, where they differ."""
 
 
 def records(form: str, count: int, seed: int = 0) -> list[Record]:
@@ -149,37 +146,16 @@ def save_model(folder: Path, family: str, longest: int = 1024, **shape: Any) -> 
 
 
 def recipe(folder: Path, backend: str, longest: int, **settings: Any) -> Any:
-    """Return what tasks read of a recipe."""
-    return SimpleNamespace(policy=policy(folder, backend, max_model_len=longest, **settings))
+    """Return what the harness's tasks read of a recipe."""
+    evaluate = EvaluateConfig()
+    return SimpleNamespace(evaluate=evaluate, policy=policy(folder, backend, max_model_len=longest, **settings))
 
 
 def task_config(form: str, path: Path, **settings: Any) -> TaskConfig:
-    config = TaskConfig(kind=KINDS.get(form, "choices"), format=form, apply_chat_template=False)
+    config = TaskConfig(kind="lm_eval", format=TASKS.get(form, form), apply_chat_template=False, seed=1234)
     config.data.data_path = str(path)
     for name, value in settings.items():
         target = config.data if hasattr(config.data, name) else config
         assert hasattr(target, name), name
         setattr(target, name, value)
     return config
-
-
-class OneEngine:
-    """Stands for the engines of an evaluation: one backend in this process."""
-
-    def __init__(self, backend: GenerateBackend) -> None:
-        self.backend = backend
-        self.asked = 0  # units
-
-    def likelihoods(self, units: Sequence[Sequence[LikelihoodRequest]]) -> Iterator[tuple[int, list[Likelihood]]]:
-        for place in reversed(range(len(units))):
-            self.asked += 1
-            yield place, self.backend.likelihoods(list(units[place]))
-
-
-def answers_of(task: Any, backend: GenerateBackend, folder: Path) -> list[Answer]:
-    """Return the answers of a task, in the order of its data."""
-    log = AnswerLog(folder, task.name)
-    engines: Any = OneEngine(backend)
-    task.ask(engines, log)
-    found = {answer.question: answer for answer in log.all()}
-    return [found[scored.question.id] for unit in task._units for scored in unit]

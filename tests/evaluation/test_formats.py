@@ -109,8 +109,8 @@ def test_labels_of_arc_become_letters(tmp_path: Path):
         ("mmlu_generative", {"question": "?", "choices": ["a"], "answer": 1}, "got choice 2 as the answer; expected 1 to 1"),
         ("arc_generative", {"question": "?", "choices": {"label": ["A"], "text": ["a"]}, "answerKey": "B"}, "labels A"),
         ("math500", {"problem": "1+1?", "answer": [2]}, "'answer' is a list"),
-        ("mmlu", {"question": "?", "choices": 3, "answer": 1, "subject": "x"}, "does not fit the format: TypeError"),
-        ("arc", {"question": "?", "choices": ["a"], "answerKey": "A"}, "does not fit the format: TypeError"),
+        ("mmlu_generative", {"question": "?", "choices": 3, "answer": 1, "subject": "x"}, "does not fit the format: TypeError"),
+        ("arc_generative", {"question": "?", "choices": ["a"], "answerKey": "A"}, "does not fit the format: TypeError"),
     ],
 )
 def test_records_that_are_not_of_the_format(format: str, record: dict, message: str):

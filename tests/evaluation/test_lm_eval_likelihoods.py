@@ -1,4 +1,4 @@
-"""Likelihood tasks equal those of lm-evaluation-harness 0.4.13 with its own Hugging Face model, item for item.
+"""Tasks on a suite's own data equal lm-evaluation-harness 0.4.13 with its own Hugging Face model, item for item.
 
 pytest -m full tests/evaluation/test_lm_eval_likelihoods.py -s     prints a table
 """
@@ -11,21 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import generate
-from pipeline.algorithms.evaluate import KINDS
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.lm_eval_tasks import HarnessRun
 from pipeline.evaluation.statistics import interval
-from pipeline.recipe import user_code
-from tests.evaluation.likelihood_data import answers_of, recipe, save_model, task_config
-from tests.generate.tiny import load
-
-pytest.importorskip("lm_eval")
-
-from lm_eval.models.huggingface import HFLM
-
+from tests.evaluation.likelihood_data import recipe, save_model, task_config
 from tests.evaluation.lm_eval_reference import THEIRS, evaluate, likelihoods, make_data, task_files
+from tests.evaluation.lm_eval_tasks import OneEngine
+from tests.generate.tiny import load
 
 pytestmark = pytest.mark.full
 
@@ -108,28 +105,29 @@ def test_items_and_scores_are_equal(case, model, backend, theirs, files, tmp_pat
     assert len(forms) >= len(THEIRS) - 2
     results, (kind, engine, ours), tokenizer = theirs(case, forms), backend, AutoTokenizer.from_pretrained(model[1])
     for form in forms:
-        special = {"few_shot_choice": "first", "few_shot_split": "dev"} if form == "mmlu" else {"few_shot_split": "train"}
-        config = task_config(form, files[0] / form, split=THEIRS[form][1], seed=SEED, **special, **settings)
-        task = user_code.load(KINDS[config.kind])(form, config, ours, tokenizer)
-        answers = answers_of(task, engine, tmp_path)
-        if form == "mmlu":
-            answers = sorted(answers, key=lambda answer: answer.group)  # theirs are one task a subject
-        sums = [answer.details.get("logprobs", [answer.details.get("logprob")]) for answer in answers]
-        names = sorted(files[2][form])
-        expected = [each for name in names for each in likelihoods(results["samples"][name])]
-        assert len(expected) == len(sums) == ITEMS
-        pairs = [pair for mine, other in zip(sums, expected, strict=True) for pair in zip(mine, other, strict=True)]
+        shots = {"few_shot_split": "dev" if form == "mmlu" else "train"}
+        config = task_config(form, files[0] / form, split=THEIRS[form][1], seed=SEED, **shots, **settings)
+        ours.evaluate.tasks = {form: config}
+        run = HarnessRun(ours, tokenizer)
+        run.ask(OneEngine(engine), AnswerLog(tmp_path / form, run.name))
+        task, answers = run.tasks()[form]
+        names = [f"tiny_{name}" for name in run.documents[form].tasks] if form == "mmlu" else files[2][form]
+        expected = [sums for name in names for sums in likelihoods(results["samples"][name])]
+        assert len(expected) == len(answers) == ITEMS
+        pairs = [
+            pair
+            for mine, other in zip(answers, expected, strict=True)
+            for pair in zip(mine.details["logprobs"], other, strict=True)
+        ]
         worst = max(abs(a - b) for a, b in pairs)
-        found = {metric: interval(values.values()).value for metric, values in task.metrics(answers).items()}
-        weights = [len(results["samples"][name]) / ITEMS for name in names]
+        scores = {metric: interval(values.values()).value for metric, values in task.metrics(answers).items()}
+        weights = {name: len(results["samples"][name]) / ITEMS for name in names}
         reported = {
-            metric: sum(
-                results["results"][name][f"{metric},none"] * weight for name, weight in zip(names, weights, strict=True)
-            )
-            for metric in found
+            metric: sum(results["results"][name][f"{metric},none"] * weight for name, weight in weights.items())
+            for metric in scores
             if f"{metric},none" in results["results"][names[0]]
         }
-        shown = "  ".join(f"{metric} {found[metric]:.4f}/{value:.4f}" for metric, value in reported.items())
+        shown = "  ".join(f"{metric} {scores[metric]:.4f}/{value:.4f}" for metric, value in reported.items())
         print(f"{model[0]:13} {kind:13} {case:18} {form:11} {worst:.1e}  {shown}")
         assert all(abs(a - b) < max(1e-4, FLOAT32 * abs(b)) for a, b in pairs)
-        assert reported and found == found | {metric: pytest.approx(value, rel=1e-5) for metric, value in reported.items()}
+        assert reported and scores == scores | {metric: pytest.approx(value, rel=1e-5) for metric, value in reported.items()}

@@ -46,7 +46,7 @@ def test_a_killed_rank(tmp_path, whole, victim, phase, count):
     assert (pids_of(broken.folder) / "done").exists() and left_alive(broken.folder) == []
     assert f"rank {victim} (generate)" in broken.output
     before = continues(tmp_path, whole)
-    assert bool(before["chosen"]) == (phase == "likelihoods")
+    assert bool(before["lm_eval"]) == (phase == "likelihoods")
 
 
 def test_the_controller_is_killed(tmp_path, whole):

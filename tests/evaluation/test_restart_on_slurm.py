@@ -36,7 +36,7 @@ def test_cancelled(slurm_cluster, tmp_path, whole):
     assert left_alive(tmp_path / "run") == []
     wait_until(lambda: not slurm_cluster.steps_alive(), "the end of every step")
     before, told = kept(tmp_path / "run"), judged(tmp_path)
-    assert 0 < len(before["sampled"]) < ANSWERS["sampled"] and not before["chosen"]
+    assert 0 < len(before["sampled"]) < ANSWERS["sampled"] and not before["lm_eval"]
     again = submit(tmp_path / "run", *given, env=slurm_cluster.env)
     assert scores(again) == scores(whole) and kept(again.folder) == kept(whole.folder)
     assert judged(tmp_path) - told == ANSWERS["sampled"] - len(before["sampled"])

@@ -442,13 +442,3 @@ def test_a_key_of_an_unknown_task_names_the_nearest_task_first(capsys, tmp_path,
     text = printed_problems(capsys, f"model={MODEL}", "suite=tiny", "evaluate.tasks.additon.data.max_samples=3")
     first, second = text.index("did you mean addition?"), text.index("env_name")
     assert "evaluate.tasks.additon: is not a task of the suite" in text and first < second
-
-
-def test_a_metric_that_a_kind_cannot_give_is_refused():
-    loaded = suites.inspect(
-        "tiny",
-        evaluation_sources.of_model(MODEL, "tiny"),
-        ["evaluate.tasks.addition.kind=choices", "evaluate.tasks.addition.metric=acc_nrom"],
-    )
-    assert [problem.key for problem in loaded.problems] == ["evaluate.tasks.addition.metric"]
-    assert "acc, acc_norm, acc_bytes" in loaded.problems[0].message

@@ -1,9 +1,10 @@
-"""The user's own records: a prompt, the expected answer, and further columns that the environment reads."""
+"""Records whose columns the user names: questions with expected answers, and documents of lm-evaluation-harness."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import override
@@ -60,3 +61,40 @@ class Records(Format):
             template_options=template_options(record, keys.tools_key),
             group=text_of(record, keys.group_key) if keys.group_key is not None else "",
         )
+
+
+@dataclass
+class HarnessArguments:
+    """Columns of the records of a task of lm-evaluation-harness."""
+
+    group_key: Annotated[
+        Text | None,
+        Field(
+            description="Column of a category; each category gets scores. Of a group such as mmlu it has the tasks'"
+            " dataset_name, such as anatomy. null: none."
+        ),
+    ] = "subject"
+    text_key: Annotated[Text, Field(description="format=documents: column of the text.")] = "text"
+
+
+class HarnessRecords(Format):
+    """Records that a task of lm-evaluation-harness asks. A question's prompt has all texts of its record."""
+
+    Arguments = HarnessArguments
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        group = record.get(self.arguments.group_key)
+        return Question("", "\n".join(texts_in(record)), group="" if group is None else str(group))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a record, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from texts_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_in(inner)

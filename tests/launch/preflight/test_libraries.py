@@ -13,7 +13,8 @@ import pytest
 from launch.executors.executor import ROOT
 from launch.preflight import installed, libraries, signatures
 from pipeline import config
-from pipeline.config import Problem
+from pipeline.algorithms.evaluate import EvaluateConfig, LmEvalConfig, TaskConfig
+from pipeline.config import Problem, Recipe
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from tests.launch.model import write_recipe
 from tests.problems import named
@@ -217,7 +218,12 @@ def test_the_check_does_not_import_the_libraries():
 def test_lm_evaluation_harness_must_be_installed_in_its_version(monkeypatch):
     versions = {"lm_eval": "0.4.9"}
     monkeypatch.setattr("importlib.metadata.version", lambda name: versions[name])
-    (problem,) = installed._harness()
-    assert (problem.key, problem.code) == ("evaluate.lm_eval.tasks", "not-installed") and "0.4.9" in problem.message
-    versions["lm_eval"] = "0.4.13"
-    assert list(installed._harness()) == []
+    named, suite = EvaluateConfig(lm_eval=LmEvalConfig(["mmlu"])), EvaluateConfig({"it": TaskConfig(kind="lm_eval")})
+    for section, key in ((named, "evaluate.lm_eval.tasks"), (suite, "evaluate.tasks.it.kind")):
+        recipe = Recipe(algorithm="evaluate", evaluate=section)
+        versions["lm_eval"] = "0.4.9"
+        (problem,) = installed._harness(recipe)
+        assert (problem.key, problem.code) == (key, "not-installed") and "0.4.9" in problem.message
+        versions["lm_eval"] = "0.4.13"
+        assert list(installed._harness(recipe)) == []
+    assert list(installed._harness(Recipe(algorithm="evaluate", evaluate=EvaluateConfig({"it": TaskConfig()})))) == []

@@ -1,0 +1,252 @@
+"""Tasks of lm-evaluation-harness on a suite's own data: which records are asked, and what is kept of their answers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from pipeline.algorithms.evaluate import HARNESS_KINDS, LmEvalConfig, TaskConfig
+from pipeline.config import RECIPES, inspect
+from pipeline.evaluation import lm_eval_documents, scores, task_data
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.lm_eval_model import EnginesLM
+from pipeline.evaluation.lm_eval_tasks import HarnessRun, HarnessTask
+from pipeline.evaluation.questions import Answer
+from pipeline.evaluation.statistics import interval
+from pipeline.types import Likelihood
+from tests.evaluation.likelihood_data import recipe, records, save_model, task_config, write_jsonl
+from tests.problems import refused
+
+KEY = "evaluate.tasks.it"
+
+
+class ModuloEngines:
+    """Gives each token the log-prob -(token % 7); even tokens are greedy."""
+
+    def likelihoods(self, units: Any):
+        for place, unit in enumerate(units):
+            ends = [request.tokens[request.first :] for request in unit]
+            yield place, [Likelihood("", -(end % 7).astype(np.float32), end % 2 == 0) for end in ends]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a model whose tokenizer begins each text with <s>."""
+    return save_model(tmp_path_factory.mktemp("model"), "llama", 256)
+
+
+def ask(folder: Path, path: Path, config: TaskConfig, longest: int = 256, include: Path | None = None) -> HarnessRun:
+    settings = recipe(folder, "transformers", longest)
+    settings.evaluate.tasks = {"it": config}
+    settings.evaluate.lm_eval.include_path = include and str(include)
+    run = HarnessRun(settings, AutoTokenizer.from_pretrained(folder))
+    run.ask(ModuloEngines(), AnswerLog(path, run.name))  # pyright: ignore[reportArgumentType]
+    return run
+
+
+def build(config: TaskConfig) -> lm_eval_documents.Documents:
+    return lm_eval_documents.build("it", config, lm_eval_documents.manager([config.format], None))
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_questions_are_those_of_the_data(tmp_path: Path):
+    """With the ids and the draws of any other task, so that comparisons with earlier evaluations pair them."""
+    config = task_config("hellaswag", write_jsonl(tmp_path / "h.jsonl", records("hellaswag", 20)), max_samples=7)
+    documents, read = build(config), task_data.read("it", config)
+    assert documents.samples == {"hellaswag": [question.index for question in read.questions]}
+    assert [question.id for question in documents.questions.values()] == [question.id for question in read.questions]
+
+
+def test_a_group_divides_the_records_by_subject(folder: Path, tmp_path: Path):
+    for split, count in (("test", 9), ("dev", 12)):
+        write_jsonl(tmp_path / f"{split}.jsonl", records("mmlu", count, seed=count))
+    run = ask(folder, tmp_path, task_config("mmlu", tmp_path, num_few_shot=2, few_shot_split="dev"))
+    tasks = ("mmlu_abstract_algebra", "mmlu_high_school_us_history", "mmlu_virology")
+    assert set(run.documents["it"].tasks) == set(tasks)
+    summary = scores.summarize(recipe_named(run), run.tasks())["tasks"]["it"]
+    assert set(summary["groups"]) == {"abstract_algebra", "high_school_us_history", "virology"}
+    assert summary["questions"] == 9 and summary["metric"] == "acc" and "macro" in summary
+    examples = [row for row in records("mmlu", 12, seed=12) if row["subject"] == "virology"]
+    (prompt, *_) = [answer.prompt for answer in run.answers["it"] if answer.group == "virology"]
+    assert prompt.startswith("The following are multiple choice questions (with answers) about virology.")
+    assert prompt.count("Answer:") == 3 and prompt.index(examples[0]["question"].strip()) < prompt.rindex("D. ")
+
+
+def recipe_named(run: HarnessRun) -> Any:
+    settings: Any = run._recipe
+    settings.name = "suite"
+    return settings
+
+
+def test_examples_of_the_questions_own_split_leave_it_out(folder: Path, tmp_path: Path):
+    rows = [{"goal": f"goal {i}", "sol1": "a", "sol2": "b", "label": 0} for i in range(4)]
+    run = ask(folder, tmp_path, task_config("piqa", write_jsonl(tmp_path / "p.jsonl", rows), num_few_shot=3))
+    assert len(run.answers["it"]) == 4
+    for i, answer in enumerate(run.answers["it"]):
+        assert answer.prompt.count("goal") == 4 and answer.prompt.count(f"goal {i}") == 1
+
+
+@pytest.mark.parametrize("kind", HARNESS_KINDS)
+def test_earlier_names_of_the_kind_and_of_formats(tmp_path: Path, kind: str):
+    config = task_config("arc", write_jsonl(tmp_path / "arc.jsonl", records("arc", 3)), kind=kind, format="arc")
+    assert list(build(config).tasks) == ["arc_easy"]
+
+
+@pytest.mark.parametrize(
+    ("form", "bad", "message"),
+    [
+        ("piqa", {"goal": "g", "sol1": "a", "sol2": "b", "label": -1}, "got -1 as the index of the right choice"),
+        ("piqa", {"goal": "g", "sol1": "a", "label": 1}, "has no 'sol2', which the first record has"),
+        ("arc", {"id": "", "question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"}, "not in list"),
+        ("documents", {"text": ""}, "has no text to score"),
+    ],
+)
+def test_bad_records_are_named_or_dropped(tmp_path: Path, form: str, bad: dict, message: str):
+    path = write_jsonl(tmp_path / "rows.jsonl", [*records(form, 3), bad])
+    with refused((f"{KEY}.data", "bad-record")) as error:
+        build(task_config(form, path))
+    assert "rows.jsonl:4" in str(error.value) and message in str(error.value)
+    documents = build(task_config(form, path, bad_records="drop"))
+    assert documents.dropped.count == 1 and len(documents.questions) == 3
+
+
+def test_records_of_another_benchmark(tmp_path: Path):
+    path = write_jsonl(tmp_path / "rows.jsonl", records("piqa", 3))
+    with refused((f"{KEY}.data", "bad-record")) as error:
+        build(task_config("hellaswag", path))
+    assert "the records do not fit lm-evaluation-harness's task hellaswag: KeyError" in str(error.value)
+    write_jsonl(path, [{**row, "subject": "cooking"} for row in records("mmlu", 3)])
+    with refused((f"{KEY}.data", "bad-record")) as error:
+        build(task_config("mmlu", path))
+    assert "no record has in 'subject' one of abstract_algebra, anatomy" in str(error.value)
+
+
+def test_too_few_examples(tmp_path: Path):
+    for split in ("test", "train"):
+        write_jsonl(tmp_path / f"{split}.jsonl", records("piqa", 3))
+    for split, count in ((None, 3), ("train", 4)):
+        with refused((f"{KEY}.num_few_shot", "too-large")):
+            build(task_config("piqa", tmp_path, num_few_shot=count, few_shot_split=split))
+
+
+def test_a_metric_that_a_task_does_not_have_is_refused(tmp_path: Path):
+    with refused((f"{KEY}.metric", "not-a-choice")) as error:
+        build(task_config("piqa", write_jsonl(tmp_path / "p.jsonl", records("piqa", 2)), metric="accuracy"))
+    assert "expected a metric of piqa: acc, acc_norm, acc_bytes" in str(error.value)
+
+
+def test_unknown_tasks_and_classes_are_refused(tmp_path: Path):
+    config = task_config("piqa", write_jsonl(tmp_path / "p.jsonl", records("piqa", 2)))
+    config.format = "piqua"
+    with refused((f"{KEY}.format", "not-a-choice")):
+        build(config)
+    suite = RECIPES / "suites/commonsense.yaml"
+    overrides = ["policy.model_name=m", "name=n", f"run_dir={tmp_path}", "evaluate.tasks.piqa.format=my.Riddles"]
+    (problem,) = [problem for problem in inspect(str(suite), overrides).problems if problem.code == "not-a-choice"]
+    assert problem.key == "evaluate.tasks.piqa.format" and "include_path" in problem.message
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_say_what_was_scored(folder: Path, tmp_path: Path):
+    rows = [{"goal": "g", "sol1": "the river", "sol2": "stone", "label": 1}]
+    run = ask(folder, tmp_path, task_config("piqa", write_jsonl(tmp_path / "p.jsonl", rows), metric="acc_norm"))
+    (answer,) = run.answers["it"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before = len(tokenizer("Question: g\nAnswer:").input_ids)
+    ends = [np.array(tokenizer(f"Question: g\nAnswer: {text}").input_ids[before:]) for text in ("the river", "stone")]
+    assert answer.details["logprobs"] == [float(-(end % 7).sum()) for end in ends]
+    assert answer.details["greedy"] == [bool((end % 2 == 0).all()) for end in ends]
+    assert answer.prompt == "Question: g\nAnswer:" and answer.details["choices"] == [" the river", " stone"]
+    assert answer.text == ("the river", "stone")[int(np.argmax(answer.details["logprobs"]))]
+    assert answer.metrics.keys() == {"acc", "acc_norm", "acc_bytes"} and answer.score == answer.metrics["acc_norm"]
+    task, answers = run.tasks()["it"]
+    assert task.metrics(answers)["acc"] == {answer.question: [answer.metrics["acc"]]}
+    run.write(tmp_path)
+    assert json.loads((tmp_path / "answers/it.jsonl").read_text())["question"] == answer.question
+    assert not (tmp_path / "lm_eval_results.json").exists()
+
+
+def test_perplexity_of_ones_own_texts(folder: Path, tmp_path: Path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"body": "the river is old " * count} for count in (1, 9, 200)])
+    run = ask(folder, tmp_path, task_config("documents", path, format_kwargs={"text_key": "body"}))
+    task, answers = run.tasks()["it"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [json.loads(line)["body"] for line in path.read_text().splitlines()]
+    nats = sum(int((np.array(tokenizer(text).input_ids) % 7).sum()) for text in texts)
+    (metric, bits), *others = task.metrics(answers).items()
+    assert metric == "bits_per_byte" and {name for name, _ in others} == {"byte_perplexity", "word_perplexity"}
+    assert interval(bits.values()).value == pytest.approx(nats / sum(len(text) for text in texts) / math.log(2))
+
+
+def test_texts_that_are_too_long_are_counted_or_refused(folder: Path, tmp_path: Path):
+    rows = [*records("piqa", 6), {"goal": "river " * 150, "sol1": "a", "sol2": "b", "label": 0}]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    task, _ = ask(folder, tmp_path, task_config("piqa", path), longest=120).tasks()["it"]
+    (warning,) = task.warnings
+    assert warning.startswith("2 of 14 texts have more than 120 tokens and lose their first tokens. Try policy.max_total")
+    write_jsonl(path, [{"goal": "g", "sol1": "a", "sol2": "river " * 130, "label": 0}])
+    with refused(("evaluate.lm_eval.tasks", "bad-record")) as error:
+        ask(folder, tmp_path, task_config("piqa", path), longest=120)
+    assert "expected 1 to 119" in str(error.value)
+
+
+def test_a_task_of_ones_own(folder: Path, tmp_path: Path):
+    riddles = {
+        "task": "riddles",
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{riddle}}",
+        "doc_to_choice": "{{answers}}",
+        "doc_to_target": "{{right}}",
+    }
+    (tmp_path / "riddles.yaml").write_text(yaml.safe_dump(riddles))
+    record = {"riddle": "What runs?", "answers": ["river", "stone"], "right": 0, "subject": "x"}
+    config = task_config("riddles", write_jsonl(tmp_path / "r.jsonl", [record]))
+    (answer,) = ask(folder, tmp_path / "run", config, include=tmp_path).answers["it"]
+    assert (answer.prompt, answer.details["choices"], answer.group) == ("What runs?", [" river", " stone"], "x")
+
+
+def answer(question: str, metric: str, *nats: float) -> Answer:
+    return Answer(question, 0, 0.0, details={"nats": {metric: nats}})
+
+
+def test_perplexity_is_of_all_texts_together():
+    task = HarnessTask("it", TaskConfig(kind="lm_eval"))
+    for metric, expected in (("bits_per_byte", 30 / 12 / math.log(2)), ("byte_perplexity", math.exp(30 / 12))):
+        answers = [answer("a", metric, -10.0, 8), answer("b", metric, -20.0, 4)]
+        assert interval(task.metrics(answers)[metric].values()).value == pytest.approx(expected)
+    # The interval is that of a quotient: it has no width where each text has the same perplexity, however long it is.
+    even = [answer("a", "bits_per_byte", -10.0, 5), answer("b", "bits_per_byte", -20.0, 10)]
+    bits = interval(task.metrics(even)["bits_per_byte"].values())
+    assert bits.low == pytest.approx(bits.value) and bits.high == pytest.approx(bits.value)
+    assert task.metrics([answer("a", "perplexity", -1e9, 1)]) == {"perplexity": {}} and task.metrics([]) == {}
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [
+        ("the river", " is old"),
+        ("the river ", "is old"),  # the space goes to the continuation
+        ("東京", " café🙂"),
+        ("<s>the river", " is"),  # begins with the special token already
+    ],
+)
+def test_a_context_and_its_continuation_are_the_whole_text(folder: Path, tmp_path: Path, context: str, continuation: str):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engines: Any = ModuloEngines()
+    model = EnginesLM(recipe(folder, "transformers", 64), LmEvalConfig(), tokenizer, engines, AnswerLog(tmp_path, "x"))
+    before, after = model._encode_pair(context, continuation)
+    assert before[0] == tokenizer.bos_token_id and before[1] != tokenizer.bos_token_id and after
+    assert [*before, *after] == tokenizer(context + continuation, add_special_tokens=not context.startswith("<s>")).input_ids
