@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, LiteralString
 
-from pydantic import Field, GetCoreSchemaHandler, Strict
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, Strict
 from pydantic_core import PydanticCustomError, core_schema
 
 MISSING = "???"
@@ -63,16 +63,6 @@ def _text(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Before:
-    """Pass a value through `function` before it is validated. Replaces pydantic's BeforeValidator, whose import is slower."""
-
-    function: Callable[[Any], Any]
-
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self.function, handler(kind))
-
-
-@dataclass(frozen=True)
 class Check:
     """Refuse a value that has the right type if `wrong` returns a message, `got ...; expected ...`.
 
@@ -102,10 +92,10 @@ class Live:
 
 LIVE = Live()
 
-Bool = Annotated[bool, Strict(), _Before(_parse_bool)]
-Int = Annotated[int, _Before(_refuse_bool)]
-Float = Annotated[float, Field(allow_inf_nan=False), _Before(_refuse_bool)]
-Text = Annotated[str, _Before(_text)]
+Bool = Annotated[bool, Strict(), BeforeValidator(_parse_bool)]
+Int = Annotated[int, BeforeValidator(_refuse_bool)]
+Float = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_refuse_bool)]
+Text = Annotated[str, BeforeValidator(_text)]
 Positive = Annotated[Int, Field(ge=1)]
 NotNegative = Annotated[Int, Field(ge=0)]
 
