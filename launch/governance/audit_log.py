@@ -254,39 +254,26 @@ def _recover(folder: Path, log: int, head: int) -> tuple[int, str]:
 
 
 def _ends_whole(descriptor: int) -> bool:
-    size = os.fstat(descriptor).st_size
-    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+    return _end(descriptor) == os.fstat(descriptor).st_size
 
 
 def _cut(descriptor: int) -> None:
     """Remove an incomplete last line, which a killed writer has left."""
     if not _ends_whole(descriptor):
-        length, _ = _tail(descriptor)
-        os.ftruncate(descriptor, length)
+        os.ftruncate(descriptor, _end(descriptor))
 
 
 def _last_line(descriptor: int) -> str:
     """Return the last complete line, without its line end; "" if there is none."""
-    end, _ = _tail(descriptor)
-    if not end:
+    if not (end := _end(descriptor)):
         return ""
-    begin, _ = _tail(descriptor, end - 1)
+    begin = _end(descriptor, end - 1)
     return os.pread(descriptor, end - 1 - begin, begin).decode(errors="replace")
 
 
-def _tail(descriptor: int, before: int | None = None, block: int = 1 << 14) -> tuple[int, int]:
-    """Return (the position after the last line end before byte `before`, `before`).
-
-    before: None: the file's size. The position is 0 if there is no line end.
-    """
-    end = os.fstat(descriptor).st_size if before is None else before
-    at = end
-    while at > 0:
-        begin = max(0, at - block)
-        if (newline := os.pread(descriptor, at - begin, begin).rfind(b"\n")) >= 0:
-            return begin + newline + 1, end
-        at = begin
-    return 0, end
+def _end(descriptor: int, before: int | None = None) -> int:
+    with open(descriptor, "rb", closefd=False) as file:
+        return small_files.end_of_lines(file, before)
 
 
 @contextlib.contextmanager

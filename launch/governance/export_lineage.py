@@ -21,7 +21,6 @@ from launch.runs.shared_files import Unusable
 from pipeline.checkpoints.verification import WITHOUT_DIGEST
 from pipeline.config import Problem, Recipe, RecipeError
 from pipeline.files import digests, small_files
-from pipeline.files.storage import append
 from pipeline.lineage import file_hashes, input_records
 from pipeline.lineage.file_hashes import HashCache
 from pipeline.lineage.input_records import FOLDER, HASHES, MARK
@@ -57,7 +56,7 @@ def write(run_dir: Path, checkpoint: Path, step: int, folder: Path, form: str, r
     folder, run_dir = folder.absolute(), run_dir.absolute()
     place = folder.relative_to(run_dir) if folder.is_relative_to(run_dir) else folder  # the run's folder may be moved
     line |= {"checkpoint": kept, "path": str(place), "audit": receipt}
-    _add_line(input_records.exports_of(run_dir), (json.dumps(line) + "\n").encode())
+    _add_line(input_records.exports_of(run_dir), line)
 
 
 def _hashes(folder: Path, cache: HashCache) -> dict[str, str]:
@@ -81,12 +80,12 @@ def _hashes(folder: Path, cache: HashCache) -> dict[str, str]:
     return found
 
 
-def _add_line(path: Path, line: bytes) -> None:
-    """Append a line to a file that other exports may append to at the same time. First removes an incomplete last line."""
+def _add_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a line to a file that other exports may append to at the same time."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         with shared_files.lock_file(path, LOCK_S):
-            append(path, path.read_bytes().rfind(b"\n") + 1, line)
+            small_files.append(path, line)
     except Unusable as error:
         why = f"got {path}, {error.why}; expected a file to add the export to. Try {error.remedy}"
         raise RecipeError(Problem("run", error.code, why)) from error

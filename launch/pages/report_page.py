@@ -20,7 +20,7 @@ from launch.runs import resources
 from launch.runs.run_folder import RunFolder
 from launch.runs.run_state import RunState, states
 from pipeline.config import environment_names
-from pipeline.trackers.tracker import flatten
+from pipeline.recipe.values import leaves
 
 
 def read(folders: Sequence[Path]) -> list[LabelledRun]:
@@ -129,7 +129,7 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
 
 def differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return (dotted key, its value in each recipe) for each key whose value is not the same in all, except run_dir."""
-    flat = [{key: _text(value) for key, value in flatten(recipe).items()} for recipe in recipes]
+    flat = [{key: _text(value) for key, value in leaves(recipe)} for recipe in recipes]
     keys = dict.fromkeys(key for values_of_recipe in flat for key in values_of_recipe)
     rows = [(key, [values_of_recipe.get(key, MISSING) for values_of_recipe in flat]) for key in keys if key != "run_dir"]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -1,7 +1,6 @@
 """Encryption at rest, an extra: the key of a run, and files that are encrypted in chunks.
 
-The core finds this package through the table in `pipeline/seams/extras.py`, and calls the functions of `Codec` in
-`pipeline/files/stored_files.py`.
+The core finds this package through the table in `pipeline/seams/extras.py`. Only `pipeline/files/stored_files.py` calls it.
 """
 
 from pipeline.encryption.encrypted_file import EncryptedFile, Encryptor, decrypt

@@ -143,15 +143,15 @@ def append(path: Path, value: Any) -> None:
     """Append a line of JSON; it is on disk when this returns. It replaces a last line without its newline. Raises OSError."""
     try:
         with user_files.open_file(path) as file:
-            end = _end_of_lines(file)
+            end = end_of_lines(file)
     except FileNotFoundError:
         end = 0
     storage.append(path, end, (json.dumps(value) + "\n").encode())
 
 
-def _end_of_lines(file: BinaryIO) -> int:
-    """Return the offset behind the last newline."""
-    at = file.seek(0, os.SEEK_END)
+def end_of_lines(file: BinaryIO, before: int | None = None) -> int:
+    """Return the offset behind the last newline, 0 if there is none. before: looks before this offset; None: in all of it."""
+    at = file.seek(0, os.SEEK_END) if before is None else before
     while at:
         begin = max(0, at - (1 << 16))
         file.seek(begin)

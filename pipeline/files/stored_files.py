@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError
@@ -42,20 +42,6 @@ class FileKey(Protocol):
 Key = TypeVar("Key", bound=FileKey)
 
 
-class FileEncryptor(Protocol):
-    """Encrypts the bytes of one file, from its beginning to its end."""
-
-    header: bytes
-
-    def update(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Add bytes of the file, and yield the encrypted bytes that are then complete."""
-        ...
-
-    def finish(self) -> bytes:
-        """Return the last encrypted bytes."""
-        ...
-
-
 class OpenFile(Protocol):
     """An open encrypted file, of which any part can be read."""
 
@@ -68,35 +54,7 @@ class OpenFile(Protocol):
         ...
 
 
-class Codec(Protocol):
-    """The functions of the extra `encryption` that the core calls."""
-
-    def obtain(self, key_file: str | None, key_command: str | None, timeout_s: float) -> FileKey | None:
-        """Return the key that a file holds or a command prints; None without either. Raises RecipeError."""
-        ...
-
-    def encryptor(self, key: FileKey, name: str) -> FileEncryptor:
-        """Return the encryptor of a file with this name."""
-        ...
-
-    def open_encrypted(self, path: Path, key: FileKey | None) -> OpenFile:
-        """Open an encrypted file. Raises OSError and RecipeError."""
-        ...
-
-    def decrypt(self, content: bytes, key: FileKey | None, path: Path) -> bytes:
-        """Decrypt the content of an encrypted file. Raises RecipeError."""
-        ...
-
-    def encrypt_line(self, line: bytes, key: FileKey, name: str, at: int) -> bytes:
-        """Return a line as an encrypted line of the file `name` that begins at byte `at`."""
-        ...
-
-    def decrypt_line(self, line: bytes, key: Callable[[], FileKey | None], path: Path, at: int) -> bytes:
-        """Decrypt a line. Raises RecipeError."""
-        ...
-
-
-def _codec(key: str, got: object) -> Codec:
+def _encryption(key: str, got: object) -> Any:
     """Return the extra `encryption`. Raises RecipeError, with the recipe's `key` and its value `got`, if it is missing."""
     return extras.load("encryption", key, got)
 
@@ -110,7 +68,7 @@ def obtain_key(key_file: str | None, key_command: str | None, timeout_s: float) 
     timeout_s: seconds after which the command is ended.
     """
     name, given = ("key_file", key_file) if key_file is not None else ("key_command", key_command)
-    return None if given is None else _codec(f"{SECTION}.{name}", given).obtain(key_file, key_command, timeout_s)
+    return None if given is None else _encryption(f"{SECTION}.{name}", given).obtain(key_file, key_command, timeout_s)
 
 
 def fitting(key: Key | None, fingerprint: str, what: object) -> Key:
@@ -139,12 +97,12 @@ def read_bytes(path: Path, key: FileKey | None = None) -> bytes:
     """Return a file's content, decrypted if it is encrypted. Raises OSError, and RecipeError for a wrong key or damage."""
     with user_files.open_file(path) as file:
         content = file.read()
-    return _codec(SECTION, f"{path}, which is encrypted").decrypt(content, key, path) if is_encrypted(content) else content
+    return _encryption(SECTION, f"{path}, which is encrypted").decrypt(content, key, path) if is_encrypted(content) else content
 
 
 def open_encrypted(path: Path, key: FileKey | None) -> OpenFile:
     """Open an encrypted file. Raises OSError, and RecipeError for a missing or wrong key, or a damaged file."""
-    return _codec(SECTION, f"{path}, which is encrypted").open_encrypted(path, key)
+    return _encryption(SECTION, f"{path}, which is encrypted").open_encrypted(path, key)
 
 
 def decrypt_line(line: bytes, key: Callable[[], FileKey | None], path: Path, at: int) -> bytes:
@@ -155,7 +113,7 @@ def decrypt_line(line: bytes, key: Callable[[], FileKey | None], path: Path, at:
     """
     if not line.startswith(LINE_PREFIX):
         return line
-    return _codec(SECTION, f"{path}, which is encrypted").decrypt_line(line, key, path, at)
+    return _encryption(SECTION, f"{path}, which is encrypted").decrypt_line(line, key, path, at)
 
 
 # ---- write --------------------------------------------------------------------------------------------------------------
@@ -163,13 +121,13 @@ def decrypt_line(line: bytes, key: Callable[[], FileKey | None], path: Path, at:
 
 def encrypt(data: bytes, key: FileKey, name: str) -> bytes:
     """Return `data` as the content of an encrypted file with this name."""
-    encryptor = _codec(SECTION, key).encryptor(key, name)
+    encryptor = _encryption(SECTION, key).encryptor(key, name)
     return b"".join([encryptor.header, *encryptor.update(data), encryptor.finish()])
 
 
 def encrypt_line(line: bytes, key: FileKey, name: str, at: int) -> bytes:
     """Return a line, which ends in a newline, as an encrypted line of the file `name` that begins at byte `at`."""
-    return _codec(SECTION, key).encrypt_line(line, key, name, at)
+    return _encryption(SECTION, key).encrypt_line(line, key, name, at)
 
 
 class DigestWriter:
@@ -180,7 +138,7 @@ class DigestWriter:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
         self._hash = hashlib.sha256()
         self._hashing = ThreadPoolExecutor(1)
-        self._encryptor = _codec(SECTION, key).encryptor(key, path.name) if key else None
+        self._encryptor = _encryption(SECTION, key).encryptor(key, path.name) if key else None
         if self._encryptor:
             self._put(self._encryptor.header)
 

@@ -6,7 +6,7 @@ They refuse some values that Python converts: true is neither a number nor a tex
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, LiteralString
 
@@ -163,6 +163,15 @@ def seconds(text: str) -> int:
         raise ValueError(f"got '{text}'; expected days:hours:minutes:seconds in quotes, as in '00:03:45:00'")
     days, hours, minutes, rest = map(int, parts)
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of each leaf of nested values, at or below `key`. An empty mapping is a leaf."""
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from leaves(below, f"{key}.{name}" if key else str(name))
+    elif key:
+        yield key, value
 
 
 def _duration_error(text: str) -> str | None:

@@ -4,7 +4,7 @@ An extra is a folder with a line in `EXTRAS`. The core asks for it by name when 
 interfaces:
 
     Tracker (pipeline/trackers/tracker.py)     shows metrics
-    Codec (pipeline/files/stored_files.py)     encrypts files and lines
+    pipeline/encryption/__init__.py            encrypts files and lines
     JobObserver (pipeline/seams/job_events.py) acts when rank 0 starts, claims the run, writes a checkpoint, or ends
     RunObserver (launch/runs/run_events.py)    acts when a command submits, continues, changes, cancels or exports a run
     read (launch/recipes/nemo_rl/reader.py)    reads foreign recipes

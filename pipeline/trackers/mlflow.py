@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.recipe.values import Line
-from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun, flatten
+from pipeline.recipe.values import Line, leaves
+from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun
 
 TAG = "hetstep.run"
 EVALUATION = "evaluation/"
@@ -117,7 +117,7 @@ class MlflowTracker:
         """Record the recipe's values as parameters. MLflow refuses to change a parameter, so it has only the first values."""
         entities: Any = import_module("mlflow.entities")
 
-        values = {_name(key): value for key, value in flatten(self._run.recipe).items()}
+        values = {_name(key): value for key, value in leaves(self._run.recipe)}
         missing = [entities.Param(key, _text(value)[:LONGEST]) for key, value in values.items() if key not in known]
         for at in range(0, len(missing), PARAMETERS):
             self._client.log_batch(self._id, params=missing[at : at + PARAMETERS])

@@ -83,15 +83,6 @@ class Tracker(Protocol):
         ...
 
 
-def flatten(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Return nested mappings as one flat mapping with dotted keys. key: prefix of the keys."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        below = f"{key}.{name}" if key else str(name)
-        flat |= flatten(value, below) if isinstance(value, Mapping) and value else {below: value}
-    return flat
-
-
 def messages(sample: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return a line of a rollouts file as the messages of a conversation."""
     conversation = [{"role": "user", "content": str(sample.get("prompt", ""))}]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.recipes import nemo_rl
-from launch.recipes.nemo_rl.translator import leaves
+from pipeline.recipe.values import leaves
 from tests.nemo_rl.__main__ import resolved
 from tests.nemo_rl.census import QUESTIONS, TRANSLATED, dropped, features
 from tests.nemo_rl.test_translation import RECIPES, inspect, with_keys

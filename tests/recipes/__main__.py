@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from launch.recipes.nemo_rl.translator import leaves
+from pipeline.recipe.values import leaves
 from tests.nemo_rl.__main__ import resolved
 from tests.recipes import sources
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from launch.recipes.nemo_rl.megatron_keys import has_experts
-from launch.recipes.nemo_rl.translator import leaves
 from pipeline.algorithms import ONLINE
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
+from pipeline.recipe.values import leaves
 from pipeline.train.optimizer import LRSchedule
 
 MODEL = (

@@ -11,7 +11,8 @@ from typing import Any
 
 from launch.recipes.nemo_rl import megatron_keys, policy_keys
 from launch.recipes.nemo_rl.rules import Ignored, fits, under
-from launch.recipes.nemo_rl.translator import Translator, leaves
+from launch.recipes.nemo_rl.translator import Translator
+from pipeline.recipe.values import leaves
 
 SECTION, ESTIMATOR = "on_policy_distillation", "grpo.adv_estimator.name"
 PLACED = f"{SECTION}.non_colocated_teachers"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config import Problem
+from pipeline.recipe.values import leaves
 
 ABSENT = object()
 LONGEST = 60  # characters of a value that a problem shows
@@ -113,15 +114,6 @@ class Translator:
         text = text if len(text) < LONGEST else f"{text[: LONGEST - 3]}..."
         hint = f". Try {instead}" if instead else ""
         self.problem(key, "unsupported", f"got {text}; Hetstep does not support {feature}{hint}")
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each leaf at or below `key`."""
-    if isinstance(value, Mapping) and value:
-        for name, below in value.items():
-            yield from leaves(below, f"{key}.{name}" if key else str(name))
-    elif key:
-        yield key, value
 
 
 def as_yaml(value: Any) -> str:
