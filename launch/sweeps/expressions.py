@@ -103,6 +103,15 @@ class Expression:
         raise ValueError("expected a number or a statistic such as last(val/loss)")
 
 
+def fault(text: str) -> str | None:
+    """Return why a text is no expression over metrics; None if it is one."""
+    try:
+        has_metrics = bool(Expression(text).metrics)
+    except Malformed as error:
+        return str(error)
+    return None if has_metrics else f"got '{text}', which is a constant; expected an expression over metrics"
+
+
 def _number(node: ast.expr) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)

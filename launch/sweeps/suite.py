@@ -19,7 +19,7 @@ from pydantic import Field
 
 from launch.runs import suites as evaluation_suites
 from launch.runs.run_setup import flat
-from launch.sweeps.expressions import Expression, Malformed
+from launch.sweeps import expressions
 from launch.sweeps.search import section
 from launch.sweeps.search.section import SearchConfig
 from pipeline.config import (
@@ -35,7 +35,7 @@ from pipeline.config import (
     yaml_text,
 )
 from pipeline.config.config_tree import COMMAND_LINE
-from pipeline.recipe.values import Float, NotNegative, Positive, Text
+from pipeline.recipe.values import Check, Float, NotNegative, Positive, Text
 
 SUITES = RECIPES / "sweeps"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -45,6 +45,18 @@ READ_BY_SEARCH = ("name", "overrides", "folder", "search", "retries")
 
 
 # ---- the schema ---------------------------------------------------------------------------------------------------------
+
+
+def _doubles(seeds: list[int]) -> str | None:
+    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    return f"got {twice[0]} twice; expected distinct seeds" if twice else None
+
+
+Seeds = Annotated[
+    list[NotNegative],
+    Check(lambda seeds: None if seeds else "got none; expected at least one", "missing-value"),
+    Check(_doubles, "given-twice"),
+]
 
 
 @dataclass
@@ -102,7 +114,7 @@ class EvaluationGateConfig:
 class GateConfig:
     """One check: bounds (at_least, at_most, equals), a band, a speed, same_as, or a paired comparison of an evaluation."""
 
-    value: Text | None = None  # an expression, launch/sweeps/expressions.py
+    value: Annotated[Text, Check(expressions.fault)] | None = None  # an expression, launch/sweeps/expressions.py
     over: Literal["each", "mean", "median", "min", "max"] | None = (
         None  # reduction of the seeds' values; null: see `GateCase.over`
     )
@@ -121,7 +133,7 @@ class RunConfig:
     """One run of the suite: a recipe, its seeds, overrides and gates."""
 
     recipe: Text | None = None  # null: the run's name
-    seeds: list[NotNegative] | None = None  # null: the suite's
+    seeds: Seeds | None = None  # null: the suite's
     overrides: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, as a mapping or dotted
     gates: dict[str, GateConfig] = field(default_factory=dict)
 
@@ -142,7 +154,7 @@ class Suite:
     """A suite of runs and gates."""
 
     name: Text = schema_validation.MISSING  # the file's, without .yaml
-    seeds: list[NotNegative] = field(default_factory=lambda: [1, 2, 3])
+    seeds: Seeds = field(default_factory=lambda: [1, 2, 3])
     max_concurrent: Positive = 4  # runs at once
     retries: NotNegative = 1  # of a run that failed
     overrides: dict[str, Any] = field(default_factory=dict)  # of every run
@@ -271,7 +283,6 @@ def problems(suite: Suite) -> Iterator[Problem]:
         return
     if not suite.runs:
         yield Problem("runs", "missing-value", "got none; expected at least one, such as runs: {tiny_sft: {}}")
-    yield from _seeds("seeds", suite.seeds)
     yield from _override_problems("overrides", suite.overrides)
     for name, gate in suite.gates.items():
         yield from _gate(f"gates.{name}", gate)
@@ -281,8 +292,6 @@ def problems(suite: Suite) -> Iterator[Problem]:
         key = f"runs.{name}"
         if not NAME.fullmatch(name):
             yield bad_name(key, name)
-        if run.seeds is not None:
-            yield from _seeds(f"{key}.seeds", run.seeds)
         yield from _override_problems(f"{key}.overrides", run.overrides)
         for gate_name, gate in run.gates.items():
             yield from _gate(f"{key}.gates.{gate_name}", gate)
@@ -314,13 +323,6 @@ def _search_problems(suite: Suite, search: SearchConfig) -> Iterator[Problem]:
             elif name in search.parameters and key != "search.parameters":
                 yield Problem(f"{key}.{name}", "has-no-effect", "search.parameters sets this key for every trial")
     yield from section.problems(search)
-
-
-def _seeds(key: str, seeds: list[int]) -> Iterator[Problem]:
-    if not seeds:
-        yield Problem(key, "missing-value", "got none; expected at least one")
-    if doubles := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-        yield Problem(key, "given-twice", f"got {doubles[0]} twice; expected distinct seeds")
 
 
 def _override_problems(key: str, overrides: dict[str, Any]) -> Iterator[Problem]:
@@ -368,13 +370,6 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
         yield from _evaluation(key, gate, gate.evaluation)
     elif gate.value is None:
         yield Problem(f"{key}.value", "missing-value", "expected an expression over metrics, such as last(val/loss)")
-    else:
-        try:
-            if not Expression(gate.value).metrics:
-                message = f"got '{gate.value}', which is a constant; expected an expression over metrics"
-                yield Problem(f"{key}.value", "bad-format", message)
-        except Malformed as error:
-            yield Problem(f"{key}.value", "bad-format", str(error))
 
 
 def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) -> Iterator[Problem]:

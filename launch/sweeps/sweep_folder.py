@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from launch.executors import slurm, slurm_client
 from launch.executors.executor import JobStatus
 from launch.executors.local import start_time
@@ -290,14 +292,9 @@ def _scontrol() -> str:
 
 def _controller(run_dir: Path) -> int | None:
     """Return the process id of the local executor's controller of a run folder; None if there is none."""
-    ends_with = b"\0".join([b"-m", b"launch.executors.local", str(run_dir).encode(), b""])
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().endswith(ends_with):
-                return int(path.parent.name)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended, or belongs to another user
-    return None
+    ends_with = ["-m", "launch.executors.local", str(run_dir)]
+    processes = psutil.process_iter(["cmdline"])  # without a command line, if it has ended or belongs to another user
+    return next((process.pid for process in processes if (process.info["cmdline"] or [])[-3:] == ends_with), None)
 
 
 def _appears(path: Path) -> bool:

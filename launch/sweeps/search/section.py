@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from launch.runs.run_setup import flat
-from launch.sweeps.expressions import Expression, Malformed
+from launch.sweeps.expressions import Expression, fault
 from pipeline.config import Problem, Recipe, schema_validation, yaml_text
-from pipeline.recipe.values import MISSING, Bool, Float, Int, NotNegative, Positive, Text
+from pipeline.recipe.values import MISSING, Bool, Check, Float, Int, NotNegative, Positive, Text
 
 MOST_CORNERS = 64
 """Maximum number of corners of a space that are checked.
@@ -52,6 +52,11 @@ class ParameterConfig:
     choices: list[Any] | None = None  # texts, numbers, true, false or null, in place of a range
 
 
+def _formula(metric: str) -> str:
+    """Return a metric as the text of an expression; a metric's name alone stands for its last value."""
+    return f"last({metric})" if METRIC.fullmatch(metric.strip()) else metric
+
+
 def _spell_out(value: Any) -> Any:
     return {"choices": value} if isinstance(value, list) else value
 
@@ -63,7 +68,7 @@ class SearchConfig:
     recipe: Text = MISSING  # of every trial: a name in recipes/, or a path
     overrides: dict[str, Any] = field(default_factory=dict)  # of every trial; they override the suite's
     parameters: dict[str, Annotated[ParameterConfig, BeforeValidator(_spell_out)]] = field(default_factory=dict)
-    metric: Text = MISSING  # a metric, of which the last value counts, or an expression; pruning evaluates it at every step
+    metric: Annotated[Text, Check(lambda text: fault(_formula(text)))] = MISSING  # a metric, or an expression; see `expression`
     direction: Literal["maximize", "minimize"] = MISSING  # pyright: ignore[reportAssignmentType] as for texts
     trials: Positive | None = None  # null: only with sampler=grid, the number of its points
     sampler: Literal["random", "tpe", "grid", "cmaes"] = "tpe"  # tpe: a tree-structured Parzen estimator
@@ -78,8 +83,8 @@ class SearchConfig:
 
     @property
     def expression(self) -> Expression:
-        """The metric as an expression; a metric's name alone stands for its last value. Raises Malformed."""
-        return Expression(f"last({self.metric})" if METRIC.fullmatch(self.metric.strip()) else self.metric)
+        """The metric as an expression, which pruning evaluates at every step."""
+        return Expression(_formula(self.metric))
 
     @property
     def number_of_trials(self) -> int:
@@ -187,17 +192,9 @@ def problems(search: SearchConfig) -> Iterator[Problem]:
         faults = list(_choices(path, parameter) if parameter.choices is not None else _range(path, key, parameter))
         wrong = wrong or bool(faults)
         yield from faults
-    try:
-        if not search.expression.metrics:
-            message = (
-                f"got '{search.metric}', a constant; expected a metric such as val/accuracy, or an expression over metrics"
-            )
-            yield Problem("search.metric", "bad-format", message)
-    except Malformed as error:
-        yield Problem("search.metric", "bad-format", str(error))
     reads = {"none": (), "median": ("min_steps",)}.get(search.pruner, ("min_steps", "reduction_factor"))
-    for name in {"min_steps", "reduction_factor"} - {*reads}:
-        if getattr(search, name) != getattr(SearchConfig, name):
+    for name in ("min_steps", "reduction_factor"):
+        if name not in reads and getattr(search, name) != getattr(SearchConfig, name):
             yield Problem(f"search.{name}", "has-no-effect", f"pruner={search.pruner} does not read it")
     if search.parameters and not wrong:
         yield from _sampler(search)

@@ -104,60 +104,42 @@ def test_a_large_space_is_checked_at_each_end_of_each_parameter():
 # ---- the corners --------------------------------------------------------------------------------------------------------
 
 
-def corner_problems(path, **keys) -> list:
-    search = suite.load(str(path)).suite.search
-    return [*checks.corner_problems(search, keys.get("overrides", []))]
+PROMPTS = "grpo.num_prompts_per_step"
+MISSPELT = "loss_fn.reference_policy_kl_penalti"
+AT = "search.parameters."
 
 
-def test_bounds_outside_of_the_schemas_range_are_refused_once(tmp_path):
-    found = corner_problems(write_search(tmp_path, **TPE, parameters={KL: {"low": -0.1, "high": 1}, LR: RANGE}))
-    assert [(each.key, each.code) for each in found] == [(f"search.parameters.{KL}", "too-small")]
-    assert "got -0.1; expected at least 0" in found[0].message
-
-
-def test_a_key_that_the_schema_lacks_and_a_choice_of_the_wrong_type_are_refused(tmp_path):
-    wrong = {"loss_fn.reference_policy_kl_penalti": [0.1], "grpo.num_prompts_per_step": [2, 2.5, "many"]}
-    found = {each.key: each for each in corner_problems(write_search(tmp_path, parameters=wrong))}
-    assert {key: each.code for key, each in found.items()} == {
-        "search.parameters.loss_fn.reference_policy_kl_penalti": "unknown-key",
-        "search.parameters.grpo.num_prompts_per_step": "wrong-type",
-    }
-    assert "did you mean" in found["search.parameters.loss_fn.reference_policy_kl_penalti"].message
-
-
-def test_a_section_that_the_schema_lacks_is_told_at_the_parameter(tmp_path):
-    found = corner_problems(write_search(tmp_path, parameters={"policy.optimiser.lr": [1, 2]}))
-    assert [str(each) for each in found] == [
-        "search.parameters.policy.optimiser.lr: policy.optimiser is not a key; did you mean 'policy.optimizer'?"
-    ]
-
-
-def test_a_contradiction_between_keys_names_the_corner(tmp_path):
-    """The batch of 4 divides what the recipe's 2 prompts give, but not what 3 give."""
-    (found,) = corner_problems(write_search(tmp_path, parameters={"grpo.num_prompts_per_step": [2, 3]}))
-    assert "with grpo.num_prompts_per_step=3" in str(found)
+@pytest.mark.parametrize(
+    ("parameters", "problems"),
+    [
+        ({KL: {"low": -0.1, "high": 1}, LR: RANGE}, {(AT + KL, "too-small"): "got -0.1; expected at least 0"}),
+        (
+            {MISSPELT: {"low": 0, "high": 1}, PROMPTS: {"choices": [2, 2.5, "many"]}},
+            {(AT + MISSPELT, "unknown-key"): "did you mean", (AT + PROMPTS, "wrong-type"): "got "},
+        ),
+        (
+            {"policy.optimiser.lr": {"choices": [1, 2]}},
+            {(f"{AT}policy.optimiser.lr", "unknown-key"): "policy.optimiser is not a key; did you mean 'policy.optimizer'?"},
+        ),
+        ({PROMPTS: {"choices": [2, 3]}}, {("policy.train_global_batch_size", "not-divisible"): f"with {PROMPTS}=3"}),
+    ],
+    ids=["range", "misspelt and wrong type", "misspelt section", "batch"],
+)
+def test_problems_of_the_corners_are_told_once_at_the_parameter_or_with_the_corner(tmp_path, parameters, problems):
+    path = write_search(tmp_path, **TPE, parameters=parameters)
+    found = [*checks.corner_problems(suite.load(str(path)).suite.search, [])]
+    assert [(each.key, each.code) for each in found] == [*problems]
+    for each, said in zip(found, problems.values(), strict=True):
+        assert said in str(each)
 
 
 def test_a_recipe_with_problems_of_its_own_is_told_as_such(tmp_path):
-    found = corner_problems(write_search(tmp_path), overrides=["grpo.max_num_steps=-1"])
+    search = suite.load(str(write_search(tmp_path))).suite.search
+    found = [*checks.corner_problems(search, ["grpo.max_num_steps=-1"])]
     assert [(each.key, each.origin.split(":")[0]) for each in found] == [("grpo.max_num_steps", "search.recipe")]
 
 
 # ---- the budget ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_below_the_plans_gpu_hours_is_refused_with_the_figures():
-    plan = examine("llama8b_grpo", [], dry=True).prepared[-1].plan
-    search = SearchConfig(trials=8, budget_gpu_hours=1000)
-    priced = checks.price_of(search, [plan])
-    assert priced is not None and plan is not None and plan.gpu_hours is not None
-    assert priced.gpu_hours == pytest.approx(8 * plan.gpu_hours) and plan.gpu_hours > 125
-    (found,) = checks.budget_problems(search, priced)
-    assert (found.key, found.code) == ("search.budget_gpu_hours", "too-small")
-    figures = f"got 1000; expected at least {8 * plan.gpu_hours:,.4g} GPU-hours by the plan: 8 trials x {plan.gpu_hours:,.4g}"
-    assert figures in found.message and "500 steps of" in found.message and "on 16 GPUs" in found.message
-    assert f"Try at most {math.floor(1000 / plan.gpu_hours)} trials" in found.message
-    assert not [*checks.budget_problems(SearchConfig(trials=8, budget_gpu_hours=1e6), priced)]
 
 
 def test_a_budget_without_a_price_is_refused(tmp_path):

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import math
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +16,10 @@ import pytest
 pytest.importorskip("optuna")
 
 from launch.api import sweeps as api
+from launch.submission.prepare import examine
 from launch.sweeps import suite as suites
+from launch.sweeps.search import checks
+from launch.sweeps.search.section import SearchConfig
 from launch.sweeps.search.study import JOURNAL, TrialStudy
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
@@ -198,8 +201,15 @@ def test_the_command_refuses_a_budget_that_is_too_small_and_writes_nothing(tmp_p
     ranges = {LR: {"low": 1e-7, "high": 1e-6, "log": True}}
     path = write_search(tmp_path, recipe="llama8b_grpo", overrides={}, parameters=ranges, sampler="tpe", trials=8)
     status, output = here(f"sweep={path}", "id=x", "search.budget_gpu_hours=1000", "cluster.executor=local")
-    assert status == 2 and re.search(r"search.budget_gpu_hours: got 1000; expected at least [\d,]+ GPU-hours", output)
+    plan = examine("llama8b_grpo", ["cluster.executor=local"], dry=True).prepared[-1].plan
+    assert plan is not None and plan.gpu_hours is not None and plan.gpu_hours > 125
+    price = f"{8 * plan.gpu_hours:,.4g} GPU-hours by the plan: 8 trials x {plan.gpu_hours:,.4g} GPU-hours with validations"
+    assert status == 2 and f"search.budget_gpu_hours: got 1000; expected at least {price}" in output
+    assert "500 steps of" in output and "on 16 GPUs" in output
+    assert f"Try at most {math.floor(1000 / plan.gpu_hours)} trials" in output
     assert not (tmp_path / "sweeps").exists()
+    budget = SearchConfig(trials=8, budget_gpu_hours=1e6)
+    assert not [*checks.budget_problems(budget, checks.price_of(budget, [plan]))]
 
 
 @pytest.mark.full
