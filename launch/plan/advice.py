@@ -12,11 +12,10 @@ from typing import Any
 from launch.plan.memory import train
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.rank_division import train_parallelism
+from launch.plan.rank_division import GIGA, train_parallelism
 from pipeline.config import Recipe, compiles, ranks, uses_megatron
 from pipeline.models.shape import ModelShape
 
-GB = 1e9
 MOST = 4
 SELECTIVE = "recompute_granularity=selective"
 """Selective recomputation, which the plan proposes for FSDP2 only. On Megatron-Core it saves no memory, because flash attention
@@ -54,7 +53,7 @@ def _generate_advice(recipe: Recipe, memory_needed: GenerateMemory, room: float)
 
 
 def _of(total: float, room: float) -> str:
-    return f"{total / GB:.1f} GB of {room / GB:g}" + ("" if total <= room else ", still too much")
+    return f"{total / GIGA:.1f} GB of {room / GIGA:g}" + ("" if total <= room else ", still too much")
 
 
 def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:

@@ -117,16 +117,6 @@ class TrainModel:
         """Return the bytes of an element in the compute precision."""
         return PRECISIONS[self.policy.precision]
 
-    @property
-    def output(self) -> int:
-        """Return the number of parameters of the head; 0 if it is tied to the embedding."""
-        return self.shape.hidden if self.values else self.shape.output
-
-    @property
-    def table(self) -> int:
-        """Return the number of parameters of the embedding table."""
-        return self.shape.embedding - self.shape.output
-
 
 def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]:
     """Return the models of the train ranks, the policy first. shapes: section -> shape, for the sections of `config.models`."""

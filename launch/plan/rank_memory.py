@@ -334,10 +334,13 @@ class RankMemory:
         shape, c, stage, microbatch = self.model.shape, self.model.size, self.stage, self._microbatch(batches.train_tokens)
         layers = self._layers(microbatch)
         in_flight = min(self.layout.pipeline - stage.number, batches.microbatches)
-        kept = self._kept_by_stage(layers)
+        kept = sum((stage.sparse if sparse else stage.dense) * self._kept(layer) for sparse, layer in layers.items())
         hidden = c * microbatch.tokens * shape.hidden
         saved = in_flight * (kept + (hidden / microbatch.sequence if self.layout.pipeline > 1 else 0.0))
-        last, again = next(iter(layers.values())), self._again(layers)
+        last, (method, several) = next(iter(layers.values())), self._method
+        largest = max(layer.saved for layer in layers.values()) * (1 if method == "block" else several)
+        again = largest if self._recomputes else 0.0  # of layers whose recomputed activations exist at the same time
+        again -= self._kept(last) - last.input if self._recomputes == "selective" else 0.0
         stays = self.megatron or batches.microbatches > 1 or self._offloads or self._adapted
         missing = {} if stays else {"gradients": -self.resident["gradients"]}
         if stage.last:
@@ -394,20 +397,6 @@ class RankMemory:
             return layer.input / several
         recomputed = min(1.0, several / max(1, self.stage.layers))
         return recomputed * layer.input + (1 - recomputed) * layer.saved
-
-    def _kept_by_stage(self, layers: dict[bool, LayerActivations]) -> float:
-        counts = {True: self.stage.sparse, False: self.stage.dense}
-        return sum(counts[sparse] * self._kept(layer) for sparse, layer in layers.items())
-
-    def _again(self, layers: dict[bool, LayerActivations]) -> float:
-        """Return the bytes of recomputed activations that exist at the same time."""
-        if not self._recomputes:
-            return 0.0
-        if not self.megatron:
-            last = next(iter(layers.values()))
-            return last.saved - self._kept(last) + last.input
-        method, several = self._method
-        return max(layer.saved for layer in layers.values()) * (1 if method == "block" else several)
 
     @property
     def _method(self) -> tuple[str | None, int]:

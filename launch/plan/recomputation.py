@@ -139,8 +139,15 @@ def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
 
 def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, ModelShape], lengths: Lengths) -> list[Tried]:
     """Return, for each setting, the recipe with this setting and its estimates."""
-    engine = _engine(recipe, shapes)
-    return [_try_settings(_with(recipe, setting), setting, shapes, lengths, engine) for setting in settings]
+    engine, tried = _engine(recipe, shapes), []
+    stages = recipe.policy.megatron_cfg.pipeline_model_parallel_size
+    for setting in settings:
+        variant = _with(recipe, setting)
+        gpu = gpu_check.gpu(variant, variant.cluster.train)
+        seconds = sum(phase.seconds for phase in train_time.phases(variant, shapes, lengths, gpu))
+        recomputed = flops.recomputed_share(variant.policy, shapes["policy"], stages, 0.0)
+        tried.append(Tried(variant, setting, seconds, _bytes(variant, shapes, engine), recomputed))
+    return tried
 
 
 def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
@@ -158,15 +165,6 @@ def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMem
     train = memory.train(recipe, shapes)
     turns = {turn.name: turn.total for turn in shared_gpus.turns(recipe, train, engine)} if engine else {}
     return turns.get("training", train.total)
-
-
-def _try_settings(
-    recipe: Recipe, setting: Setting, shapes: Mapping[str, ModelShape], lengths: Lengths, engine: GenerateMemory | None
-) -> Tried:
-    phases = train_time.phases(recipe, shapes, lengths, gpu_check.gpu(recipe, recipe.cluster.train))
-    size = recipe.policy.megatron_cfg.pipeline_model_parallel_size
-    recomputed = flops.recomputed_share(recipe.policy, shapes["policy"], size, 0.0)
-    return Tried(recipe, setting, sum(phase.seconds for phase in phases), _bytes(recipe, shapes, engine), recomputed)
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@
 
 In flight, max_trajectory_age_steps + 1 rollouts overlap (`pipeline/coordination/buffer.py` with `stragglers: wait`): each refit
 starts one, and a step waits for the oldest. A step then takes the longest of: training and refit; the time in which full
-engines decode as many tokens as a rollout has; and the time from the start of a rollout to its refit, divided by the rollouts
-in flight. The longest answer decodes beside the answers of all rollouts, whose number follows from the step (Little's law).
+engines decode as many tokens as a rollout has, and a refit; and the time from the start of a rollout to its refit, divided by
+the rollouts in flight. Engines do not decode during a refit. The longest answer decodes beside the answers of all rollouts,
+whose number follows from the step (Little's law).
 """
 
 from __future__ import annotations
@@ -119,6 +120,6 @@ def in_flight(load: EngineLoad, sampling: float, train: float, refit: float, age
     full, batch, step = load.count * lengths.answer / most * token(most), most, 0.0
     for _ in range(ROUNDS):
         oldest = max(sampling, lengths.longest(load.answers) * token(batch))
-        step = max(train + refit, full + refit, (oldest + train + refit) / rollouts)
-        batch = min(most, max(1.0, load.count / step * lengths.answer * token(batch)))
+        step = max(train + refit, full + refit, (oldest + train) / rollouts + refit)
+        batch = min(most, max(1.0, load.count / (step - refit) * lengths.answer * token(batch)))
     return step

@@ -1,7 +1,6 @@
-"""Print predicted beside measured memory: python -m tests.launch.plan memory [tensors|resident|generate] [NAME ...]
+"""Print predicted beside measured memory: python -m tests.launch.plan memory [tensors|generate] [NAME ...]
 
     tensors     bytes of all tensors of the fullest train rank, at the fullest moment of a step
-    resident    growth of a train process's resident memory, of models large enough for it to show
     generate    vLLM's weights and KV cache
 NAME: of cases in memory_cases.py; all of that kind if none is given.
 """
@@ -16,11 +15,11 @@ from tests.launch.plan import measure, memory_cases
 def main(arguments: list[str]) -> None:
     if arguments[:1] != ["memory"]:
         sys.exit(__doc__.strip())
-    kinds = [argument for argument in arguments[1:] if argument in ("tensors", "resident", "generate")]
+    kinds = [argument for argument in arguments[1:] if argument in ("tensors", "generate")]
     names = [argument for argument in arguments[1:] if argument not in kinds]
     print(f"{'':44s}{'predicted':>14s}{'measured':>14s}{'off by':>8s}")
     with tempfile.TemporaryDirectory() as folder:
-        for kind in kinds or ["tensors", "resident", "generate"]:
+        for kind in kinds or ["tensors", "generate"]:
             table(kind, names, Path(folder))
 
 
@@ -30,7 +29,7 @@ def table(kind: str, names: list[str], folder: Path) -> None:
             for part, (predicted, found) in measure.engine(model, precision, folder).items():
                 line(f"vLLM {model} {precision}: {part}", predicted, found)
         return
-    for name in names or (memory_cases.CASES if kind == "tensors" else memory_cases.MEDIUM_CASES):
+    for name in names or memory_cases.CASES:
         case = memory_cases.CASES[name]
         predicted, phase = case.predicted()
         line(f"{name} {kind}", predicted, measure.measured(case, folder, kind), phase)

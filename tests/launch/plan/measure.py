@@ -1,14 +1,12 @@
 """Measure a train rank's memory: `TrainRole` on samples of random tokens, with every allocation recorded.
 
 `tensors` counts the bytes of all tensors, temporary ones inside operators too, by torch's profiler, which sees each allocation
-and release of torch's CPU allocator. `resident` is the growth of the process's resident memory over a process that has done the
-same with the smallest model: everything is imported, and memory that is freed goes back to the system at once (mallopt).
+and release of torch's CPU allocator. `cuda` is the peak of CUDA's allocator.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import gc
@@ -16,7 +14,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,14 +36,12 @@ from pipeline.types import DataParallelRank, Sample
 from tests import cuda_world
 from tests.launch.plan.memory_cases import Case
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-
 
 def measured(case: Case, folder: Path, kind: str = "tensors") -> float:
     """Return the bytes of the fullest rank, or with experts spread over ranks the mean over ranks.
 
     The plan assumes that tokens spread evenly, and a random router sends some experts far more than others. kind: "tensors",
-    "resident", "cuda".
+    "cuda".
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, "pipeline.train.fsdp"])
     out = folder / f"{case.name}-{kind}"
@@ -67,7 +62,7 @@ def _rank(rank: int, case: Case, out: Path, kind: str) -> None:
     cuda_world.join(device, init_method=f"file://{out}/store", rank=rank, world_size=case.ranks, timeout=timeout)
     if case.recipe == "tiny_distillation":
         case = _with_teacher(case, out, rank)
-    found = {"tensors": _tensors, "resident": _resident, "cuda": _cuda}[kind](case, rank)
+    found = {"tensors": _tensors, "cuda": _cuda}[kind](case, rank)
     dist.barrier()
     (out / str(rank)).write_text(str(found))
     dist.destroy_process_group()
@@ -205,22 +200,6 @@ def peaks(changes: list[tuple[int, int, int]], marks: list[Mark]) -> dict[str, l
     return found
 
 
-# ---- resident memory ----------------------------------------------------------------------------------------------------
-
-
-def _resident(case: Case, rank: int) -> float:
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(M_TRIM_THRESHOLD, 0)
-    _steps(case.small, rank)
-    gc.collect()
-    libc.malloc_trim(0)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak, begins anew
-    _steps(case, rank)
-    return _status("VmHWM") - before
-
-
 def _steps(case: Case, rank: int) -> None:
     """Run two steps: the second one finds the optimizer's state."""
     recipe = case.load()
@@ -239,11 +218,6 @@ def _cuda(case: Case, rank: int) -> float:
     torch.cuda.reset_peak_memory_stats()
     _steps(case, rank)
     return torch.cuda.max_memory_allocated() - before
-
-
-def _status(field: str) -> float:
-    """Return a field of the process's status in bytes."""
-    return 1024.0 * int(re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pipeline import config
 from pipeline.config import RECIPES, Recipe
 from pipeline.models.shape import ModelShape
 
-# 52 million parameters, so that a process's memory shows the model and not the Python around it.
+# 52 million parameters
 MEDIUM = {
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -161,4 +161,3 @@ def _large() -> list[Case]:
 
 
 CASES = {case.name: case for case in (*_grid(), *_selective(), *_layouts(), *_recipes(), *_large())}
-MEDIUM_CASES = [name for name, case in CASES.items() if case.changes == MEDIUM]

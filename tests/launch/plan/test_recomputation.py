@@ -49,8 +49,6 @@ def estimated(name: str, *overrides: str) -> tuple[float, float]:
     [
         ("llama8b_grpo", OF_FSDP, (4096, 8192, 16384)),
         ("llama8b_rm", OF_FSDP, (16384,)),
-        ("llama8b_dpo", OF_FSDP, (4096, 8192, 16384)),
-        pytest.param("llama70b_grpo", blocks(40), (4096, 8192, 16384), marks=pytest.mark.full),
         pytest.param("qwen3_30ba3b_grpo", blocks(48), (4096, 8192, 16384), marks=pytest.mark.full),
         ("qwen3_235b_grpo", blocks(12), (8192, 16384, 32768)),  # two context-parallel ranks
     ],
@@ -70,7 +68,7 @@ def test_no_setting_that_fits_is_faster(name, ways, tokens):
     assert best <= seconds <= 1.01 * best
 
 
-@pytest.mark.parametrize("name", ["llama8b_grpo", "llama8b_sft", "llama8b_ppo", "llama8b_rm", "llama70b_grpo"])
+@pytest.mark.parametrize("name", ["llama8b_grpo", "llama8b_ppo", "llama70b_grpo"])
 def test_a_chosen_setting_is_printed_and_no_other_proposed(name):
     printed = table(planned(name))
     assert "recomputation policy." in printed and "of a GPU's memory free: " in printed
@@ -103,12 +101,6 @@ def test_only_eager_layers_recompute_selectively(keys, granularity):
     room = 38 if f"{FSDP}.tensor_parallel_size=2" in keys else 45
     dtensor = chosen("llama8b_grpo", f"cluster.train.gpu_memory_gb={room}", *keys)[0].policy.dtensor_cfg
     assert (dtensor.activation_checkpointing, dtensor.recompute_granularity) == (True, granularity)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_ranks_share_a_microbatch(size):
-    recipe = config.load("llama8b_grpo", ["run_dir=runs/none", f"{FSDP}.context_parallel_size={size}"])
-    assert list(recomputation._tokens(recipe)) == [16384 * size, 8192 * size, 4096 * size]
 
 
 def test_the_choice_is_of_the_gpu_that_plan_hardware_measured(tmp_path):

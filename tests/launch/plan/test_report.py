@@ -151,11 +151,6 @@ def test_an_offline_algorithm_has_no_generate_part():
     assert found.validations > 0 and found.validation > 0  # on what data.train.split_validation_size holds out
 
 
-def test_a_run_that_its_data_ends_has_only_a_step_time():
-    found = planned("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2")
-    assert (found.steps, found.total, found.gpu_hours, found.submissions) == (None, None, None, None)
-
-
 def test_a_validation_on_all_data_has_no_time():
     found = planned("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300")
     assert found.validation is None and found.validations > 0
