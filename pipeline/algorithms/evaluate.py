@@ -30,7 +30,7 @@ KINDS = {
     **dict.fromkeys(HARNESS_KINDS, "pipeline.evaluation.lm_eval_tasks.HarnessTask"),
     "comparison": "pipeline.evaluation.baseline_comparison.ComparisonTask",
     "generate": "pipeline.evaluation.sampled.GenerationTask",
-    "instructions": "pipeline.evaluation.instructions.InstructionTask",
+    "instructions": "pipeline.evaluation.sampled.InstructionTask",
     "multi_turn_rating": "pipeline.evaluation.multi_turn_rating.RatingTask",
     "preference": "pipeline.evaluation.preference.PreferenceTask",
     "refusal": "pipeline.evaluation.refusal.RefusalTask",

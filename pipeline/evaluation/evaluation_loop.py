@@ -12,9 +12,9 @@ from pipeline.algorithms.evaluate import HARNESS_KINDS, KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint, verification
 from pipeline.config import Recipe, skipped_tasks
 from pipeline.data.chat import load_tokenizer
-from pipeline.evaluation import evaluated_models, scores
+from pipeline.evaluation import scores
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.engines import Engines, engines_of
 from pipeline.evaluation.questions import Answer
 from pipeline.evaluation.task import Task
 from pipeline.files.storage import RetryPolicy, retrying
@@ -79,7 +79,7 @@ def evaluate(
     encrypts = recipe.checkpointing.encryption.enabled
     logs = {task.name: AnswerLog(run_dir, task.name, retry, key, encrypts) for task in asking}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
-    engines = evaluated_models.engines(recipe, groups, [of_ranks[first] for first, *_ in workers.engines], supervisor)
+    engines = engines_of(recipe, groups, [of_ranks[first] for first, *_ in workers.engines], supervisor)
     for name, reason in skipped.items():
         logger.info(f"task {name} is skipped: {reason}")
     startup.enter("first answers")

@@ -22,7 +22,6 @@ from lm_eval.tasks._yaml_loader import load_yaml  # pyright: ignore[reportMissin
 from pipeline.algorithms.evaluate import HARNESS_FORMATS, TaskConfig
 from pipeline.data.datasets import record_location
 from pipeline.evaluation import task_data
-from pipeline.evaluation.dropped_answers import DroppedQuestions
 from pipeline.evaluation.questions import Question, Record
 from pipeline.recipe.problems import Problem, RecipeError
 
@@ -55,7 +54,7 @@ class Documents:
     """Task -> indices of its documents to ask, ascending and not empty."""
     questions: dict[tuple[str, int], Question]
     """(Task, index of a document) -> the question of this evaluation that it is: its id and group."""
-    dropped: DroppedQuestions
+    dropped: task_data.DroppedQuestions
 
     def add(self, built: ConfigurableTask, task: str, document: int, question: Question) -> None:
         """Add a document to ask, after those of its task that are before it."""
@@ -172,7 +171,7 @@ def _of_harness(key: str, config: TaskConfig, configs: dict[str, dict[str, Any]]
     with _naming(f"{key}.data", "lm-evaluation-harness cannot read its data set"):
         tasks = {task: _RecordsTask(of, None) for task, of in configs.items()}
     places = [(task, document) for task, built in tasks.items() for document in range(len(built.eval_docs))]
-    documents = Documents({}, {}, {}, DroppedQuestions())
+    documents = Documents({}, {}, {}, task_data.DroppedQuestions())
     for task, document in [places[number] for number in task_data.select(len(places), config)]:
         id, group = f"{document:07d}", task if len(tasks) > 1 else ""
         documents.add(tasks[task], task, document, Question(f"{group}/{id}" if group else id, "", group=group))

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
 from pipeline.coordination.dispatch import RolloutSpec
@@ -19,6 +21,11 @@ from pipeline.types import Rollout, Sampling, Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+INSTRUCTION_SHARES = ("instruction_strict", "instruction_loose")
+INSTRUCTION_COUNT = "instructions"
+"""Metrics of IFEval's environment."""
 
 
 class GenerationTask:
@@ -83,6 +90,25 @@ class GenerationTask:
         if self.config.majority:
             several[f"maj@{self.config.num_samples}"] = {id: [majority(solved[id], extracted[id])] for id in solved}
         return {**metrics, **several}
+
+
+class InstructionTask(GenerationTask):
+    """A task of kind `instructions`, with an environment of kind `ifeval`.
+
+    In the shares of instructions, a question weighs as much as it has instructions, so a question's value can be above 1. For
+    example, it is 1.5 if 3 of 4 instructions are followed and a question has 2 on average.
+    """
+
+    @override
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """Return the metrics of kind `generate`. Shares of instructions are over all instructions of all questions."""
+        metrics = super().metrics(answers)
+        counts = {id: max(values) for id, values in metrics.get(INSTRUCTION_COUNT, {}).items()}
+        mean = sum(counts.values()) / max(1, len(counts))
+        for name in INSTRUCTION_SHARES:
+            if name in metrics and mean:
+                metrics[name] = {id: [value * counts[id] / mean for value in values] for id, values in metrics[name].items()}
+        return metrics
 
 
 def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:

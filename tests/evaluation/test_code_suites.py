@@ -14,10 +14,9 @@ from pipeline.config import RECIPES, TokenizerConfig, inspect
 from pipeline.evaluation import task_data
 from pipeline.evaluation.answers import read_answers
 from pipeline.evaluation.formats.programming import MBPP, HumanEval, LiveCodeBench, LiveCodeBenchArguments, StyleArguments
-from pipeline.evaluation.instructions import InstructionTask
 from pipeline.evaluation.prompts import PromptEncoder
 from pipeline.evaluation.questions import Answer
-from pipeline.evaluation.sampled import GenerationTask
+from pipeline.evaluation.sampled import GenerationTask, InstructionTask
 from pipeline.evaluation.task_data import TaskData
 from pipeline.recipe.problems import RecipeError
 from tests.end_to_end.runs import LOCAL, submit

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pipeline.evaluation.engines import RewardEngines
 from pipeline.evaluation.formats.reward_benchmarks import RewardBench
 from pipeline.evaluation.preference import SECTIONS, PreferenceTask, _ConversationEncoder, credit
 from pipeline.evaluation.questions import Answer
-from pipeline.evaluation.reward_engines import RewardEngines
 from tests.fake_group import FakeGroup
 from tests.problems import refused
 from tests.roles.judges import CHATML, write_tokenizer

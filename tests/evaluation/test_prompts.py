@@ -11,10 +11,9 @@ from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import RECIPES, DataConfig, DatasetConfig, PolicyConfig, TokenizerConfig, inspect
 from pipeline.data.chat import Encoder
 from pipeline.evaluation import scores
-from pipeline.evaluation.dropped_answers import DroppedQuestions
 from pipeline.evaluation.prompts import PromptEncoder, encode
 from pipeline.evaluation.questions import Answer, Question
-from pipeline.evaluation.task_data import TaskData
+from pipeline.evaluation.task_data import DroppedQuestions, TaskData
 from tests.data.test_chat import CHATML, LLAMA3, tokenizer
 from tests.problems import refused
 

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline import config
 from pipeline.config import RECIPES, engine_models, served_models, skipped_tasks
-from pipeline.evaluation import evaluated_models as evaluation_models
+from pipeline.evaluation import engines
 from pipeline.evaluation.engines import AHEAD
 from tests.problems import named
 
@@ -73,13 +73,13 @@ def test_tasks_that_do_not_apply_are_skipped():
 
 def test_the_evaluated_model_gets_as_many_questions_as_its_own_engines_decode(monkeypatch):
     """The judge's engine, of a smaller model, may decode more."""
-    monkeypatch.setattr(evaluation_models, "_judge", lambda *_: None)
+    monkeypatch.setattr(engines, "_judge", lambda *_: None)
     recipe = loaded(CHAT, JUDGE).recipe
-    found = evaluation_models.engines(recipe, ["p", "p", "p", "j"], [4, 4, 4, 1024], lambda: None)
+    found = engines.engines_of(recipe, ["p", "p", "p", "j"], [4, 4, 4, 1024], lambda: None)
     assert found._most == AHEAD * 4
     recipe = loaded(REWARD).recipe
-    monkeypatch.setattr(evaluation_models, "RewardEngines", lambda *_: None)
-    assert evaluation_models.engines(recipe, ["r", "r"], [0, 0], lambda: None)._most == 0
+    monkeypatch.setattr(engines, "RewardEngines", lambda *_: None)
+    assert engines.engines_of(recipe, ["r", "r"], [0, 0], lambda: None)._most == 0
 
 
 def test_the_judges_configuration():
