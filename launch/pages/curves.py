@@ -70,9 +70,13 @@ class Curves:
 
     def take(self, pattern: str) -> list[Chart]:
         """Return charts of the remaining keys that a regular expression matches from their beginning."""
+        return self._charts(self.drop(pattern))
+
+    def drop(self, pattern: str) -> list[str]:
+        """Remove the keys that a regular expression matches from their beginning, and return them."""
         keys = [key for key in self.remaining if re.match(pattern, key)]
         self.remaining = [key for key in self.remaining if key not in keys]
-        return self._charts(keys)
+        return keys
 
     def groups(self) -> list[str]:
         """Return the different prefixes of the remaining keys. All prefixes in KINDS count as "train"."""
@@ -113,8 +117,7 @@ class Curves:
 
     def phase_times(self) -> list[Chart]:
         """Return a chart for each run, in which the seconds of the phases of a step are stacked."""
-        keys = ("time/step", *(f"time/{part}" for part in (*STEP_PHASES, *OTHER_PHASES)))
-        self.remaining = [key for key in self.remaining if key not in keys]
+        self.drop(rf"time/({'|'.join(('step', *STEP_PHASES, *OTHER_PHASES))})$")
         return [
             self._stack(run, "seconds per step", phases(labelled_run.metrics)) for run, labelled_run in enumerate(self.labelled)
         ]
@@ -129,17 +132,15 @@ class Curves:
             columns = labelled_run.metrics.columns
             layers = {part: columns[key] for part in REFIT_PARTS if (key := f"time/refit_{part}") in columns}
             stacks.append(self._stack(run, "seconds of a refit", layers))
-        self.remaining = [key for key in self.remaining if key not in {f"time/refit_{part}" for part in REFIT_PARTS}]
+        self.drop(rf"time/refit_({'|'.join(REFIT_PARTS)})$")
         return [chart for chart in stacks if chart.series]
 
     # ---- idle shares and the age of training tokens --------------------------------------------------------------------------
 
     def idle(self) -> list[Chart]:
         """Return a chart for each component ("realm") with its idle share."""
-        keys = [key for key in self.remaining if key.startswith("idle/")]
-        self.remaining = [key for key in self.remaining if key not in keys]
         note = "share of the ranks' seconds spent waiting; a rank inside a collective does not count as waiting"
-        return [replace(chart, title=f"idle share, {chart.title}", note=note) for chart in self._charts(keys)]
+        return [replace(chart, title=f"idle share, {chart.title}", note=note) for chart in self.take("idle/")]
 
     def ages(self) -> list[Chart]:
         """Return charts of the training tokens' age in steps, and for each run a chart of the share of tokens of each age."""
@@ -149,7 +150,7 @@ class Curves:
             of_age = {int(key.rpartition("_")[2]): columns[key] for key in columns if re.fullmatch(TOKENS_OF_AGE, key)}
             if of_age:
                 stacks.append(self._stack(run, "share of tokens by age", _shares(dict(sorted(of_age.items()))), unit=""))
-        self.remaining = [key for key in self.remaining if not re.fullmatch(TOKENS_OF_AGE, key)]
+        self.drop(f"{TOKENS_OF_AGE}$")
         ages = [replace(chart, note="age of training tokens, in steps") for chart in self.take("async/age_")]
         return [*ages, *stacks]
 

@@ -25,6 +25,8 @@ TEXT_CHARACTERS = 3_000
 """Maximum number of characters of a prompt or an answer."""
 CLASSES = {"better": "good", "worse": "bad", "cannot tell": "warn"}
 Suites = Mapping[str, Sequence[EvaluationFolder]]
+Columns = list[tuple[str, EvaluationFolder]]
+"""The evaluations of a suite that are shown, with the names of their columns."""
 
 
 def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence[Mark] = ()) -> list[Html]:
@@ -39,11 +41,9 @@ def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence
         content.append(tag("h3", f"Suite {suite}", class_="suite"))
         if charts := [*_curves(suites_by_run, suite, marks)]:
             content.append(figures(charts, names))
-        content.append(_scores(suites_by_run, names, suite))
-        content += _groups(suites_by_run, names, suite)
-        content += _contamination(suites_by_run, names, suite)
-        content += _warnings(suites_by_run, names, suite)
-        (first, before), *later_columns = _columns(suites_by_run, names, suite)
+        columns = _columns(suites_by_run, names, suite)
+        content += [_scores(columns), *_groups(columns), *_contamination(columns), *_warnings(columns)]
+        (first, before), *later_columns = columns
         for name, after in later_columns:
             content += _comparison_tables((first, name), compare(before, after))
     return content
@@ -67,9 +67,8 @@ def _curves(suites_by_run: Sequence[Suites], suite: str, marks: Sequence[Mark]) 
         yield Chart(task, series, marks=marks, note=_metric(evaluated, task))
 
 
-def _scores(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Html:
-    """Return a table of all metrics of all tasks in the evaluations of `_columns`."""
-    columns = _columns(suites_by_run, names, suite)
+def _scores(columns: Columns) -> Html:
+    """Return a table of all metrics of all tasks."""
     rows: list[list[object]] = []
     for task in _tasks(evaluation for _, evaluation in columns):
         summaries = [evaluation.tasks.get(task) for _, evaluation in columns]
@@ -81,8 +80,7 @@ def _scores(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -
     return table(["task", "metric", "questions", *(name for name, _ in columns)], rows, "Scores with 95% intervals")
 
 
-def _groups(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
-    columns = _columns(suites_by_run, names, suite)
+def _groups(columns: Columns) -> Iterator[Html]:
     for task in _tasks(evaluation for _, evaluation in columns):
         groups = dict.fromkeys(group for _, evaluation in columns for group in evaluation.tasks.get(task, {}).get("groups", {}))
         rows = [[group, *(_of_group(evaluation.tasks.get(task), group) for _, evaluation in columns)] for group in groups]
@@ -92,23 +90,22 @@ def _groups(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -
             yield details(f"{task} by group", table(header, [*rows, ["mean of the groups", *macro]]))
 
 
-def _warnings(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
-    warnings = [
-        f"{name}: {warning}"
-        for name, evaluation in _columns(suites_by_run, names, suite)
-        for warning in evaluation.scores["warnings"]
-    ]
+def _warnings(columns: Columns) -> Iterator[Html]:
+    yield from _warning_list([f"{name}: {text}" for name, evaluation in columns for text in evaluation.scores["warnings"]])
+
+
+def _warning_list(warnings: Sequence[str]) -> Iterator[Html]:
     if warnings:
-        yield tag("ul", *(tag("li", evaluation, class_="warn") for evaluation in warnings))
+        yield tag("ul", *(tag("li", warning, class_="warn") for warning in warnings))
 
 
-def _contamination(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+def _contamination(columns: Columns) -> Iterator[Html]:
     """Yield a table of the tasks whose questions were searched for in the training data, if there are any.
 
     It shows their scores for all questions, for those that are not in the training data, and for those that are.
     """
     rows: list[list[object]] = []
-    for name, evaluation in _columns(suites_by_run, names, suite):
+    for name, evaluation in columns:
         for task, of in evaluation.contamination.items():
             if "scores" in of:
                 scores = (_cell(of["scores"][part]) for part in ("all", "clean", "flagged"))
@@ -118,7 +115,7 @@ def _contamination(suites_by_run: Sequence[Suites], names: Sequence[str], suite:
         yield table(header, rows, "Questions that occur in the training data")
 
 
-def _columns(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> list[tuple[str, EvaluationFolder]]:
+def _columns(suites_by_run: Sequence[Suites], names: Sequence[str], suite: str) -> Columns:
     """Return (name, evaluation) for the evaluations to show of a suite.
 
     For a single run they are its first and its last evaluation, for several runs the last evaluation of each run.
@@ -183,8 +180,9 @@ def _comparison_tables(names: tuple[str, str], compared: Sequence[TaskComparison
         rows.append([comparison.task, verdict, *numbers, unpaired])
     header = ["task", "", "difference", "p", "better / worse", "questions", ""]
     yield table(header, rows, f"{title}, question by question")
-    if warnings := [f"{title}, {comparison.task}: {warning}" for comparison in compared for warning in comparison.warnings]:
-        yield tag("ul", *(tag("li", comparison, class_="warn") for comparison in warnings))
+    yield from _warning_list(
+        [f"{title}, {comparison.task}: {warning}" for comparison in compared for warning in comparison.warnings]
+    )
     for comparison in compared:
         if comparison.changed:
             articles = [_changed_article(question, names) for question in islice(comparison.changed, CHANGED)]

@@ -144,9 +144,7 @@ def _text(value: Any) -> str:
 
 def resource_charts(curves: Curves) -> list[Chart]:
     """Return the charts of resources, without the keys `*_max_rank`, which name a rank and are no curves."""
-    curves.remaining = [
-        key for key in curves.remaining if not (key.startswith(resources.RESOURCES) and key.endswith("_max_rank"))
-    ]
+    curves.drop(f"{resources.RESOURCES}.*_max_rank$")
     return curves.take(resources.RESOURCES)
 
 
