@@ -100,7 +100,7 @@ def estimate(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load
         longer = max(rollout, train)
         return StepTime(longer + refit, longer - train, longer - rollout)
     step = in_flight(load, sampling, rollout - sampling + train, refit, section.max_trajectory_age_steps)
-    return StepTime(step, step - train - refit, max(0.0, step - sampling - refit))
+    return StepTime(step, max(0.0, step - train - refit), max(0.0, step - sampling - refit))
 
 
 def in_flight(load: EngineLoad, sampling: float, train: float, refit: float, age: int) -> float:

@@ -114,6 +114,7 @@ def test_the_recipe_s_own_mode_is_compared_at_its_best_division():
 @pytest.mark.full
 def test_a_division_that_fits_is_named_where_the_recipe_s_own_does_not():
     shared = ("cluster.share_nodes=true", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=6")
+    shared += ("cluster.train.gpu_memory_gb=78", "cluster.generate.gpu_memory_gb=78")
     rows = variants.compare(planned("llama8b_grpo", *ONE_NODE, *shared))
     assert rows[0].name == rows[1].name == "async" and rows[0].why_not and not rows[1].why_not
     assert "a step, and fits" in told("llama8b_grpo", *ONE_NODE, *shared)
