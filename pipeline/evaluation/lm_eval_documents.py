@@ -8,6 +8,7 @@ mmlu divides the records over its tasks: a task has those whose category (`forma
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,7 @@ def _configs(key: str, config: TaskConfig, manager: TaskManager) -> dict[str, di
     """Return the harness's configuration of each task that the format names: one task, or the tasks of a group or a tag."""
     name = HARNESS_FORMATS.get(config.format, config.format)
     if name == DOCUMENTS["task"]:
-        return {name: {**DOCUMENTS, "doc_to_target": f"{{{{{config.format_kwargs.get('text_key', 'text')}}}}}"}}
+        return {name: {**DOCUMENTS, "doc_to_target": operator.itemgetter(config.format_kwargs.get("text_key", "text"))}}
     if name not in manager.task_index:
         raise RecipeError(Problem(f"{key}.format", "not-a-choice", f"lm_eval has no task {name}"))
     configs = dict(_leaves(name, manager))
@@ -207,7 +208,9 @@ def _leaves(name: str, manager: TaskManager) -> Iterator[tuple[str, dict[str, An
 
 def _adapted(of: dict[str, Any], config: TaskConfig) -> dict[str, Any]:
     """Return a task's configuration with the settings of the section."""
-    of = {**of, "num_fewshot": config.num_few_shot, "gen_prefix": config.answer_prefix or of.get("gen_prefix")}
+    of = {**of, "num_fewshot": config.num_few_shot}
+    if config.answer_prefix:
+        of["gen_prefix"] = _literal(config.answer_prefix)
     if config.num_few_shot and config.few_shot_choice == "first":
         of["fewshot_config"] = {**(of.get("fewshot_config") or {}), "sampler": "first_n"}
     if config.num_few_shot and _examples_are_questions(config):
@@ -220,6 +223,11 @@ def _adapted(of: dict[str, Any], config: TaskConfig) -> dict[str, Any]:
         more = [{"metric": name} for name in ACCURACIES if name in missing]
         of["metric_list"] = [{"aggregation": "mean", "higher_is_better": True, **metric} for metric in [*metrics, *more]]
     return of
+
+
+def _literal(text: str) -> str:
+    """Return a template of the harness that renders as `text`: it must not run what a recipe has between braces."""
+    return text.replace("{", "{{ '{' }}") + "{{ '' }}"  # the end keeps a text apart from the name of a column
 
 
 def _examples_are_questions(config: TaskConfig) -> bool:

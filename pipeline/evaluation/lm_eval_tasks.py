@@ -117,6 +117,9 @@ class HarnessRun:
         if unknown := [name for name in self._config.tasks if not self._manager.match_tasks([name])]:
             raise RecipeError(Problem(f"{KEY}.tasks", "not-a-choice", f"lm_eval has no task {', '.join(unknown)}"))
         self._names = sorted(names)
+        if twice := names & configs.keys():
+            message = f"got {', '.join(sorted(twice))}, which evaluate.tasks has too; expected each name once"
+            raise RecipeError(Problem(f"{KEY}.tasks", "contradiction", message))
         self.documents = {name: lm_eval_documents.build(name, config, self._manager) for name, config in configs.items()}
         """Task of the suite -> the harness's tasks and documents."""
         self.results: dict[str, Any] = {}

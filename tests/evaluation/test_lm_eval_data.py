@@ -187,6 +187,25 @@ def test_perplexity_of_ones_own_texts(folder: Path, tmp_path: Path):
     assert interval(bits.values()).value == pytest.approx(nats / sum(len(text) for text in texts) / math.log(2))
 
 
+def test_texts_of_a_recipe_and_of_documents_are_no_code(folder: Path, tmp_path: Path):
+    path = write_jsonl(tmp_path / "p.jsonl", records("piqa", 2))
+    (answer, _) = ask(folder, tmp_path / "a", task_config("piqa", path, answer_prefix="{{ 7 * 7 }} {% if %}")).answers["it"]
+    assert answer.prompt.endswith("\nAnswer: {{ 7 * 7 }} {% if %}")
+    write_jsonl(path, [{"text": "[1, 2]"}, {"text": "{{ 7 * 7 }}"}])
+    for config in (task_config("documents", path), task_config("documents", path, format_kwargs={"text_key": "text"})):
+        assert [answer.prompt for answer in ask(folder, tmp_path / "b", config).answers["it"]] == ["[1, 2]", "{{ 7 * 7 }}"]
+    with refused((f"{KEY}.data", "bad-record")):
+        build(task_config("documents", path, format_kwargs={"text_key": "cycler.__init__"}))
+
+
+def test_a_name_is_given_once(folder: Path, tmp_path: Path):
+    settings = recipe(folder, "transformers", 64)
+    settings.evaluate.tasks = {"piqa": task_config("piqa", write_jsonl(tmp_path / "p.jsonl", records("piqa", 2)))}
+    settings.evaluate.lm_eval.tasks = ["piqa"]
+    with refused(("evaluate.lm_eval.tasks", "contradiction")):
+        HarnessRun(settings, AutoTokenizer.from_pretrained(folder))
+
+
 def test_texts_that_are_too_long_are_counted_or_refused(folder: Path, tmp_path: Path):
     rows = [*records("piqa", 6), {"goal": "river " * 150, "sol1": "a", "sol2": "b", "label": 0}]
     path = write_jsonl(tmp_path / "p.jsonl", rows)
