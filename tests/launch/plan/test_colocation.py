@@ -64,12 +64,6 @@ def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     assert not variants.movable(found.recipe) and found.split is None
 
 
-def test_a_refit_transfers_weights_before_quantization():
-    found, plain = made(*SHARED, "policy.generation.vllm_cfg.precision=fp8"), made(*SHARED)
-    assert found.seconds["refit"] == pytest.approx(plain.seconds["refit"])
-    assert found.generate.parts["weights"] < 0.6 * plain.generate.parts["weights"]
-
-
 def test_all_transfers_stay_within_a_node():
     recipe, _ = backend_choice.choose(
         config.load("llama8b_grpo_sync", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"])

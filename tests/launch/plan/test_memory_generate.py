@@ -144,26 +144,13 @@ def test_stages_of_a_hybrid_model_have_the_experts_of_their_layers():
     assert EngineRank(HYBRID, 2, 1, 2, False).linear < 0.55 * EngineRank(HYBRID, 2, 1, 1, False).linear
 
 
-def test_kv_heads_are_replicated_over_more_ranks_than_heads():
-    cached = [EngineRank(LLAMA, 2, tensor, 1, False).cache_elements for tensor in (1, 8, 16)]
-    assert cached == [65536, 8192, 8192]
-
-
-def test_latents_are_replicated_on_all_ranks():
+def test_ranks_hold_copies_of_what_cannot_be_divided():
+    """Check key-value heads of Llama, latents of DeepSeek-V3 and their projections 7168 x (1536 + 512 + 64), and norms."""
+    assert [EngineRank(LLAMA, 2, tensor, 1, False).cache_elements for tensor in (1, 8, 16)] == [65536, 8192, 8192]
     assert [EngineRank(DEEPSEEK, 2, tensor, 1, True).cache_elements for tensor in (1, 16)] == [61 * 576] * 2
-
-
-def test_engine_ranks_sum_to_the_model_and_padding():
-    rank = EngineRank(LLAMA, 2, 8, 1, False)
-    norms_twice = 7 * LLAMA.other  # each rank has all norms
-    assert 8 * rank.parameters == pytest.approx(LLAMA.parameters + norms_twice, rel=1e-9)
-
-
-def test_projections_to_latents_are_replicated():
-    """Check q_a_proj and kv_a_proj_with_mqa of DeepSeek-V3: 7168 x (1536 + 512 + 64)."""
-    whole, cut = (EngineRank(DEEPSEEK, 2, tensor, 1, True).parameters for tensor in (1, 8))
-    replicated = DEEPSEEK.other + 61 * 7168 * (1536 + 512 + 64)
-    assert 8 * cut - whole == pytest.approx(7 * replicated, rel=1e-9)
+    for of, copied in ((LLAMA, LLAMA.other), (DEEPSEEK, DEEPSEEK.other + 61 * 7168 * (1536 + 512 + 64))):
+        whole, cut = (EngineRank(of, 2, tensor, 1, of is DEEPSEEK).parameters for tensor in (1, 8))
+        assert 8 * cut - whole == pytest.approx(7 * copied, rel=1e-6)
 
 
 def test_linear_layers_in_eight_bits_take_half_plus_scales():
