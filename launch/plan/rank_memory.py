@@ -167,7 +167,9 @@ class RankMemory:
         names = matched(policy.freeze_parameters, (tensor.name for tensor in shape.tensors))
         tensors = [tensor for tensor in shape.tensors if tensor.name in names and self._has(tensor)]
         tensors = [tensor for tensor in tensors if not (routers and tensor.part == "router")]
-        dense += sum(t.numel / (1 if t.split == "none" else self.layout.tensor) for t in tensors if t.part != "routed")
+        dense += sum(
+            t.numel / (1 if t.part in ("norm", "router") else self.layout.tensor) for t in tensors if t.part != "routed"
+        )
         routed = sum(tensor.numel for tensor in tensors if tensor.part == "routed")
         return RankParameters(dense, self._experts * routed / max(1, shape.routed_layer))
 

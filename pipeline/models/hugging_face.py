@@ -78,7 +78,8 @@ def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
 
     Raises RecipeError for a family that transformers does not have, and for values that its configuration refuses.
     """
-    kind = ALIASES.get(values.get("model_type", ""), values.get("model_type"))
+    kind = str(values.get("model_type"))
+    kind = ALIASES.get(kind, kind)
     if kind not in CONFIG_MAPPING:
         raise unsupported_model(f"transformers {transformers.__version__} has no models of type '{kind}'")
     plain = {name: value for name, value in values.items() if not name.endswith("_config")}

@@ -79,6 +79,6 @@ def _tensors(config: str) -> tuple[Tensor, ...]:
 
 def described(name: str, shape: tuple[int, ...], is_buffer: bool = False) -> Tensor:
     """Return the tensor of this name on disk, with its place in the model."""
-    part: Part = "buffer" if is_buffer else next((part for part, pattern in _PARTS if re.search(pattern, name)), "norm")
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
-    return Tensor(name, shape, part, layer and int(layer[1]), expert and int(expert[1]))
+    parts: list[Part] = ["buffer"] if is_buffer else [part for part, pattern in _PARTS if re.search(pattern, name)]
+    return Tensor(name, shape, parts[0] if parts else "norm", layer and int(layer[1]), expert and int(expert[1]))
