@@ -22,35 +22,23 @@ class AsyncConfig:
     The age of a rollout is the step that trains on it minus the version of the weights that started it.
     """
 
-    enabled: Annotated[Bool, Field(description="Let generation run ahead of training.")] = False
-    max_trajectory_age_steps: Annotated[
-        NotNegative, Field(description="Maximum age of a rollout, in steps. 0: the synchronous algorithm.")
-    ] = 1
-    in_flight_weight_updates: Annotated[
-        Bool, Field(description="Refit without waiting for unfinished rollouts. They continue with the new weights.")
-    ] = False
-    recompute_kv_cache_after_weight_updates: Annotated[
-        Bool,
-        Field(description="Recompute the KV cache of unfinished rollouts after a refit. false: keep the old keys and values."),
-    ] = False
-    stragglers: Annotated[
-        Literal["wait", "keep", "cut"],
-        Field(
-            description="wait: train on the oldest prompts. keep: train on the oldest complete prompts; sampling runs half as"
-            " far ahead, so half of the maximum age remains for unfinished prompts. cut: train on the oldest prompts and"
-            " truncate the last straggler_share of their answers."
-        ),
-    ] = "wait"
-    straggler_share: Annotated[
-        Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers that may be truncated.")
-    ] = 0.05
-    max_generation_failures: Annotated[
-        NotNegative,
-        Field(
-            description="Number of consecutive groups whose episodes may all fail. One more ends the run. This key also"
-            " applies while `enabled` is false."
-        ),
-    ] = 10
+    enabled: Bool = False
+    """Let generation run ahead of training."""
+    max_trajectory_age_steps: NotNegative = 1
+    """Maximum age of a rollout, in steps. 0: the synchronous algorithm."""
+    in_flight_weight_updates: Bool = False
+    """Refit without waiting for unfinished rollouts. They continue with the new weights."""
+    recompute_kv_cache_after_weight_updates: Bool = False
+    """Recompute the KV cache of unfinished rollouts after a refit. false: keep the old keys and values."""
+    stragglers: Literal["wait", "keep", "cut"] = "wait"
+    """wait: train on the oldest prompts. keep: train on the oldest complete prompts; sampling runs half as far ahead, so half
+    of the maximum age remains for unfinished prompts. cut: train on the oldest prompts and truncate the last straggler_share of
+    their answers."""
+    straggler_share: Annotated[Float, Field(ge=0, le=1)] = 0.05
+    """stragglers=cut: share of a step's answers that may be truncated."""
+    max_generation_failures: NotNegative = 10
+    """Number of consecutive groups whose episodes may all fail. One more ends the run. This key also applies while `enabled` is
+    false."""
 
     @property
     def runs_ahead(self) -> bool:

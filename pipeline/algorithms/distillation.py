@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.algorithms.advantages import make_sample
@@ -30,11 +29,12 @@ if TYPE_CHECKING:
 class DistillationConfig(OnlineConfig):
     """On-policy distillation: the policy samples and learns the teacher's distribution over each sampled token."""
 
-    num_prompts_per_step: Annotated[Positive, Field(description="Prompts sampled in one step.")] = 128
-    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
-    topk_logits_k: Annotated[
-        Positive, Field(description="Number of the teacher's most likely tokens that the divergence sums over.")
-    ] = 64
+    num_prompts_per_step: Positive = 128
+    """Prompts sampled in one step."""
+    num_generations_per_prompt: Positive = 1
+    """Answers sampled for each prompt."""
+    topk_logits_k: Positive = 64
+    """Number of the teacher's most likely tokens that the divergence sums over."""
 
 
 class Distillation(OnlineAlgorithm):

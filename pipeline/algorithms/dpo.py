@@ -39,27 +39,22 @@ if TYPE_CHECKING:
 class DPOConfig(OfflineConfig):
     """Direct preference optimization. policy.train_global_batch_size counts pairs."""
 
-    preference_loss: Annotated[Literal["sigmoid", "ipo"], Field(description="Preference loss. sigmoid: DPO. ipo: IPO.")] = (
-        "sigmoid"
-    )
-    reference_policy_kl_penalty: Annotated[Float, LIVE, Field(gt=0, description="DPO's beta.")] = 0.05
-    label_smoothing: Annotated[
-        Float,
-        Field(
-            ge=0, lt=0.5, description="preference_loss=sigmoid: probability that a label is wrong. Above 0: conservative DPO."
-        ),
-    ] = 0.0
-    preference_average_log_probs: Annotated[
-        Bool, Field(description="preference_loss=sigmoid: divide log-ratios by the number of tokens of the answer.")
-    ] = False
-    reference_free: Annotated[Bool, Field(description="Use a uniform distribution as the reference.")] = False
-    preference_loss_weight: Annotated[Float, LIVE, Field(ge=0, description="Weight of the preference loss.")] = 1.0
-    sft_loss_weight: Annotated[
-        Float, LIVE, Field(ge=0, description="Weight of the negative log-likelihood of the chosen answers.")
-    ] = 0.0
-    sft_average_log_probs: Annotated[
-        Bool, Field(description="Divide the log-likelihood of the chosen answers by their number of tokens.")
-    ] = interpolation("${.preference_average_log_probs}")
+    preference_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Preference loss. sigmoid: DPO. ipo: IPO."""
+    reference_policy_kl_penalty: Annotated[Float, LIVE, Field(gt=0)] = 0.05
+    """DPO's beta."""
+    label_smoothing: Annotated[Float, Field(ge=0, lt=0.5)] = 0.0
+    """preference_loss=sigmoid: probability that a label is wrong. Above 0: conservative DPO."""
+    preference_average_log_probs: Bool = False
+    """preference_loss=sigmoid: divide log-ratios by the number of tokens of the answer."""
+    reference_free: Bool = False
+    """Use a uniform distribution as the reference."""
+    preference_loss_weight: Annotated[Float, LIVE, Field(ge=0)] = 1.0
+    """Weight of the preference loss."""
+    sft_loss_weight: Annotated[Float, LIVE, Field(ge=0)] = 0.0
+    """Weight of the negative log-likelihood of the chosen answers."""
+    sft_average_log_probs: Bool = interpolation("${.preference_average_log_probs}")
+    """Divide the log-likelihood of the chosen answers by their number of tokens."""
 
 
 class DPO(PairedAlgorithm):

@@ -17,31 +17,18 @@ from pipeline.recipe.values import LIVE, Bool, Float, Positive, Text
 class EarlyStopConfig:
     """Keys of the early stop, which all algorithms that train have."""
 
-    stop_at_validation_metric: Annotated[
-        Text | None,
-        LIVE,
-        Field(
-            description="Validation metric that may end the run early, by its name in metrics.jsonl, such as `val/accuracy`;"
-            " `val:accuracy` is the same. The run is then complete, and its last step is saved. With another rule, the same"
-            " command continues the run. If the first validation lacks the metric, the run ends with an error. null: never."
-        ),
-    ] = None
-    stop_at_validation_threshold: Annotated[
-        Float | None,
-        LIVE,
-        Field(description="Stop once the metric is at least this value. If lower is better: at most. null: never."),
-    ] = None
-    stop_patience: Annotated[
-        Positive | None,
-        LIVE,
-        Field(description="Stop after this many validations in a row without an improvement. null: never."),
-    ] = None
-    stop_min_delta: Annotated[
-        Float, LIVE, Field(ge=0, description="Least change from the best value that counts as an improvement. 0: any.")
-    ] = 0.0
-    stop_higher_is_better: Annotated[
-        Bool, LIVE, Field(description="Whether a higher value of the metric is better; false for a loss.")
-    ] = True
+    stop_at_validation_metric: Annotated[Text | None, LIVE] = None
+    """Validation metric that may end the run early, by its name in metrics.jsonl, such as `val/accuracy`; `val:accuracy` is the
+    same. The run is then complete, and its last step is saved. With another rule, the same command continues the run. If the
+    first validation lacks the metric, the run ends with an error. null: never."""
+    stop_at_validation_threshold: Annotated[Float | None, LIVE] = None
+    """Stop once the metric is at least this value. If lower is better: at most. null: never."""
+    stop_patience: Annotated[Positive | None, LIVE] = None
+    """Stop after this many validations in a row without an improvement. null: never."""
+    stop_min_delta: Annotated[Float, LIVE, Field(ge=0)] = 0.0
+    """Least change from the best value that counts as an improvement. 0: any."""
+    stop_higher_is_better: Annotated[Bool, LIVE] = True
+    """Whether a higher value of the metric is better; false for a loss."""
 
 
 class EarlyStop:

@@ -70,40 +70,24 @@ FORMATS = {
 class TaskDataConfig:
     """Data of a task."""
 
-    dataset_name: Annotated[
-        Line | None,
-        Field(
-            description="Data set that `datasets` loads: a name in the local cache, or a folder. Or the dotted path of your own"
-            " callable (split, seed=, **kwargs)."
-        ),
-    ] = None
-    data_path: Annotated[
-        Line | None,
-        Field(description="In place of dataset_name: a JSONL file, or a folder that has SPLIT.jsonl, or SUBSET/SPLIT.jsonl."),
-    ] = None
-    subset: Annotated[
-        Text | None,
-        Field(description="Configuration of the data set. Several, separated by commas, are joined. null: the default."),
-    ] = None
-    split: Annotated[Text, Field(description="Split of the questions.")] = "test"
-    few_shot_split: Annotated[
-        Text | None,
-        Field(description="Split of the few-shot examples. null: the format's examples, else `split` without the question."),
-    ] = None
-    max_samples: Annotated[
-        Positive | None,
-        Field(description="Number of questions, drawn with `seed`. A larger number includes the same questions. null: all."),
-    ] = None
-    bad_records: Annotated[
-        Literal["error", "drop"],
-        Field(
-            description="What to do with a record that cannot be asked, such as one that the chat template refuses. drop: leave"
-            " it out and count it in scores.json."
-        ),
-    ] = "error"
-    kwargs: Annotated[dict[str, Any], Field(description="Arguments of `datasets`, or of your own callable.")] = field(
-        default_factory=dict
-    )
+    dataset_name: Line | None = None
+    """Data set that `datasets` loads: a name in the local cache, or a folder. Or the dotted path of your own callable (split,
+    seed=, **kwargs)."""
+    data_path: Line | None = None
+    """In place of dataset_name: a JSONL file, or a folder that has SPLIT.jsonl, or SUBSET/SPLIT.jsonl."""
+    subset: Text | None = None
+    """Configuration of the data set. Several, separated by commas, are joined. null: the default."""
+    split: Text = "test"
+    """Split of the questions."""
+    few_shot_split: Text | None = None
+    """Split of the few-shot examples. null: the format's examples, else `split` without the question."""
+    max_samples: Positive | None = None
+    """Number of questions, drawn with `seed`. A larger number includes the same questions. null: all."""
+    bad_records: Literal["error", "drop"] = "error"
+    """What to do with a record that cannot be asked, such as one that the chat template refuses. drop: leave it out and count
+    it in scores.json."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `datasets`, or of your own callable."""
 
 
 @dataclass
@@ -125,94 +109,81 @@ class TaskConfig:
             " task or group of lm-evaluation-harness, such as mmlu; or documents, for the perplexity of texts."
         ),
     ] = "records"
-    format_kwargs: Annotated[dict[str, Any], Field(description="Arguments of the format.")] = field(default_factory=dict)
+    format_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the format."""
     data: TaskDataConfig = field(default_factory=TaskDataConfig)
-    env_name: Annotated[
-        Text | None,
-        Field(description="Key under `env` of the environment that scores sampled answers (kind generate, instructions)."),
-    ] = None
-    apply_chat_template: Annotated[Bool, Field(description="Render questions with the model's chat template.")] = True
-    system_prompt: Annotated[Text | None, Field(description="Text of the system message.")] = None
-    num_few_shot: Annotated[NotNegative, Field(description="Few-shot examples before the question.")] = 0
-    few_shot_choice: Annotated[
-        Literal["random", "first"],
-        Field(
-            description="random: each question's few-shot examples are drawn with `seed`, as lm-evaluation-harness draws them"
-            " (its seed is 1234). first: the first ones of few_shot_split."
-        ),
-    ] = "random"
-    few_shot_as_turns: Annotated[
-        Bool, Field(description="With the chat template: few-shot examples are turns. false: all are in the user message.")
-    ] = True
-    answer_prefix: Annotated[
-        Text | None, Field(description="Beginning of the answer, which the model continues. null: none.")
-    ] = None
-    num_samples: Annotated[Positive, Field(description="Answers sampled for each question.")] = 1
-    temperature: Annotated[Float, Field(ge=0, description="Sampling temperature. 0: greedy.")] = 0.0
-    top_p: Annotated[Float, Field(gt=0, le=1, description="Nucleus sampling.")] = 1.0
-    top_k: Annotated[Positive | None, Field(description="Number of most likely tokens to sample from. null: all.")] = None
-    max_new_tokens: Annotated[Positive, Field(description="Maximum tokens of an answer.")] = 1024
-    stop: Annotated[
-        list[Annotated[Text, Field(min_length=1)]],
-        Field(description="Texts that end an answer. The answer is cut before them."),
-    ] = field(default_factory=list)
-    thinking_tokens: Annotated[
-        Positive | None,
-        Field(
-            description="Maximum tokens of thinking. Then thinking_end is inserted, and the model answers with up to"
-            " max_new_tokens more tokens. Only the answer is scored. If the model ends its turn without thinking_end, its whole"
-            " text is the answer. If no room is left after the thinking, the answer is empty. null: no limit."
-        ),
-    ] = None
-    thinking_end: Annotated[Text, Field(min_length=1, description="Text that ends the model's thinking.")] = "</think>"
-    max_turns: Annotated[Positive, Field(description="Maximum turns of an episode.")] = 1
-    pass_at: Annotated[list[Positive], Field(description="Values k for which pass@k is reported.")] = field(
-        default_factory=list
-    )
-    judge_prompt_file: Annotated[
-        Line | None,
-        Field(description="kind=comparison, multi_turn_rating, refusal: file of the judge's prompt. null: the kind's default."),
-    ] = None
-    majority: Annotated[
-        Bool,
-        Field(
-            description="Report the accuracy of the most frequent answer, maj@num_samples. Answers in a tie share the point."
-            " Answers that cannot be parsed do not vote."
-        ),
-    ] = False
-    metric: Annotated[Text | None, Field(description="Main metric of the task. null: the kind's default.")] = None
-    seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the few-shot examples.")] = (
-        interpolation("${evaluate.seed}")
-    )
+    env_name: Text | None = None
+    """Key under `env` of the environment that scores sampled answers (kind generate, instructions)."""
+    apply_chat_template: Bool = True
+    """Render questions with the model's chat template."""
+    system_prompt: Text | None = None
+    """Text of the system message."""
+    num_few_shot: NotNegative = 0
+    """Few-shot examples before the question."""
+    few_shot_choice: Literal["random", "first"] = "random"
+    """random: each question's few-shot examples are drawn with `seed`, as lm-evaluation-harness draws them (its seed is 1234).
+    first: the first ones of few_shot_split."""
+    few_shot_as_turns: Bool = True
+    """With the chat template: few-shot examples are turns. false: all are in the user message."""
+    answer_prefix: Text | None = None
+    """Beginning of the answer, which the model continues. null: none."""
+    num_samples: Positive = 1
+    """Answers sampled for each question."""
+    temperature: Annotated[Float, Field(ge=0)] = 0.0
+    """Sampling temperature. 0: greedy."""
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+    top_k: Positive | None = None
+    """Number of most likely tokens to sample from. null: all."""
+    max_new_tokens: Positive = 1024
+    """Maximum tokens of an answer."""
+    stop: list[Annotated[Text, Field(min_length=1)]] = field(default_factory=list)
+    """Texts that end an answer. The answer is cut before them."""
+    thinking_tokens: Positive | None = None
+    """Maximum tokens of thinking. Then thinking_end is inserted, and the model answers with up to max_new_tokens more tokens.
+    Only the answer is scored. If the model ends its turn without thinking_end, its whole text is the answer. If no room is left
+    after the thinking, the answer is empty. null: no limit."""
+    thinking_end: Annotated[Text, Field(min_length=1)] = "</think>"
+    """Text that ends the model's thinking."""
+    max_turns: Positive = 1
+    """Maximum turns of an episode."""
+    pass_at: list[Positive] = field(default_factory=list)
+    """Values k for which pass@k is reported."""
+    judge_prompt_file: Line | None = None
+    """kind=comparison, multi_turn_rating, refusal: file of the judge's prompt. null: the kind's default."""
+    majority: Bool = False
+    """Report the accuracy of the most frequent answer, maj@num_samples. Answers in a tie share the point. Answers that cannot
+    be parsed do not vote."""
+    metric: Text | None = None
+    """Main metric of the task. null: the kind's default."""
+    seed: NotNegative = interpolation("${evaluate.seed}")
+    """Seed of sampling, of max_samples and of the few-shot examples."""
 
 
 @dataclass
 class LmEvalConfig:
     """Tasks of lm-evaluation-harness (`pip install 'hetstep[lm_eval]'`), with the engines as their model."""
 
-    tasks: Annotated[
-        list[Text], Field(description="Tasks and groups of lm-evaluation-harness, such as mmlu; * stands for any text.")
-    ] = field(default_factory=list)
-    num_fewshot: Annotated[NotNegative | None, Field(description="Few-shot examples. null: as each task defines.")] = None
-    limit: Annotated[
-        Float | None, Field(gt=0, description="Maximum documents of each task. Below 1: a fraction of them. null: all.")
-    ] = None
-    include_path: Annotated[Line | None, Field(description="A folder with more tasks, in lm-evaluation-harness's YAML.")] = None
-    gen_kwargs: Annotated[
-        dict[str, Any],
-        Field(
-            description="Sampling settings in place of the tasks': until, max_gen_toks, do_sample, temperature, top_p, top_k."
-        ),
-    ] = field(default_factory=dict)
-    max_gen_toks: Annotated[Positive, Field(description="Maximum tokens of an answer for tasks that define none.")] = 256
-    apply_chat_template: Annotated[Bool, Field(description="Render prompts with the model's chat template.")] = False
-    fewshot_as_multiturn: Annotated[Bool, Field(description="With the chat template: each few-shot example is a turn.")] = True
-    system_instruction: Annotated[
-        Text | None, Field(description="With the chat template: the system message. Without: text before the prompt.")
-    ] = None
-    think_end_token: Annotated[
-        Text | None, Field(description="Text that ends the model's thinking; only what follows is scored.")
-    ] = None
+    tasks: list[Text] = field(default_factory=list)
+    """Tasks and groups of lm-evaluation-harness, such as mmlu; * stands for any text."""
+    num_fewshot: NotNegative | None = None
+    """Few-shot examples. null: as each task defines."""
+    limit: Annotated[Float | None, Field(gt=0)] = None
+    """Maximum documents of each task. Below 1: a fraction of them. null: all."""
+    include_path: Line | None = None
+    """A folder with more tasks, in lm-evaluation-harness's YAML."""
+    gen_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Sampling settings in place of the tasks': until, max_gen_toks, do_sample, temperature, top_p, top_k."""
+    max_gen_toks: Positive = 256
+    """Maximum tokens of an answer for tasks that define none."""
+    apply_chat_template: Bool = False
+    """Render prompts with the model's chat template."""
+    fewshot_as_multiturn: Bool = True
+    """With the chat template: each few-shot example is a turn."""
+    system_instruction: Text | None = None
+    """With the chat template: the system message. Without: text before the prompt."""
+    think_end_token: Text | None = None
+    """Text that ends the model's thinking; only what follows is scored."""
 
 
 @dataclass
@@ -230,17 +201,19 @@ class EvaluateConfig:
     num_prompts_per_step: ClassVar[int] = 1
     num_generations_per_prompt: ClassVar[int] = 1
 
-    tasks: Annotated[dict[str, TaskConfig], Field(description="Tasks by name.")] = field(default_factory=dict)
+    tasks: dict[str, TaskConfig] = field(default_factory=dict)
+    """Tasks by name."""
     lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    checkpoint: Annotated[
-        Line | None,
-        Field(description="A run's checkpoint whose weights to evaluate. null: the weights of policy.model_name."),
-    ] = None
-    run: Annotated[Line | None, Field(description="Folder of the run that wrote the checkpoint. null: none.")] = None
-    step: Annotated[Int | None, Field(description="Step of the checkpoint, for curves over steps. null: none.")] = None
-    seed: Annotated[NotNegative, Field(description="Default of the tasks' seed, and the seed of random weights.")] = 42
+    checkpoint: Line | None = None
+    """A run's checkpoint whose weights to evaluate. null: the weights of policy.model_name."""
+    run: Line | None = None
+    """Folder of the run that wrote the checkpoint. null: none."""
+    step: Int | None = None
+    """Step of the checkpoint, for curves over steps. null: none."""
+    seed: NotNegative = 42
+    """Default of the tasks' seed, and the seed of random weights."""
 
 
 class Evaluate(OnlineAlgorithm):

@@ -21,10 +21,9 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
@@ -44,38 +43,30 @@ if TYPE_CHECKING:
 class AdvantageConfig:
     """Estimator of advantages."""
 
-    name: Annotated[
-        Literal["grpo", "reinforce_plus_plus", "opd"],
-        Field(description="Advantage estimator. opd: the log-probs of on_policy_distillation.teachers, without rewards."),
-    ] = "grpo"
-    normalize_rewards: Annotated[Bool, Field(description="See grpo.normalize_rewards.")] = interpolation(
-        "${..normalize_rewards}"
-    )
-    use_leave_one_out_baseline: Annotated[Bool, Field(description="See grpo.use_leave_one_out_baseline.")] = interpolation(
-        "${..use_leave_one_out_baseline}"
-    )
-    minus_baseline: Annotated[
-        Bool, Field(description="name=reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
-    ] = True
+    name: Literal["grpo", "reinforce_plus_plus", "opd"] = "grpo"
+    """Advantage estimator. opd: the log-probs of on_policy_distillation.teachers, without rewards."""
+    normalize_rewards: Bool = interpolation("${..normalize_rewards}")
+    """See grpo.normalize_rewards."""
+    use_leave_one_out_baseline: Bool = interpolation("${..use_leave_one_out_baseline}")
+    """See grpo.use_leave_one_out_baseline."""
+    minus_baseline: Bool = True
+    """name=reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline)."""
 
 
 @dataclass
 class GRPOConfig(RewardedConfig):
     """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++, MOPD)."""
 
-    normalize_rewards: Annotated[
-        Bool, Field(description="Divide advantages by the standard deviation of the group's rewards. false: Dr. GRPO.")
-    ] = True
-    use_leave_one_out_baseline: Annotated[
-        Bool,
-        Field(
-            description="Subtract the mean reward of the other answers in the group, as NeMo-RL does. With"
-            " normalize_rewards=true, a single right answer then counts least. false: subtract the mean of the whole group."
-        ),
-    ] = True
+    normalize_rewards: Bool = True
+    """Divide advantages by the standard deviation of the group's rewards. false: Dr. GRPO."""
+    use_leave_one_out_baseline: Bool = True
+    """Subtract the mean reward of the other answers in the group, as NeMo-RL does. With normalize_rewards=true, a single right
+    answer then counts least. false: subtract the mean of the whole group."""
     adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
-    advantage_clip_low: Annotated[Float | None, Field(description="Lower bound of advantages. null: unbounded.")] = None
-    advantage_clip_high: Annotated[Float | None, Field(description="Upper bound of advantages. null: unbounded.")] = None
+    advantage_clip_low: Float | None = None
+    """Lower bound of advantages. null: unbounded."""
+    advantage_clip_high: Float | None = None
+    """Upper bound of advantages. null: unbounded."""
     async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
 
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.algorithms.ahead import AsyncConfig
@@ -41,15 +40,14 @@ if TYPE_CHECKING:
 class PPOConfig(RewardedConfig):
     """Proximal policy optimization with a critic."""
 
-    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
-    ppo_epochs: Annotated[Positive, Field(description="Passes over the samples of a step.")] = 1
-    schedule_every_epoch: Annotated[
-        Bool,
-        Field(description="Advance learning-rate schedules once per epoch, as in NeMo-RL. false: once per step, as in verl."),
-    ] = False
-    policy_training_start_step: Annotated[
-        NotNegative, Field(description="First step in which the policy learns. Before it only the critic learns.")
-    ] = 0
+    num_generations_per_prompt: Positive = 1
+    """Answers sampled for each prompt."""
+    ppo_epochs: Positive = 1
+    """Passes over the samples of a step."""
+    schedule_every_epoch: Bool = False
+    """Advance learning-rate schedules once per epoch, as in NeMo-RL. false: once per step, as in verl."""
+    policy_training_start_step: NotNegative = 0
+    """First step in which the policy learns. Before it only the critic learns."""
     adv_estimator: GAEConfig = field(default_factory=GAEConfig)
     async_ppo: AsyncConfig = field(default_factory=AsyncConfig)
 

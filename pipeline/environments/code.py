@@ -15,9 +15,8 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments.code_tests import (
@@ -131,13 +130,9 @@ CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 class CodeArguments(SandboxArguments):
     """The kwargs of `kind: code`."""
 
-    reward: Annotated[
-        Literal["all", "share"],
-        Field(
-            description="all: 1 if all tests pass, else 0; tests with input and output end at the first failure. share: the"
-            " share of tests that pass."
-        ),
-    ] = "all"
+    reward: Literal["all", "share"] = "all"
+    """all: 1 if all tests pass, else 0; tests with input and output end at the first failure. share: the share of tests that
+    pass."""
 
 
 class Code(BuiltinEnvironment):
@@ -238,10 +233,10 @@ def _end_metric(result: ProgramResult) -> str:
 class CodeInterpreterArguments(PythonArguments):
     """The kwargs of `kind: code_interpreter`."""
 
-    terminate_on_evaluation: Annotated[
-        Bool, Field(description="End the episode with the first code that ends in an expression, as NeMo-RL does.")
-    ] = True
-    role: Annotated[Text, Field(description="Role of the message with the result.")] = "user"
+    terminate_on_evaluation: Bool = True
+    """End the episode with the first code that ends in an expression, as NeMo-RL does."""
+    role: Text = "user"
+    """Role of the message with the result."""
 
 
 class CodeInterpreter(BuiltinEnvironment):

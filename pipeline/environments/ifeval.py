@@ -16,9 +16,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
@@ -36,17 +35,11 @@ Instruction = tuple[str, dict[str, Any]]
 class IFEvalArguments:
     """The kwargs of `kind: ifeval`."""
 
-    reward: Annotated[
-        Literal["strict", "loose", "share"],
-        Field(
-            description="strict, loose: 1 if the answer follows all instructions by this rule, else 0. share: the share of"
-            " instructions that the answer follows by the rule strict."
-        ),
-    ] = "strict"
-    sentences: Annotated[
-        Literal["rules", "punkt"],
-        Field(description="How sentences are counted. punkt: by NLTK, which needs its data punkt_tab where the ranks run."),
-    ] = "rules"
+    reward: Literal["strict", "loose", "share"] = "strict"
+    """strict, loose: 1 if the answer follows all instructions by this rule, else 0. share: the share of instructions that the
+    answer follows by the rule strict."""
+    sentences: Literal["rules", "punkt"] = "rules"
+    """How sentences are counted. punkt: by NLTK, which needs its data punkt_tab where the ranks run."""
 
 
 class IFEval(BuiltinEnvironment):

@@ -109,51 +109,28 @@ Question = Annotated[Text, requires_placeholder("{response}")]
 class LLMJudgeArguments:
     """The kwargs of `kind: llm_judge`."""
 
-    url: Annotated[Address, Field(description="Address of an OpenAI-compatible server, including /v1.")] = MISSING
-    model: Annotated[Text, Field(description="Name of the model in requests.")] = MISSING
-    prompt: Annotated[
-        Question,
-        Field(description="The judge's prompt, with {response} and optionally {question} and {answer}; other braces are kept."),
-    ] = PROMPT
-    second_prompt: Annotated[
-        Question | None,
-        Field(description="A second prompt, for example in another order; the worse score counts. null: none."),
-    ] = None
-    marks: Annotated[
-        Bool,
-        Field(
-            description="Put the response between marks that it cannot contain. false: for judges trained on one exact prompt."
-        ),
-    ] = True
-    score_pattern: Annotated[
-        Pattern,
-        Field(
-            description="Regular expression of the whole last line of the reply. The score is its group, or the line if it has"
-            " no group. A truncated reply, or a reply with several different scores, has no score."
-        ),
-    ] = r"Score:\s*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?"
-    scale: Annotated[
-        list[Float],
-        Check(_scale_error),
-        Field(description="The scores of reward 0 and of reward 1. A number outside of this range is no score."),
-    ] = field(default_factory=lambda: [0.0, 10.0])
-    tries: Annotated[
-        Positive,
-        Field(
-            le=100,
-            description="Maximum number of requests per prompt and answer. If all fail, at most two more find the cause.",
-        ),
-    ] = 4
-    api_key_env: Annotated[
-        KeyVariable | None, Field(description="Environment variable with the API key. null: no key is sent.")
-    ] = None
-    request: Annotated[
-        dict[str, Any],
-        Field(
-            description="More fields of the request's body, such as {temperature: 0}. Set max_tokens, so that no answer can"
-            " make the judge write until the time is over."
-        ),
-    ] = field(default_factory=dict)
+    url: Address = MISSING
+    """Address of an OpenAI-compatible server, including /v1."""
+    model: Text = MISSING
+    """Name of the model in requests."""
+    prompt: Question = PROMPT
+    """The judge's prompt, with {response} and optionally {question} and {answer}; other braces are kept."""
+    second_prompt: Question | None = None
+    """A second prompt, for example in another order; the worse score counts. null: none."""
+    marks: Bool = True
+    """Put the response between marks that it cannot contain. false: for judges trained on one exact prompt."""
+    score_pattern: Pattern = r"Score:\s*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?"
+    """Regular expression of the whole last line of the reply. The score is its group, or the line if it has no group. A
+    truncated reply, or a reply with several different scores, has no score."""
+    scale: Annotated[list[Float], Check(_scale_error)] = field(default_factory=lambda: [0.0, 10.0])
+    """The scores of reward 0 and of reward 1. A number outside of this range is no score."""
+    tries: Annotated[Positive, Field(le=100)] = 4
+    """Maximum number of requests per prompt and answer. If all fail, at most two more find the cause."""
+    api_key_env: KeyVariable | None = None
+    """Environment variable with the API key. null: no key is sent."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """More fields of the request's body, such as {temperature: 0}. Set max_tokens, so that no answer can make the judge write
+    until the time is over."""
 
 
 class LLMJudge(BuiltinEnvironment):

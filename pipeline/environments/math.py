@@ -19,9 +19,8 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments import math_comparison
@@ -56,10 +55,8 @@ READ_S = 15.0  # to read an expected answer, which takes milliseconds
 class MathArguments:
     """The kwargs of `kind: math`."""
 
-    math_verify_impl: Annotated[
-        Literal["hf_math_verify", "dapo_math_verify"],
-        Field(description="hf_math_verify: math-verify compares the answers. dapo_math_verify: DAPO's rules compare them."),
-    ] = "hf_math_verify"
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
+    """hf_math_verify: math-verify compares the answers. dapo_math_verify: DAPO's rules compare them."""
 
 
 class Math(BuiltinEnvironment):

@@ -65,11 +65,10 @@ NORMALIZED_AT_ONCE = 1024  # characters: normalizing n combining marks in a row 
 class MultipleChoiceArguments:
     """The kwargs of `kind: multiple_choice`."""
 
-    verifier_type: Annotated[
-        Literal["english_multichoice", "multilingual_multichoice"],
-        Field(description='multilingual_multichoice reads "Answer:" and letters of other languages too.'),
-    ] = "english_multichoice"
-    choices: Annotated[Int, Field(ge=2, le=26, description="Number of letters, from A on.")] = 26
+    verifier_type: Literal["english_multichoice", "multilingual_multichoice"] = "english_multichoice"
+    """multilingual_multichoice reads "Answer:" and letters of other languages too."""
+    choices: Annotated[Int, Field(ge=2, le=26)] = 26
+    """Number of letters, from A on."""
 
 
 class MultipleChoice(BuiltinEnvironment):

@@ -49,18 +49,26 @@ class SandboxArguments:
     Limits hold for all processes of one program together, unless a field says otherwise.
     """
 
-    sandbox: Annotated[SandboxChoice, Field(description="The sandbox: auto is bubblewrap; none isolates nothing.")] = "auto"
-    readable: Annotated[list[Folder], Field(description="More folders that a program may read, as absolute paths.")] = field(
-        default_factory=list
-    )
-    wall_s: Annotated[Float, Field(gt=0, description="Maximum wall time in seconds.")] = LIMITS.wall_s
-    cpu_s: Annotated[Float, Field(gt=0, description="Maximum CPU time in seconds.")] = LIMITS.cpu_s
-    memory_bytes: Annotated[Positive, Field(description="Maximum memory in bytes.")] = LIMITS.memory_bytes
-    processes: Annotated[Positive, Field(description="Maximum number of processes and threads.")] = LIMITS.processes
-    output_bytes: Annotated[Positive, Field(description="Maximum bytes of stdout and stderr.")] = LIMITS.output_bytes
-    scratch_bytes: Annotated[Positive, Field(description="Maximum bytes of all files.")] = LIMITS.scratch_bytes
-    scratch_files: Annotated[Positive, Field(description="Maximum number of files.")] = LIMITS.scratch_files
-    open_files: Annotated[Positive, Field(description="Maximum number of open files of a process.")] = LIMITS.open_files
+    sandbox: SandboxChoice = "auto"
+    """The sandbox: auto is bubblewrap; none isolates nothing."""
+    readable: list[Folder] = field(default_factory=list)
+    """More folders that a program may read, as absolute paths."""
+    wall_s: Annotated[Float, Field(gt=0)] = LIMITS.wall_s
+    """Maximum wall time in seconds."""
+    cpu_s: Annotated[Float, Field(gt=0)] = LIMITS.cpu_s
+    """Maximum CPU time in seconds."""
+    memory_bytes: Positive = LIMITS.memory_bytes
+    """Maximum memory in bytes."""
+    processes: Positive = LIMITS.processes
+    """Maximum number of processes and threads."""
+    output_bytes: Positive = LIMITS.output_bytes
+    """Maximum bytes of stdout and stderr."""
+    scratch_bytes: Positive = LIMITS.scratch_bytes
+    """Maximum bytes of all files."""
+    scratch_files: Positive = LIMITS.scratch_files
+    """Maximum number of files."""
+    open_files: Positive = LIMITS.open_files
+    """Maximum number of open files of a process."""
 
     def make_sandbox(self) -> Sandbox:
         """Return the sandbox. Raises SandboxError with remedies where bubblewrap does not work."""
@@ -72,10 +80,10 @@ class SandboxArguments:
 class PythonArguments(SandboxArguments):
     """The kwargs of the tool `python`."""
 
-    output_bytes: Annotated[Positive, Field(description="Maximum bytes of stdout and stderr of a call.")] = 1 << 16
-    session_s: Annotated[
-        Float, Field(ge=1, le=1e6, description="Maximum time, in seconds, of an interpreter, including the time between calls.")
-    ] = 3600.0
+    output_bytes: Positive = 1 << 16
+    """Maximum bytes of stdout and stderr of a call."""
+    session_s: Annotated[Float, Field(ge=1, le=1e6)] = 3600.0
+    """Maximum time, in seconds, of an interpreter, including the time between calls."""
 
 
 class PythonTool(Configurable, Tool):

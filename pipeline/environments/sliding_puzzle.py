@@ -37,18 +37,16 @@ class Game:
 class SlidingPuzzleArguments:
     """The kwargs of `kind: sliding_puzzle`."""
 
-    max_moves: Annotated[Positive, Field(le=1 << 20, description="Moves after which the game is lost.")] = 50
-    action_pattern: Annotated[
-        Pattern, Field(description="Regular expression of an action. The last match counts, or its group if it has one.")
-    ] = r"<action>([^<]*)</action>"
-    tells: Annotated[
-        Literal["words", "board"],
-        Field(description='Reply after a move. words: "Slid tile 5 up.", as in NeMo-RL. board: the board.'),
-    ] = "words"
-    observation: Annotated[
-        Text, requires_placeholder("{}"), Field(description="Text around the reply, with {} for the reply.")
-    ] = "<environment>\n{}\n</environment>\n"
-    role: Annotated[Text, Field(description="Role of the message with the reply.")] = "user"
+    max_moves: Annotated[Positive, Field(le=1 << 20)] = 50
+    """Moves after which the game is lost."""
+    action_pattern: Pattern = r"<action>([^<]*)</action>"
+    """Regular expression of an action. The last match counts, or its group if it has one."""
+    tells: Literal["words", "board"] = "words"
+    """Reply after a move. words: "Slid tile 5 up.", as in NeMo-RL. board: the board."""
+    observation: Annotated[Text, requires_placeholder("{}")] = "<environment>\n{}\n</environment>\n"
+    """Text around the reply, with {} for the reply."""
+    role: Text = "user"
+    """Role of the message with the reply."""
 
 
 class SlidingPuzzle(BuiltinEnvironment):

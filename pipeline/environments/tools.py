@@ -62,24 +62,24 @@ class ToolEpisode:
 class ToolConfig:
     """An entry of the kwarg `tools`."""
 
-    kind: Annotated[
-        Text | None, Field(description="calculator, python, or the dotted path of a class. null: the tool's name.")
-    ] = None
-    kwargs: Annotated[dict[str, Any], Field(description="Arguments of the tool.")] = field(default_factory=dict)
+    kind: Text | None = None
+    """calculator, python, or the dotted path of a class. null: the tool's name."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the tool."""
 
 
 @dataclass
 class ToolsArguments:
     """The kwargs of `kind: tools`."""
 
-    judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
-    tools: Annotated[Any, Field(description="A list of names of tools, or {name: {kind, kwargs}}.")] = MISSING
-    limit: Annotated[
-        Positive, Field(le=1 << 20, description="Maximum characters of a result. A longer result is cut, and a note says so.")
-    ] = 4096
-    max_calls: Annotated[
-        Positive, Field(le=1000, description="Maximum number of calls in a turn. Further calls get an error.")
-    ] = 8
+    judge: Text = MISSING
+    """Environment that judges the final answer."""
+    tools: Any = MISSING
+    """A list of names of tools, or {name: {kind, kwargs}}."""
+    limit: Annotated[Positive, Field(le=1 << 20)] = 4096
+    """Maximum characters of a result. A longer result is cut, and a note says so."""
+    max_calls: Annotated[Positive, Field(le=1000)] = 8
+    """Maximum number of calls in a turn. Further calls get an error."""
 
 
 class Tools(BuiltinEnvironment):
@@ -200,15 +200,16 @@ def _empty_error(text: str) -> str | None:
 class CalculatorArguments:
     """The kwargs of `kind: calculator`."""
 
-    judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
-    open: Annotated[Text, Check(_empty_error, "too-small"), Field(description="Text that begins a calculation.")] = (
-        "<calculator>"
-    )
-    close: Annotated[Text, Check(_empty_error, "too-small"), Field(description="Text that ends a calculation.")] = (
-        "</calculator>"
-    )
-    reply: Annotated[Text, requires_placeholder("{}"), Field(description="Reply to the policy, with {} for the result.")] = "{}"
-    limit: Annotated[Positive, Field(le=1 << 20, description="Maximum characters of a result.")] = 4096
+    judge: Text = MISSING
+    """Environment that judges the final answer."""
+    open: Annotated[Text, Check(_empty_error, "too-small")] = "<calculator>"
+    """Text that begins a calculation."""
+    close: Annotated[Text, Check(_empty_error, "too-small")] = "</calculator>"
+    """Text that ends a calculation."""
+    reply: Annotated[Text, requires_placeholder("{}")] = "{}"
+    """Reply to the policy, with {} for the result."""
+    limit: Annotated[Positive, Field(le=1 << 20)] = 4096
+    """Maximum characters of a result."""
 
 
 class CalculatorEnvironment(Tools):

@@ -20,9 +20,8 @@ import importlib.util
 import itertools
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome
@@ -52,8 +51,10 @@ def tasks(
 class VerifiersArguments:
     """The kwargs of `kind: verifiers`."""
 
-    taskset: Annotated[Text, Field(description="Name of an installed taskset.")] = MISSING
-    config: Annotated[dict[str, Any], Field(description="Configuration of the taskset.")] = field(default_factory=dict)
+    taskset: Text = MISSING
+    """Name of an installed taskset."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Configuration of the taskset."""
 
 
 class Verifiers(BuiltinEnvironment):

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from pipeline.recipe.values import Line, leaves
 from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun
@@ -36,20 +34,17 @@ TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIE
 class MlflowConfig:
     """The run in MLflow."""
 
-    experiment_name: Annotated[Line, Field(description="Experiment; created if it does not exist.")] = "hetstep"
-    run_name: Annotated[Line | None, Field(description="Name of the run. null: the recipe's name.")] = None
-    tracking_uri: Annotated[
-        Line | None,
-        Field(
-            description="Server, or a database such as sqlite:////path/mlflow.db; MLflow 3.17 refuses a folder. null:"
-            " MLFLOW_TRACKING_URI, or else tracking/mlflow/mlflow.db in the run folder."
-        ),
-    ] = None
-    artifact_location: Annotated[
-        Line | None,
-        Field(description="Where a new experiment keeps files. null: the server's default; for sqlite, beside the database."),
-    ] = None
-    tags: Annotated[dict[str, Line], Field(description="Tags of the run.")] = field(default_factory=dict)
+    experiment_name: Line = "hetstep"
+    """Experiment; created if it does not exist."""
+    run_name: Line | None = None
+    """Name of the run. null: the recipe's name."""
+    tracking_uri: Line | None = None
+    """Server, or a database such as sqlite:////path/mlflow.db; MLflow 3.17 refuses a folder. null: MLFLOW_TRACKING_URI, or else
+    tracking/mlflow/mlflow.db in the run folder."""
+    artifact_location: Line | None = None
+    """Where a new experiment keeps files. null: the server's default; for sqlite, beside the database."""
+    tags: dict[str, Line] = field(default_factory=dict)
+    """Tags of the run."""
 
 
 class MlflowTracker:

@@ -16,8 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from pipeline.recipe.values import Check, Line
 from pipeline.trackers.tracker import LoggedStep, TrackedRun, messages
 
@@ -32,15 +30,13 @@ def _token_error(space: str) -> str | None:
 class TrackioConfig:
     """The run in Trackio."""
 
-    project: Annotated[Line, Field(description="Project: lower- and upper-case letters, digits, - and _.")] = "hetstep"
-    name: Annotated[Line | None, Field(description="Name of the run. null: the recipe's name.")] = None
-    space: Annotated[
-        Annotated[Line, Check(_token_error, "secret-in-recipe")] | None,
-        Field(
-            description="Hugging Face Space such as user/name, created if it does not exist, or the address of a Trackio"
-            " server. null: TRACKIO_SPACE_ID, or else the database on this machine (TRACKIO_DIR)."
-        ),
-    ] = None
+    project: Line = "hetstep"
+    """Project: lower- and upper-case letters, digits, - and _."""
+    name: Line | None = None
+    """Name of the run. null: the recipe's name."""
+    space: Annotated[Line, Check(_token_error, "secret-in-recipe")] | None = None
+    """Hugging Face Space such as user/name, created if it does not exist, or the address of a Trackio server. null:
+    TRACKIO_SPACE_ID, or else the database on this machine (TRACKIO_DIR)."""
 
 
 class TrackioTracker:

@@ -18,9 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from pipeline.recipe.values import Line, Text
 from pipeline.trackers.tracker import COLUMNS, LoggedStep, TrackedRun
@@ -35,16 +33,20 @@ POLL_S = 0.2
 class WandbConfig:
     """The run in Weights & Biases, with the names of `wandb.init`."""
 
-    project: Annotated[Line, Field(description="Project.")] = "hetstep"
-    name: Annotated[Line | None, Field(description="Name of the run. null: the recipe's name.")] = None
-    entity: Annotated[Line | None, Field(description="User or team. null: the login's default.")] = None
-    group: Annotated[Line | None, Field(description="Group of the run. null: none.")] = None
-    tags: Annotated[list[Line], Field(description="Tags.")] = field(default_factory=list)
-    notes: Annotated[Text | None, Field(description="A longer description of the run.")] = None
-    mode: Annotated[
-        Literal["online", "offline"],
-        Field(description="offline: write files into the run folder, which `wandb sync` sends later."),
-    ] = "online"
+    project: Line = "hetstep"
+    """Project."""
+    name: Line | None = None
+    """Name of the run. null: the recipe's name."""
+    entity: Line | None = None
+    """User or team. null: the login's default."""
+    group: Line | None = None
+    """Group of the run. null: none."""
+    tags: list[Line] = field(default_factory=list)
+    """Tags."""
+    notes: Text | None = None
+    """A longer description of the run."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: write files into the run folder, which `wandb sync` sends later."""
 
 
 class WandbTracker:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data.records import text_of, value_of
@@ -20,17 +19,11 @@ from pipeline.recipe.values import Line, Text
 class BaselineArguments:
     """The baseline's answers, and the difficulty of each question."""
 
-    baseline_file: Annotated[
-        Line | None,
-        Field(
-            description="JSONL of a baseline's answers by question: Arena-Hard's model_answer files, AlpacaEval's outputs, or"
-            " the answers/TASK.jsonl of another evaluation. null: the records have them."
-        ),
-    ] = None
-    difficulty_key: Annotated[
-        Text | None,
-        Field(description="Column of a question's difficulty, for the length-controlled win rate. null: none."),
-    ] = None
+    baseline_file: Line | None = None
+    """JSONL of a baseline's answers by question: Arena-Hard's model_answer files, AlpacaEval's outputs, or the
+    answers/TASK.jsonl of another evaluation. null: the records have them."""
+    difficulty_key: Text | None = None
+    """Column of a question's difficulty, for the length-controlled win rate. null: none."""
 
 
 class AlpacaEval(Format):

@@ -195,8 +195,10 @@ Day = Annotated[Text, Check(_date_error)]
 class LiveCodeBenchArguments:
     """A window of contests, so that a model is asked what it cannot have been trained on."""
 
-    since: Annotated[Day | None, Field(description="First day of the contests, such as 2024-08-01. null: all.")] = None
-    until: Annotated[Day | None, Field(description="Last day of the contests. null: all.")] = None
+    since: Day | None = None
+    """First day of the contests, such as 2024-08-01. null: all."""
+    until: Day | None = None
+    """Last day of the contests. null: all."""
 
 
 class LiveCodeBench(Format):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data.records import text_of, value_of
@@ -17,20 +15,18 @@ from pipeline.recipe.values import Text
 class RequestsArguments:
     """Columns of the records. The defaults are XSTest's; StrongREJECT: {prompt_key: forbidden_prompt, label_key: null}."""
 
-    prompt_key: Annotated[Text, Field(description="Column of the request.")] = "prompt"
-    label_key: Annotated[Text | None, Field(description="Column that says whether the request is harmful. null: all are.")] = (
-        "label"
-    )
-    harmful_labels: Annotated[list[Text], Field(description="Values of label_key for harmful requests.")] = field(
-        default_factory=lambda: ["unsafe"]
-    )
-    harmless_labels: Annotated[list[Text], Field(description="Values of label_key for harmless requests.")] = field(
-        default_factory=lambda: ["safe"]
-    )
-    id_key: Annotated[
-        Text | None, Field(description="Column of the record's id. null: made from its position and content.")
-    ] = None
-    group_key: Annotated[Text | None, Field(description="Column of a category; each category gets scores. null: none.")] = None
+    prompt_key: Text = "prompt"
+    """Column of the request."""
+    label_key: Text | None = "label"
+    """Column that says whether the request is harmful. null: all are."""
+    harmful_labels: list[Text] = field(default_factory=lambda: ["unsafe"])
+    """Values of label_key for harmful requests."""
+    harmless_labels: list[Text] = field(default_factory=lambda: ["safe"])
+    """Values of label_key for harmless requests."""
+    id_key: Text | None = None
+    """Column of the record's id. null: made from its position and content."""
+    group_key: Text | None = None
+    """Column of a category; each category gets scores. null: none."""
 
 
 class Requests(Format):

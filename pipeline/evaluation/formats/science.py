@@ -12,9 +12,7 @@ import re
 import string
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data.records import text_of
@@ -32,12 +30,14 @@ STEP_BY_STEP = (
 class ChoicesArguments:
     """Arguments of the formats with lettered choices."""
 
-    prompt_text: Annotated[
-        Text, Field(description="Text around a question, with {question}, {choices}, {letters} (such as ABCD) and {subject}.")
-    ] = STEP_BY_STEP
-    choice_text: Annotated[Text, Field(description="Line of a choice, with {letter} and {choice}.")] = "{letter}) {choice}"
-    description: Annotated[Text, Field(description="Text before the few-shot examples; {subject} is replaced.")] = ""
-    shuffle_seed: Annotated[NotNegative, Field(description="GPQA: seed of the order of the choices.")] = 42
+    prompt_text: Text = STEP_BY_STEP
+    """Text around a question, with {question}, {choices}, {letters} (such as ABCD) and {subject}."""
+    choice_text: Text = "{letter}) {choice}"
+    """Line of a choice, with {letter} and {choice}."""
+    description: Text = ""
+    """Text before the few-shot examples; {subject} is replaced."""
+    shuffle_seed: NotNegative = 42
+    """GPQA: seed of the order of the choices."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data.records import messages_of, plain_columns, text_of, value_of
@@ -19,18 +18,18 @@ from pipeline.recipe.values import Text
 class RecordsArguments:
     """Columns of the records."""
 
-    prompt_key: Annotated[Text, Field(description="Column of the prompt: a string, or messages {role, content}.")] = "prompt"
-    answer_key: Annotated[
-        Text | None, Field(description="Column of the expected answer. null: the environment needs none.")
-    ] = "answer"
-    id_key: Annotated[
-        Text | None, Field(description="Column of the record's id. null: made from its position and content.")
-    ] = None
-    group_key: Annotated[Text | None, Field(description="Column of a category; each category gets scores. null: none.")] = None
-    tools_key: Annotated[
-        Text | None, Field(description="Column of the tools for the chat template, like tools_key of `data`. null: none.")
-    ] = "tools"
-    prompt_text: Annotated[Text, Field(description="Text around a prompt; {question} stands for the prompt.")] = "{question}"
+    prompt_key: Text = "prompt"
+    """Column of the prompt: a string, or messages {role, content}."""
+    answer_key: Text | None = "answer"
+    """Column of the expected answer. null: the environment needs none."""
+    id_key: Text | None = None
+    """Column of the record's id. null: made from its position and content."""
+    group_key: Text | None = None
+    """Column of a category; each category gets scores. null: none."""
+    tools_key: Text | None = "tools"
+    """Column of the tools for the chat template, like tools_key of `data`. null: none."""
+    prompt_text: Text = "{question}"
+    """Text around a prompt; {question} stands for the prompt."""
 
 
 class Records(Format):
@@ -67,14 +66,11 @@ class Records(Format):
 class HarnessArguments:
     """Columns of the records of a task of lm-evaluation-harness."""
 
-    group_key: Annotated[
-        Text | None,
-        Field(
-            description="Column of a category; each category gets scores. Of a group such as mmlu it has the tasks'"
-            " dataset_name, such as anatomy. null: none."
-        ),
-    ] = "subject"
-    text_key: Annotated[Text, Field(description="format=documents: column of the text.")] = "text"
+    group_key: Text | None = "subject"
+    """Column of a category; each category gets scores. Of a group such as mmlu it has the tasks' dataset_name, such as anatomy.
+    null: none."""
+    text_key: Text = "text"
+    """format=documents: column of the text."""
 
 
 class HarnessRecords(Format):
