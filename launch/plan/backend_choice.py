@@ -196,8 +196,7 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     if not train.gpus_per_node:
         return BackendChoice("dtensor", "cluster.train has no GPUs")
     if not can_describe():
-        message = "neither backend is chosen, and the choice by size needs torch and transformers. Try true, or"
-        raise RecipeError(Problem("policy.megatron_cfg.enabled", "not-installed", f"{message} policy.dtensor_cfg.enabled=true"))
+        return BackendChoice("dtensor", "torch and transformers, which tell the size of a model, are not installed here")
     configs = _configs(recipe, pending)
     if configs is None:
         return BackendChoice("dtensor", f"{recipe.policy.model_name} does not exist yet, so its size is unknown")

@@ -66,7 +66,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Return the predicted seconds of a step by clock, see `phase.CLOCKS`."""
+        """Return the predicted seconds of a step by clock, see `roofline.CLOCKS`."""
         return seconds_by_clock(self.phases)
 
     @cached_property

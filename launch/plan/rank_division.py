@@ -92,14 +92,6 @@ def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
     return max(1, ranks(component) // size)
 
 
-def engine_stages(layers: int, pipeline: int) -> list[range]:
-    """Return the layers of each pipeline stage of a vLLM engine."""
-    layers_per_stage, remainder = divmod(layers, pipeline)
-    # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
-    counts = [layers_per_stage + (pipeline - 1 - remainder <= stage < pipeline - 1) for stage in range(pipeline)]
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(pipeline)]
-
-
 def parallel_sizes(section: object) -> str:
     """Return a text with the parallel sizes above 1 of a backend's section, named by their keys without `_size`."""
     sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}

@@ -166,7 +166,11 @@ class RankMemory:
             return RankParameters(dense, 0.0)
         names = matched(policy.freeze_parameters, (tensor.name for tensor in shape.tensors))
         tensors = [tensor for tensor in shape.tensors if tensor.name in names and self._has(tensor)]
-        tensors = [tensor for tensor in tensors if not (routers and tensor.part == "router")]
+        tensors = [
+            tensor
+            for tensor in tensors
+            if not (routers and tensor.part == "router" and tensor.shape == (shape.experts, shape.hidden))
+        ]
         dense += sum(
             t.numel / (1 if t.part in ("norm", "router") else self.layout.tensor) for t in tensors if t.part != "routed"
         )

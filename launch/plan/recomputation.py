@@ -28,6 +28,7 @@ from pipeline.algorithms import build
 from pipeline.config import Recipe, compiles, hardware, uses_megatron
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
+from pipeline.models.tensors import can_describe
 
 SPARE, SPARE_OF_MIXTURES = 0.08, 0.2
 """Assumed shares of a GPU's memory that stay free for errors of the estimate and for memory that `launch/plan/memory.py` does
@@ -89,7 +90,8 @@ def choose(
             return recipe, _line(earlier, "as the run began")
     settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
     if shapes is None or not train.gpus_per_node:
-        reason = "the plan does not know the model" if train.gpus_per_node else "cluster.train has no GPUs"
+        why = "the plan does not know the model" if can_describe() else "torch or transformers is not installed here"
+        reason = why if train.gpus_per_node else "cluster.train has no GPUs"
         return _with(recipe, settings[-1]), _line(settings[-1], f"which needs the least memory, because {reason}")
     tried = try_all(recipe, settings, shapes, lengths or assume(recipe))
     memory_gb = _memory_gb(recipe)

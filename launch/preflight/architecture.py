@@ -7,7 +7,7 @@ the same keys must fit them all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +113,7 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
             return
         layout_problems += _model_problems(recipe, section, policy, model)
         if not layout_problems and (config.trains(recipe) or section != "policy"):  # errors that the backends raise in the job
-            _check_support(policy, model, is_described(recipe))
+            layout_problems += _check_support(policy, model, is_described(recipe))
             if is_described(recipe):
                 values = section == "value" or build(recipe).needs.head == "values"
                 layout_problems += frozen_parameters.problems(section, policy, model, values)
@@ -125,9 +125,9 @@ def asks_description(recipe: Recipe) -> bool:
 
     A recipe that trains whole models with FSDP2 on CPUs leaves these checks to its ranks.
     """
-    policy = recipe.policy
     on_gpus = any(component.gpus_per_node for component in config.components(recipe).values())
-    return bool(uses_megatron(policy) or policy.freeze_parameters or config.adapters(policy) or on_gpus)
+    frozen = any(policy.freeze_parameters for policy in config.models(recipe).values())
+    return bool(uses_megatron(recipe.policy) or frozen or config.adapters(recipe.policy) or on_gpus)
 
 
 def is_described(recipe: Recipe) -> bool:
@@ -135,18 +135,24 @@ def is_described(recipe: Recipe) -> bool:
     return asks_description(recipe) and can_describe()
 
 
-def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool) -> None:
-    """Raise RecipeError for attention or parallelism that the train backend does not support with this model."""
+def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool) -> Iterator[Problem]:
+    """Yield a problem for attention or parallelism that the train backend does not support with this model."""
+    checks: list[Callable[[], None]] = []
     if not uses_megatron(policy):
-        check_fsdp(model, policy.dtensor_cfg)
+        checks.append(lambda: check_fsdp(model, policy.dtensor_cfg))
     if model.get("model_type") in models.FAMILIES:
         kind, parameters = _rope(model)
         attention = {"layer_types": model.get("layer_types"), "rope_parameters": {**parameters, "rope_type": kind}}
-        check_attention(SimpleNamespace(model_type=model["model_type"], **attention))
+        checks.append(lambda: check_attention(SimpleNamespace(model_type=model["model_type"], **attention)))
     if uses_megatron(policy) and described:
         from pipeline.models import hugging_face  # imports torch and transformers
 
-        check_megatron_attention(hugging_face.config_of(model), policy.max_total_sequence_length)
+        checks.append(lambda: check_megatron_attention(hugging_face.config_of(model), policy.max_total_sequence_length))
+    for check in checks:
+        problems: list[Problem] = []
+        with collected(problems):
+            check()
+        yield from problems
 
 
 def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:

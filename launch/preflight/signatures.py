@@ -40,15 +40,19 @@ def module_spec(dotted: str, folders: Sequence[Path] = ()) -> ModuleSpec | None:
     if spec is None or spec.origin is None:  # a folder without __init__.py, which any other module hides
         spec = PathFinder.find_spec(top, [*map(str, folders)]) or spec
     for part in inner:
-        spec = PathFinder.find_spec(part, [*(spec.submodule_search_locations or ())]) if spec else None
+        spec = PathFinder.find_spec(part, [*map(str, spec.submodule_search_locations or ())]) if spec else None
     return spec
 
 
-@cache
 def module(dotted: str) -> ast.Module | None:
     """Return the syntax tree of an installed module; None if its source is not found."""
     spec = module_spec(dotted)
-    return ast.parse(Path(spec.origin).read_bytes()) if spec and spec.origin and spec.origin.endswith(".py") else None
+    return _parsed(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+@cache
+def _parsed(path: str) -> ast.Module:
+    return ast.parse(Path(path).read_bytes())
 
 
 def absolute(dotted: str, is_package: bool, node: ast.ImportFrom) -> str:

@@ -1,7 +1,7 @@
 """Check that a checkpoint has the tensors of the model in its config.json: names, shapes, dtypes and tied copies.
 
-Reads headers and a few kilobytes of tied copies. Imports torch and transformers. Leaves out quantized models and multimodal
-models; the job checks these first.
+Reads headers and a few kilobytes of tied copies. Imports torch and transformers. Leaves out quantized models, multimodal
+models and other families; the job checks these first.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline import models
 from pipeline.config import Problem
 from pipeline.models.tensors import tensors
 from pipeline.models.weight_files import FLOATS, TensorEntry, some
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 Head = Literal["logprobs", "values", "rewards"]
+CHECKED = (*models.FAMILIES, "ministral")
+"""Families whose checkpoints have transformers' names. Of others the job compares the tensors."""
 NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)mtp\.|^model\.mtp")
 """Tensors that transformers ignores: derived tensors of old checkpoints, and layers for multi-token prediction."""
 PREDICTING = ("deepseek_v3", "glm4_moe")  # families whose layers that predict several tokens follow the model's layers
@@ -31,7 +34,7 @@ def problems(
     key: the recipe's key of the model's name. head: `logprobs` for a language model; `values` for a critic, whose checkpoint
     may lack the value head; `rewards` for a reward model, whose checkpoint must have its head.
     """
-    if "text_config" in config or config.get("quantization_config"):
+    if config.get("model_type") not in CHECKED or "text_config" in config or config.get("quantization_config"):
         return
     try:
         model_tensors = tensors(config)

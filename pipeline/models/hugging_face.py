@@ -73,6 +73,10 @@ def _file_config(policy: PolicyConfig) -> PreTrainedConfig:
     return _without_alias(found)
 
 
+OTHER_PARTS = ("text_config", "vision_config", "audio_config", "quantization_config")
+"""Keys of config.json that do not describe the language model, or that are merged into its keys."""
+
+
 def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return transformers' configuration of a config.json. Of a multimodal model, `values` has the keys of its language model.
 
@@ -82,7 +86,7 @@ def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
     kind = ALIASES.get(kind, kind)
     if kind not in CONFIG_MAPPING:
         raise unsupported_model(f"transformers {transformers.__version__} has no models of type '{kind}'")
-    plain = {name: value for name, value in values.items() if not name.endswith("_config")}
+    plain = {name: value for name, value in values.items() if name not in OTHER_PARTS}
     try:
         of = CONFIG_MAPPING[kind]
         return _without_alias(of.from_dict(of._decode_special_floats(plain)))  # as transformers reads the file

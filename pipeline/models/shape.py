@@ -44,6 +44,7 @@ class ModelShape:
     gated: bool  # whether MLPs and experts have a gate: three matrices, otherwise two
     shared_width: int  # sum over the experts that every token passes
     tied: bool  # whether the output layer is the embedding
+    latent: bool  # whether attention caches a latent that all heads share, as DeepSeek's does (MLA)
     # Parameters of the whole model, by part
     embedding: int  # with the output layer, unless tied
     attention: int
@@ -80,11 +81,6 @@ class ModelShape:
         """Return how many of a sequence's `length` tokens generation caches: the mean over layers with attention."""
         beyond = max(0.0, length - self.window) if self.window_layers else 0.0
         return length - beyond * self.window_layers / max(1, self.attention_layers)
-
-    @property
-    def latent(self) -> bool:
-        """Return whether attention caches a latent that all heads share, as DeepSeek's does (MLA)."""
-        return self.family == "deepseek_v3"
 
     @property
     def mixture(self) -> bool:
@@ -132,9 +128,14 @@ class ModelShape:
             return _shape(hugging_face.config_of(config), tensors(config))
         except RecipeError as error:
             raise type(error)(*(Problem(key, problem.code, problem.message) for problem in error.problems)) from None
+        except (AttributeError, ValueError) as error:  # a configuration without the usual sizes
+            message = f"the sizes of '{config.get('model_type')}' models are not known: {error}"
+            raise UnknownShape(Problem(key, "unsupported", message)) from error
 
 
 def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
+    if unknown := next((tensor.name for tensor in model_tensors if tensor.part == "unknown"), None):
+        raise ValueError(f"the part of {unknown} in the model")
     parts = _parts(model_tensors)
     by_layer: dict[int, list[Tensor]] = {}
     for tensor in model_tensors:
@@ -176,6 +177,7 @@ def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
         gated=gated,
         shared_width=sparse_layer["shared"] // ((3 if gated else 2) * of.hidden_size),
         tied=bool(of.tie_word_embeddings),
+        latent=latent,
         embedding=parts["embedding"] + parts["output"],
         attention=parts["attention"],
         mlp=parts["mlp"] + parts["shared"],

@@ -17,15 +17,19 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer"]
+from pipeline.models.family import unsupported_model
+from pipeline.recipe.problems import RecipeError
+
+Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer", "unknown"]
 """The part of the model to which a tensor belongs. attention: attention, or another mixer in its place; router: also the
 projections to and from the latent of experts; shared: experts that process every token; routed: experts that a router selects;
-norm: norms of layers and inside attention; buffer: saved, but not a parameter (the bias of DeepSeek's router)."""
+norm: norms of layers and inside attention; buffer: saved, but not a parameter (the bias of DeepSeek's router); unknown: another
+matrix."""
 
 _PARTS: tuple[tuple[Part, str], ...] = (  # the first pattern that a name contains decides
     ("output", r"^lm_head\."),
-    ("shared", r"\.shared_(experts?|mlp)\."),
-    ("routed", r"\.(experts|(in|out)put_linear)\."),  # the latter: Granite's
+    ("shared", r"\.shared_experts?\."),
+    ("routed", r"\.experts\."),
     ("router", r"\.(gate|router|shared_expert_gate|fc\d_latent_proj)\."),
     ("mlp", r"\.(mlp|feed_forward|mixer\.(up|down)_proj)\."),
     ("attention", r"\.(linear_attn|mamba|mixer)\."),  # with their gated norms
@@ -60,9 +64,15 @@ def can_describe() -> bool:
 def tensors(config: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors of a causal language model, without a tied output layer.
 
-    config: a config.json. Imports torch and transformers. Raises RecipeError for a family that transformers does not have.
+    config: a config.json. Imports torch and transformers. Raises RecipeError for a model that transformers cannot build.
     """
-    return list(_tensors(json.dumps(config, sort_keys=True, default=str)))
+    try:
+        return list(_tensors(json.dumps(config, sort_keys=True, default=str)))
+    except RecipeError:
+        raise
+    except Exception as error:  # whatever a model's code raises for sizes that do not fit, or for a missing package
+        message = f"transformers cannot build this {config.get('model_type')} model: {type(error).__name__}: {error}"
+        raise unsupported_model(message) from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -81,4 +91,5 @@ def described(name: str, shape: tuple[int, ...], is_buffer: bool = False) -> Ten
     """Return the tensor of this name on disk, with its place in the model."""
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     parts: list[Part] = ["buffer"] if is_buffer else [part for part, pattern in _PARTS if re.search(pattern, name)]
-    return Tensor(name, shape, parts[0] if parts else "norm", layer and int(layer[1]), expert and int(expert[1]))
+    part: Part = parts[0] if parts else "norm" if len(shape) == 1 else "unknown"
+    return Tensor(name, shape, part, layer and int(layer[1]), expert and int(expert[1]))

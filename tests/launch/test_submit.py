@@ -137,11 +137,11 @@ def test_the_gpu_behind_a_variable_of_train_ranks_is_printed(here, dry_run):
 
 def test_a_model_that_cannot_be_planned_may_still_run(here, command, dry_run):
     described = json.loads((here / "model/config.json").read_text())
-    (here / "model/config.json").write_text(json.dumps(described | {"model_type": "phi3"}))
+    (here / "model/config.json").write_text(json.dumps(described | {"model_type": "opt"}))
     status, out, _ = dry_run()
-    assert status == 0 and "# no plan: policy.model_name: the tensors of 'phi3' models are not known" in out
-    status, _, err = command("recipe=tiny", "plan=true")
-    assert status == 2 and "'phi3' models are not known" in err
+    assert status == 0 and "no plan" not in out  # of a recipe without GPUs nothing needs it
+    status, out, err = command("recipe=tiny", "plan=true")
+    assert status == 2 and "the sizes of 'opt' models are not known" in err
 
 
 def test_works_where_the_package_is_not_installed(here):

@@ -59,7 +59,6 @@ def test_experts_are_described_as_transformers_keeps_them(case):
             model = AutoModelForCausalLM.from_config(config)
         adapters = lora.inject(model, chosen, layout(model))
         entries = {name: parameter.numel() for name, parameter in model.named_parameters() if ".experts.lora_" in name}
-        assert adapted_layers.expert_entries(tensors(config.to_dict()), chosen) == sum(entries.values())
         problems = named(adapter_names.problems(chosen, config.to_dict(), served=True))
         folded = any(".kv_b_proj." in name for name in adapters.shapes)
         refused = {("policy.generation.lora_refit", "unsupported")} if entries or folded else set()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from launch.preflight import architecture
-from pipeline.config import DTensorConfig, MegatronConfig, PolicyConfig, Problem, collected
+from pipeline.config import DTensorConfig, MegatronConfig, PolicyConfig
 from pipeline.models import decoder
 from pipeline.models.backend_support import check_attention, check_megatron_attention
 from pipeline.models.hugging_face import config_of
@@ -54,10 +54,7 @@ def test_windows_that_a_family_does_not_describe_are_refused_with_megatron(monke
 
 
 def refused(config: dict[str, Any], policy: PolicyConfig) -> set[tuple[str, str]]:
-    found: list[Problem] = []
-    with collected(found):
-        architecture._check_support(policy, config, described=True)
-    return named(found)
+    return named(architecture._check_support(policy, config, described=True))
 
 
 def problems(family: str, policy: PolicyConfig) -> set[tuple[str, str]]:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import models
-from pipeline.config import MEGATRON_MODEL_TYPES
+from pipeline.config import MEGATRON_MODEL_TYPES, RecipeError
 from pipeline.models.hugging_face import config_of
 from pipeline.models.shape import ModelShape, UnknownShape
 from pipeline.models.tensors import tensors
@@ -148,18 +148,30 @@ PARTS = {  # of families that only FSDP2 trains: the parts that the names of the
     "gemma2": {"embedding", "attention", "mlp", "norm"},
     "phi3": {"embedding", "output", "attention", "mlp", "norm"},
     "olmo2": {"embedding", "output", "attention", "mlp", "norm"},
-    "granitemoe": {"embedding", "output", "attention", "routed", "router", "norm"},
     "qwen2_moe": {"embedding", "output", "attention", "routed", "router", "shared", "norm"},
 }
 
 
 @pytest.mark.parametrize("family", PARTS)
 def test_families_of_transformers_alone_are_described_too(family):
-    changes = {"num_experts" if family == "qwen2_moe" else "num_local_experts": 4} if "moe" in family else {}
+    changes = {"num_experts": 4} if "moe" in family else {}
     config = {"model_type": family, **TINY, "pad_token_id": 0, **changes}
     shape = ModelShape.of(config)
     assert {tensor.part for tensor in tensors(config)} == PARTS[family]
     assert (shape.layers, shape.heads, shape.kv_heads, shape.experts) == (4, 4, 2, 4 if changes else 0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "opt", "falcon", "jetmoe", "granitemoe", "bamba", "mpt", "gemma3n_text"])
+def test_families_with_other_names_or_sizes_have_no_shape(family):
+    with pytest.raises(ValueError, match=r"^policy.model_name: ") as error:
+        ModelShape.of({"model_type": family, "num_hidden_layers": 2})
+    assert error.type in (UnknownShape, RecipeError)
+
+
+def test_latent_attention_of_another_family_is_known():
+    config = {"model_type": "deepseek_v2", **TINY, **LATENT, "moe_intermediate_size": 12, "n_routed_experts": 4}
+    shape = ModelShape.of(config)
+    assert shape.latent and shape.kv_width == LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
 
 
 def test_models_that_cannot_be_described_are_named():
@@ -167,6 +179,6 @@ def test_models_that_cannot_be_described_are_named():
         tensors({"model_type": "lama"})
     with pytest.raises(ValueError, match=r"policy.model_name: transformers refuses this config.json of a llama model"):
         tensors({"model_type": "llama", "hidden_size": "large"})
-    with pytest.raises(UnknownShape, match=r"value.model_name: the mixers of 'lfm2' models are not known"):
+    with pytest.raises(UnknownShape, match=r"value.model_name: the sizes of 'lfm2' models are not known"):
         kinds = ["conv", "full_attention"] * 2
         ModelShape.of({"model_type": "lfm2", **TINY, "layer_types": kinds}, "value.model_name")

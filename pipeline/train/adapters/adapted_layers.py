@@ -63,12 +63,6 @@ def is_adapted(layer: str, config: LoRAConfig) -> bool:
     return (config.match_all_linear or among(config.target_modules)) and not among(config.exclude_modules)
 
 
-def expert_entries(tensors: Iterable[Tensor], config: LoRAConfig) -> int:
-    """Return the number of elements of A and B of all adapted experts together. tensors: the model's tensors on disk."""
-    adapted = [layer for layer in experts(tensors) if is_adapted(layer.name, config)]
-    return config.dim * sum(layer.experts * (layer.rows + layer.columns) for layer in adapted)
-
-
 def family_not_served(model_type: str | None) -> Iterator[Problem]:
     """Yield a problem if refits must not send adapters alone because vLLM applies adapters of this model family wrongly."""
     if model_type in UNEQUAL:

@@ -332,11 +332,6 @@ def test_parameter_counts_equal_transformers(family, changes, tmp_path):
     assert max(layers) == shape.largest_layer
 
 
-def test_a_config_that_lacks_a_key():
-    with refused(("policy.model_name", "missing-value")):
-        ModelShape.of({key: value for key, value in model("llama").items() if key != "vocab_size"})
-
-
 @pytest.mark.parametrize(("precision", "cut", "each"), [("bfloat16", 1, 6 + 12 / 8), ("float32", 4, (8 + 8 / 2) / 4)])
 def test_bytes(precision, cut, each):
     """Check Megatron-Core's bytes of a parameter by its guide to the distributed optimizer, on 8 GPUs; the model is split by

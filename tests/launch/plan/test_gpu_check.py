@@ -207,7 +207,7 @@ def test_a_file_without_a_record_is_refused(tmp_path, text):
 def test_a_run_is_refused_before_it_is_submitted(changed):
     from launch.submission.prepare import examine
 
-    found = examine("tiny_sft", [f"plan.hardware={changed(device='cpu')}"], dry=True)
+    found = examine("tiny_sft", [f"plan.hardware={changed(device='cpu')}"], dry=True, wants_plan=True)
     assert ("plan.hardware", "bad-format") in named(found.problems)
 
 

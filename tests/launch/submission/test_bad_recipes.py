@@ -105,7 +105,7 @@ def test_the_real_command(tmp_path):
         ("policy.random_init=false", "policy.model_name", "file-not-found"),
         ("needs=[nothing]", "needs", "file-not-found"),
         ("run_dir=data.jsonl", "run_dir", "not-a-folder"),
-        ("run_dir=/proc/nobody/may", "run_dir", "no-space"),
+        ("run_dir=/proc/nobody/may", "run_dir", "unwritable"),
     ],
 )
 def test_one_wrong_key_is_refused(tmp_path, override, key, code):

@@ -70,8 +70,9 @@ def test_a_valid_reward_model_passes(load):
 
 
 @pytest.mark.parametrize("model", ["judge", "model"])
-def test_an_evaluated_model_is_a_reward_model_or_one_that_samples(load, tmp_path, model):
+def test_an_evaluated_model_is_a_reward_model_or_one_that_samples(load, tmp_path, monkeypatch, model):
     """The suite of reward models samples nothing."""
+    monkeypatch.setattr(architecture, "is_described", lambda recipe: True)  # as of a recipe with GPUs
     load()
     write_weights(tmp_path / "model")
     keys = [f"policy.model_name={tmp_path / model}", f"run_dir={tmp_path}/run", "policy.max_total_sequence_length=32"]
@@ -151,8 +152,9 @@ def test_missing_files_are_refused(load, tmp_path):
     check(recipe, pending=[tmp_path / "judge"])  # it is yet to come
 
 
-def test_a_classifier_without_its_head_is_refused(load, tmp_path):
+def test_a_classifier_without_its_head_is_refused(load, tmp_path, monkeypatch):
     """The job would start with a random one."""
+    monkeypatch.setattr(architecture, "is_described", lambda recipe: True)  # as of a recipe with GPUs
     recipe = load()
     described = json.loads((tmp_path / "judge/config.json").read_text())
     (tmp_path / "judge/config.json").write_text(json.dumps({**described, "architectures": []}))
