@@ -277,6 +277,19 @@ def test_if_the_sandbox_does_not_work_the_reasons_and_remedies_are_named(fresh_c
         Sandbox(ResourceLimits())
 
 
+@pytest.mark.parametrize(
+    ("changed", "value", "reason"),
+    [(bubblewrap.platform, lambda: "ppc64le", "got machine ppc64le"), (None, None, "Python lacks the package system-calls")],
+)
+def test_without_a_filter_of_system_calls(fresh_choice: None, monkeypatch: pytest.MonkeyPatch, changed, value, reason: str):
+    if changed:
+        monkeypatch.setattr(changed, "machine", value)
+    else:
+        monkeypatch.setitem(sys.modules, "system_calls", None)
+    with pytest.raises(SandboxError, match=rf"no bubblewrap works .*{reason}.*Python's package system-calls.*sandbox: none"):
+        Sandbox(ResourceLimits())
+
+
 def test_bubblewraps_own_error_is_named(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
     """Such as that of an old one for an option that it lacks."""
     real = bubblewrap.isolation
