@@ -212,7 +212,14 @@ def _namespace_of_nobody() -> int:
 
 def _protect_devices() -> None:
     """Make the device files read-only mounts in a new mount namespace: their content stays writable, their mode does not."""
-    linux.call("unshare", NEWNS)
+    user, group = os.geteuid(), os.getegid()
+    try:
+        linux.call("unshare", NEWNS)
+    except PermissionError:  # without CAP_SYS_ADMIN, such as root of most containers; a user namespace gives it
+        linux.call("unshare", NEWUSER | NEWNS)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1\n")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1\n")
     linux.call("mount", "none", "/", None, REC | PRIVATE, None)
     for path in DEVICES:
         linux.call("mount", path, path, None, BIND, None)

@@ -290,6 +290,33 @@ def test_without_a_filter_of_system_calls(fresh_choice: None, monkeypatch: pytes
         Sandbox(ResourceLimits())
 
 
+CHMOD = """
+import os
+from pipeline.sandbox.limits import ResourceLimits
+from pipeline.sandbox.sandbox import Sandbox
+assert os.stat("/dev/null").st_uid == os.geteuid(), "it does not seem to own the devices"
+sandbox = Sandbox(ResourceLimits(), "bubblewrap")
+ran = sandbox.run([sandbox.python, "-c", "import os; open('/dev/null', 'w').write('x'); os.chmod('/dev/null', 0o666)"])
+print((ran.stdout + ran.stderr).decode())
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ["--map-root-user", "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"],
+        ["--map-user=65534", "--map-group=65534"],  # as which a user sees all files of users that a namespace lacks
+    ],
+    ids=["root", "nobody"],
+)
+def test_a_user_who_may_not_mount_and_owns_the_devices(sandbox: Sandbox, place: list[str]):
+    if os.geteuid() != 0 and "setpriv" in place:
+        pytest.skip("only root owns the devices of this machine")
+    command = ["unshare", "--user", *place, sys.executable, "-c", CHMOD]
+    tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "Read-only file system: '/dev/null'" in tried.stdout, tried
+
+
 def test_bubblewraps_own_error_is_named(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
     """Such as that of an old one for an option that it lacks."""
     real = bubblewrap.isolation
