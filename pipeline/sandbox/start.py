@@ -174,9 +174,11 @@ def _spawn(argv: list[str], environment: dict[str, str], stdio: tuple[int, int, 
 
 def _limit(pid: int, limits: ResourceLimits, count_processes: bool) -> None:
     """Set the limits of a process and of all that it starts, and give it a cgroup where one is delegated."""
-    with contextlib.suppress(ProcessLookupError):  # bubblewrap has failed in the meantime, and will report so
+    try:
         for number, pair in linux.resource_limits(limits, count_processes).items():
             resource.prlimit(pid, number, pair)
+    except ProcessLookupError:  # bubblewrap has failed in the meantime, and will report so
+        return
     cgroup.join(pid, limits)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import bubblewrap, file_system, guard, guard_client, processes
+from pipeline.sandbox import bubblewrap, cgroup, file_system, guard, guard_client, processes, start
 from pipeline.sandbox import sandbox as sandbox_module
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.processes import ResourceUsage, UsageMeter
@@ -323,6 +323,14 @@ def test_bubblewraps_own_error_is_named(fresh_choice: None, monkeypatch: pytest.
     monkeypatch.setattr(bubblewrap, "isolation", lambda *how: replace(real(*how), bubblewrap=[how[0], "--no-such-option"]))
     with pytest.raises(SandboxError, match=r"bwrap: bubblewrap did not start: .*Unknown option --no-such-option"):
         Sandbox(ResourceLimits())
+
+
+def test_a_bubblewrap_that_has_ended_gets_no_cgroup(monkeypatch: pytest.MonkeyPatch):
+    """Its own error is the one to report, not that a process that is gone cannot be moved."""
+    monkeypatch.setattr(cgroup, "join", lambda *of: pytest.fail("it moves a process that is gone"))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    start._limit(ended.pid, ResourceLimits(), count_processes=False)
 
 
 def test_the_packages_bubblewrap_is_taken_where_the_system_has_none(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
