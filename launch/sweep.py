@@ -34,7 +34,7 @@ from launch.sweeps import baseline, reports, submission, suite, verdict
 from launch.sweeps.search import checks, search_loop
 from launch.sweeps.search.checks import Price
 from launch.sweeps.search.section import as_arguments, corners
-from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, SweepFolder, SweepJob, SweepPlan
+from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, Queue, SweepFolder, SweepJob, SweepPlan
 from launch.sweeps.verdict import GateResult, SweepResult
 from launch.terminal import command_line, console
 from launch.terminal.command_line import Key
@@ -227,8 +227,9 @@ def follow(folder: SweepFolder) -> int:
     """Wait until a check has written the verdict, and return the exit status."""
     printed: dict[str, str] = {}
     while not (over := verdict.read(folder.path)):
-        submission.print_changes(folder.job_states(), printed)
-        if not folder.check_job():
+        now = Queue("slurm")
+        submission.print_changes(folder.job_states(queue=now), printed)
+        if not folder.check_job(queue=now):
             time.sleep(POLL_S)  # it may have submitted the next check, or be writing the verdict
             if not folder.check_job() and not verdict.read(folder.path):
                 print(f"error: the check ended without a verdict. See {folder.path}/check.log", file=sys.stderr)

@@ -228,7 +228,7 @@ def test_a_message_suggests_what_to_try():
     ("algorithm", "overrides"),
     [
         *[(name, "") for name in ALGORITHMS if name != "evaluate"],
-        ("evaluate", "evaluate.tasks.text.kind=perplexity"),
+        ("evaluate", "evaluate.tasks.text.kind=perplexity evaluate.tasks.text.format=wikitext"),
         ("grpo", SEQUENCES),
         ("grpo", f"{CISPO} loss_fn.ratio_clip_min=1 loss_fn.ratio_clip_max=5"),
         ("grpo", "loss_fn.ratio_clip_c=3"),

@@ -5,8 +5,10 @@ Also which programs build.sh calls, and with which arguments.
 
 import ctypes.util
 import json
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -74,6 +76,26 @@ def test_the_sets_contain_the_pipelines_imports():
     for kind, elsewhere in (("train", WITH_VLLM | {"lm_eval"}), ("generate", WITH_VLLM | ONLY_TRAIN)):
         needed = packages.keys() - elsewhere
         assert {name for name in needed if not packages[name] & (SETS[kind].keys() | BASE)} == set(), kind
+
+
+def test_a_login_node_has_what_its_commands_import():
+    submit = pinned(CONTAINERS / "requirements-submit.txt")
+    assert {name: version for name, version in submit.items() if LOCK[name] != version} == {}
+    code = "import sys, hetstep, launch.sweep, launch.submit; print(*{name.split('.')[0] for name in sys.modules})"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/launch/api"}
+    loaded = {
+        *subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout.decode().split()
+    }
+    ours = {
+        name.split(".")[0]
+        for folder in ("launch", "pipeline")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+        for name in imports(path)
+    }
+    packages = metadata.packages_distributions()
+    needed = {canonicalize_name(package) for name in loaded & ours for package in packages.get(name, [])} - {"hetstep"}
+    needed -= {canonicalize_name(Requirement(line).name) for line in metadata.requires("pydantic")}  # pip installs them with it
+    assert {"omegaconf", "psutil"} <= needed <= submit.keys()
 
 
 def test_both_images_have_one_nccl_and_each_base_is_pinned():

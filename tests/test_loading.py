@@ -338,6 +338,26 @@ def test_a_reference_to_a_section_of_another_kind_is_refused_key_by_key(write):
     assert config.inspect(write("b.yaml", BASE + "grpo: '${grpo}'\nvalue: {optimizer: '${value}'}\n")).problems
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"policy.megatron_cfg.optimizer.lr": 0.5}, {"policy.megatron_cfg.optimizer.lr": 0.5}),
+        ({"logger.wandb.project": "${name}"}, {"logger.wandb.project": "tiny_sft"}),
+        ({"sft.seed": "${mul:${sft.max_num_steps},2}"}, {"sft.seed": 700}),
+    ],
+    ids=["a section that was null", "another key", "a number"],
+)
+def test_a_changed_recipe_is_the_one_that_the_command_line_makes(changes, expected):
+    changed = config.changed(config.load("tiny_sft"), changes)
+    assert changed == config.load("tiny_sft", [f"{key}={value}" for key, value in changes.items()])
+    assert changed == config.load("tiny_sft", [f"{key}={value}" for key, value in expected.items()])
+
+
+def test_a_change_below_a_scalar_is_refused():
+    with refused(("policy.precision", "not-a-choice")):
+        config.changed(config.load("tiny_sft"), {"policy.precision.x": 1})
+
+
 def test_a_key_may_be_removed_with_the_mapping_around_it():
     tree = config_tree.from_plain({"a": {"b": {"c": 1}, "d": 2}}, None)
     for key in ("a.b", "a.b.c", "a.b", "x.y"):

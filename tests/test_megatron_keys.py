@@ -229,6 +229,9 @@ SERVED = (f"{PEFT}.enabled=true", f"{LORA_REFIT}=adapter")
         ([f"{KEY}.model_overrides.mtp_num_layers=1"], (f"{KEY}.model_overrides.mtp_num_layers", "unsupported")),
         ([f"{OPTIMIZER}.min_lr=1"], (f"{OPTIMIZER}.min_lr", "too-large")),
         ([f"{SCHEDULER}.lr_warmup_iters=2"], (SCHEDULER, "contradiction")),
+        ([f"{SCHEDULER}.start_weight_decay=0.01"], (SCHEDULER, "contradiction")),
+        ([f"{KEY}.mtp_num_layers=false"], (f"{KEY}.mtp_num_layers", "unsupported")),
+        ([f"{KEY}.moe_enable_deepep=0"], (f"{KEY}.moe_enable_deepep", "unsupported")),
         ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_decay_style=WSD"], (f"{SCHEDULER}.lr_decay_style", "not-a-choice")),
         ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_decay_style=cosine"], (f"{SCHEDULER}.lr_decay_iters", "missing-value")),
         (

@@ -153,8 +153,8 @@ def _engine(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     if not arguments or (known := _known_parameters("vllm.engine.arg_utils.EngineArgs")) is None:
         return
     yield from _unknown(VLLM_KWARGS, arguments, known, "the installed vLLM")
-    for name in arguments.keys() & known.keys():
-        if not _fits(str(known[name].annotation), arguments[name]):
+    for name in arguments:
+        if name in known and not _fits(str(known[name].annotation), arguments[name]):
             message = f"got {arguments[name]!r}; expected vLLM's type {known[name].annotation}"
             yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", message)
 

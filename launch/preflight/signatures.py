@@ -93,7 +93,7 @@ def _parameter(kind: Any, argument: ast.arg, default: ast.expr | None = None) ->
 
 @cache
 def signature(dotted: str) -> Signature | None:
-    """Return the signature of an installed library's class; None if it is not known. Raises NoSuchClass.
+    """Return the signature of an installed library's class, without *args; None if it is not known. Raises NoSuchClass.
 
     It is not known if the library is not installed, or the class takes **kwargs.
     """
@@ -105,7 +105,8 @@ def signature(dotted: str) -> Signature | None:
     for item in definition[1].body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             parameters = [*signature_of(item.args).parameters.values()][1:]
-            return None if item.args.kwarg else Signature(parameters)
+            keywords = [parameter for parameter in parameters if parameter.kind is not Parameter.VAR_POSITIONAL]
+            return None if item.args.kwarg else Signature(keywords)
     return Signature([*fields(*definition).values()])
 
 

@@ -53,6 +53,8 @@ class Expression:
         """Parse the text. Raises Malformed."""
         if len(text) > MAX_CHARACTERS:
             raise Malformed(f"got {len(text)} characters; expected at most {MAX_CHARACTERS}")
+        if mark := re.search("['\"#]", text):  # of a text or a comment of Python
+            raise Malformed(f"'{text}' is not an expression: got {mark[0]}; expected the name of a metric without quotes")
         quoted = re.sub(r"\bfrom\s*=", "from_=", FIRST_ARGUMENT.sub(r'\1("\2"', text.strip()))  # `from` is a keyword of Python
         self.metrics: list[str] = []
         """The names of the metrics, in the order of the text, each once."""

@@ -26,7 +26,7 @@ from launch.submission import foreground
 from launch.submission.prepare import Prepared, folder_name, prepare
 from launch.sweeps.search.section import as_arguments
 from launch.sweeps.suite import LoadedSuite, seeds_of
-from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
+from launch.sweeps.sweep_folder import JobState, Queue, SweepFolder, SweepJob
 from launch.terminal import console
 from launch.terminal.safe_text import on_one_line
 from pipeline import config
@@ -157,8 +157,9 @@ def submit(folder: SweepFolder, own: str | None = None) -> bool:
     If another check waits, failed jobs are left to it. own: the id of this process's job, if it is a check. Raises RecipeError
     if a submission fails. The jobs submitted before go on, and the same command submits the rest.
     """
-    job_states = folder.job_states()
-    checker = folder.check_job(other_than=own)
+    now = Queue("slurm")
+    job_states = folder.job_states(queue=now)
+    checker = folder.check_job(own, now)
     live = [state for state in job_states if state.state == "live"]
     todo = [state for state in due(job_states, folder.suite.retries) if state.state == "missing" or not checker]
     if not live and not todo:

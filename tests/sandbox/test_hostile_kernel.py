@@ -63,6 +63,19 @@ shared_mb() - before < 100 or escaped(shared_mb() - before, "MB")
     )
 
 
+def test_huge_pages_held_by_pipes(host: Host):
+    """One byte of a huge page in a pipe holds all of its 2 MB."""
+    host.held("""
+class Piece(ctypes.Structure):
+    _fields_ = (("place", ctypes.c_void_p), ("size", ctypes.c_size_t))
+page = ctypes.create_string_buffer(4096)
+reader, writer = os.pipe()
+libc.vmsplice(writer, ctypes.byref(Piece(ctypes.addressof(page), 1)), 1, 0) == -1 or escaped("vmsplice")
+refused(os.splice, os.open(__file__, os.O_RDONLY), writer, 1)
+refused(os.sendfile, writer, os.open(__file__, os.O_RDONLY), 0, 1)
+""")
+
+
 def test_huge_pages_that_are_mostly_unmapped(host: Host):
     """The kernel splits one and frees its parts only when it is short of memory."""
     host.held("""
@@ -76,6 +89,17 @@ before = resident()
 room[8 << 20] = 1
 resident() - before < 1 << 20 or escaped(resident() - before)
 libc.prctl(41, 0, 0, 0, 0) == -1 or escaped("PR_SET_THP_DISABLE")
+""")
+
+
+def test_huge_pages_that_are_reserved(host: Host):
+    host.held("""
+import mmap
+try:
+    mmap.mmap(-1, 2 << 20, 0x22 | 0x40000)  # MAP_HUGETLB
+    escaped("MAP_HUGETLB")
+except OSError as error:
+    error.errno == errno.EPERM or escaped(error)  # and not for want of them
 """)
 
 
@@ -96,6 +120,15 @@ with sqlite3.connect("a.db") as base:
     base.execute("create table t (x)")
     base.execute("insert into t values (1)")
     assert base.execute("select x from t").fetchall() == [(1,)]
+""")
+
+
+def test_descriptors_in_transit(host: Host):
+    """Their limit is shared by a user's programs."""
+    host.held("""
+import socket
+one, other = socket.socketpair()
+refused(socket.send_fds, one, [b"x"], [0])
 """)
 
 

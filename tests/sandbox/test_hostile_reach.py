@@ -75,6 +75,10 @@ for path in ("/etc/shadow", "/etc/passwd", "/etc/hostname", "/etc/munge", "/var"
 """)
 
 
+def test_run_folder(host: Host):
+    host.held(RUN_FOLDER)
+
+
 def test_writes_outside_the_scratch_folder(host: Host):
     host.held("""
 library = os.path.dirname(os.__file__)

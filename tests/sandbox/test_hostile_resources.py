@@ -98,6 +98,17 @@ while True:
     assert ran.ended_by == "memory"
 
 
+def test_memory_that_no_process_reports(host: Host):
+    host.held("""
+refused(os.memfd_create, "hoard")
+for number in {"x86_64": (29, 68, 240, 447), "aarch64": (194, 186, 180, 447)}[os.uname().machine]:  # shmget, msgget, mq_open
+    if libc.syscall(number, 0, 1 << 20, 0o1600, 0) != -1:
+        escaped("call", number)
+refused(open, "/dev/shm/hoard", "w")
+refused(open, "/dev/mqueue/hoard", "w")
+""")
+
+
 def test_disk_fill(host: Host):
     ran = host.held("""
 written = 0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import bubblewrap, file_system, guard, guard_client, processes
+from pipeline.sandbox import bubblewrap, cgroup, file_system, guard, guard_client, processes, start
 from pipeline.sandbox import sandbox as sandbox_module
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.processes import ResourceUsage, UsageMeter
@@ -277,12 +277,60 @@ def test_if_the_sandbox_does_not_work_the_reasons_and_remedies_are_named(fresh_c
         Sandbox(ResourceLimits())
 
 
+@pytest.mark.parametrize(
+    ("changed", "value", "reason"),
+    [(bubblewrap.platform, lambda: "ppc64le", "got machine ppc64le"), (None, None, "Python lacks the package system-calls")],
+)
+def test_without_a_filter_of_system_calls(fresh_choice: None, monkeypatch: pytest.MonkeyPatch, changed, value, reason: str):
+    if changed:
+        monkeypatch.setattr(changed, "machine", value)
+    else:
+        monkeypatch.setitem(sys.modules, "system_calls", None)
+    with pytest.raises(SandboxError, match=rf"no bubblewrap works .*{reason}.*Python's package system-calls.*sandbox: none"):
+        Sandbox(ResourceLimits())
+
+
+CHMOD = """
+import os
+from pipeline.sandbox.limits import ResourceLimits
+from pipeline.sandbox.sandbox import Sandbox
+assert os.stat("/dev/null").st_uid == os.geteuid(), "it does not seem to own the devices"
+sandbox = Sandbox(ResourceLimits(), "bubblewrap")
+ran = sandbox.run([sandbox.python, "-c", "import os; open('/dev/null', 'w').write('x'); os.chmod('/dev/null', 0o666)"])
+print((ran.stdout + ran.stderr).decode())
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ["--map-root-user", "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"],
+        ["--map-user=65534", "--map-group=65534"],  # as which a user sees all files of users that a namespace lacks
+    ],
+    ids=["root", "nobody"],
+)
+def test_a_user_who_may_not_mount_and_owns_the_devices(sandbox: Sandbox, place: list[str]):
+    if os.geteuid() != 0 and "setpriv" in place:
+        pytest.skip("only root owns the devices of this machine")
+    command = ["unshare", "--user", *place, sys.executable, "-c", CHMOD]
+    tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "Read-only file system: '/dev/null'" in tried.stdout, tried
+
+
 def test_bubblewraps_own_error_is_named(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):
     """Such as that of an old one for an option that it lacks."""
     real = bubblewrap.isolation
     monkeypatch.setattr(bubblewrap, "isolation", lambda *how: replace(real(*how), bubblewrap=[how[0], "--no-such-option"]))
     with pytest.raises(SandboxError, match=r"bwrap: bubblewrap did not start: .*Unknown option --no-such-option"):
         Sandbox(ResourceLimits())
+
+
+def test_a_bubblewrap_that_has_ended_gets_no_cgroup(monkeypatch: pytest.MonkeyPatch):
+    """Its own error is the one to report, not that a process that is gone cannot be moved."""
+    monkeypatch.setattr(cgroup, "join", lambda *of: pytest.fail("it moves a process that is gone"))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    start._limit(ended.pid, ResourceLimits(), count_processes=False)
 
 
 def test_the_packages_bubblewrap_is_taken_where_the_system_has_none(fresh_choice: None, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import pytest
 from system_calls import syscalls
 
 from pipeline.sandbox import seccomp
+from pipeline.sandbox.limits import SandboxError
 from pipeline.sandbox.seccomp import ABSENT, ALLOW, ALLOWED, DENY, GRANTED, INVALID, KILL, MACHINES, NOT_FOR_THIS, YOUNGEST
 from tests.sandbox.hosts import Host
 
@@ -132,7 +133,7 @@ def test_the_numbers_match_libseccomp(machine: str):
 
 
 def test_an_unknown_machine():
-    with pytest.raises(ValueError, match="got machine s390x; expected x86_64 or aarch64"):
+    with pytest.raises(SandboxError, match="got machine s390x; expected x86_64 or aarch64"):
         seccomp.filter_for("s390x")
 
 

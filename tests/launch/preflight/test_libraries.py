@@ -59,6 +59,21 @@ def test_parsed_signatures_equal_the_classes():
 SCHEDULES = [f"torch.optim.lr_scheduler.{name}" for name in ("LinearLR", "ConstantLR", "CosineAnnealingLR", "LambdaLR")]
 
 
+def test_positional_arguments_are_no_option(problems, tmp_path, monkeypatch):
+    (tmp_path / "a_library.py").write_text("class Adam:\n    def __init__(self, params, *rest, lr=1.0, weight_decay=0.0): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    optimizer = ["policy.optimizer.name=a_library.Adam"]
+    assert problems(*optimizer) == []
+    assert named(problems(*optimizer, "policy.optimizer.kwargs.rest=1")) == {("policy.optimizer.kwargs.rest", "unknown-key")}
+
+
+def test_problems_have_the_order_of_the_recipe(problems):
+    names = ("max_num_partial_prefills", "block_size", "seed_offset", "enable_lora", "swap_space", "disable_log_stats")
+    found = problems(*(f"policy.generation.vllm_kwargs.{name}=[odd]" for name in names))
+    wrong = [problem.key.rpartition(".")[2] for problem in found if problem.code == "wrong-type"]
+    assert len(wrong) > 2 and wrong == [name for name in names if name in wrong]
+
+
 def test_a_missing_class_and_a_missing_library():
     with pytest.raises(signatures.NoSuchClass):
         signatures.signature("torch.optim.AdamX")

@@ -101,6 +101,7 @@ def test_an_expression_without_a_value_has_a_reason(text, said):
             "mean(t, **t)",
         ),
         *("mean(t, *t)", "mean(t, last=1e999)", "last(t) ** 2", "last(t) // 2", "last(t).real", "last(t)[0]", "last(last(t))"),
+        *("mean('t')", 'mean("t")', "mean(b't')", "mean(f't')", "mean(f'{1}')", "mean('''t''')", "last(t) # t"),
         *("__import__('os').system('true')", "(lambda: 1)()", "[last(t)]", "1" * 400, "-" * 2000 + "last(t)", "a\0b"),
     ],
 )

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.sweeps.sweep_folder import SweepFolder
+from launch import sweep as sweep_command
+from launch.executors import slurm_client
+from launch.sweeps import suite
+from launch.sweeps.submission import jobs_of
+from launch.sweeps.sweep_folder import SweepFolder, SweepPlan
 from tests.launch.model import write_recipe
 from tests.launch.sweeps import tasks
 from tests.launch.sweeps.suites import environment, in_process, known, launch, outcomes, submitted, sweep, write_suite
@@ -20,6 +24,18 @@ ONE_SEED = {"seeds": [1], "gates": {"on policy": {"value": "at(train/ppo_kl, 1)"
 @pytest.fixture
 def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     return in_process(monkeypatch, capsys, tasks.learn)
+
+
+def test_following_reads_the_queue_once_a_turn(tmp_path, monkeypatch, capsys):
+    asked = suite.load(str(write_suite(tmp_path)))
+    folder = SweepFolder(tmp_path / "x")
+    with folder.locked():
+        folder.begin(asked.suite, SweepPlan("x", "slurm", str(tmp_path), "", [], jobs_of(asked, folder.path)[0]))
+    commands = []
+    monkeypatch.setattr(slurm_client, "run_command", lambda *command: commands.append(command) or "")
+    monkeypatch.setattr(sweep_command, "POLL_S", 0.0)
+    assert sweep_command.follow(folder) == 1 and "ended without a verdict" in capsys.readouterr().err
+    assert commands == [("scontrol", "show", "job", "-o")] * 2  # the second looks for the check again, after a pause
 
 
 def starts(folder: Path) -> dict[str, int]:
