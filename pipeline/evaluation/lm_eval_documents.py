@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lm_eval  # pyright: ignore[reportMissingImports] optional package
 from datasets import Dataset
+from lm_eval.api.samplers import FirstNSampler  # pyright: ignore[reportMissingImports] as above
 from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports] as above
 from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports] as above
 from lm_eval.tasks._yaml_loader import load_yaml  # pyright: ignore[reportMissingImports] as above
+from typing_extensions import override
 
 from pipeline.algorithms.evaluate import HARNESS_FORMATS, TaskConfig
 from pipeline.data.datasets import record_location
@@ -44,38 +47,77 @@ DOCUMENTS = {
 """The harness's configuration of format=documents, without the column of the text."""
 ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 """Metrics of each task of choices whose prompt is a template, so that the choices share it; beside the task's own."""
+OTHER_DOCUMENT = {"": ""}
+"""Stands for a document that is not read and is no few-shot example."""
+
+
+class AskedTask(ConfigurableTask):
+    """A task of the harness that asks some of its documents, with the few-shot examples that they have if it asks all."""
+
+    def __init__(self, config: dict[str, Any], documents: _Split | None, has_all: bool) -> None:
+        """Build the task, which reads its first document.
+
+        documents: those of each split; None: the harness's own data set. has_all: they include documents that are not asked.
+        """
+        self._documents = documents
+        self._has_all = has_all
+        self.asked: dict[int, int] = {}
+        """Index of a document to ask, ascending -> its place among all documents that could be asked."""
+        self._places: Iterator[int] = iter(())
+        self._next_place = 0
+        super().__init__(config=config)
+
+    @override
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self._documents is None:
+            super().download(dataset_kwargs, **kwargs)
+        else:
+            self.dataset = defaultdict(lambda: self._documents)
+
+    @override
+    def doc_iterator(self, **options: Any) -> Iterator[tuple[int, Any]]:
+        return ((document, self.task_docs[document]) for document in self.asked)
+
+    @override
+    def build_all_requests(self, **options: Any) -> None:
+        self._places, self._next_place = iter(self.asked.values()), 0
+        super().build_all_requests(**options)
+
+    @override
+    def fewshot_context(self, doc: Any, num_fewshot: int, **options: Any) -> Any:
+        """Return the prompt of the next document, after drawing the examples of the documents before it that are not asked."""
+        place = next(self._places)
+        if num_fewshot and not isinstance(self.sampler, FirstNSampler):
+            leaves_out = self.fewshot_cfg.split == self.config.test_split  # the document itself, by drawing one more
+            for skipped in range(self._next_place, place):
+                document = self.task_docs[skipped] if self._has_all else OTHER_DOCUMENT
+                self.sampler.sample(num_fewshot, eval_doc=document if leaves_out else None)
+        self._next_place = place + 1
+        return super().fewshot_context(doc, num_fewshot, **options)
+
+
+class _Split(list[Mapping[str, Any]]):
+    """Documents in the form in which a task of the harness reads them."""
+
+    @property
+    def features(self) -> dict[str, None]:
+        return dict.fromkeys(self[0])
 
 
 @dataclass(frozen=True)
 class Documents:
     """Tasks of the harness, and their documents to ask."""
 
-    tasks: dict[str, ConfigurableTask]
-    samples: dict[str, list[int]]
-    """Task -> indices of its documents to ask, ascending and not empty."""
+    tasks: dict[str, AskedTask]
     questions: dict[tuple[str, int], Question]
     """(Task, index of a document) -> the question of this evaluation that it is: its id and group."""
     dropped: task_data.DroppedQuestions
 
-    def add(self, built: ConfigurableTask, task: str, document: int, question: Question) -> None:
-        """Add a document to ask, after those of its task that are before it."""
+    def add(self, built: AskedTask, task: str, document: int, place: int, question: Question) -> None:
+        """Add a document to ask, after those of its task that are before it. place: among all that could be asked."""
         self.tasks[task] = built
-        self.samples.setdefault(task, []).append(document)
+        built.asked[document] = place
         self.questions[task, document] = question
-
-
-class _RecordsTask(ConfigurableTask):
-    """A task of the harness whose splits may be given."""
-
-    def __init__(self, config: dict[str, Any], splits: dict[str, Dataset] | None) -> None:
-        self._splits = splits
-        super().__init__(config=config)
-
-    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if self._splits is None:
-            super().download(dataset_kwargs, **kwargs)
-        else:
-            self.dataset = self._splits
 
 
 def manager(formats: Sequence[str], include_path: str | None) -> TaskManager:
@@ -113,48 +155,137 @@ def _of_records(name: str, config: TaskConfig, configs: dict[str, dict[str, Any]
     """Return the documents of the task's own records."""
     key = f"evaluate.tasks.{name}"
     read = task_data.read(name, config)
-    pool, shares_pool = read.records, _examples_are_questions(config)
-    if config.num_few_shot and not shares_pool:
+    pool = read.records
+    if config.num_few_shot and not _examples_are_questions(config):
         pool = task_data.read_records(f"{key}.data", config, str(config.data.few_shot_split))
     group_key = config.format_kwargs.get("group_key", "subject")
+    categories = [of.get("dataset_name") for of in configs.values()] if len(configs) > 1 else None
+    rows, examples = (_rows(records, group_key, categories is not None) for records in (read.records, pool))
+    documents = Documents({}, {}, read.dropped)
     questions = {question.index: question for question in read.questions}
-    documents = Documents({}, {}, {}, read.dropped)
+    for row in questions:
+        if categories and (category := _category(read.records[row], group_key)) not in categories:
+            with read.dropped.dropping(), _naming(f"{key}.data", record_location(read.records, row)):
+                raise ValueError(f"got {category!r} in '{group_key}'; expected one of {', '.join(map(str, categories))}")
     for task, of in configs.items():
-        category = (group_key, of.get("dataset_name")) if len(configs) > 1 else None
-        rows, examples = _rows(read.records, category), _rows(pool, category)
-        if not any(row in questions for row in rows):
-            continue
-        if config.num_few_shot > len(examples) - shares_pool:
-            message = f"got {config.num_few_shot}, but {task} has only {len(examples)} records to choose worked examples from"
-            raise RecipeError(Problem(f"{key}.num_few_shot", "too-large", message))
-        with _naming(f"{key}.data", f"the records do not fit lm-evaluation-harness's task {task}"):
-            built = _RecordsTask(of, _splits(of, _dataset(read.records, rows), _dataset(pool, examples)))
-        if len(built.eval_docs) != len(rows):
-            message = f"lm-evaluation-harness's task {task} asks only {len(built.eval_docs)} of {len(rows)} records"
-            raise RecipeError(Problem(f"{key}.data", "unsupported", f"{message}; expected all. Try data without the others"))
-        for document, row in enumerate(rows):
-            if row in questions:
-                with read.dropped.dropping(), _naming(f"{key}.data", record_location(read.records, row)):
-                    _check(built, built.eval_docs[document], read.records[row], read.records[rows[0]])
-                    documents.add(built, task, document, questions[row])
+        category = of.get("dataset_name") if categories else None
+        source = _Source(key, task, read.records, rows.get(category, []), questions, read.dropped)
+        if not questions.keys().isdisjoint(source.rows):
+            worked = replace(source, records=pool, rows=examples.get(category, []), questions={})
+            _add_task(documents, config, of, source, worked)
     read.dropped.check(len(documents.questions))
-    if not documents.tasks:
-        expected = ", ".join(str(of.get("dataset_name")) for of in configs.values())
-        raise RecipeError(Problem(f"{key}.data", "bad-record", f"no record has in '{group_key}' one of {expected}"))
     return documents
 
 
-def _check(task: ConfigurableTask, document: Mapping[str, Any], record: Record, first: Record) -> None:
-    """Raise an error for a document that the task cannot ask, or a record that lacks columns of the `first` one."""
-    if missing := first.keys() - record.keys():
-        raise ValueError(f"has no '{min(missing)}', which the first record has")
+@dataclass(frozen=True)
+class _Source:
+    """Records of one task of the harness."""
+
+    key: str
+    task: str
+    records: Sequence[Record]
+    rows: Sequence[int]
+    questions: Mapping[int, Question]
+    """Row -> the question, for the rows that are asked."""
+    dropped: task_data.DroppedQuestions
+
+    @contextlib.contextmanager
+    def dropping(self, row: int) -> Iterator[None]:
+        """Name the record of the block in any error, and drop it if the task drops bad records; only questions are counted."""
+        dropped = self.dropped if row in self.questions else task_data.DroppedQuestions(self.dropped.drops)
+        where = f"{record_location(self.records, row)} does not fit lm-evaluation-harness's task {self.task}"
+        with dropped.dropping(), _naming(f"{self.key}.data", where):
+            yield
+
+    def documents(self, rows: Sequence[int], process: Callable[[Dataset], Any] | None) -> dict[int, Mapping[str, Any]]:
+        """Return row -> its document, without the rows that are dropped. process: the task's code on a data set."""
+        whole = []
+        for row in rows:
+            with self.dropping(row):
+                if missing := self.records[self.rows[0]].keys() - self.records[row].keys():
+                    raise ValueError(f"has no '{min(missing)}', which the first record has")
+                whole.append(row)
+        return self._processed(whole, process)
+
+    def _processed(self, rows: Sequence[int], process: Callable[[Dataset], Any] | None) -> dict[int, Mapping[str, Any]]:
+        if not rows:
+            return {}
+        try:
+            made = Dataset.from_list([dict(self.records[row]) for row in rows])
+            made = list(process(made) if process else made)
+        except Exception:  # of the task's own code, or of records of different types
+            if len(rows) == 1:
+                with self.dropping(rows[0]):
+                    raise
+                return {}
+            middle = len(rows) // 2  # halves find a bad record in few calls, each of which takes milliseconds
+            return {**self._processed(rows[:middle], process), **self._processed(rows[middle:], process)}
+        if len(made) != len(rows):
+            message = f"lm-evaluation-harness's task {self.task} asks only {len(made)} of {len(rows)} records"
+            raise RecipeError(
+                Problem(f"{self.key}.data", "unsupported", f"{message}; expected all. Try data without the others")
+            )
+        documents: list[Any] = made
+        return dict(zip(rows, documents, strict=True))
+
+
+def _add_task(documents: Documents, config: TaskConfig, of: dict[str, Any], source: _Source, worked: _Source) -> None:
+    """Build a task of the harness, and add its documents to ask. worked: the records of the few-shot examples."""
+    settings, process = dict(of.get("fewshot_config") or {}), of.get("process_docs")
+    of = {**of, "process_docs": None, "fewshot_config": {**settings, "process_docs": None}}
+    worked_process, drops = settings.get("process_docs", process), source.dropped.drops
+    shared = bool(config.num_few_shot) and _examples_are_questions(config)
+    made = source.documents(source.rows if shared else [row for row in source.rows if row in source.questions], process)
+    built, split = None, _Split()
+    for row in list(made):
+        with source.dropping(row):
+            split[:] = [made[row]]
+            built = AskedTask(of, split, has_all=shared)
+        if built:
+            break
+        del made[row]
+    if built is None:
+        return
+    split.clear()
+    places = {row: place for place, row in enumerate(source.rows)}
+    for row, document in made.items():
+        with source.dropping(row):
+            if row in source.questions or drops:
+                _check(built, document)
+            if row in source.questions:
+                index = len(split)
+                documents.add(built, source.task, index, index if shared else places[row], source.questions[row])
+            split.append(document)
+    if config.num_few_shot:
+        examples: Sequence[Any] = split
+        if not shared or worked_process is not process:
+            examples = []
+            for row, document in worked.documents(worked.rows, worked_process).items():
+                with worked.dropping(row):
+                    if drops and worked_process is process:
+                        _check(built, document)
+                    examples.append(document)
+        if config.num_few_shot > len(examples) - shared:
+            message = (
+                f"got {config.num_few_shot}, but {source.task} has only {len(examples)} records to choose worked examples from"
+            )
+            raise RecipeError(Problem(f"{source.key}.num_few_shot", "too-large", message))
+        built.sampler.replace_df(list(examples))
+
+
+def _check(task: AskedTask, document: Mapping[str, Any]) -> None:
+    """Raise an error for a document that the task cannot ask."""
     text, target = task.doc_to_text(document), task.doc_to_target(document)
     if task.OUTPUT_TYPE == "loglikelihood_rolling" and not target:
         raise ValueError("has no text to score")
     if task.config.doc_to_choice is not None:
         right, choices = text if task.multiple_input else target, task.doc_to_choice(document)
+        if wrong := [choice for choice in choices if not isinstance(choice, str)]:
+            raise TypeError(f"got {wrong[0]!r} as a choice; expected a text")
         if isinstance(right, int) and not 0 <= right < len(choices):
             raise ValueError(f"got {right} as the index of the right choice; expected 0 to {len(choices) - 1}")
+        if isinstance(right, str) and right not in choices:  # the harness would count every answer as wrong
+            raise ValueError(f"got {right!r} as the right choice; expected an index or one of {choices}")
 
 
 @contextlib.contextmanager
@@ -170,12 +301,12 @@ def _naming(key: str, where: str) -> Iterator[None]:
 def _of_harness(key: str, config: TaskConfig, configs: dict[str, dict[str, Any]]) -> Documents:
     """Return the documents of the harness's own data sets."""
     with _naming(f"{key}.data", "lm-evaluation-harness cannot read its data set"):
-        tasks = {task: _RecordsTask(of, None) for task, of in configs.items()}
-    places = [(task, document) for task, built in tasks.items() for document in range(len(built.eval_docs))]
-    documents = Documents({}, {}, {}, task_data.DroppedQuestions())
+        tasks = {task: AskedTask(of, None, has_all=True) for task, of in configs.items()}
+    places = [(task, document) for task, built in tasks.items() for document in range(len(built.task_docs))]
+    documents = Documents({}, {}, task_data.DroppedQuestions())
     for task, document in [places[number] for number in task_data.select(len(places), config)]:
         id, group = f"{document:07d}", task if len(tasks) > 1 else ""
-        documents.add(tasks[task], task, document, Question(f"{group}/{id}" if group else id, "", group=group))
+        documents.add(tasks[task], task, document, document, Question(f"{group}/{id}" if group else id, "", group=group))
     return documents
 
 
@@ -239,19 +370,17 @@ def _question_split(of: Mapping[str, Any]) -> str:
     return of.get("test_split") or of["validation_split"]
 
 
-def _splits(of: Mapping[str, Any], questions: Dataset, examples: Dataset) -> dict[str, Dataset]:
-    """Return the records of each split that a task's configuration names: all but the questions' are for few-shot examples."""
-    names = (of.get(f"{kind}_split") for kind in ("training", "validation", "test", "fewshot"))
-    return dict.fromkeys(filter(None, names), examples) | {_question_split(of): questions}
+def _rows(records: Sequence[Record], column: str, divides: bool) -> dict[Any, list[int]]:
+    """Return the value of a column -> the indices of its records; None -> all records, if the column does not divide them."""
+    if not divides:
+        return {None: list(range(len(records)))}
+    rows: dict[Any, list[int]] = {}
+    for row in range(len(records)):
+        rows.setdefault(_category(records[row], column), []).append(row)
+    return rows
 
 
-def _dataset(records: Sequence[Record], rows: Sequence[int]) -> Dataset:
-    return Dataset.from_list([dict(records[row]) for row in rows])
-
-
-def _rows(records: Sequence[Record], category: tuple[str, Any] | None) -> list[int]:
-    """Return the indices of the records of a category, (its column, its value); None: of all records."""
-    if category is None:
-        return list(range(len(records)))
-    column, value = category
-    return [row for row in range(len(records)) if records[row].get(column) == value]
+def _category(record: Record, column: str) -> Any:
+    """Return the record's value of a column; None for one that is no plain value."""
+    value = record.get(column)
+    return value if isinstance(value, str | int) else None

@@ -139,7 +139,7 @@ class HarnessRun:
                 system_instruction=config.system_prompt,
             )
             model, tasks = EnginesLM(self._recipe, settings, self._tokenizer, engines, answers), list(documents.tasks.values())
-            results = self._evaluate(model, settings, config.seed, tasks=tasks, samples=documents.samples)
+            results = self._evaluate(model, settings, config.seed, tasks=tasks)
             self._warnings[name] = [*documents.dropped.warnings, *model.warnings]
             self.answers[name] = [
                 answer

@@ -89,7 +89,7 @@ def interval(questions: Collection[Sequence[float]], scale: Scale | None = None)
 
 def _scale_interval(samples: Sequence[Sequence[float]], scale: Scale) -> Interval:
     if scale.exponential and (middle := _mean([_mean(values) for values in samples])) > 0:
-        # The values are middle (1 + x - mean of x) of x in nats (`pipeline/evaluation/perplexity.py`).
+        # The values are middle (1 + x - mean of x) of x in nats (`pipeline/evaluation/lm_eval_tasks.py`).
         inner = interval([[math.log(middle) + value / middle - 1 for value in values] for values in samples])
         return _within(scale, Interval(middle, _exp(inner.low), _exp(inner.high)))
     if math.isinf(scale.high):

@@ -73,8 +73,8 @@ def prepare(folder: Path) -> None:
         shots = {"num_few_shot": 5, "few_shot_split": "dev"} if form == "mmlu" else {}
         config = task_config(form, folder / form, **shots)
         documents = lm_eval_documents.build(form, config, lm_eval_documents.manager([form], None))
-        for name, task in documents.tasks.items():
-            task.build_all_requests(samples=documents.samples[name])
+        for task in documents.tasks.values():
+            task.build_all_requests()
         pairs = [instance.args for task in documents.tasks.values() for instance in task.instances]
         (folder / f"{form}.json").write_text(json.dumps(pairs))
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
 from pipeline.algorithms.evaluate import HARNESS_KINDS, LmEvalConfig, TaskConfig
@@ -60,7 +62,8 @@ def test_the_questions_are_those_of_the_data(tmp_path: Path):
     """With the ids and the draws of any other task, so that comparisons with earlier evaluations pair them."""
     config = task_config("hellaswag", write_jsonl(tmp_path / "h.jsonl", records("hellaswag", 20)), max_samples=7)
     documents, read = build(config), task_data.read("it", config)
-    assert documents.samples == {"hellaswag": [question.index for question in read.questions]}
+    asked = documents.tasks["hellaswag"].asked
+    assert list(asked.values()) == [question.index for question in read.questions]
     assert [question.id for question in documents.questions.values()] == [question.id for question in read.questions]
 
 
@@ -106,6 +109,9 @@ def test_earlier_names_of_the_kind_and_of_formats(tmp_path: Path, kind: str):
         ("piqa", {"goal": "g", "sol1": "a", "label": 1}, "has no 'sol2', which the first record has"),
         ("arc", {"id": "", "question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"}, "not in list"),
         ("documents", {"text": ""}, "has no text to score"),
+        ("hellaswag", {**records("hellaswag", 1)[0], "ctx_b": None}, "AttributeError: 'NoneType' object"),
+        ("piqa", {"goal": "g", "sol1": "a", "sol2": 5, "label": 1}, "got 5 as a choice"),
+        ("piqa", {"goal": ["g"], "sol1": "a", "sol2": None, "label": 1}, "got None as a choice"),
     ],
 )
 def test_bad_records_are_named_or_dropped(tmp_path: Path, form: str, bad: dict, message: str):
@@ -117,15 +123,72 @@ def test_bad_records_are_named_or_dropped(tmp_path: Path, form: str, bad: dict, 
     assert documents.dropped.count == 1 and len(documents.questions) == 3
 
 
+@pytest.mark.parametrize("form", ["hellaswag", "piqa"])
+def test_bad_records_are_no_examples(folder: Path, tmp_path: Path, form: str):
+    """Of the questions' own split, and of a split of their own; the first record is a bad one."""
+    good, bad = records(form, 4), {**records(form, 1)[0], "label": "-1" if form == "piqa" else None}
+    for split in ("test", "train"):
+        write_jsonl(tmp_path / f"{split}.jsonl", [bad, *good])
+    for split in (None, "train"):
+        config = task_config(form, tmp_path, num_few_shot=3, few_shot_split=split, bad_records="drop")
+        assert len(ask(folder, tmp_path / str(split), config).answers["it"]) == 4
+        config.num_few_shot = 4 + (split is not None)
+        with refused((f"{KEY}.num_few_shot", "too-large")):
+            build(config)
+    config = task_config("hellaswag", tmp_path, num_few_shot=1, few_shot_split="train", max_samples=1)
+    if form == "hellaswag":
+        with refused((f"{KEY}.data", "bad-record")) as error:
+            build(config)
+        assert ".jsonl:1 does not fit" in str(error.value)
+
+
+def test_a_task_reads_its_documents_once(tmp_path: Path, monkeypatch):
+    calls, process = [], Dataset.map
+    monkeypatch.setattr(Dataset, "map", lambda self, *args, **options: calls.append(1) or process(self, *args, **options))
+    path = write_jsonl(tmp_path / "rows.jsonl", records("hellaswag", 30))
+    assert len(build(task_config("hellaswag", path)).questions) == 30 and len(calls) == 1
+    assert len(build(task_config("hellaswag", path, num_few_shot=2)).questions) == 30 and len(calls) == 2
+
+
+@pytest.mark.parametrize("split", [None, "train"])
+def test_examples_do_not_depend_on_max_samples(folder: Path, tmp_path: Path, split: str | None):
+    """They are the harness's own draws of all documents."""
+    for name in ("test", "train"):
+        write_jsonl(tmp_path / f"{name}.jsonl", records("piqa", 12, seed=len(name)))
+    answers = []
+    for most in (None, 3, 7):
+        config = task_config("piqa", tmp_path, num_few_shot=2, few_shot_split=split, max_samples=most)
+        run = ask(folder, tmp_path / str(most), config, longest=1024)
+        answers.append({answer.question: answer.prompt for answer in run.answers["it"]})
+    whole, *parts = answers
+    assert [len(prompts) for prompts in answers] == [12, 3, 7]
+    assert all(prompts.items() <= whole.items() for prompts in parts)
+    (task,) = build(task_config("piqa", tmp_path, num_few_shot=2, few_shot_split=split)).tasks.values()
+    task.set_fewshot_seed(1234)
+    documents = list(task.task_docs)
+    assert list(whole.values()) == [ConfigurableTask.fewshot_context(task, document, 2) for document in documents]
+
+
+def test_subjects_that_a_group_does_not_have(tmp_path: Path):
+    rows = records("mmlu", 6)
+    rows[1]["subject"] = rows[4]["subject"] = "company_policy"
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with refused((f"{KEY}.data", "bad-record")) as error:
+        build(task_config("mmlu", path))
+    assert "rows.jsonl:2: ValueError: got 'company_policy' in 'subject'; expected one of abstract" in str(error.value)
+    documents = build(task_config("mmlu", path, bad_records="drop"))
+    assert documents.dropped.count == 2 and len(documents.questions) == 4
+
+
 def test_records_of_another_benchmark(tmp_path: Path):
     path = write_jsonl(tmp_path / "rows.jsonl", records("piqa", 3))
     with refused((f"{KEY}.data", "bad-record")) as error:
         build(task_config("hellaswag", path))
-    assert "the records do not fit lm-evaluation-harness's task hellaswag: KeyError" in str(error.value)
+    assert "rows.jsonl:1 does not fit lm-evaluation-harness's task hellaswag: KeyError" in str(error.value)
     write_jsonl(path, [{**row, "subject": "cooking"} for row in records("mmlu", 3)])
     with refused((f"{KEY}.data", "bad-record")) as error:
         build(task_config("mmlu", path))
-    assert "no record has in 'subject' one of abstract_algebra, anatomy" in str(error.value)
+    assert "rows.jsonl:1: ValueError: got 'cooking' in 'subject'; expected one of abstract_algebra" in str(error.value)
 
 
 def test_too_few_examples(tmp_path: Path):
