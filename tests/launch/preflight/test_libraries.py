@@ -60,7 +60,9 @@ SCHEDULES = [f"torch.optim.lr_scheduler.{name}" for name in ("LinearLR", "Consta
 
 
 def test_positional_arguments_are_no_option(problems, tmp_path, monkeypatch):
-    (tmp_path / "a_library.py").write_text("class Adam:\n    def __init__(self, params, *rest, lr=1.0, weight_decay=0.0): ...\n")
+    (tmp_path / "a_library.py").write_text(
+        "class Adam:\n    def __init__(self, params, *rest, lr=1.0, weight_decay=0.0): ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     optimizer = ["policy.optimizer.name=a_library.Adam"]
     assert problems(*optimizer) == []
