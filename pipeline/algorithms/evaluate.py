@@ -39,6 +39,12 @@ KINDS = {
 SAMPLED = ("generate", "instructions")
 """Kinds whose answers are sampled and scored by an environment."""
 
+NOT_OF_HARNESS = (
+    *("env_name", "num_samples", "temperature", "top_p", "top_k", "stop", "thinking_tokens", "thinking_end", "max_turns"),
+    *("pass_at", "judge_prompt_file", "majority"),
+)
+"""Keys of a task that have no effect with HARNESS_KINDS, whose tasks define how answers are sampled and scored."""
+
 JUDGED = ("comparison", "multi_turn_rating", "refusal")
 """Kinds whose answers `evaluate.judge` judges."""
 
@@ -238,8 +244,24 @@ class Evaluate(OnlineAlgorithm):
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
             yield from _check_format(f"evaluate.tasks.{name}.format", task)
             yield from _check_samples(f"evaluate.tasks.{name}", task)
+            yield from _check_unused(f"evaluate.tasks.{name}", task)
+        yield from self._name_problems()
         yield from self._judge_problems()
         yield from self._reward_model_problems()
+
+    def _name_problems(self) -> Iterator[Problem]:
+        """Yield a problem for each task whose answers would be in a file of lm-evaluation-harness's."""
+        harness = self.section.lm_eval.tasks
+        if "lm_eval" in self.section.tasks and (
+            harness or any(task.kind in HARNESS_KINDS for task in self.section.tasks.values())
+        ):
+            message = (
+                "got a task of this name, which is that of the log of lm-evaluation-harness's requests; expected another name"
+            )
+            yield Problem("evaluate.tasks.lm_eval", "contradiction", message)
+        if twice := sorted(self.section.tasks.keys() & set(harness)):
+            message = f"got {', '.join(twice)}, which evaluate.tasks has too; expected each name once"
+            yield Problem("evaluate.lm_eval.tasks", "contradiction", message)
 
     def _judge_problems(self) -> Iterator[Problem]:
         judge, judged = self.section.judge, [name for name, task in self.section.tasks.items() if task.kind in JUDGED]
@@ -299,3 +321,11 @@ def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:
     if task.kind in SAMPLED and task.num_samples > 1 and task.temperature == 0:
         message = f"got 0, with which all num_samples={task.num_samples} answers are equal; expected above 0, or num_samples=1"
         yield Problem(f"{key}.temperature", "contradiction", message)
+
+
+def _check_unused(key: str, task: TaskConfig) -> Iterator[Problem]:
+    """Yield a problem for each key of a task of lm-evaluation-harness that has no effect there."""
+    for name in NOT_OF_HARNESS if task.kind in HARNESS_KINDS else ():
+        if (value := getattr(task, name)) != getattr(TaskConfig(), name):
+            message = f"got {value}, but kind={task.kind} does not read it. Leave it out"
+            yield Problem(f"{key}.{name}", "has-no-effect", message)

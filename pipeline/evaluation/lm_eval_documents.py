@@ -320,11 +320,16 @@ def _configs(key: str, config: TaskConfig, manager: TaskManager) -> dict[str, di
         return {name: {**DOCUMENTS, "doc_to_target": operator.itemgetter(config.format_kwargs.get("text_key", "text"))}}
     if name not in manager.task_index:
         raise RecipeError(Problem(f"{key}.format", "not-a-choice", f"lm_eval has no task {name}"))
-    configs = dict(_leaves(name, manager))
+    configs = members(name, manager)
     if fixed := [task for task, of in configs.items() if "class" in of]:
         message = f"got {', '.join(fixed)}, which is Python code; expected tasks in YAML. Try evaluate.lm_eval.tasks"
         raise RecipeError(Problem(f"{key}.format", "unsupported", message))
     return configs
+
+
+def members(name: str, manager: TaskManager) -> dict[str, dict[str, Any]]:
+    """Return the harness's configuration of a task, or of the tasks of a group or a tag at any depth."""
+    return dict(_leaves(name, manager))
 
 
 def _leaves(name: str, manager: TaskManager) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -65,9 +65,15 @@ class EnginesLM(TemplateLM):
     """Answers the harness's requests with the engines."""
 
     def __init__(
-        self, recipe: Recipe, config: LmEvalConfig, tokenizer: PreTrainedTokenizerBase, engines: Engines, answers: AnswerLog
+        self,
+        recipe: Recipe,
+        config: LmEvalConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        engines: Engines,
+        answers: AnswerLog,
+        task: str | None = None,
     ) -> None:
-        """Bind to the engines. answers: the kept answers, to which new answers are added.
+        """Bind to the engines. answers: the kept answers, to which new answers are added. task: the suite's, for messages.
 
         Raises RecipeError for a tokenizer with neither a beginning-of-sequence nor an end-of-sequence token.
         """
@@ -77,6 +83,9 @@ class EnginesLM(TemplateLM):
         self.max_length: int = self._longest - 1
         """Maximum number of input tokens of a text. The last token of a text is only scored, never an input."""
         self._config, self._seed = config, recipe.evaluate.seed
+        task_keys = (f"evaluate.tasks.{task}.{name}" for name in ("data", "max_new_tokens", "format"))
+        own_keys = (f"{KEY}.tasks", f"{KEY}.gen_kwargs.max_gen_toks", f"{KEY}.gen_kwargs")
+        self._data_key, self._tokens_key, self._sampling_key = task_keys if task else own_keys
         self._template_kwargs = recipe.policy.tokenizer.chat_template_kwargs or {}
         self._begin = PlainText(tokenizer).begin
         special: list[Any] = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
@@ -158,7 +167,7 @@ class EnginesLM(TemplateLM):
     def _scorable(self, words: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> LikelihoodRequest:
         if not 0 < len(continuation) <= self.max_length:
             message = f"the continuation {words[1][:60]!r} has {len(continuation)} tokens; expected 1 to {self.max_length}"
-            raise RecipeError(Problem(f"{KEY}.tasks", "bad-record", message))
+            raise RecipeError(Problem(self._data_key, "bad-record", message))
         tokens = np.array([*context, *continuation], np.int32)
         self._sizes.append(len(tokens))
         tokens = tokens[-self._longest :]
@@ -223,8 +232,8 @@ class EnginesLM(TemplateLM):
         room = self.max_length - max_new_tokens
         if room < 1:
             message = f"got a task with max_gen_toks {max_new_tokens}; expected fewer than {self.max_length} tokens"
-            hint = "Try a larger policy.max_total_sequence_length, or a smaller evaluate.lm_eval.gen_kwargs.max_gen_toks"
-            raise RecipeError(Problem(f"{KEY}.tasks", "too-large", f"{message}. {hint}"))
+            hint = f"Try a larger policy.max_total_sequence_length, or a smaller {self._tokens_key}"
+            raise RecipeError(Problem(self._tokens_key, "too-large", f"{message}. {hint}"))
         return np.asarray(self.tok_encode(context) or [self.prefix_token_id], np.int32)[-room:]
 
     def _sampling(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
@@ -236,7 +245,7 @@ class EnginesLM(TemplateLM):
         top_p, top_k = options.pop("top_p", 1.0), options.pop("top_k", 0)
         if unknown := [name for name, value in options.items() if value is not None]:
             message = f"a task sets {', '.join(unknown)}, which the engines do not support; expected until, max_gen_toks,"
-            raise RecipeError(Problem(f"{KEY}.gen_kwargs", "unsupported", f"{message} do_sample, temperature, top_p or top_k"))
+            raise RecipeError(Problem(self._sampling_key, "unsupported", f"{message} do_sample, temperature, top_p or top_k"))
         greedy = not sampled or temperature == 0
         stop = tuple(text for text in until if text)
         narrowed = (0.0, 1.0, 0) if greedy else (float(temperature), float(top_p), max(0, int(top_k or 0)))

@@ -117,7 +117,8 @@ class HarnessRun:
         if unknown := [name for name in self._config.tasks if not self._manager.match_tasks([name])]:
             raise RecipeError(Problem(f"{KEY}.tasks", "not-a-choice", f"lm_eval has no task {', '.join(unknown)}"))
         self._names = sorted(names)
-        if twice := names & configs.keys():
+        leaves = {leaf for name in names for leaf in lm_eval_documents.members(name, self._manager)}
+        if twice := (names | leaves) & recipe.evaluate.tasks.keys():
             message = f"got {', '.join(sorted(twice))}, which evaluate.tasks has too; expected each name once"
             raise RecipeError(Problem(f"{KEY}.tasks", "contradiction", message))
         self.documents = {name: lm_eval_documents.build(name, config, self._manager) for name, config in configs.items()}
@@ -138,8 +139,8 @@ class HarnessRun:
                 fewshot_as_multiturn=config.few_shot_as_turns,
                 system_instruction=config.system_prompt,
             )
-            model, tasks = EnginesLM(self._recipe, settings, self._tokenizer, engines, answers), list(documents.tasks.values())
-            results = self._evaluate(model, settings, config.seed, tasks=tasks)
+            model = EnginesLM(self._recipe, settings, self._tokenizer, engines, answers, name)
+            results = self._evaluate(model, settings, config.seed, tasks=list(documents.tasks.values()))
             self._warnings[name] = [*documents.dropped.warnings, *model.warnings]
             self.answers[name] = [
                 answer

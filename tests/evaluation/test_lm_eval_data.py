@@ -216,6 +216,22 @@ def test_unknown_tasks_and_classes_are_refused(tmp_path: Path):
     assert problem.key == "evaluate.tasks.piqa.format" and "include_path" in problem.message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "code"),
+    [
+        (["evaluate.tasks.piqa.temperature=0.5"], "evaluate.tasks.piqa.temperature", "has-no-effect"),
+        (["evaluate.tasks.piqa.pass_at=[1]"], "evaluate.tasks.piqa.pass_at", "has-no-effect"),
+        (["evaluate.tasks.lm_eval.kind=preference"], "evaluate.tasks.lm_eval", "contradiction"),
+        (["evaluate.lm_eval.tasks=[piqa]"], "evaluate.lm_eval.tasks", "contradiction"),
+    ],
+)
+def test_submission_refuses(tmp_path: Path, overrides: list[str], key: str, code: str):
+    given = ["policy.model_name=m", "name=n", f"run_dir={tmp_path}"]
+    before = {problem.key for problem in inspect(str(RECIPES / "suites/commonsense.yaml"), given).problems}
+    problems = inspect(str(RECIPES / "suites/commonsense.yaml"), [*given, *overrides]).problems
+    assert (key, code) in {(problem.key, problem.code) for problem in problems} and key not in before
+
+
 # ---- answers ---------------------------------------------------------------------------------------------------------------
 
 
@@ -264,9 +280,11 @@ def test_texts_of_a_recipe_and_of_documents_are_no_code(folder: Path, tmp_path: 
 def test_a_name_is_given_once(folder: Path, tmp_path: Path):
     settings = recipe(folder, "transformers", 64)
     settings.evaluate.tasks = {"piqa": task_config("piqa", write_jsonl(tmp_path / "p.jsonl", records("piqa", 2)))}
-    settings.evaluate.lm_eval.tasks = ["piqa"]
-    with refused(("evaluate.lm_eval.tasks", "contradiction")):
+    settings.evaluate.tasks["mmlu_anatomy"] = TaskConfig(kind="generate")
+    settings.evaluate.lm_eval.tasks = ["piqa", "mmlu"]
+    with refused(("evaluate.lm_eval.tasks", "contradiction")) as error:
         HarnessRun(settings, AutoTokenizer.from_pretrained(folder))
+    assert "got mmlu_anatomy, piqa, which evaluate.tasks has too" in str(error.value)
 
 
 def test_texts_that_are_too_long_are_counted_or_refused(folder: Path, tmp_path: Path):
@@ -276,7 +294,7 @@ def test_texts_that_are_too_long_are_counted_or_refused(folder: Path, tmp_path: 
     (warning,) = task.warnings
     assert warning.startswith("2 of 14 texts have more than 120 tokens and lose their first tokens. Try policy.max_total")
     write_jsonl(path, [{"goal": "g", "sol1": "a", "sol2": "river " * 130, "label": 0}])
-    with refused(("evaluate.lm_eval.tasks", "bad-record")) as error:
+    with refused((f"{KEY}.data", "bad-record")) as error:
         ask(folder, tmp_path, task_config("piqa", path), longest=120)
     assert "expected 1 to 119" in str(error.value)
 
