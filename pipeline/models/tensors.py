@@ -90,6 +90,11 @@ def _tensors(config: str) -> tuple[Tensor, ...]:
 def described(name: str, shape: tuple[int, ...], is_buffer: bool = False) -> Tensor:
     """Return the tensor of this name on disk, with its place in the model."""
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
-    parts: list[Part] = ["buffer"] if is_buffer else [part for part, pattern in _PARTS if re.search(pattern, name)]
-    part: Part = parts[0] if parts else "norm" if len(shape) == 1 else "unknown"
+    part: Part = "buffer" if is_buffer else _part(re.sub(r"\d+", "0", name)) or ("norm" if len(shape) == 1 else "unknown")
     return Tensor(name, shape, part, layer and int(layer[1]), expert and int(expert[1]))
+
+
+@functools.cache
+def _part(name: str) -> Part | None:
+    """Return the part that a name says; None if it says none. Layers and experts have equal numbers, so few names differ."""
+    return next((part for part, pattern in _PARTS if re.search(pattern, name)), None)
