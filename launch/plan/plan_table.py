@@ -339,7 +339,7 @@ def _why_unpriced(recipe: Recipe) -> str:
 
 
 def _verdict(plan: Plan) -> Iterator[Line]:
-    if not any(component.gpus_per_node for component in config.components(plan.recipe).values()):
+    if not config.has_gpus(plan.recipe):
         yield "verdict", "no GPUs: host memory is used, and its size is not known"
         return
     yield "verdict", "fits, by these estimates" if plan.fits else "does not fit"

@@ -21,12 +21,12 @@ from pipeline.config.hardware import GPUSpec
 CLOCKS = ("rollout", "train", "refit")
 """Names of the clocks, as in time/<clock> of metrics.jsonl. `step_time.py` combines them into the duration of a step."""
 TRAINING_SLOWDOWN = 1.15
-"""Of policy.deterministic, from docs/developer/determinism/op-catalog.md of Megatron-LM: roughly 15% of a step, from 4% for a
-large dense model to 17% for a hybrid mixture of experts. Attention's backward alone may lose 38% of its speed
-(https://arxiv.org/abs/2601.21824)."""
+"""Factor of a training step with policy.deterministic. docs/developer/determinism/op-catalog.md of Megatron-LM has roughly 15%
+of a step, from 4% for a large dense model to 17% for a hybrid mixture of experts. Attention's backward alone may lose 38% of
+its speed (https://arxiv.org/abs/2601.21824)."""
 GENERATION_SLOWDOWN = 1.5
-"""Of policy.deterministic, between two measurements of vLLM with batch invariance: 1.45, from 31% less throughput on an H20
-(https://github.com/vllm-project/vllm/issues/27433), and 1.6, from 42 s instead of 26 s in
+"""Factor of generation with policy.deterministic, between two measurements of vLLM with batch invariance: 1.45, from 31% less
+throughput on an H20 (https://github.com/vllm-project/vllm/issues/27433), and 1.6, from 42 s instead of 26 s in
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference."""
 
 

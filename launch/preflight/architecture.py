@@ -125,9 +125,8 @@ def asks_description(recipe: Recipe) -> bool:
 
     A recipe that trains whole models with FSDP2 on CPUs leaves these checks to its ranks.
     """
-    on_gpus = any(component.gpus_per_node for component in config.components(recipe).values())
     frozen = any(policy.freeze_parameters for policy in config.models(recipe).values())
-    return bool(uses_megatron(recipe.policy) or frozen or config.adapters(recipe.policy) or on_gpus)
+    return bool(uses_megatron(recipe.policy) or frozen or config.adapters(recipe.policy) or config.has_gpus(recipe))
 
 
 def is_described(recipe: Recipe) -> bool:
@@ -194,7 +193,7 @@ def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Pr
 
 def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
     """Refuse state spaces and delta nets, whose kernels in torch and vLLM sum along a sequence in an undefined order."""
-    if not (policy.deterministic and any(component.gpus_per_node for component in config.components(recipe).values())):
+    if not (policy.deterministic and config.has_gpus(recipe)):
         return
     if has_states(model):
         message = (

@@ -148,8 +148,7 @@ def _examine(
         notes += unread_notes
         if not problems:
             layout = list(architecture.against_layout(recipe, pending))
-            has_gpus = any(component.gpus_per_node for component in config.components(recipe).values())
-            plans = not layout and (wants_plan or plan_from or has_gpus)
+            plans = not layout and (wants_plan or plan_from or config.has_gpus(recipe))
             planned, no_plan = _plan(recipe, choice, plan_from, pending, notes, dry) if plans else (None, ())
             problems += [*layout, *(planned.problems() if planned else ())]
             prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan, loaded.from_environment)

@@ -67,7 +67,7 @@ class Expression:
         except ValueError as error:
             raise Malformed(f"'{text}' is not an expression: {error}") from None
         self.is_statistic = isinstance(tree, ast.Call)
-        """Whether the expression is a single statistic, whose value is a height in the metric's curve."""
+        """True for a single statistic, whose value is a height in the metric's curve."""
 
     def value(self, curves: Mapping[str, Curve]) -> float:
         """Return the value for a run with these metrics. Raises NoValue."""

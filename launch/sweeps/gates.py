@@ -131,7 +131,7 @@ class GateCase:
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the gate compares with the baseline."""
+        """Return whether the gate compares with the baseline."""
         evaluation = self.gate.evaluation
         return kind(self.gate) in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
 

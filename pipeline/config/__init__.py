@@ -125,7 +125,7 @@ from pipeline.config.policy import (
     TokenizerConfig,
     ValueConfig,
 )
-from pipeline.config.recipe_checks import components, problems, validate
+from pipeline.config.recipe_checks import components, has_gpus, problems, validate
 from pipeline.config.schema import (
     DataConfig,
     DatasetConfig,

@@ -120,6 +120,11 @@ def _check_frozen(policy: PolicyConfig) -> Iterator[Problem]:
         yield Problem("policy.freeze_parameters", "contradiction", message)
 
 
+def has_gpus(recipe: Recipe) -> bool:
+    """Return whether a component of the job has GPUs."""
+    return any(component.gpus_per_node for component in components(recipe).values())
+
+
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """Return name -> component of the job, in rank order."""
     cluster = recipe.cluster

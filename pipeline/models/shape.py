@@ -116,8 +116,8 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any], key: str = "policy.model_name") -> ModelShape:
         """Return the shape of the model with this config.json. key: the recipe's key of the model's name.
 
-        Imports torch and transformers; raises UnknownShape without them, and for a model with other mixers than attention,
-        Mamba-2 and gated delta nets. Raises RecipeError for a config.json that transformers refuses.
+        Imports torch and transformers; raises UnknownShape without them, for a model that transformers cannot build, and for
+        other mixers than attention, Mamba-2 and gated delta nets.
         """
         if not can_describe():
             message = "torch and transformers describe models, and are not installed here. Try a machine with them (make setup)"
@@ -127,7 +127,7 @@ class ModelShape:
         try:
             return _shape(hugging_face.config_of(config), tensors(config))
         except RecipeError as error:
-            raise type(error)(*(Problem(key, problem.code, problem.message) for problem in error.problems)) from None
+            raise UnknownShape(*(Problem(key, problem.code, problem.message) for problem in error.problems)) from None
         except (AttributeError, ValueError) as error:  # a configuration without the usual sizes
             message = f"the sizes of '{config.get('model_type')}' models are not known: {error}"
             raise UnknownShape(Problem(key, "unsupported", message)) from error
@@ -137,11 +137,7 @@ def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
     if unknown := next((tensor.name for tensor in model_tensors if tensor.part == "unknown"), None):
         raise ValueError(f"the part of {unknown} in the model")
     parts = _parts(model_tensors)
-    by_layer: dict[int, list[Tensor]] = {}
-    for tensor in model_tensors:
-        if tensor.layer is not None:
-            by_layer.setdefault(tensor.layer, []).append(tensor)
-    layers = [_parts(by_layer[number]) for number in range(of.num_hidden_layers)]
+    layers = _layers(model_tensors, of.num_hidden_layers)
     sparse, kinds = [layer["routed"] > 0 for layer in layers], _hybrid_kinds(of)
     with_attention = [kind not in STATEFUL and layer["attention"] > 0 for kind, layer in zip(kinds, layers, strict=True)]
     first_attention = layers[with_attention.index(True)]
@@ -194,6 +190,15 @@ def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
         state=_state(of) if hybrid else None,
         tensors=tuple(model_tensors),
     )
+
+
+def _layers(model_tensors: Iterable[Tensor], count: int) -> list[Counter[str]]:
+    """Return, for each of `count` layers, part -> its number of parameters."""
+    by_layer: list[list[Tensor]] = [[] for _ in range(count)]
+    for tensor in model_tensors:
+        if tensor.layer is not None and tensor.layer < count:
+            by_layer[tensor.layer].append(tensor)
+    return [_parts(layer) for layer in by_layer]
 
 
 def _hybrid_kinds(of: Any) -> list[str]:
