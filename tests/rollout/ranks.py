@@ -77,6 +77,8 @@ class Role(GenerateRole):
     def _before_step(self, steps: int) -> None:
         if self._scenario == "check":
             time.sleep(0.05)  # parts of an answer come before its end
+            while (self._world.info.folder / "hold").exists():
+                time.sleep(0.01)
         elif steps == 3:
             if self._scenario == "hang":
                 threading.Event().wait(600)
@@ -118,12 +120,16 @@ def check(generate: RpcGroup[Role], gate: Path) -> None:
     assert {span.version for span in first.spans} == {2}
 
     drained = generate.call(Role.drain)
-    waits = generate.call(Role.rollout, work(1, prompts(2, first=1), samples=2, max_turns=2, max_new_tokens=20))
+    waits = generate.call(Role.rollout, work(1, prompts(2, first=1), samples=2, max_turns=2, max_new_tokens=40))
     assert drained.result() == [[], []]
     assert not waits.done and all(not stand.open[0] for stand in generate.call(Role.snapshot).result()[0])
     generate.call(Role.receive).result()
+    hold = gate.with_name("hold")
+    hold.touch()  # the answers begin, and do not end before the cut is sent
     generate.call(Role.commit, Commit(3)).result()
-    generate.call(Role.cut, [1]).result()
+    cut = generate.call(Role.cut, [1])
+    hold.unlink()
+    cut.result()
     ours, _ = waits.result()
     assert len(ours) == 2
 
