@@ -21,6 +21,7 @@ from launch.preflight import (
     evaluation_checkpoint,
     evaluation_data,
     file_systems,
+    harness_tasks,
     input_files,
     installed,
     libraries,
@@ -248,6 +249,7 @@ def site_problems_of(
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     if not config.trains(recipe):
         yield from evaluation_data.problems(recipe)
+        yield from harness_tasks.problems(recipe)
     yield from file_systems.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.notes(recipe)
     notes += placement.notes(recipe)
