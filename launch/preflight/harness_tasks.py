@@ -48,8 +48,9 @@ def _names(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (key, the task that it names). The job looks up patterns such as `mmlu_*`."""
     skipped = skipped_tasks(recipe)
     for name, task in recipe.evaluate.tasks.items():
-        if task.kind in HARNESS_KINDS and task.format != DOCUMENTS and name not in skipped:
-            yield f"evaluate.tasks.{name}.format", HARNESS_FORMATS.get(task.format, task.format)
+        form: str = task.format
+        if task.kind in HARNESS_KINDS and form != DOCUMENTS and name not in skipped:
+            yield f"evaluate.tasks.{name}.format", HARNESS_FORMATS.get(form, form)
     for name in recipe.evaluate.lm_eval.tasks:
         if not set(name) & set("*?["):
             yield "evaluate.lm_eval.tasks", name
