@@ -349,6 +349,7 @@ def surroundings() -> Iterator[list[str]]:
                     writes.append(f"{event} {real}")
 
         sys.addaudithook(watch)  # an audit hook cannot be removed, so `live` silences it
+        kept, tempfile.tempdir = tempfile.tempdir, inside  # it does not read TMPDIR again
         try:
             os.chdir(folder)
             Path("recipes").symlink_to(RECIPES)
@@ -360,7 +361,7 @@ def surroundings() -> Iterator[list[str]]:
             slurm_client._unreachable.clear()
             yield writes
         finally:
-            live[0] = False
+            live[0], tempfile.tempdir = False, kept
             os.chdir(here)
             os.environ.clear()
             os.environ.update(environment)
