@@ -13,6 +13,7 @@ from launch.executors import containers
 from pipeline import config
 from pipeline.algorithms.evaluate import HARNESS_KINDS
 from pipeline.config import ComponentConfig, Problem, Recipe, serves_rewards, trains, uses_megatron
+from pipeline.config.environments import KINDS, kind_class
 from pipeline.config.schema import TRACKERS
 from pipeline.node import c_compiler
 from pipeline.seams import extras
@@ -36,6 +37,10 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
         message = "got true, but cryptography is not installed. Try pip install 'hetstep[encryption]'"
         writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
         yield "checkpointing.encryption.enabled", "cryptography", message, (writer,)
+    for name, environment in recipe.env.items():
+        if environment.kind in KINDS and (package := kind_class(environment.kind).package):
+            message = f"got {environment.kind}, but {package} is not installed. Try pip install 'hetstep[{environment.kind}]'"
+            yield f"env.{name}.kind", package, message, (recipe.cluster.generate,)
     if not trains(recipe):
         return
     tracking = extras.find("tracking")

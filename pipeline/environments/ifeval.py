@@ -50,6 +50,7 @@ class IFEval(BuiltinEnvironment):
     """
 
     Arguments = IFEvalArguments
+    package = "langdetect"
 
     def __init__(self, arguments: IFEvalArguments, context: EnvironmentContext) -> None:
         self._reward, self._analysis = arguments.reward, TextAnalysis(arguments.sentences)

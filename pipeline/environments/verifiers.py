@@ -64,6 +64,7 @@ class Verifiers(BuiltinEnvironment):
     """
 
     Arguments = VerifiersArguments
+    package = "verifiers"
     is_final = False
     workers = 16
 

@@ -183,17 +183,25 @@ def test_the_package_that_encrypts_must_be_installed_if_ranks_use_this_python(pr
     assert problems(given[0]) == [] and problems(*given, "cluster.train.python=/another/python") == []
 
 
+GPU = ("cluster.train.gpus_per_node=1", "policy.dtensor_cfg.enabled=true")
+
+
 @pytest.mark.parametrize(
-    ("key", "package"), [("use_liger_kernel=true", "liger_kernel"), ("flash_attention=3", "flash_attn_interface")]
+    ("asked", "package", "component"),
+    [
+        (("policy.dtensor_cfg.use_liger_kernel=true", *GPU), "liger_kernel", "train"),
+        (("policy.dtensor_cfg.flash_attention=3", *GPU), "flash_attn_interface", "train"),
+        (("env.it={kind: ifeval}",), "langdetect", "generate"),
+        (("env.it={kind: verifiers, kwargs: {taskset: x}}",), "verifiers", "generate"),
+    ],
 )
-def test_kernels_must_be_installed_if_ranks_use_this_python(problems, monkeypatch, key, package):
-    asked = (f"policy.dtensor_cfg.{key}", "cluster.train.gpus_per_node=1", "policy.dtensor_cfg.enabled=true")
+def test_optional_packages_must_be_installed_if_ranks_use_this_python(problems, monkeypatch, asked, package, component):
     found, installed = importlib.util.find_spec, []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or (name != package and found(name)) or None)
     (problem,) = problems(*asked)
     assert problem.code == "not-installed" and package in problem.message
-    assert problems(*asked, "cluster.train.container_image=image") == []
-    assert problems(*asked, "cluster.train.python=/another/python") == []
+    assert problems(*asked, f"cluster.{component}.container_image=image") == []
+    assert problems(*asked, f"cluster.{component}.python=/another/python") == []
     installed.append(package)
     assert problems(*asked) == []
 
