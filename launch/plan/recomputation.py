@@ -111,18 +111,6 @@ def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape],
     return choose(_with(recipe, dict.fromkeys(keys)), shapes, lengths=lengths)[0]
 
 
-def faster(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths) -> tuple[Recipe, str]:
-    """Return (the recipe with the recomputation that `choose` would select, text of the keys that this changes).
-
-    The size of the microbatches stays.
-    """
-    section, settings = _section(recipe)
-    keys = [f"{section}.{name}" for name in NAMES if hasattr(settings, name)]
-    variant = again(recipe, keys, shapes, lengths)
-    changed_keys = [key for key in keys if _value(variant, key) != _value(recipe, key)]
-    return variant, " ".join(config.format_override(key, _value(variant, key)) for key in changed_keys)
-
-
 def spare(shapes: Mapping[str, ModelShape]) -> float:
     """Return the share of a GPU's memory that a chosen setting must leave free."""
     return SPARE_OF_MIXTURES if any(shape.experts for shape in shapes.values()) else SPARE
