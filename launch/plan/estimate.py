@@ -261,21 +261,17 @@ def plan(
     without a complete step, or a plan.hardware that does not measure the recipe's GPUs.
     """
     recipe = gpu_check.with_measured_memory(recipe)
-    measured_lengths = data_lengths.measure(recipe, pending)
-    if measured_lengths and measured_lengths.longest and recipe.plan.longest_tokens is None:
-        recipe = replace(recipe, plan=replace(recipe.plan, longest_tokens=measured_lengths.longest))
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
     means = (earlier.prompt, earlier.answer, earlier.where) if earlier else (None, None, "")
-    data = (measured_lengths.mean, measured_lengths.source) if measured_lengths else None
     memories = _memories(recipe, shapes)
     estimate = Plan(
         recipe=recipe,
         choice=choice,
         models=models,
         shapes=shapes,
-        lengths=lengths.assume(recipe, *means, data=data),
+        lengths=lengths.assume(recipe, *means, data=data_lengths.measure(recipe, pending)),
         **memories,
         refit=_refit(recipe, shapes, memories["generate"]),
         measured=earlier,

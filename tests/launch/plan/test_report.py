@@ -145,7 +145,7 @@ def test_a_validation_on_pairs_is_two_passes_over_two_sequences_each():
     held_out = ("data.train.split_validation_size=0.1", "dpo.val_period=10")
     found = planned("llama8b_dpo", *held_out, "dpo.max_val_samples=${policy.train_global_batch_size}")
     (reference,) = [phase for phase in found.phases if "reference" in phase.name]  # over as many pairs
-    assert found.validation == pytest.approx(2 * (reference.seconds - reference.parts["host copies"]))
+    assert found.validation == pytest.approx(2 * reference.seconds)
 
 
 def test_an_exact_overflow_is_a_problem_with_a_key():
@@ -193,27 +193,3 @@ def test_the_ranks_of_a_reward_model_are_listed():
     assert found.fits and not small.fits
     assert "a reward rank may need 14 GB, and its GPU has 10 GB" in table(small)
     assert planned("llama8b_grpo_rm", judge, "env.preference.served_by=train").reward is None
-
-
-def test_recomputing_less_is_proposed_where_it_fits():
-    key = "policy.dtensor_cfg"
-    eager, tokens = f"{key}.compile=false", "policy.sequence_packing.train_mb_tokens=8192"
-    totals = {
-        name: planned("llama8b_grpo", eager, tokens, *(f"{key}.{change}" for change in changes)).train.total
-        for name, changes in {
-            "nothing": ["activation_checkpointing=false", "recompute_granularity=full"],
-            "selective": ["activation_checkpointing=true", "recompute_granularity=selective"],
-            "full": ["activation_checkpointing=true", "recompute_granularity=full"],
-        }.items()
-    }
-    assert totals["full"] < totals["selective"] < totals["nothing"]
-
-    def advised(below: str, above: str, *given: str) -> list[str]:
-        room = f"cluster.train.gpu_memory_gb={(totals[below] + totals[above]) / 2e9}"
-        return planned("llama8b_grpo", *given, tokens, f"{key}.activation_checkpointing=false", FULL, room).advice()
-
-    both = f"{key}.activation_checkpointing=true {key}.recompute_granularity=selective: "
-    first, *others = advised("selective", "nothing", eager)
-    assert first.startswith(both) and not any("activation_checkpointing" in other for other in others)
-    assert not any("selective" in text for text in advised("full", "selective", eager))
-    assert not any("selective" in text for text in advised("selective", "nothing"))  # it would make compiled layers eager
