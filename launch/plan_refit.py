@@ -3,8 +3,8 @@
 Needs the model's config.json, or its description in recipes/models, and the packages of a run, which describe what each rank
 holds or receives: no weights, GPU or job. A model of 70 billion parameters takes about half a minute, one with thousands of
 experts on many ranks takes minutes. Prints what each rank sends and receives, compares that with the network's lower bound and
-with a reference broadcast, and names the bottleneck. Writes the timeline as an SVG. If a recipe under `needs` has yet to write
-the model, the plan uses the shape of that recipe's initial model.
+with a reference broadcast, and names the bottleneck. If a recipe under `needs` has yet to write the model, the plan uses the
+shape of that recipe's initial model.
 
 Exit status: 0; 2 if the command line, the recipe or the model has a problem.
 """
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from launch.plan import backend_choice, refit_picture, refit_time
+from launch.plan import backend_choice, refit_time
 from launch.plan.estimate import needed_model
 from launch.plan.rank_division import parallel_sizes
 from launch.plan.refit import broadcast_seconds, node_names
@@ -52,7 +52,6 @@ from pipeline.config import (
     generates,
     ranks,
     ranks_per_node,
-    refits_by_ipc,
     refuse,
     trains,
     uses_megatron,
@@ -77,16 +76,11 @@ class PlanRefitRequest:
         Path | None,
         Key("PATH", "a Hugging Face config.json to plan for instead of policy.model_name; no other file is needed"),
     ] = None
-    out: Annotated[Path | None, Key("PATH", "the timeline picture; default: NAME-refit.svg")] = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each path that does not exist or has another format."""
+        """Yield a problem if the path of the model's config.json does not exist."""
         if self.model_config and not self.model_config.is_file():
             yield Problem("model_config", "file-not-found", f"there is no file {self.model_config}")
-        if self.out and not self.out.parent.is_dir():
-            yield Problem("out", "file-not-found", f"there is no folder {self.out.parent}")
-        if self.out and self.out.suffix != ".svg":
-            yield Problem("out", "bad-format", f"got {self.out}; expected a file name that ends in .svg")
 
 
 def main(arguments: list[str]) -> int:
@@ -95,19 +89,14 @@ def main(arguments: list[str]) -> int:
 
 
 def execute(request: PlanRefitRequest) -> int:
-    """Predict the refit, print the report, and write the picture. Raises RecipeError."""
+    """Predict the refit, and print the report. Raises RecipeError."""
     try:
         with model_folder(request.model_config) as folder:
             recipe, choice = load(request, folder)
             predicted = predict(recipe)
     except ValueError as error:  # of layouts that are unknown, or do not match
         raise error if isinstance(error, RecipeError) else RecipeError(Problem("", "unsupported", str(error))) from error
-    out = request.out or Path(f"{Path(recipe.name).name}-refit.svg")  # a name may contain slashes
     print(report(predicted, choice))
-    title = f"refit of {recipe.name}, {_seconds(predicted.price.seconds)} predicted"
-    drawn = refit_picture.draw(predicted.price, ranks(recipe.cluster.train), title)
-    out.write_text(drawn, encoding="utf-8")
-    print(f"{'timeline':14s}{out}")
     return 0
 
 
@@ -227,17 +216,11 @@ def _headline(predicted: RefitPrediction, choice: backend_choice.BackendChoice) 
 def _table(predicted: RefitPrediction) -> list[str]:
     """Return the lines of a table with minimum, mean and maximum over the ranks of each component."""
     schedule, load, train = predicted.schedule, predicted.price.loads, ranks(predicted.recipe.cluster.train)
-    out, staged = load.sent.sum(0), load.staging(refits_by_ipc(predicted.recipe))
-    sends, receives = load.sends.sum(0), load.receives.sum(0)
     rows = [
-        ("bytes out of a train rank", out[:train], _size),
-        ("bytes into a generate rank", load.received.sum(0)[train:], _size),
-        ("  of these by NIC", load.nic_in.sum(0)[train:], _size),
-        ("bytes passed on by a generate rank", out[train:], _size),
-        ("messages from a train rank", sends[:train], _count),
-        ("messages to a generate rank", receives[train:], _count),
-        ("staging memory of a train rank", staged[:train], _size),
-        ("staging memory of a generate rank", staged[train:], _size),
+        ("bytes out of a train rank", load.sent[:train]),
+        ("bytes into a generate rank", load.received[train:]),
+        ("  of these by NIC", load.nic_in[train:]),
+        ("bytes passed on by a generate rank", load.sent[train:]),
     ]
     members = sorted({len(group) for group in schedule.groups})
     sharing = f"none: the train ranks send all bytes separately to {_plural(len(schedule.engines), 'engine')}"
@@ -246,35 +229,24 @@ def _table(predicted: RefitPrediction) -> list[str]:
             f"{_plural(len(schedule.engines), 'engine')} in {_plural(len(schedule.groups), 'group')} of"
             f" {' or '.join(map(str, members))}; the train ranks send a byte once to every group"
         )
-    requested = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
     return [
         f"{'':36s}{'min':>12s}{'mean':>12s}{'max':>12s}",
-        *(f"{name:36s}{show(v.min()):>12s}{show(v.mean()):>12s}{show(v.max()):>12s}" for name, v, show in rows),
-        f"{'rounds':14s}{schedule.rounds}; per round a rank sends at most {_size(schedule.bucket_bytes)} and receives at"
-        f" most the same (bucket_bytes: {_size(requested)})",
+        *(f"{name:36s}{_size(v.min()):>12s}{_size(v.mean()):>12s}{_size(v.max()):>12s}" for name, v in rows),
+        f"{'rounds':14s}{schedule.rounds}; a rank sends at most {_size(schedule.bucket_bytes)} in a round",
         f"{'sharing':14s}{sharing}",
     ]
 
 
 def _verdict(predicted: RefitPrediction) -> list[str]:
     network, price = predicted.recipe.cluster.network, predicted.price
-    spent = sorted(price.limits().items(), key=lambda item: -item[1])
     seconds, (floor, limit) = price.seconds, refit_time.floor(predicted.schedule, predicted.nodes, network)
     bucket = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
     broadcast = broadcast_seconds(predicted.total, bucket, len(np.unique(predicted.nodes)), network)
-    parts = ", ".join(f"{name} {_seconds(value)} ({value / seconds:.0%})" for name, value in spent if value > seconds / 200)
-    nic = np.maximum(price.loads.nic_out.sum(0), price.loads.nic_in.sum(0))
-    busiest = float(nic.max()) / (refit_time.GIGA * network.nic_gb_per_s)
     return [
         f"{'floor':14s}{_seconds(floor)}, set by {limit}",
-        f"{'busiest NIC':14s}{_seconds(busiest)} if never idle, on rank {int(nic.argmax())}",
-        f"{'predicted':14s}{_seconds(seconds)}, {floor / seconds:.0%} of the floor's rate; bound by {spent[0][0]}: {parts}",
+        f"{'predicted':14s}{_seconds(seconds)}, {floor / seconds:.0%} of the floor's rate; bound by {price.limit}",
         f"{'broadcast':14s}{_seconds(broadcast)} for the reference: {broadcast / seconds:.1f} times as long",
     ]
-
-
-def _count(count: float) -> str:
-    return f"{count:.0f}" if count == int(count) else f"{count:.1f}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plan a run before it is submitted: its memory, transfers, operations and durations, and whether it fits on its GPUs.
 
-    estimate, variants                     the plan of a recipe; the same GPUs in other ways. Start at `estimate.plan`
+    estimate, variants                     the plan of a recipe; the same GPUs in other modes. Start at `estimate.plan`
     evaluation                             the plan of an evaluation
     plan_table                             the table for the terminal
     lengths, data_lengths                  assumed sequence lengths; lengths of the data on this machine
@@ -14,7 +14,7 @@
     placement                              a local run on this machine's GPUs
     calibration, gpu_check                 measurements of an earlier run; measurements of a GPU
     refit                                  bytes and seconds of a refit, by one rule for all models
-    refit_time, refit_picture              the price of the real messages of a refit, for plan_refit.py, and its picture
+    refit_time                             the price of the real messages of a refit, for plan_refit.py
 
 A plan reads only the models' config.json, which transformers describes on the meta device: no weights. Every figure is an
 estimate. `recipes/hardware/*.yaml` has the shares of peak rates that programs reach. Other assumptions are next to the code

@@ -14,11 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from launch.plan.roofline import CLOCKS, Phase
-from launch.runs import run_keys
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, generates, runs_ahead
-from pipeline.observe.metrics import read, read_rollouts
+from pipeline.observe.metrics import read
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +50,17 @@ def read_run(folder: Path) -> MeasuredRun | None:
     recipe = config.read(folder / "recipe.yaml")
     clocks = {clock: value for clock in CLOCKS if (value := _mean(lines, f"time/{clock}")) is not None}
     step = fmean(line["time/step"] for line in lines)
+    tokens = [line["throughput/tokens_per_s"] * line["time/step"] for line in lines if line.get("throughput/tokens_per_s")]
+    answer, prompt = (fmean(tokens) / build(recipe).samples_per_step if tokens else None), None
     if generates(recipe):
-        answer, prompt = _mean(lines, "train/completion_tokens"), _prompt(folder)
-    else:
-        rates = [line["throughput/tokens_per_s"] * line["time/step"] for line in lines if line.get("throughput/tokens_per_s")]
-        answer, prompt = (fmean(rates) / build(recipe).samples_per_step if rates else None), None
+        sequence, answer = answer, _mean(lines, "train/completion_tokens")
+        prompt = max(1.0, sequence - answer) if sequence and answer else None
     return MeasuredRun(folder, recipe, len(lines), clocks, step, answer, prompt)
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [line[key] for line in lines if line.get(key) is not None]
     return fmean(values) if values else None
-
-
-def _prompt(folder: Path) -> float | None:
-    """Return the mean number of tokens of a prompt in the last step with rollouts; None if no rollouts can be read here."""
-    key = run_keys.source(folder)
-    for path in sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True):
-        try:
-            records = read_rollouts(path, key)
-        except RecipeError as error:
-            if error.codes == ("unreadable",):  # a damaged line
-                raise
-            return None  # encrypted, and the key is not on this machine
-        if lengths := [len(line["prompt_tokens"]) for line in records if "prompt_tokens" in line]:
-            return sum(lengths) / len(lengths)
-    return None
 
 
 def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:

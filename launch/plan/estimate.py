@@ -24,7 +24,6 @@ from launch.plan import (
     refit,
     shared_gpus,
     step_time,
-    variants,
 )
 from launch.plan.calibration import MeasuredRun
 from launch.plan.lengths import Lengths
@@ -33,7 +32,6 @@ from launch.plan.rank_division import GIGA
 from launch.plan.refit import RefitEstimate
 from launch.plan.roofline import Phase, seconds_by_clock
 from launch.plan.step_time import StepTime
-from launch.plan.variants import Split
 from launch.preflight.disk_space import saved_bytes
 from launch.recipes import reading
 from launch.recipes.model_files import is_inside, planning_config
@@ -62,7 +60,6 @@ class Plan:
     phases: Sequence[Phase] = ()  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
     validation: float | None = 0.0  # seconds of a validation, 0 if the recipe has none; None: max_val_samples sets no bound
     ratios: Mapping[str, float] = field(default_factory=dict)  # measured / predicted, by clock that is calibrated
-    split: Split | None = None  # a division with a shorter step
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -157,51 +154,35 @@ class Plan:
             return 0
         return None if self.steps is None else math.ceil(self.steps / saving.save_period)
 
-    # ---- variants of the recipe ----------------------------------------------------------------------------------------------
+    # ---- durations -----------------------------------------------------------------------------------------------------------
 
     @property
     def is_timed(self) -> bool:
         """Return whether durations can be estimated: all components have GPUs, and engines have room for a KV cache."""
         return step_time.is_priced(self.recipe) and (self.generate is None or self.generate.tokens > 0)
 
-    def timed(self, refit: Sequence[Phase] | None = None) -> Plan:
-        """Return the plan with durations if they can be estimated, else unchanged.
-
-        refit: calibrated phases of the transfer; None: those of the plan's refit.
-        """
+    def timed(self) -> Plan:
+        """Return the plan with durations if they can be estimated, else unchanged."""
         if not self.is_timed:
             return self
         recipe, ratios = self.recipe, self.ratios
         arguments = recipe, self.shapes, self.lengths, self.generate
-        phases = calibration.scale(step_time.phases(*arguments), ratios)
-        if refit is None:
-            refit = calibration.scale(_refit_phases(recipe, self.refit), ratios)
+        phases = calibration.scale([*step_time.phases(*arguments), *_refit_phases(recipe, self.refit)], ratios)
         validation = step_time.validation_seconds(*arguments)
         if validation is not None:
             validation *= ratios.get("rollout" if generates(recipe) else "train", 1.0)
-        return replace(self, phases=[*phases, *refit], validation=validation)
+        return replace(self, phases=phases, validation=validation)
 
     def elsewhere(self, recipe: Recipe) -> Plan:
         """Return the plan of `recipe`, a variant of this plan's recipe, with the same models, lengths and calibration.
 
         The returned plan has no phases if it does not fit. Raises RecipeError.
         """
-        estimate = self._variant(recipe)
-        if not estimate.fits:
-            return estimate
-        return replace(estimate, refit=_refit(recipe, self.shapes, estimate.generate)).timed()
-
-    def step_elsewhere(self, recipe: Recipe) -> float | None:
-        """Return the seconds of a step of `recipe`, a variant of this plan's recipe; None if `recipe` does not fit.
-
-        The refit is assumed to take as long as in this plan.
-        """
-        estimate = self._variant(recipe)
-        return estimate.timed([phase for phase in self.phases if phase.clock == "refit"]).step if estimate.fits else None
-
-    def _variant(self, recipe: Recipe) -> Plan:
         recipe = recomputation.again(recipe, self.choice.open_keys, self.shapes, self.lengths)
-        return replace(self, recipe=recipe, phases=[], validation=0.0, split=None, **_memories(recipe, self.shapes))
+        memories = _memories(recipe, self.shapes)
+        transfer = _refit(recipe, self.shapes, memories["generate"])
+        estimate = replace(self, recipe=recipe, phases=[], validation=0.0, refit=transfer, **memories)
+        return estimate.timed() if estimate.fits else estimate
 
     # ---- whether it fits --------------------------------------------------------------------------------------------------
 
@@ -232,10 +213,7 @@ class Plan:
         if _exceeds(cluster.train, self.train.total):
             yield f"a train rank may need {_of_gpu(self.train.total, cluster.train, self.train.phase)}"
         if generate and cluster.generate.gpus_per_node and generate.sequences < 1:  # vLLM may refuse to start
-            yield (
-                f"an engine's KV cache may hold only {max(0.0, generate.tokens):,.0f} tokens; a sequence of"
-                f" policy.generation.vllm_cfg.max_model_len has {self.recipe.policy.generation.vllm_cfg.max_model_len:,}"
-            )
+            yield memory_generate.small_cache(self.recipe, generate)
         elif generate and _exceeds(cluster.generate, generate.total):
             yield f"a generate rank may need {_of_gpu(generate.total, cluster.generate)}"
         if self.reward and _exceeds(cluster.reward, self.reward.total):
@@ -283,29 +261,24 @@ def plan(
     without a complete step, or a plan.hardware that does not measure the recipe's GPUs.
     """
     recipe = gpu_check.with_measured_memory(recipe)
-    measured_lengths = data_lengths.measure(recipe, pending)
-    if measured_lengths and measured_lengths.longest and recipe.plan.longest_tokens is None:
-        recipe = replace(recipe, plan=replace(recipe.plan, longest_tokens=measured_lengths.longest))
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
     means = (earlier.prompt, earlier.answer, earlier.where) if earlier else (None, None, "")
-    data = (measured_lengths.mean, measured_lengths.source) if measured_lengths else None
     memories = _memories(recipe, shapes)
     estimate = Plan(
         recipe=recipe,
         choice=choice,
         models=models,
         shapes=shapes,
-        lengths=lengths.assume(recipe, *means, data=data),
+        lengths=lengths.assume(recipe, *means, data=data_lengths.measure(recipe, pending)),
         **memories,
         refit=_refit(recipe, shapes, memories["generate"]),
         measured=earlier,
     )
     if earlier and estimate.is_timed:
         estimate = replace(estimate, ratios=_ratios(earlier, pending, recipe))
-    estimate = estimate.timed()
-    return replace(estimate, split=variants.better(estimate))
+    return estimate.timed()
 
 
 def _memories(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> dict[str, Any]:

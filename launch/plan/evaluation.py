@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
-from launch.plan import generate_time, gpu_check, lengths, memory_generate, roofline
+from launch.plan import generate_time, gpu_check, lengths, memory_generate, plan_table, roofline
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
-from launch.plan.rank_division import engines, parallel_sizes
+from launch.plan.plan_table import Line
+from launch.plan.rank_division import engines
 from launch.preflight import input_files
 from launch.recipes.model_files import planning_config
-from launch.terminal.units import plural, seconds, size
+from launch.terminal.units import plural, seconds
 from pipeline.algorithms.evaluate import HARNESS_KINDS, TaskConfig
-from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
+from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected
 from pipeline.evaluation import task_data
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 from pipeline.recipe import user_files
 
-LABEL, WIDTH = 14, 120
 CHARACTERS = 4.0  # of a token of text, as is assumed
 CHOICE_TOKENS = 8  # of what is scored beside the texts of a record, as is assumed
-GIVEN, MEASURED, GUESSED = "plan.prompt_tokens", "characters / 4", "guessed"
-LEAST = {GIVEN: 1.0, MEASURED: 1 / 3, GUESSED: 0.0}  # the assumed least part of an estimate of prompts, by its source
 READ = (*HARNESS_KINDS, "preference")  # kinds whose questions engines only read
 SAMPLED = 200  # questions whose texts are measured
 
@@ -46,24 +44,12 @@ class TaskPlan:
     name: str
     questions: int | None  # None: the data are not read before the job
     samples: int  # answers of each question; 0 for a task by likelihood
-    prompt: float  # mean tokens of a question with its worked examples
-    lengths: Lengths  # of answers, whose prompt is `prompt`
-    source: str  # of `prompt`: GIVEN, MEASURED or GUESSED
-
-    @property
-    def answers(self) -> int:
-        """Return the number of answers to all questions."""
-        return (self.questions or 0) * self.samples
+    lengths: Lengths  # of prompts with their worked examples, and of answers
 
     @property
     def read_tokens(self) -> float:
         """Return the number of tokens that engines read: each prompt once and, for a likelihood task, what is scored."""
-        return (self.questions or 0) * (self.prompt + (0 if self.samples else self.lengths.answer))
-
-    @property
-    def drawn_tokens(self) -> float:
-        """Return the number of tokens that engines sample."""
-        return self.answers * self.lengths.answer
+        return (self.questions or 0) * (self.lengths.prompt + (0 if self.samples else self.lengths.answer))
 
 
 @dataclass(frozen=True)
@@ -90,17 +76,15 @@ class EvaluationPlan:
         if not self.is_timed or task.questions is None:
             return None
         gpu = gpu_check.gpu(self.recipe, self.recipe.cluster.generate)
-        engine, engine_count = (
-            generate_time.engine(self.recipe, self.shape, gpu),
-            engines(self.recipe.policy, self.recipe.cluster.generate),
-        )
+        engine = generate_time.engine(self.recipe, self.shape, gpu)
+        count = engines(self.recipe.policy, self.recipe.cluster.generate)
         length = task.read_tokens / max(1, task.questions)
-        duration_s = flops.forward(self.shape, task.read_tokens, task.questions * length**2 / 2) / (
-            engine_count * engine.ranks * engine.rates.flops
-        )
-        if task.answers:
-            answers, slots = math.ceil(task.answers / engine_count), generate_time.slots(self.recipe, self.memory, task.lengths)
-            duration_s += sum(generate_time.decoding(engine, answers, slots, task.lengths, task.answers).values())
+        work = flops.forward(self.shape, task.read_tokens, task.questions * length**2 / 2)
+        duration_s = work / (count * engine.ranks * engine.rates.flops)
+        if answers := task.questions * task.samples:
+            slots = generate_time.slots(self.recipe, self.memory, task.lengths)
+            parts = generate_time.decoding(engine, math.ceil(answers / count), slots, task.lengths, answers)
+            duration_s += sum(parts.values())
         return duration_s
 
     @property
@@ -114,22 +98,9 @@ class EvaluationPlan:
         yield from memory_generate.weights_problems(self.recipe, self.memory)
 
     def warnings(self) -> Iterator[str]:
-        """Yield a warning if the KV cache may be too small for a sequence, and for each task whose longest answers are cut."""
+        """Yield a warning if the KV cache may be too small for a sequence."""
         if self.gpus and self.memory.sequences < 1 and not any(self.problems()):
-            longest = self.recipe.policy.generation.vllm_cfg.max_model_len
-            yield (
-                f"an engine's KV cache may hold only {max(0.0, self.memory.tokens):,.0f} tokens; a sequence of"
-                f" policy.generation.vllm_cfg.max_model_len has {longest:,}"
-            )
-        total = self.recipe.policy.max_total_sequence_length
-        for task in self.tasks:
-            max_new_tokens = self.recipe.evaluate.tasks[task.name].max_new_tokens
-            least = task.prompt * LEAST[task.source]
-            if task.samples and least + max_new_tokens > total:
-                yield (
-                    f"{task.name}: prompts of at least {least:,.0f} tokens and max_new_tokens={max_new_tokens:,} exceed"
-                    f" policy.max_total_sequence_length={total:,}; longer answers are cut"
-                )
+            yield memory_generate.small_cache(self.recipe, self.memory)
 
 
 def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = False) -> EvaluationPlan | None:
@@ -154,14 +125,13 @@ def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
     questions, prompt = _of_data(name, task) if is_readable else (None, None)
     questions = _lines(task) if questions is None else questions
     total, settings = recipe.policy.max_total_sequence_length, recipe.plan
-    source = GIVEN if settings.prompt_tokens else MEASURED if prompt else GUESSED
     prompt = settings.prompt_tokens or prompt or min(lengths.PROMPT_TOKENS * (1 + task.num_few_shot), total / 2)
     prompt = min(prompt, total - 1)
     if task.kind in READ:
-        return TaskPlan(name, questions, 0, prompt, Lengths(prompt, CHOICE_TOKENS, CHOICE_TOKENS, ""), source)
+        return TaskPlan(name, questions, 0, Lengths(prompt, CHOICE_TOKENS, CHOICE_TOKENS, ""))
     limit = min(task.max_new_tokens, total - prompt)
     answer = min(settings.answer_tokens or lengths.ANSWER_SHARE * limit, limit)
-    return TaskPlan(name, questions, task.num_samples, prompt, Lengths(prompt, answer, limit, ""), source)
+    return TaskPlan(name, questions, task.num_samples, Lengths(prompt, answer, limit, ""))
 
 
 def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None]:
@@ -174,16 +144,12 @@ def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None]:
         texts = [
             _length(q.prompt) + sum(_length(e.prompt) + len(e.target) for e in data.examples.get(q.id, ())) for q in questions
         ]
-        return len(data.questions), _mean(texts) / CHARACTERS
+        return len(data.questions), fmean(texts) / CHARACTERS
     return None, None
 
 
 def _length(prompt: str | list[dict[str, str]]) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _lines(task: TaskConfig) -> int | None:
@@ -204,111 +170,58 @@ def _lines(task: TaskConfig) -> int | None:
 
 def text(plan: EvaluationPlan) -> str:
     """Return the plan as a table for the terminal."""
-    parts = (_headline(plan), _tasks(plan), _memory(plan), _run(plan), _verdict(plan))
-    return "\n\n".join("\n".join(part) for part in parts)
+    memory = plan_table.memory_rows(plan.recipe, {"generate": plan.memory.parts})
+    return plan_table.joined((_headline(plan), _tasks(plan), memory, _run(plan), _verdict(plan)))
 
 
-def _headline(plan: EvaluationPlan) -> Iterator[str]:
-    recipe, on, shape = plan.recipe, plan.recipe.cluster.generate, plan.shape
-    vllm = recipe.policy.generation.backend == "vllm"
-    cuts = parallel_sizes(recipe.policy.generation.vllm_cfg) if vllm else "no parallelism"
-    gpus_text = f"{on.gpus_per_node} {on.gpu} of {hardware.memory_gb(on):g} GB each" if on.gpus_per_node else "no GPUs"
+def _headline(plan: EvaluationPlan) -> Iterator[Line]:
+    recipe, shape = plan.recipe, plan.shape
     yield f"{recipe.name}: plan for evaluate. All figures are estimates"
-    yield from _row(
-        "generate",
-        f"{plural(ranks(on), 'rank')} on {plural(on.nodes, 'node')}, {gpus_text};"
-        f" {plural(engines(recipe.policy, on), 'engine')}, {cuts}",
-    )
-    yield from _row(
-        "policy",
-        f"{recipe.policy.model_name}: {shape.family}, {plural(shape.layers, 'layer')}, {shape.parameters:,} parameters",
-    )
+    yield "generate", f"{plan_table.ranks_text(recipe.cluster.generate)}; {plan_table.engines_text(recipe)}"
+    layers = plural(shape.layers, "layer")
+    yield "policy", f"{recipe.policy.model_name}: {shape.family}, {layers}, {shape.parameters:,} parameters"
 
 
-def _tasks(plan: EvaluationPlan) -> Iterator[str]:
-    header = ("task", "questions", "samples", "prompt", "answer", "tokens", "seconds")
-    rows: list[tuple[str, ...]] = [header]
+def _tasks(plan: EvaluationPlan) -> Iterator[Line]:
+    rows = [("task", "questions", "samples", "prompt", "answer", "seconds")]
     for task in plan.tasks:
         took = plan.task_seconds(task)
-        is_counted = task.questions is not None
-        rows.append(
-            (
-                task.name,
-                f"{task.questions:,}" if is_counted else "unknown",
-                str(task.samples) if task.samples else "-",
-                f"{task.prompt:,.0f}",
-                f"{task.lengths.answer:,.0f}",
-                f"{task.read_tokens + task.drawn_tokens:,.0f}" if is_counted else "-",
-                "-" if took is None else seconds(took),
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    for name, *numbers in rows:
-        yield "  ".join(
-            [f"{name:{widths[0]}s}", *(f"{number:>{width}s}" for number, width in zip(numbers, widths[1:], strict=True))]
-        )
+        questions, samples = "unknown" if task.questions is None else f"{task.questions:,}", str(task.samples or "-")
+        tokens = f"{task.lengths.prompt:,.0f}", f"{task.lengths.answer:,.0f}"
+        rows.append((task.name, questions, samples, *tokens, "-" if took is None else seconds(took)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        numbers = (f"{cell:>{width}s}" for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join([f"{name:{widths[0]}s}", *numbers])
 
 
-def _memory(plan: EvaluationPlan) -> Iterator[str]:
-    yield "memory of the fullest generate rank"
-    for name, nbytes in plan.memory.parts.items():
-        yield f"  {name:28s}{size(nbytes):>14s}"
-    yield f"  {'all':28s}{size(plan.memory.total):>14s}"
-    if plan.gpus:
-        yield f"  {'of a GPU with':28s}{hardware.memory_gb(plan.recipe.cluster.generate):>11g} GB"
-    yield from _row("", f"an engine's KV cache holds {max(0.0, plan.memory.tokens):,.0f} tokens")
-
-
-def _run(plan: EvaluationPlan) -> Iterator[str]:
-    unknown = [task.name for task in plan.tasks if task.questions is None]
+def _run(plan: EvaluationPlan) -> Iterator[Line]:
+    yield "generate", f"an engine's KV cache holds {max(0.0, plan.memory.tokens):,.0f} tokens"
     if plan.seconds is not None:
-        yield from _row(
-            "run",
-            f"{seconds(plan.seconds)} on {plural(plan.gpus, 'GPU')}: {plan.gpus * plan.seconds / 3600:.3g}"
-            " GPU-hours, without startup and waiting in the queue",
-        )
-    elif not plan.is_timed:
-        yield from _row(
-            "run",
-            "its time is unknown: no GPUs in cluster.generate"
-            if not plan.gpus
-            else "its time is unknown: no room for a KV cache",
-        )
+        hours = f"{plan.gpus * plan.seconds / 3600:.3g} GPU-hours, without startup and waiting in the queue"
+        yield "run", f"{seconds(plan.seconds)} on {plural(plan.gpus, 'GPU')}: {hours}"
+    elif plan.is_timed:
+        unknown = ", ".join(task.name for task in plan.tasks if task.questions is None)
+        yield "run", f"its time is unknown: the data of {unknown} are not read here. Try plan=true"
     else:
-        yield from _row("run", f"its time is unknown: the data of {', '.join(unknown)} are not read here. Try plan=true")
+        yield "run", f"its time is unknown: no {'room for a KV cache' if plan.gpus else 'GPUs in cluster.generate'}"
     if measured := gpu_check.describe(plan.recipe, plan.recipe.cluster.generate):
-        yield from _row("measured", measured)
+        yield "measured", measured
     if plan.gpus and plan.recipe.policy.deterministic:
-        yield from _row("deterministic", roofline.assumed_slowdown(plan.recipe))
+        yield "deterministic", roofline.assumed_slowdown(plan.recipe)
     answer_tokens = plan.recipe.plan.answer_tokens
     answers = "answers of half of max_new_tokens" if answer_tokens is None else f"answers of {answer_tokens:g} tokens"
-    yield from _row(
+    yield (
         "assumed",
-        f"prompts of {_sources(plan.tasks)} tokens, {answers}; set plan.prompt_tokens and plan.answer_tokens to"
-        " change the lengths. Not counted: loading weights, environments and judges, further turns",
+        f"prompts of plan.prompt_tokens, else of characters / 4, else guessed; {answers} (plan.answer_tokens). Not counted:"
+        " loading weights, environments and judges, further turns",
     )
 
 
-def _sources(tasks: Sequence[TaskPlan]) -> str:
-    """Return a text with the source of the prompts' lengths. If there are several sources, name the tasks of each source."""
-    by_source = {source: [task.name for task in tasks if task.source == source] for source in LEAST}
-    nonempty = {source: names for source, names in by_source.items() if names}
-    return " or ".join(source if len(nonempty) == 1 else f"{source} ({', '.join(names)})" for source, names in nonempty.items())
-
-
-def _verdict(plan: EvaluationPlan) -> Iterator[str]:
-    lines = [*map(str, plan.problems()), *plan.warnings()]
+def _verdict(plan: EvaluationPlan) -> Iterator[Line]:
     if not plan.gpus:
-        yield from _row("verdict", "no GPUs: host memory is used, and its size is not known")
-    else:
-        yield from _row(
-            "verdict", "does not fit" if any(plan.problems()) or plan.memory.sequences < 1 else "fits, by these estimates"
-        )
-    for line in lines:
-        yield from _row("", line)
-
-
-def _row(label: str, words: str) -> list[str]:
-    return textwrap.wrap(
-        words, WIDTH, break_on_hyphens=False, initial_indent=f"{label:{LABEL}s}", subsequent_indent=" " * LABEL
-    )
+        yield "verdict", "no GPUs: host memory is used, and its size is not known"
+        return
+    faults = [*map(str, plan.problems()), *plan.warnings()]
+    yield "verdict", "does not fit" if faults else "fits, by these estimates"
+    yield from (("", fault) for fault in faults)

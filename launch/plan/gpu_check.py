@@ -4,20 +4,15 @@ The measured GPU's name chooses its description, and the components of that GPU 
 
     train: FSDP2, FSDP2 eager, Megatron-Core    `dense_training`: MFU of the backend that the policy uses, and of compiled or
                                                 eager layers, without the optimizer's seconds, which the plan adds
-decode: vllm                                `engine_step_ms`: its seconds minus the seconds of the GPU's work
+    decode: vllm                                `engine_step_ms`: its seconds minus the seconds of the GPU's work
     offload                                     `page_locked`: the slower of both directions
-    refit: shared GPU                           `ipc_gb_per_s`: all bytes into the GPU. `gloo_gb_per_s`: those into a process,
-                                                without the copies to and from the host, which the plan adds
+    refit: shared GPU                           `ipc_gb_per_s`: all bytes into the GPU. `gloo_gb_per_s`: those into one of the
+                                                two processes, without the copies to and from the host, which the plan adds
     machine                                     `memory_gb`: all that CUDA shows
 
-In the part `refit: shared GPU`, two train and two generate processes share the GPU; in a run it has one of each. With CUDA IPC
-the GPU moves the bytes for one process at a time, so one process is assumed to receive as fast as both together. If kernel
-launches limit the rate and not the GPU, this assumption is up to twice too fast. Over gloo each process has CPU threads of its
-own, so one process is assumed to receive at the rate that each of the two had.
-
-All other values stay assumed. Parts that failed or were cut are skipped, and the plan prints the command that runs them again.
-A file is refused if it comes from a CPU, has another format, or has none of these measurements. tests/gpu_check writes the
-file. A change of the file that this module must know about changes FORMAT.
+All other values stay assumed. Parts that failed or were cut are skipped. A file is refused if it comes from a CPU, has another
+format, or has none of these measurements. tests/gpu_check writes the file. A change of the file that this module must know
+about changes FORMAT.
 """
 
 from __future__ import annotations
@@ -25,8 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,7 +47,7 @@ RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`, which get equally 
 TRAINED = 1_498_482_688
 """Number of parameters of the measured model of FORMAT (tests/gpu_check/sizes.py)."""
 NUMBERS = {
-    **dict.fromkeys(("train: FSDP2", "train: FSDP2 eager", "train: Megatron-Core"), ("MFU", "step, s", "GB", "plan's GB")),
+    **dict.fromkeys(("train: FSDP2", "train: FSDP2 eager", "train: Megatron-Core"), ("MFU", "step, s")),
     "decode: vllm": ("s",),
     "offload": ("again to the host, GB/s", "again to the device, GB/s"),
     "refit: shared GPU": ("IPC GB/s", "host GB/s"),
@@ -71,7 +65,6 @@ class _Machine(BaseModel):
 class _Result(BaseModel):
     part: str
     outcome: Literal["passed", "failed", "cut", "left out"]
-    note: str | None = None
     numbers: dict[str, Any] = {}
     details: dict[str, Any] = {}
 
@@ -103,7 +96,6 @@ class GPUCheck:
     gpu: str  # the name of its description in recipes/hardware
     memory_gb: float  # of the GPU with the least
     numbers: Mapping[str, Mapping[str, float]]  # by part and name, of parts that passed
-    unmeasured: Mapping[str, str]  # of parts in NUMBERS that failed or were cut: how they ended
     rates: Mapping[str, float]  # by part that trains: the share of the peak that matrix products reach
     decoded: _Decoded | None
     shape: ModelShape | None  # of the decoded model
@@ -134,8 +126,7 @@ def read(path: str) -> GPUCheck:
 def _read(path: str, _changed: int) -> GPUCheck:
     try:
         record = _CheckFile.model_validate_json(user_files.read_text(path, user_files.MAX_JSON))
-        results = {result.part: result for result in record.results if result.part in NUMBERS}
-        passed = {part: result for part, result in results.items() if result.outcome == "passed"}
+        passed = {r.part: r for r in record.results if r.part in NUMBERS and r.outcome == "passed"}
         numbers = {part: _numbers(result) for part, result in passed.items()}
         decoded = _Decoded.model_validate(passed[DECODE].details) if DECODE in passed else None
         shape = ModelShape.of(decoded.model, KEY) if decoded else None
@@ -147,18 +138,12 @@ def _read(path: str, _changed: int) -> GPUCheck:
         raise _refusal(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
     except (OSError, ValueError) as error:
         raise _refusal(path, f"a file that cannot be read ({error})", "the file that make gpu-check writes") from None
-    unmeasured = {
-        part: " ".join(filter(None, [result.outcome, result.note and f"({result.note})"]))
-        for part, result in results.items()
-        if result.outcome in ("failed", "cut")
-    }
     if not numbers:
-        message = "; ".join(["no measurement that a plan uses", *(f"{name} {outcome}" for name, outcome in unmeasured.items())])
-        raise _refusal(path, message, f"at least one of {', '.join(NUMBERS)}", again=_again(path, unmeasured or NUMBERS))
+        raise _refusal(path, "no measurement that a plan uses", f"at least one of {', '.join(NUMBERS)}")
     gpu = _described(path, record.machine)
     rates = {part: _rate(path, part, of, hardware.gpu(gpu)) for part, of in numbers.items() if "MFU" in of}
     memory_gb = min(record.machine.memory_gb)
-    return GPUCheck(Path(path), record.date, gpu, memory_gb, numbers, unmeasured, rates, decoded, shape)
+    return GPUCheck(Path(path), record.date, gpu, memory_gb, numbers, rates, decoded, shape)
 
 
 def _numbers(result: _Result) -> dict[str, float]:
@@ -169,13 +154,10 @@ def _numbers(result: _Result) -> dict[str, float]:
 
 def _described(path: str, machine: _Machine) -> str:
     """Return the name of the GPUs' description in recipes/hardware. Raises RecipeError."""
-    if len(set(machine.gpus)) > 1:
-        raise _refusal(path, f"machine.gpus {machine.gpus!r}", "one or several GPUs of one kind")
-    gpu = hardware.of_device(machine.gpus[0])
-    if gpu is None:
-        names = ", ".join(sorted(file.stem for file in HARDWARE.glob("*.yaml")))
-        raise _refusal(path, f"the GPU {machine.gpus[0]!r}", f"a GPU of recipes/hardware: {names}")
-    return gpu
+    if len(kinds := set(machine.gpus)) == 1 and (gpu := hardware.of_device(machine.gpus[0])):
+        return gpu
+    names = ", ".join(sorted(file.stem for file in HARDWARE.glob("*.yaml")))
+    raise _refusal(path, f"machine.gpus {sorted(kinds)}", f"GPUs of one kind of recipes/hardware: {names}")
 
 
 def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> float:
@@ -192,15 +174,9 @@ def _rate(path: str, part: str, numbers: Mapping[str, float], spec: GPUSpec) -> 
     return rate
 
 
-def _refusal(path: str, got: str, expected: str, code: str = "bad-format", again: str = "") -> RecipeError:
-    again = again or 'make gpu-check ARGS="out=FILE"'
-    return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. Try {again} on the GPU to measure"))
-
-
-def _again(path: Path | str, parts: Iterable[str]) -> str:
-    """Return the command that measures these parts of a file again."""
-    command = shlex.join([f"after={path}", f"out={path}", f"parts={','.join(parts)}"])
-    return f'make gpu-check ARGS="{command}"'
+def _refusal(path: str, got: str, expected: str, code: str = "bad-format") -> RecipeError:
+    again = 'Try make gpu-check ARGS="out=FILE" on the GPU to measure'
+    return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. {again}"))
 
 
 # ---- what it changes ----------------------------------------------------------------------------------------------------
@@ -308,17 +284,9 @@ def _overhead(decoded: _Decoded, shape: ModelShape, measured: float, spec: GPUSp
 
 # ---- the report ---------------------------------------------------------------------------------------------------------
 
-SHOWN = {
-    "dense_training": "matrix products reach {:.1%} of the peak",
-    "engine_step_ms": "{:.2g} ms overhead per engine step",
-    "page_locked": "page-locked copies reach {:.0%} of the host link",
-    "ipc_gb_per_s": "a refit reaches {:.3g} GB/s per rank by CUDA IPC",
-    "gloo_gb_per_s": "a refit reaches {:.3g} GB/s per rank through host memory",
-}
-
 
 def describe(recipe: Recipe, component: ComponentConfig) -> str:
-    """Return a text: which values of a component's GPU are measured or still assumed, and which parts failed or were cut.
+    """Return a text with the measured values of a component's GPU and the names of those that are still assumed.
 
     Return "" if the component's GPU is not the measured one.
     """
@@ -326,15 +294,8 @@ def describe(recipe: Recipe, component: ComponentConfig) -> str:
     if check is None or check.gpu != component.gpu:
         return ""
     measured = values(recipe, component)
-    texts = [f"{SHOWN[value.field].format(value.value)} ({value.part})" for value in measured]
+    texts = [f"{value.field} {value.value:.3g} ({value.part})" for value in measured]
     texts.append(f"{check.memory_gb:g} GB (machine)")
-    if numbers := check.numbers.get(_train_part(recipe)):
-        share = numbers["GB"] / numbers["plan's GB"]
-        texts.append(f"a step uses {share:.2f} times its planned memory ({_train_part(recipe)})")
     assumed = [name for name in hardware.assumptions() if name not in {value.field for value in measured}]
     source = f"{check.gpu} by {check.path} of {check.date}, with small models"
-    lines = f"{source}: {'; '.join(texts)}. Still assumed: {', '.join(assumed)}"
-    if not check.unmeasured:
-        return lines
-    failures = "; ".join(f"{part} {outcome}" for part, outcome in check.unmeasured.items())
-    return f"{lines}. Not measured: {failures}. Try {_again(check.path, check.unmeasured)} on the GPU to measure"
+    return f"{source}: {'; '.join(texts)}. Still assumed: {', '.join(assumed)}"

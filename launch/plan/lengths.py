@@ -80,30 +80,24 @@ def assume(
     `answer`, the mean of whole sequences. data: (mean tokens, description of their source); the mean is that of prompts, or of
     an offline algorithm's whole sequences.
     """
-    total, settings = longest_sequence(recipe), recipe.plan
+    total, settings, of_run = longest_sequence(recipe), recipe.plan, f"the mean in {source_run}"
     if not generates(recipe) and settings.answer_tokens is None and (answer or data):
-        mean, of = (answer, f"the mean in {source_run}") if answer else data or (0.0, "")
+        mean, of = (answer, of_run) if answer else data or (0.0, "")
         return Lengths(0.0, min(mean, total), total, f"sequences of {mean:,.0f} tokens, {of}")
-    if prompt is None and data and generates(recipe):
-        prompt, where_prompt = data[0], data[1]
-    else:
-        where_prompt = f"the mean in {source_run}"
-    sources, guess = [], min(PROMPT_TOKENS, PROMPT_SHARE * recipe.data.max_input_seq_length, total / 2)
-    prompt, source = _first("prompts", settings.prompt_tokens, prompt, guess, where_prompt)
-    prompt = min(prompt, total - 1)
-    sources.append(source)
-    limit = total - prompt
+    guess = min(PROMPT_TOKENS, PROMPT_SHARE * recipe.data.max_input_seq_length, total / 2)
+    of_prompts = [(settings.prompt_tokens, "plan.prompt_tokens"), (prompt, of_run)]
+    of_data = [data] if data and generates(recipe) else []
+    mean_prompt, source_prompt = _first(*of_prompts, *of_data, (guess, "a guess; set plan.prompt_tokens to change it"))
+    mean_prompt = min(mean_prompt, total - 1)
+    limit = total - mean_prompt
     if generates(recipe):
         limit = min(limit, recipe.policy.generation.max_new_tokens)
-    answer, source = _first("answers", settings.answer_tokens, answer, ANSWER_SHARE * limit, f"the mean in {source_run}")
-    sources.append(source)
-    return Lengths(prompt, min(answer, limit), limit, "; ".join(sources))
+    of_answers = [(settings.answer_tokens, "plan.answer_tokens"), (answer, of_run)]
+    mean, source = _first(*of_answers, (ANSWER_SHARE * limit, "a guess; set plan.answer_tokens to change it"))
+    text = f"prompts of {mean_prompt:,.0f} tokens: {source_prompt}; answers of {mean:,.0f} tokens: {source}"
+    return Lengths(mean_prompt, min(mean, limit), limit, text)
 
 
-def _first(kind: str, key: float | None, run: float | None, guess: float, source: str) -> tuple[float, str]:
-    name = f"plan.{kind.removesuffix('s')}_tokens"
-    if key is not None:
-        return key, f"{kind} of {key:,.0f} tokens: {name}"
-    if run is not None:
-        return run, f"{kind} of {run:,.0f} tokens, {source}"
-    return guess, f"{kind} of {guess:,.0f} tokens, a guess; set {name} to change it"
+def _first(*sources: tuple[float | None, str]) -> tuple[float, str]:
+    """Return the first mean that is known, and where it comes from."""
+    return next((mean, source) for mean, source in sources if mean is not None)

@@ -138,4 +138,4 @@ def _longest_source(recipe: Recipe) -> str:
         hint = "; if all records are shorter, set data.max_input_seq_length or plan.longest_tokens" * (not generates(recipe))
         return f"policy.max_total_sequence_length{hint}"
     limited = longest == recipe.data.max_input_seq_length
-    return "data.max_input_seq_length" if limited else "plan.longest_tokens, or the longest record"
+    return "data.max_input_seq_length" if limited else "plan.longest_tokens"

@@ -3,19 +3,15 @@
 On a GPU, vLLM 0.32 takes the share gpu_memory_utilization of the whole memory, in addition to the memory that the process has
 taken before: CUDA's context and NCCL's communicators (vllm/v1/worker/gpu_worker.py, init_device). It profiles a forward pass of
 max_num_batched_tokens and a sampler of max_num_seqs rows, estimates its CUDA graphs (determine_available_memory in the same
-file), and gives the rest of its share to the KV cache. The refit's staging and NCCL's buffers between the refit's ranks are
-allocated later, outside of this share. On a CPU the cache has the size that `pipeline.generate.vllm` sets.
+file), and gives the rest of its share to the KV cache. The refit's staging is allocated later, outside of this share. On a CPU
+the cache has the size that `pipeline.generate.vllm` sets.
 
 If there are fewer key-value heads than tensor-parallel ranks, several ranks hold the same keys and values. All ranks hold
-latents (MLA). With vllm_cfg.precision=fp8, vLLM quantizes one layer at a time when it loads and refits, so the linear layers
-never all exist in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py). A sequence takes cache for all its tokens,
-in layers with a sliding window only for the window's tokens, and takes the states of its Mamba layers.
+latents (MLA). A sequence takes cache for all its tokens, in layers with a sliding window only for the window's tokens, and
+takes the states of its Mamba layers. `engine_sizes` follows `get_batch_defaults` and
+`_set_default_max_num_seqs_and_batched_tokens_args` of vllm/engine/arg_utils.py.
 
-`engine_sizes` follows `get_batch_defaults` and `_set_default_max_num_seqs_and_batched_tokens_args` of vllm/engine/arg_utils.py.
-During a run, the engine itself reports how many sequences it decodes.
-
-Not counted: other quantization in vllm_kwargs, speculative decoding, blocks that vLLM leaves partly empty, memory of
-environments.
+Not counted: other quantization in vllm_kwargs, speculative decoding, blocks that vLLM leaves partly empty, environments.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ from typing import Any
 
 from launch.plan.activations import latent_projections
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
-from launch.plan.rank_division import engines
-from pipeline.config import PRECISIONS, Problem, Recipe, colocated, engine_ranks, ranks_per_node, refits_by_ipc, refuse, trains
+from pipeline.config import PRECISIONS, Problem, Recipe, engine_ranks, refits_by_ipc, trains
 from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes
@@ -47,19 +42,11 @@ Maverick on 8 H100 (SGLang issue 8538), and 0.36 GiB for graphs of up to 16 sequ
 FP8_BYTES = 1 + 4 / 128**2  # of a weight, with a float32 scale for 128 x 128 of them (pipeline/generate/vllm.py)
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of an element, by vllm_kwargs.kv_cache_dtype
 STATE_BYTES = {"float16": 2, "bfloat16": 2}  # of an element of a state, by vllm_kwargs.mamba_ssm_cache_dtype; else float32
-CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
-"""Bytes on a rank's GPU for each channel from another rank of its node: the buffers of NCCL's three protocols
-(computeBuffSizes in src/init.cc of NCCL 2.30.7; p2pRecvSetup in src/transport/p2p.cc)."""
-CHANNELS = {True: 32, False: 2}
-"""NCCL's channels from another rank of the same node, by whether all ranks are on one node with NVLink. On one node there are
-two for each link, rounded to a power of two, at most as many as collectives have (ncclTopoComputeP2pChannels in
-src/graph/paths.cc). Assumed, not measured."""
-NETWORK_BYTES = 2 * 32 * 16 * (128 << 10)
-"""Bytes of NCCL's buffers on a GPU for messages to and from all other nodes (sharedNetBuffersInit in src/transport/net.cc, for
-32 channels)."""
+NEIGHBOUR_BYTES = 32 * 9.63e6
+"""Bytes on a GPU for NCCL's 32 channels from another rank of its node, if all ranks are on one node: buffers of its three
+protocols (computeBuffSizes in src/init.cc of NCCL 2.30.7; p2pRecvSetup in src/transport/p2p.cc). Counted, not measured."""
 LARGE, MIDDLE = 160, 70  # GiB of a GPU (vllm/engine/arg_utils.py)
 OF_CPUS = 256, 4096  # sequences and tokens of each rank (vllm/engine/arg_utils.py)
-SIZES = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -144,16 +131,17 @@ class EngineRank:
 
 
 def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
-    """Return the memory of the fullest generate rank. Raises RecipeError for sizes in vllm_kwargs that are no such numbers."""
+    """Return the memory of the fullest generate rank."""
     policy, component = recipe.policy, recipe.cluster.generate
     size, cuda = PRECISIONS[policy.precision], component.gpus_per_node > 0
     if policy.generation.backend == "transformers":
         return _transformers(recipe, shape, size, cuda)
-    vllm, arguments = policy.generation.vllm_cfg, _set_arguments(policy.generation.vllm_kwargs)
+    vllm = policy.generation.vllm_cfg
+    arguments = {key: value for key, value in policy.generation.vllm_kwargs.items() if value is not None}
     ignored = vllm.quantization_ignored_layer_kws
     fp8, spread = vllm.precision == "fp8" and not ignored, vllm.expert_parallel_size > 1
     rank = EngineRank(shape, size, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, spread, fp8)
-    longest = arguments.get("max_model_len", vllm.max_model_len)
+    longest = vllm.max_model_len
     sequences, batched = engine_sizes(recipe, shape)
     parts = {"weights": rank.weights, "buffers": _staging(recipe, rank) + _connections(recipe)}
     uncounted = (
@@ -161,9 +149,9 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     )
     assumptions = [f"an engine's weights without quantization: the plan does not count {uncounted}"] if uncounted else []
     if cuda:
-        budget = arguments.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
+        budget = vllm.gpu_memory_utilization * memory_gb(component) * 1e9
         working = rank.working(batched, sequences)
-        graphs = 0.0 if arguments.get("enforce_eager", vllm.enforce_eager) else GRAPHS
+        graphs = 0.0 if vllm.enforce_eager else GRAPHS
         cache = budget - rank.weights - working - graphs
         parts |= {"activations": working, "runtime": RUNTIME + graphs}
         assumptions.append(
@@ -172,7 +160,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
         )
     else:
         cache = _cpu_cache(rank, longest, sequences)
-    cache = arguments.get("kv_cache_memory_bytes", cache)
+    cache = _number(arguments.get("kv_cache_memory_bytes"), cache)
     parts["KV cache"] = max(0.0, cache)
     token_bytes = rank.cache_elements * CACHE_BYTES.get(str(arguments.get("kv_cache_dtype")), size)
     block = BLOCK[cuda]
@@ -212,9 +200,9 @@ def _defaults(recipe: Recipe) -> tuple[int, int]:
     return (1024, 16384) if large else (256, 8192)
 
 
-def _number(value: Any, default: int) -> int:
+def _number(value: Any, default: float) -> int:
     """Return a value of vllm_kwargs as an integer; `default` if it is not a number. null stands for vLLM's own default."""
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+    return int(value if isinstance(value, int | float) and not isinstance(value, bool) else default)
 
 
 def weights_problems(recipe: Recipe, memory: GenerateMemory) -> Iterator[Problem]:
@@ -230,22 +218,13 @@ def weights_problems(recipe: Recipe, memory: GenerateMemory) -> Iterator[Problem
         yield Problem("policy.generation.vllm_cfg.tensor_parallel_size", "out-of-memory", message)
 
 
-def _set_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of vllm_kwargs without those that are null, which stands for vLLM's own default.
-
-    Raises RecipeError for a size that is not a number above 0.
-    """
-    arguments = {key: value for key, value in kwargs.items() if value is not None}
-    refuse(
-        Problem(f"policy.generation.vllm_kwargs.{key}", "wrong-type", f"got {arguments[key]!r}; expected a number above 0")
-        for key in SIZES
-        if key in arguments and not _is_size(arguments[key])
+def small_cache(recipe: Recipe, memory: GenerateMemory) -> str:
+    """Return the warning for an engine whose KV cache may hold no sequence of max_model_len tokens."""
+    longest = recipe.policy.generation.vllm_cfg.max_model_len
+    return (
+        f"an engine's KV cache may hold only {max(0.0, memory.tokens):,.0f} tokens; a sequence of"
+        f" policy.generation.vllm_cfg.max_model_len has {longest:,}"
     )
-    return arguments
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
 
 
 def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
@@ -258,9 +237,9 @@ def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
 def _staging(recipe: Recipe, rank: EngineRank) -> float:
     """Return the bytes in which a generate rank stages a refit.
 
-    A rank stages two received rounds and one relayed round (`pipeline.refit.planned`), each at most a bucket, and at most the
-    rank's weights. With IPC it stages two relayed rounds and, if there are several nodes, two received rounds
-    (`pipeline.refit.shared_memory`). A broadcast takes one bucket and one tensor. A delta refit also takes the rank's weights.
+    These are two received rounds and one relayed round (`pipeline.refit.planned`), each at most a bucket, and at most the
+    rank's weights; with IPC two relayed rounds and, if there are several nodes, two received rounds. A broadcast takes one
+    bucket and one tensor. A delta refit also takes the rank's weights.
     """
     if not trains(recipe):
         return 0.0  # weights come from files
@@ -276,19 +255,10 @@ def _staging(recipe: Recipe, rank: EngineRank) -> float:
 
 
 def _connections(recipe: Recipe) -> float:
-    """Return the bytes of NCCL's buffers on a generate rank for a refit's messages. NCCL allocates them at the first refit.
-
-    Within its node, a rank receives from every train rank and from the preceding engine. Other nodes share one set of buffers.
-    """
+    """Return the bytes of NCCL's buffers on a generate rank for a refit from train ranks of its node."""
     cluster = recipe.cluster
-    if not trains(recipe) or colocated(recipe) or not cluster.generate.gpus_per_node:
-        return 0.0  # nothing, or over gloo
-    one_node = cluster.share_nodes and cluster.train.nodes == 1
-    near = ranks_per_node(cluster.train) if cluster.share_nodes else 0
-    near += engines(recipe.policy, cluster.generate) > 1
-    if recipe.policy.generation.refit_transport == "broadcast":
-        near = 1
-    return near * CHANNELS[one_node] * CHANNEL_BYTES + (0 if one_node else NETWORK_BYTES)
+    shared = trains(recipe) and cluster.share_nodes and cluster.train.nodes == 1 and cluster.generate.gpus_per_node
+    return NEIGHBOUR_BYTES * (cluster.train.gpus_per_node + 1) if shared else 0.0
 
 
 def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> GenerateMemory:
@@ -303,7 +273,7 @@ def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> G
     parts = {
         "weights": size * shape.parameters,
         "KV cache": tokens * size * shape.attention_layers * shape.kv_heads * (shape.head_dim + shape.value_dim),
-        "buffers": _staging(recipe, EngineRank(shape, size, 1, 1, False)) + _connections(recipe),
+        "buffers": _staging(recipe, EngineRank(shape, size, 1, 1, False)),
         "runtime": RUNTIME if cuda else 0.0,
     }
     return GenerateMemory(add_parts(parts), parts["weights"], True, tokens, sequences, (), shape)

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from launch.plan import generate_time, gpu_check, recomputation, roofline, shared_gpus, variants
+from launch.plan import gpu_check, roofline, shared_gpus, variants
 from launch.plan.estimate import Plan
 from launch.plan.memory_generate import engine_sizes
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.rank_division import engines, parallel_sizes
 from launch.plan.step_time import is_priced
-from launch.plan.variants import WIDTH, WORTH, Line, Mode
+from launch.plan.variants import Mode
 from launch.terminal.units import plural, seconds, size
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe, ahead, generates, hardware, ranks, runs_ahead, section, uses_megatron
+from pipeline.config import ComponentConfig, Recipe, ahead, generates, hardware, runs_ahead, section, uses_megatron
 
-LABEL = 14
-FULL = 0.85  # gpu_memory_utilization above which the report proposes no larger value
+LABEL, WIDTH = 14, 128
+Line = str | tuple[str, str]
+"""A line to print as it is, or (label, text to wrap)."""
+COLUMNS = {"nodes": 12, "GPUs": 6, "a step": 10, "GPU-s a step": 14, "train waits": 14, "engines wait": 14}
+"""Column of the modes' table -> its width."""
 
 
 def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
@@ -32,11 +35,16 @@ def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
         _memory(plan),
         _refit(plan) if generates(plan.recipe) else (),
         _times(plan),
-        variants.mode_table(plan, compared) if compared else _waits(plan),
+        _modes(compared) if compared else _waits(plan),
         _run(plan),
         _assumptions(plan),
         _verdict(plan),
     ]
+    return joined(parts)
+
+
+def joined(parts: Sequence[Iterable[Line]]) -> str:
+    """Return the lines of all parts as one text, with an empty line between parts."""
     blocks = ["\n".join(map(_line_text, part)) for part in parts]
     return "\n\n".join(block for block in blocks if block)
 
@@ -56,14 +64,15 @@ def _headline(plan: Plan) -> Iterator[Line]:
         sharing = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
         if name != "train" and recipe.cluster.share_nodes:
             sharing = ", on the same nodes"
-        yield name, f"{_ranks(component)}{sharing}; {_cuts(plan, name)}"
+        yield name, f"{ranks_text(component)}{sharing}; {_cuts(plan, name)}"
     yield "backend", str(plan.choice)
     if plan.choice.recomputation:
         yield "recomputation", plan.choice.recomputation
 
 
-def _ranks(component: ComponentConfig) -> str:
-    on = f"{plural(ranks(component), 'rank')} on {plural(component.nodes, 'node')}"
+def ranks_text(component: ComponentConfig) -> str:
+    """Return a text with a component's numbers of ranks, nodes and GPUs."""
+    on = f"{plural(config.ranks(component), 'rank')} on {plural(component.nodes, 'node')}"
     if not component.gpus_per_node:
         return f"{on}, no GPUs"
     return f"{on} with {component.gpus_per_node} {component.gpu} of {hardware.memory_gb(component):g} GB each"
@@ -71,50 +80,35 @@ def _ranks(component: ComponentConfig) -> str:
 
 def _cuts(plan: Plan, component: str) -> str:
     policy = plan.recipe.policy
-    if component != "generate":
-        return parallel_sizes(policy.megatron_cfg if uses_megatron(policy) else policy.dtensor_cfg)
-    of_vllm = parallel_sizes(policy.generation.vllm_cfg) if policy.generation.backend == "vllm" else "no parallelism"
-    return f"{plural(engines(policy, plan.recipe.cluster.generate), 'engine')}, {of_vllm}"
+    if component == "generate":
+        return engines_text(plan.recipe)
+    return parallel_sizes(policy.megatron_cfg if uses_megatron(policy) else policy.dtensor_cfg)
+
+
+def engines_text(recipe: Recipe) -> str:
+    """Return a text with the number of engines and their parallel sizes."""
+    generation = recipe.policy.generation
+    of_vllm = parallel_sizes(generation.vllm_cfg) if generation.backend == "vllm" else "no parallelism"
+    return f"{plural(engines(recipe.policy, recipe.cluster.generate), 'engine')}, {of_vllm}"
 
 
 # ---- memory and refit ---------------------------------------------------------------------------------------------------
 
 
 def _models(plan: Plan) -> Iterator[Line]:
-    names = ("embedding", "attention", "MLP", "experts", "other", "all", "active")
-    yield f"{'parameters':24s}" + "".join(f"{name:>13s}" for name in names)
-    for name, shape in plan.shapes.items():
-        numbers = (shape.embedding, shape.attention, shape.mlp, shape.routed, shape.other, shape.parameters, shape.active)
-        yield f"{_model_name(name)[:23]:24s}" + "".join(f"{_billions(number):>13s}" for number in numbers)
     for name, policy in config.models(plan.recipe).items():
-        shape = plan.shapes[name]
+        shape, label = plan.shapes[name], name.replace("on_policy_distillation.teachers.", "teacher ")
         layers = f"{plural(shape.layers, 'layer')}, hidden size {shape.hidden:,}, vocabulary {shape.vocabulary:,}"
         experts = f", {shape.experts} experts, {shape.experts_per_token} per token" if shape.experts else ""
-        yield (
-            _model_name(name)[: LABEL - 1],
-            f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} parameters",
-        )
-
-
-def _model_name(section: str) -> str:
-    """Return the displayed name of the model in a section of the recipe, for example "teacher math"."""
-    return section.replace("on_policy_distillation.teachers.", "teacher ")
-
-
-def _billions(count: float) -> str:
-    return f"{count / 1e9:.2f}e9" if count >= 1e7 else f"{count:,.0f}"
+        active = f", {shape.active / 1e9:.2f}e9 active" if shape.experts else ""
+        text = f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} parameters{active}"
+        yield label[: LABEL - 1], text
 
 
 def _memory(plan: Plan) -> Iterator[Line]:
     memories = {"train": plan.train, "generate": plan.generate, "reward": plan.reward}
     parts_of = {component: memory.parts for component, memory in memories.items() if memory}
-    yield f"{'memory of the fullest rank':30s}" + "".join(f"{component:>14s}" for component in parts_of)
-    for name in dict.fromkeys(name for parts in parts_of.values() for name in parts):
-        yield f"  {name:28s}" + "".join(f"{size(parts[name]) if name in parts else '-':>14s}" for parts in parts_of.values())
-    yield f"  {'all':28s}" + "".join(f"{size(sum(parts.values())):>14s}" for parts in parts_of.values())
-    components = [getattr(plan.recipe.cluster, component) for component in parts_of]
-    if all(component.gpus_per_node for component in components):
-        yield f"  {'of a GPU with':28s}" + "".join(f"{hardware.memory_gb(component):>11g} GB" for component in components)
+    yield from memory_rows(plan.recipe, parts_of)
     yield "train", f"fullest in {plan.train.phase}; {size(plan.host)} of host memory a rank"
     if plan.turns:
         turns = (f"{t.name} {size(t.total)} (train {size(t.train)}, generate {size(t.generate)})" for t in plan.turns)
@@ -123,20 +117,25 @@ def _memory(plan: Plan) -> Iterator[Line]:
         yield "generate", _cache(plan, plan.generate)
 
 
+def memory_rows(recipe: Recipe, parts_of: Mapping[str, Mapping[str, float]]) -> Iterator[Line]:
+    """Yield the lines of a table of memory. parts_of: component -> part -> bytes of its fullest rank."""
+    yield f"{'memory of the fullest rank':30s}" + "".join(f"{component:>14s}" for component in parts_of)
+    for name in dict.fromkeys(name for parts in parts_of.values() for name in parts):
+        yield f"  {name:28s}" + "".join(f"{size(parts[name]) if name in parts else '-':>14s}" for parts in parts_of.values())
+    yield f"  {'all':28s}" + "".join(f"{size(sum(parts.values())):>14s}" for parts in parts_of.values())
+    components = [getattr(recipe.cluster, component) for component in parts_of]
+    if all(component.gpus_per_node for component in components):
+        yield f"  {'of a GPU with':28s}" + "".join(f"{hardware.memory_gb(component):>11g} GB" for component in components)
+
+
 def _cache(plan: Plan, generate: GenerateMemory) -> str:
-    """Return a text with the capacity of an engine's KV cache, and with a hint if the cache limits it and could be larger."""
-    generation, tokens = plan.recipe.policy.generation, max(0.0, generate.tokens)
-    most_longest, most_mean = max(0.0, generate.sequences), generate.holds(plan.lengths.sequence)
+    """Return a text with the capacity of an engine's KV cache."""
     at_once, _ = engine_sizes(plan.recipe, generate.shape)
-    holds = (
-        f"an engine's KV cache holds {tokens:,.0f} tokens: {most_longest:,.0f} sequences of"
-        f" {generation.vllm_cfg.max_model_len:,} or {most_mean:,.0f} of {plan.lengths.sequence:,.0f};"
-        f" at most {at_once:,} run at once (max_num_seqs)"
+    return (
+        f"an engine's KV cache holds {max(0.0, generate.tokens):,.0f} tokens: {max(0.0, generate.sequences):,.0f} sequences of"
+        f" {plan.recipe.policy.generation.vllm_cfg.max_model_len:,} or {generate.holds(plan.lengths.sequence):,.0f} of"
+        f" {plan.lengths.sequence:,.0f}; at most {at_once:,} run at once (max_num_seqs)"
     )
-    share = generation.vllm_cfg.gpu_memory_utilization
-    if most_mean < at_once and share < FULL:
-        holds += f"; it holds more with policy.generation.vllm_cfg.gpu_memory_utilization above {share:g}"
-    return holds
 
 
 def _refit(plan: Plan) -> Iterator[Line]:
@@ -212,7 +211,6 @@ def _run(plan: Plan) -> Iterator[Line]:
     if plan.phases:
         yield "run", "; ".join(_whole(plan))
         yield "time limit", f"cluster.time_min {plan.recipe.cluster.time_min}: {_within_limit(plan)}"
-        yield from _proposals(plan)
     if plan.checkpoints != 0:
         nbytes = plan.checkpoint_bytes
         per_checkpoint = "adapters and their optimizer's state" if nbytes is None else f"{size(nbytes)} each"
@@ -228,23 +226,36 @@ def _waits(plan: Plan) -> Iterator[Line]:
         yield "waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares other modes"
 
 
-def _proposals(plan: Plan) -> Iterator[Line]:
-    """Yield a line for each single change of the recipe that would shorten a step, and one with the number of idle engines."""
-    if variants.movable(plan.recipe):
-        yield "split", variants.division(plan)
-    variant, keys = recomputation.faster(plan.recipe, plan.shapes, plan.lengths)
-    took = plan.step_elsewhere(variant) if keys and plan.fits else None
-    if took is not None and 1 - took / plan.step > WORTH:
-        yield "recomputing", f"{keys} would fit and take {seconds(took)} a step, {1 - took / plan.step:.0%} less"
-    if plan.generate:
-        count, (_, answers) = (
-            engines(plan.recipe.policy, plan.recipe.cluster.generate),
-            generate_time.rollout_size(plan.recipe),
-        )
-        if runs_ahead(plan.recipe) and ahead(plan.recipe).in_flight_weight_updates:
-            answers *= ahead(plan.recipe).max_trajectory_age_steps + 1
-        if count > answers:
-            yield "idle", f"{count - answers} of {count} engines: {plural(answers, 'answer')} are sampled at once"
+# ---- modes --------------------------------------------------------------------------------------------------------------
+
+
+def _modes(compared: Sequence[Mode]) -> Iterator[Line]:
+    """Yield the lines of a table of the modes, then a line with the recommended mode."""
+    yield f"{'the same nodes':26s}" + "".join(f"{name:>{width}s}" for name, width in COLUMNS.items())
+    for mode in compared:
+        name = mode.name if mode.changes or mode.estimate is None else f"{mode.name}, as it is"
+        if mode.why_not:
+            why = f"not possible: {mode.why_not}"
+            yield textwrap.fill(why, WIDTH, initial_indent=f"  {name:24s}", subsequent_indent=" " * 26)
+        else:
+            yield f"  {name:24s}" + "".join(
+                f"{cell:>{width}}" for cell, width in zip(_cells(mode), COLUMNS.values(), strict=True)
+            )
+    yield "choice", variants.choice(compared)
+
+
+def _cells(mode: Mode) -> list[str]:
+    plan, cluster = mode.plan, mode.plan.recipe.cluster
+    waits, key = ["-", "-"], "gpus_per_node" if cluster.share_nodes else "nodes"
+    parts = [cluster.train]
+    if not config.colocated(plan.recipe):
+        parts += [cluster.generate, *([cluster.reward] if config.serves_rewards(plan.recipe) else [])]
+        waits = [f"{idle / plan.step:.0%}" for idle in (plan.step_time.train, plan.step_time.generate)]
+    nodes = f"{' + '.join(str(getattr(part, key)) for part in parts)}{' GPUs' if cluster.share_nodes else ''}"
+    return [nodes, str(plan.gpus), seconds(plan.step), f"{mode.cost:,.0f}", *waits]
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------------
 
 
 def _whole(plan: Plan) -> Iterator[str]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.plan import gpu_check, memory, memory_generate, shared_gpus, train_time
-from launch.plan.advice import set_key
 from launch.plan.lengths import Lengths, assume
-from launch.plan.memory_parts import GenerateMemory, TrainModel
+from launch.plan.memory_parts import TrainModel
 from launch.plan.rank_division import train_parallelism
 from launch.plan.rank_memory import stages
 from pipeline import config
@@ -111,18 +110,6 @@ def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape],
     return choose(_with(recipe, dict.fromkeys(keys)), shapes, lengths=lengths)[0]
 
 
-def faster(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths) -> tuple[Recipe, str]:
-    """Return (the recipe with the recomputation that `choose` would select, text of the keys that this changes).
-
-    The size of the microbatches stays.
-    """
-    section, settings = _section(recipe)
-    keys = [f"{section}.{name}" for name in NAMES if hasattr(settings, name)]
-    variant = again(recipe, keys, shapes, lengths)
-    changed_keys = [key for key in keys if _value(variant, key) != _value(recipe, key)]
-    return variant, " ".join(config.format_override(key, _value(variant, key)) for key in changed_keys)
-
-
 def spare(shapes: Mapping[str, ModelShape]) -> float:
     """Return the share of a GPU's memory that a chosen setting must leave free."""
     return SPARE_OF_MIXTURES if any(shape.experts for shape in shapes.values()) else SPARE
@@ -141,32 +128,23 @@ def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
 
 def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, ModelShape], lengths: Lengths) -> list[Tried]:
     """Return, for each setting, the recipe with this setting and its estimates."""
-    engine, tried = _engine(recipe, shapes), []
+    tried = []
     stages = recipe.policy.megatron_cfg.pipeline_model_parallel_size
     for setting in settings:
         variant = _with(recipe, setting)
         gpu = gpu_check.gpu(variant, variant.cluster.train)
         seconds = sum(phase.seconds for phase in train_time.phases(variant, shapes, lengths, gpu))
         recomputed = flops.recomputed_share(variant.policy, shapes["policy"], stages, 0.0)
-        tried.append(Tried(variant, setting, seconds, _bytes(variant, shapes, engine), recomputed))
+        tried.append(Tried(variant, setting, seconds, _bytes(variant, shapes), recomputed))
     return tried
 
 
-def _engine(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
-    """Return the memory of the generate rank that shares a train rank's GPU; None without one."""
-    return (
-        memory_generate.generate(gpu_check.with_measured_memory(recipe), shapes["policy"]) if config.colocated(recipe) else None
-    )
-
-
-def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape], engine: GenerateMemory | None) -> float:
-    """Return the bytes on the fullest GPU while its train rank trains.
-
-    engine: the memory of the generate rank that shares the GPU; None without one. Settings do not affect other turns of a GPU.
-    """
-    train = memory.train(recipe, shapes)
-    turns = {turn.name: turn.total for turn in shared_gpus.turns(recipe, train, engine)} if engine else {}
-    return turns.get("training", train.total)
+def _bytes(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> float:
+    """Return the bytes on the fullest GPU while its train rank trains, with an inactive generate rank that shares it."""
+    train = memory.train(recipe, shapes).total
+    if not config.colocated(recipe):
+        return train
+    return train + shared_gpus.asleep(memory_generate.generate(gpu_check.with_measured_memory(recipe), shapes["policy"]))
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------------
@@ -234,7 +212,7 @@ def _kept_setting(recipe: Recipe, before: Recipe) -> Setting:
 def _fits(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> bool:
     if not recipe.cluster.train.gpus_per_node:
         return True
-    return _bytes(recipe, shapes, _engine(recipe, shapes)) <= _memory_gb(recipe) * 1e9
+    return _bytes(recipe, shapes) <= _memory_gb(recipe) * 1e9
 
 
 def _memory_gb(recipe: Recipe) -> float:
@@ -261,8 +239,13 @@ def _value(recipe: Recipe, key: str) -> Any:
 
 def _with(recipe: Recipe, setting: Setting) -> Recipe:
     for key, value in setting.items():
-        recipe = set_key(recipe, key, value)
+        recipe = _set_key(recipe, key, value)
     return recipe
+
+
+def _set_key(section: Any, key: str, value: Any) -> Any:
+    name, _, subkey = key.partition(".")
+    return replace(section, **{name: _set_key(getattr(section, name), subkey, value) if subkey else value})
 
 
 def _line(setting: Setting, reason: str) -> str:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from launch.plan.memory_parts import TrainModel
+from launch.plan.rank_division import GIGA, Parallelism
+from launch.plan.rank_memory import of_stages
 from pipeline.config import (
     PRECISIONS,
-    PolicyConfig,
     Recipe,
     colocated,
     engine_ranks,
@@ -28,11 +30,7 @@ from pipeline.config import (
 from pipeline.config.cluster import NetworkConfig
 from pipeline.models.shape import ModelShape
 from pipeline.refit.balance import sharing_groups
-from pipeline.train.adapters.adapted_layers import is_adapted
 from pipeline.train.adapters.spec import refits_adapters
-
-GIGA = 1e9
-LINEAR = ("attention", "mlp", "shared")  # parts of a model with layers whose adapters engines can serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,8 @@ def estimate(recipe: Recipe, shape: ModelShape, weights: float) -> RefitEstimate
     size, count = engine_ranks(vllm), ranks(cluster.generate)
     received, model = weights, float(itemsize * shape.parameters)
     if refits_adapters(recipe):
-        received = model = float(itemsize * _adapter_entries(policy, shape))
+        stages = of_stages(TrainModel(policy, shape), Parallelism(1), True, uses_megatron(policy))
+        received = model = itemsize * sum(stage.adapters.dense for stage in stages)
     engines = [list(range(first, first + size)) for first in range(ranks(cluster.train), ranks(cluster.train) + count, size)]
     nodes, of_engine = node_names(recipe), received * size / ranks(cluster.train)
     groups = sharing_groups(engines, nodes, network, of_engine, received)
@@ -108,14 +107,6 @@ def _missing_share(recipe: Recipe) -> float:
     of_stage = count // megatron.pipeline_model_parallel_size  # ranks of a pipeline stage, which have consecutive numbers
     replica = max(megatron.tensor_model_parallel_size, experts)  # ranks that hold a stage together
     return max(0.0, 1 - max(1, near / of_stage) / megatron.pipeline_model_parallel_size * min(1, near / replica))
-
-
-def _adapter_entries(policy: PolicyConfig, shape: ModelShape) -> int:
-    """Return the number of entries of A and B of all adapted layers. Megatron-Core's are assumed to be all linear layers."""
-    lora, megatron = policy.dtensor_cfg.lora_cfg, uses_megatron(policy)
-    layers = [tensor for tensor in shape.tensors if tensor.part in LINEAR and len(tensor.shape) == 2]
-    adapted = [layer for layer in layers if megatron or is_adapted(layer.name.removesuffix(".weight"), lora)]
-    return (policy.megatron_cfg.peft.dim if megatron else lora.dim) * sum(sum(layer.shape) for layer in adapted)
 
 
 def node_names(recipe: Recipe) -> dict[int, str]:

@@ -1,29 +1,21 @@
 """Price the messages of a planned refit on a network: its seconds, what limits them, and a lower bound for any transfer.
 
-Ranks pack, send, receive and apply in rounds, as in `pipeline/refit/transfer.py`. In a round a rank takes
-`latency * messages + max(NIC out, NIC in, node out, node in)`, where each argument of max is the bytes on a path over its
-bandwidth. This is the alpha-beta model (Hockney 1994, "The communication challenge for MPP") with one port, full duplex, and a
-NIC and links within the node that work in parallel. A rank that relays packs what arrived in the round before, so its packing
-adds to the round. Other copies overlap with the network, but for the first that is packed and the last that is applied.
-
-A round lasts as long as its slowest rank, whether or not other ranks wait for it. Not counted: congestion inside the fabric
-(full bisection is assumed), the digest, a unit's `finish`, and the pause of generation.
+The NIC and the links within the node of every rank work in parallel and in both directions. A refit takes the time of the bytes
+on its busiest path, one latency for each message of a round, and the copies of relayed bytes, which ranks pack after they
+arrive. Not counted: ranks that wait for each other in a round, congestion inside the fabric (full bisection is assumed), the
+digest, and the pause of generation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+from launch.plan.rank_division import GIGA
 from pipeline.config.cluster import NetworkConfig
 from pipeline.refit.intersection import changes
 from pipeline.refit.schedule import RefitSchedule
-
-TERMS: tuple[str, ...] = ("pack", "wire out", "wire in", "node", "latency", "apply")
-"""Parts of a round's time: packing sent bytes, NIC out, NIC in, links in nodes, messages' latency, applying received bytes."""
-GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +55,32 @@ def messages(schedule: RefitSchedule) -> Messages:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Bytes on each path and numbers of messages, for every round and rank, [rounds, ranks] float64."""
+    """Bytes of each rank on each path, [ranks] float64."""
 
     nic_out: np.ndarray
     nic_in: np.ndarray
     node_out: np.ndarray
     node_in: np.ndarray
-    sends: np.ndarray
-    receives: np.ndarray
-    relays: np.ndarray  # [ranks] bool: whether the rank relays in any round
+    relayed: np.ndarray  # of what it sends
+    messages: np.ndarray  # number that it sends or receives, whichever is more
 
     @property
     def sent(self) -> np.ndarray:
-        """Return the bytes that each rank sends per round, [rounds, ranks]."""
+        """Return the bytes that each rank sends, [ranks]."""
         return self.nic_out + self.node_out
 
     @property
     def received(self) -> np.ndarray:
-        """Return the bytes that each rank receives per round, [rounds, ranks]."""
+        """Return the bytes that each rank receives, [ranks]."""
         return self.nic_in + self.node_in
-
-    def staging(self, ipc: bool = False) -> np.ndarray:
-        """Return the bytes that each rank stages, [ranks]: twice its largest round, in each direction.
-
-        A rank that relays stages one round of sends, since it packs a round just before posting (`pipeline/refit/planned.py`).
-        ipc: whether ranks use CUDA IPC. Then a receiver reads messages of its own node from the sender's staging, and a sender
-        stages two rounds even if it relays (`pipeline/refit/shared_memory.py`).
-        """
-        if ipc:
-            return 2 * (self.sent.max(0, initial=0) + self.nic_in.max(0, initial=0))
-        return self.sent.max(0, initial=0) * np.where(self.relays, 1, 2) + 2 * self.received.max(0, initial=0)
 
 
 def loads(messages: Messages, node: np.ndarray) -> Loads:
-    """Return the loads of all rounds and ranks. node: [ranks], the number of each rank's node."""
-    ranks, rounds = len(node), int(messages.round.max(initial=-1)) + 1
+    """Return the loads of all ranks. node: [ranks], the number of each rank's node."""
     far = node[messages.source] != node[messages.target]
 
     def total(end: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return np.bincount(messages.round * ranks + end, weight, rounds * ranks).reshape(rounds, ranks)
+        return np.bincount(end, weight, len(node))
 
     ones = np.ones(len(messages))
     return Loads(
@@ -109,73 +88,34 @@ def loads(messages: Messages, node: np.ndarray) -> Loads:
         nic_in=total(messages.target, messages.size * far),
         node_out=total(messages.source, messages.size * ~far),
         node_in=total(messages.target, messages.size * ~far),
-        sends=total(messages.source, ones),
-        receives=total(messages.target, ones),
-        relays=np.bincount(messages.source, messages.relay, ranks) > 0,
+        relayed=total(messages.source, messages.size * messages.relay),
+        messages=np.maximum(total(messages.source, ones), total(messages.target, ones)),
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RefitPrice:
-    """The seconds of a refit: of every rank in every round, and of the rounds."""
+    """The seconds of a refit without the pause of generation, and what limits them."""
 
     loads: Loads
-    parts: dict[str, np.ndarray]  # term of TERMS -> [rounds, ranks] seconds
-
-    @cached_property
-    def wire(self) -> np.ndarray:
-        """The seconds of each rank's messages, [rounds, ranks]."""
-        return self.parts["latency"] + np.maximum.reduce([self.parts[path] for path in ("wire out", "wire in", "node")])
-
-    @cached_property
-    def rounds(self) -> np.ndarray:
-        """The seconds of each round, [rounds]: of its slowest rank, whose copies or messages may take longer."""
-        relayed = self.parts["pack"] * self.loads.relays
-        return np.maximum(self.wire + relayed, self.parts["pack"] + self.parts["apply"]).max(1)
-
-    @property
-    def starts(self) -> np.ndarray:
-        """The seconds from the start of the refit to the start of each round, [rounds]."""
-        return self.parts["pack"][0].max() + np.cumsum(self.rounds) - self.rounds
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the refit, without the pause of generation."""
-        if not len(self.rounds):
-            return 0.0
-        return float(self.parts["pack"][0].max() + self.rounds.sum() + self.parts["apply"][-1].max())
-
-    def limits(self) -> dict[str, float]:
-        """Return term of TERMS -> its seconds on the ranks that set the rounds. They add up to `seconds`."""
-        spent = dict.fromkeys(TERMS, 0.0)
-        relayed, copies = self.parts["pack"] * self.loads.relays, self.parts["pack"] + self.parts["apply"]
-        for number, rank in enumerate(np.maximum(self.wire + relayed, copies).argmax(1)):
-            parts = {term: float(part[number, rank]) for term, part in self.parts.items()}
-            path = max(("wire out", "wire in", "node"), key=parts.__getitem__)
-            if self.wire[number, rank] + relayed[number, rank] >= copies[number, rank]:
-                parts = {"latency": parts["latency"], path: parts[path], "pack": float(relayed[number, rank])}
-            else:
-                parts = {term: parts[term] for term in ("pack", "apply")}
-            for term, seconds in parts.items():
-                spent[term] += seconds
-        if len(self.rounds):
-            spent["pack"] += float(self.parts["pack"][0].max())
-            spent["apply"] += float(self.parts["apply"][-1].max())
-        return spent
+    seconds: float
+    limit: str  # the path of the busiest rank, or its latency or copies
 
 
 def price(loads: Loads, network: NetworkConfig) -> RefitPrice:
     """Return the price of a transfer with these loads."""
     nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
-    parts = {
-        "pack": loads.sent / memory,
-        "wire out": loads.nic_out / nic,
-        "wire in": loads.nic_in / nic,
+    paths = {
+        "NIC out": loads.nic_out / nic,
+        "NIC in": loads.nic_in / nic,
         "node": np.maximum(loads.node_out, loads.node_in) / node,
-        "latency": np.maximum(loads.sends, loads.receives) * (network.latency_us / 1e6),
-        "apply": loads.received / memory,
+        "copies": (loads.sent + loads.received) / memory,
     }
-    return RefitPrice(loads, parts)
+    besides = {"latency": loads.messages * (network.latency_us / 1e6), "relayed copies": loads.relayed / memory}
+    of_rank = np.maximum.reduce([*paths.values()]) + sum(besides.values())
+    busiest = int(of_rank.argmax())
+    spent = {name: float(part[busiest]) for name, part in (paths | besides).items()}
+    return RefitPrice(loads, float(of_rank[busiest]), max(spent, key=spent.__getitem__))
 
 
 def floor(schedule: RefitSchedule, node: np.ndarray, network: NetworkConfig) -> tuple[float, str]:

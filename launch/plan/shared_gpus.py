@@ -43,12 +43,18 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
     """Return the memory of a GPU in each turn, in the order of a step."""
     staging = memory.staging(recipe, train.shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
     away = train.parts.get("runtime", 0.0) + staging
-    asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
+    # With adapters a refit reads only the merged weights, since the other weights are on the host.
+    read = train.parts.get("merged weights", train.parts.get("weights", 0.0))
     return (
         TurnMemory("rollout", away + _scoring(recipe, train), generate.total),
-        TurnMemory("training", train.total, asleep),
-        TurnMemory("refit", away + _read(train), asleep + generate.parts.get("weights", 0.0)),
+        TurnMemory("training", train.total, asleep(generate)),
+        TurnMemory("refit", away + read, asleep(generate) + generate.parts.get("weights", 0.0)),
     )
+
+
+def asleep(generate: GenerateMemory) -> float:
+    """Return the bytes of a generate rank on its GPU while the train rank is active."""
+    return generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
 
 
 def _scoring(recipe: Recipe, train: TrainMemory) -> float:
@@ -63,14 +69,6 @@ def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
     return train.host + _moved_bytes(train) + _kept_bytes(recipe, generate)
 
 
-def _read(train: TrainMemory) -> float:
-    """Return the bytes of a train rank's weights that are on the GPU during a refit.
-
-    With adapters they are only the merged weights, since the other weights are on the host.
-    """
-    return train.parts.get("merged weights", train.parts.get("weights", 0.0))
-
-
 def _moved_bytes(train: TrainMemory) -> float:
     return sum(train.parts.get(name, 0.0) for name in MOVED)
 
@@ -82,11 +80,9 @@ def _kept_bytes(recipe: Recipe, generate: GenerateMemory) -> float:
 
 def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iterator[Phase]:
     """Yield the phases of a step in which the ranks that share GPUs change turns."""
-    rate = _rate(recipe)
-    kept_s = _kept_bytes(recipe, generate) / rate
-    sleep = {"engine's weights": kept_s} if kept_s else {}
-    yield Phase("train", "the trainer takes the GPUs", 0.0, {"trainer from the host": _moved_bytes(train) / rate, **sleep})
-    yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved_bytes(train) / rate, **sleep})
+    seconds = (_moved_bytes(train) + _kept_bytes(recipe, generate)) / _rate(recipe)
+    yield Phase("train", "the trainer takes the GPUs", 0.0, {"copies from and to the host": seconds})
+    yield Phase("refit", "the engines take the GPUs", 0.0, {"copies from and to the host": seconds})
 
 
 def refit(recipe: Recipe, received: float) -> Phase:
@@ -117,18 +113,10 @@ def _gpu(recipe: Recipe) -> GPUSpec:
 def assumed_rates(recipe: Recipe) -> str:
     """Return a text with the assumed transfer rates of shared GPUs, for the plan's table."""
     gpu = _gpu(recipe)
-    between = (
-        f" and {TCP_GB_PER_S:g} GB/s into a node over TCP, on the interface of its host name or of GLOO_SOCKET_IFNAME"
-        if recipe.cluster.train.nodes > 1
-        else ""
-    )
-    within = (
-        f"{gpu.assumed.ipc_gb_per_s:.3g} GB/s per rank by CUDA IPC"
-        if refits_by_ipc(recipe)
-        else f"{gpu.assumed.gloo_gb_per_s:.3g} GB/s per rank through host memory"
-    )
-    copies = f"{gpu.assumed.page_locked:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s"
+    by_ipc = refits_by_ipc(recipe)
+    rate, way = (gpu.assumed.ipc_gb_per_s, "CUDA IPC") if by_ipc else (gpu.assumed.gloo_gb_per_s, "host memory")
     return (
-        f"ranks that share a GPU: page-locked copies reach {copies}, a refit reaches {within}{between}; the time in which an"
-        " engine sleeps and wakes is not counted"
+        f"ranks that share a GPU: page-locked copies reach {gpu.assumed.page_locked:.0%} of the host link's"
+        f" {gpu.host_gb_per_s:g} GB/s, a refit reaches {rate:.3g} GB/s per rank by {way} and {TCP_GB_PER_S:g} GB/s between"
+        " nodes; the time in which an engine sleeps and wakes is not counted"
     )

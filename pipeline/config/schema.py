@@ -208,8 +208,8 @@ class PlanConfig:
     answer_tokens: Float | None = None
     """Mean tokens of an answer. null: estimated as in launch/plan/lengths.py."""
     longest_tokens: Positive | None = None
-    """Tokens of the longest sequence in an offline algorithm's data, which bounds memory. null: read from the data if all
-    records are in small local JSONL files, else data.max_input_seq_length, which the run enforces."""
+    """Tokens of the longest sequence in an offline algorithm's data, which bounds memory. null: data.max_input_seq_length,
+    which the run enforces."""
     hardware: Line | None = None
     """A file that `make gpu-check` wrote on the same kind of GPU. The plan uses its measurements in place of the assumptions in
     recipes/hardware."""

@@ -403,27 +403,23 @@ def test_the_plan_counts_questions_tokens_and_hours():
     recipe = suites.inspect("tiny", evaluation_sources.of_model(MODEL, "tiny"), [*gpus, "plan.answer_tokens=10"]).recipe
     plan = evaluation_plan.plan(recipe)
     (task,) = plan.tasks
-    assert task.questions == 128 and task.answers == 128 and task.drawn_tokens == 1280
+    assert task.questions == 128 and task.samples == 1 and task.lengths.answer == 10
     assert plan.seconds > 0 and "received" not in plan.memory.parts and "buffers" not in plan.memory.parts
     text = evaluation_plan.text(plan)
     assert "2 engines" in text and "on 2 GPUs" in text and "fits" in text
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_plan_measures_prompts_of_files_and_says_so(tmp_path, reads):
+def test_a_plan_measures_prompts_of_files(tmp_path, reads):
     (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "q" * 40, "answer": "1"}) + "\n")
     data = f"{{data_path: {tmp_path / 'test.jsonl'}, split: test}}"
     (tmp_path / "own.yaml").write_text(
         f"algorithm: evaluate\nevaluate: {{tasks: {{own: {{env_name: match, max_new_tokens: 24, data: {data}}}}}}}\n"
         "env: {match: {kind: exact_match}}\n"
     )
-    source = evaluation_sources.of_model(MODEL, "own")
-    for total, cut in ((34, False), (26, True)):
-        suite = suites.inspect(str(tmp_path / "own.yaml"), source, [f"policy.max_total_sequence_length={total}"])
-        plan = evaluation_plan.plan(suite.recipe, reads=reads)
-        assert plan.tasks[0].questions == 1 and round(plan.tasks[0].prompt) == 10
-        assert any("prompts of at least 3 tokens" in warning for warning in plan.warnings()) == cut
-        assert "prompts of characters / 4 tokens" in evaluation_plan.text(plan)
+    suite = suites.inspect(str(tmp_path / "own.yaml"), evaluation_sources.of_model(MODEL, "own"), [])
+    (task,) = evaluation_plan.plan(suite.recipe, reads=reads).tasks
+    assert task.questions == 1 and round(task.lengths.prompt) == 10
 
 
 def test_a_plan_does_not_look_for_data_on_the_network(monkeypatch):
@@ -434,7 +430,6 @@ def test_a_plan_does_not_look_for_data_on_the_network(monkeypatch):
     keys = [f"evaluate.tasks={{_override_: true, far: {far}}}", "env={match: {kind: exact_match}}"]
     plan = evaluation_plan.plan(suites.inspect("tiny", evaluation_sources.of_model(MODEL, "tiny"), keys).recipe, reads=True)
     assert [task.name for task in plan.tasks] == ["far"] and read == []
-    assert "prompts of guessed tokens" in evaluation_plan.text(plan)
 
 
 def test_a_key_of_an_unknown_task_names_the_nearest_task_first(capsys, tmp_path, monkeypatch):

@@ -1,16 +1,14 @@
-"""python launch/plan_refit.py: its output and picture for the tiny models, and its errors."""
+"""python launch/plan_refit.py: its output for the tiny models, and its errors."""
 
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from launch import plan_refit
-from launch.plan.refit_picture import PARTS
 from pipeline.models.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
@@ -34,20 +32,10 @@ def row(output: str, name: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())[1:]
 
 
-def check_picture(path: Path) -> None:
-    svg = path.read_text()
-    assert ElementTree.fromstring(svg).tag.endswith("svg")
-    for part in PARTS.values():
-        bars = re.findall(rf'<path d="([^"]*)" class="{part}">', svg)
-        widths = [float(width) for bar in bars for width in re.findall(r"h(\d+\.\d+)v", bar)]
-        assert len(bars) > 1 and sum(widths) > 1, f"no bar of {part}"
-
-
-def test_a_dense_model_under_fsdp(tmp_path):
+def test_a_dense_model_under_fsdp():
     """The recipe's own model may be missing: it has the shape of its needed recipe's initial model."""
     network = ["cluster.network.nic_gb_per_s=1", "cluster.network.memory_gb_per_s=0.5", "cluster.network.latency_us=0"]
-    out = tmp_path / "dense.svg"
-    status, output, errors = plan("recipe=tiny_grpo", f"out={out}", *network)
+    status, output, errors = plan("recipe=tiny_grpo", *network)
     assert status == 0, errors
     size = parameters(TINY) * 4
     assert f"{parameters(TINY):,} parameters" in output
@@ -55,14 +43,11 @@ def test_a_dense_model_under_fsdp(tmp_path):
     assert row(output, "bytes into a generate rank") == [f"{size / 1e6:.3g} MB"] * 3  # TP 1: all of it, once
     # Both engines share a node, so the model comes in once, and each NIC brings half of it at 1 GB/s.
     assert f"{size / 2 / 1e9 * 1e3:.3g} ms, set by" in output
-    assert re.search(r"predicted .* bound by (pack|apply|wire out|wire in|node)", output)
+    assert re.search(r"predicted .* bound by (copies|NIC out|NIC in|node|relayed copies)", output)
     assert re.search(r"broadcast .* for the reference", output)
-    assert output.splitlines()[-1].split() == ["timeline", str(out)]
-    check_picture(out)
 
 
-def test_a_mixture_of_experts_under_megatron(tmp_path):
-    out = tmp_path / "moe.svg"
+def test_a_mixture_of_experts_under_megatron():
     layout = [
         "policy.megatron_cfg.enabled=true",
         "policy.megatron_cfg.expert_model_parallel_size=2",
@@ -71,7 +56,7 @@ def test_a_mixture_of_experts_under_megatron(tmp_path):
         "policy.precision=bfloat16",
         "cluster.network.memory_gb_per_s=1",
     ]
-    status, output, errors = plan("recipe=tiny_grpo", f"model_config={TINY_MOE}", f"out={out}", *layout)
+    status, output, errors = plan("recipe=tiny_grpo", f"model_config={TINY_MOE}", *layout)
     assert status == 0, errors
     assert f"{parameters(TINY_MOE):,} parameters" in output
     assert "2 ranks, 2 a node, expert_model_parallel 2; Megatron-Core" in output
@@ -80,7 +65,6 @@ def test_a_mixture_of_experts_under_megatron(tmp_path):
     everywhere = shape.other  # norms and routers are on both ranks, all else is cut in two
     size = 2 * (everywhere + (shape.parameters - everywhere) / 2)
     assert row(output, "bytes into a generate rank")[1] == f"{size / 1e3:.3g} kB"
-    check_picture(out)
 
 
 BLOCKED = """
@@ -93,8 +77,8 @@ sys.exit(plan_refit.main(sys.argv[1:]))
 VLLM = "policy.generation.vllm_cfg"
 
 
-def test_without_the_packages_of_a_run_it_says_what_to_install(tmp_path):
-    command = [sys.executable, "-c", BLOCKED, "recipe=tiny_grpo", f"out={tmp_path / 'a.svg'}"]
+def test_without_the_packages_of_a_run_it_says_what_to_install():
+    command = [sys.executable, "-c", BLOCKED, "recipe=tiny_grpo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2 and not done.stdout
     assert "torch" in done.stderr and "make setup" in done.stderr and "[not-installed]" in done.stderr

@@ -1,4 +1,4 @@
-"""The plan takes the lengths of data that are here: means for its times, and the longest sequence for memory."""
+"""The plan takes the mean length of data that are here."""
 
 import json
 
@@ -51,29 +51,18 @@ def of_file(path, *more: str, section: str = "sft"):
 
 def test_lengths_are_those_that_the_job_trains_on(written):
     recipe = of_file(written(3, 9, 50, 21))
-    found = data_lengths.measure(recipe)
     stream, _ = build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))
     lengths = [len(sample.tokens) for sample in stream.take(4)]
-    assert found.longest == max(lengths) and found.mean == pytest.approx(sum(lengths) / 4)
-    assert found.source == "the mean of all records of data.train"
+    assert data_lengths.measure(recipe) == (sum(lengths) / 4, "the mean of the first 4 records of data.train")
 
 
-def test_the_longest_sequence_bounds_memory_and_the_mean_does_not(written):
-    path, without = written(3, 9, 50, 21), planned("tiny_sft", *KEYS, *UNPACKED)
-    found = planned("tiny_sft", *keys("sft", path, *UNPACKED))
-    known = data_lengths.measure(of_file(path))
-    assert rank_batches(found.recipe, 1).train_tokens == 2 * known.longest > 2 * known.mean
+def test_the_longest_sequence_bounds_memory():
+    without, found = (planned("tiny_sft", *KEYS, *UNPACKED, f"plan.longest_tokens={longest}") for longest in ("null", 60))
+    assert rank_batches(found.recipe, 1).train_tokens == 2 * 60
     assert rank_batches(without.recipe, 1).train_tokens == 2 * LIMIT
     assert found.train.parts["activations"] < without.train.parts["activations"]
-    assert found.lengths.sequence == pytest.approx(known.mean)
-    source = f"all sequences of a step have {known.longest} tokens (plan.longest_tokens, or the longest record)"
-    assert source in " ".join(found.train.assumptions)
-    assert any(
-        "policy.max_total_sequence_length; if all records are shorter, set" in text for text in without.train.assumptions
-    )
-    packed = ("policy.train_global_batch_size=64", "policy.sequence_packing.train_mb_tokens=256")
-    full = planned("tiny_sft", *keys("sft", path, *packed))
-    assert rank_batches(full.recipe, 1).train_tokens == 256  # short sequences fill a microbatch just as well
+    assert "all sequences of a step have 60 tokens (plan.longest_tokens)" in " ".join(found.train.assumptions)
+    assert any("max_total_sequence_length; if all records are shorter, set" in text for text in without.train.assumptions)
 
 
 @pytest.mark.parametrize(
@@ -91,35 +80,20 @@ def test_compiled_layers_start_with_the_longest_sequences_that_may_come(sizes):
     assert held[0].phase.endswith("in the trial of compiled layers, policy") and "optimizer" not in held[0].parts
 
 
-def test_a_part_of_the_records_bounds_nothing(written, monkeypatch):
+def test_a_part_of_the_records_is_enough(written, monkeypatch):
     path = written(*[3] * 20, 100)
     monkeypatch.setattr(data_lengths, "MOST_RECORDS", 20)
-    found = data_lengths.measure(of_file(path))
-    assert found.longest is None and found.source == "the mean of the first 20 records of data.train"
-    monkeypatch.setattr(data_lengths, "MOST_RECORDS", 21)
-    assert data_lengths.measure(of_file(path)).longest > 100
-    monkeypatch.setattr(data_lengths, "MOST_CHARACTERS", 200)
-    assert data_lengths.measure(of_file(path)).longest is None
-    monkeypatch.undo()
-    with monkeypatch.context() as patched:
-        patched.setattr(Encoder, "count", lambda encoder, example: len(example.text) if len(example.text) < 50 else 1 / 0)
-        assert data_lengths.measure(of_file(path)).longest is None  # the job may read what was not read here
-    path.write_text(path.read_text() + "no record\n")
-    assert data_lengths.measure(of_file(path, "data.bad_records=drop")).longest is None  # it may be read otherwise there
-
-
-def test_validation_data_bound_memory_too(written):
-    train, validation = written(3, 4), written(60, name="validation")
-    both = (*source("train", train), *source("validation", validation))
-    found = data_lengths.measure(config.load("tiny_sft", [*KEYS, *both]))
-    assert found.longest > 60 > found.mean
-    assert data_lengths.measure(config.load("tiny_sft", [*KEYS, *source("train", train)])).longest is None  # generated
+    assert "first 20 records" in data_lengths.measure(of_file(path))[1]
+    monkeypatch.setattr(data_lengths, "MOST_TOKENS", 10)
+    assert "first 2 records" in data_lengths.measure(of_file(path))[1]
+    monkeypatch.setattr(Encoder, "count", lambda encoder, example: 1 / 0)
+    assert data_lengths.measure(of_file(path)) is None  # the job may read what was not read here
 
 
 def test_the_run_drops_or_refuses_longer_records(written):
     short = "data.max_input_seq_length=40"
     assert longest_sequence(of_file(written(3, 50), short)) == 40
-    assert data_lengths.measure(of_file(written(3, 50), short)).longest < 40
+    assert data_lengths.measure(of_file(written(3, 50), short))[0] < 40
     assert longest_sequence(of_file(written(3), "plan.longest_tokens=30")) == 30
     assert longest_sequence(of_file(written(3), "plan.longest_tokens=3000")) == LIMIT
     assert longest_sequence(config.load("tiny_grpo", [*KEYS, short, "plan.longest_tokens=30"])) == LIMIT  # of answers
@@ -127,26 +101,23 @@ def test_the_run_drops_or_refuses_longer_records(written):
 
 def test_keys_and_measured_runs_come_before_the_data(written):
     path = written(3, 9)
-    found = planned("tiny_sft", *keys("sft", path, "plan.longest_tokens=99", "plan.prompt_tokens=20", "plan.answer_tokens=30"))
-    assert found.recipe.plan.longest_tokens == 99 and found.lengths.sequence == 50
+    found = planned("tiny_sft", *keys("sft", path, "plan.prompt_tokens=20", "plan.answer_tokens=30"))
+    assert found.lengths.sequence == 50
 
 
 def test_prompts_of_an_algorithm_that_samples(written):
     path = written(1, 1, 1)
     answers = "data.train.output_key=output"
     found = planned("tiny_grpo", *keys("grpo", path, answers))
-    known = data_lengths.measure(of_file(path, answers, section="grpo"))
-    assert known.longest is None and found.lengths.prompt == known.mean >= 3
-    assert f"prompts of {known.mean:,.0f} tokens, the mean of all records of data.train" in found.lengths.source
+    mean, source = data_lengths.measure(of_file(path, answers, section="grpo"))
+    assert found.lengths.prompt == mean >= 3 and f"prompts of {mean:,.0f} tokens: {source}" in found.lengths.source
 
 
 def test_sequences_of_a_pair_count_one_by_one(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "1+2", "chosen": "3", "rejected": "4" * 40}) + "\n")
-    sizes = ("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1", "policy.train_global_batch_size=8")
-    found = planned("tiny_dpo", *keys("dpo", path, *sizes))
-    longest = found.recipe.plan.longest_tokens
-    assert longest > 40 and rank_batches(found.recipe, 1).train_tokens == 2 * longest
+    mean, _ = data_lengths.measure(of_file(path, section="dpo"))
+    assert 20 < mean < 40
 
 
 def test_data_in_the_hubs_cache(tmp_path, monkeypatch):
@@ -168,8 +139,8 @@ def test_data_in_the_hubs_cache(tmp_path, monkeypatch):
         return config.load("tiny_sft", keys("sft", "", *of_hub))
 
     found = data_lengths.measure(cached("set"))
-    assert 10 < found.mean < 40 and found.longest is None  # of one file
-    assert data_lengths.measure(cached("set", "data.train.split=test")).mean > 90
+    assert 10 < found[0] < 40
+    assert data_lengths.measure(cached("set", "data.train.split=test"))[0] > 90
     assert data_lengths.measure(cached("other")) is None
 
 

@@ -125,35 +125,17 @@ def test_a_refit_that_is_faster_than_its_copies_measures_no_gloo(changed):
 
 def test_the_report_says_what_is_measured_and_what_is_assumed():
     told = table(planned("llama8b_grpo_sync", EAGER, MEASURED))
-    assert f"measured h100 by {SAMPLE} of 2000-01-01, with small models: matrix products reach 26.1% of the peak" in told
+    assert f"measured h100 by {SAMPLE} of 2000-01-01, with small models: dense_training 0.261 (train: FSDP2 eager);" in told
     assert "Still assumed: mixture_training, bandwidth, host, all_reduce_us" in told
-    assert "a step uses 0.95 times its planned memory (train: FSDP2 eager)" in told
     assert "published steps" not in told  # their range is of assumed values
     assert "measured h100" not in table(planned("llama8b_grpo_sync"))
 
 
-@pytest.mark.parametrize(("outcome", "note"), [("failed", "IndexError: 3"), ("cut", "ended by SIGTERM")])
-def test_a_part_that_failed_leaves_the_others(changed, outcome, note):
-    path = changed("train: Megatron-Core", outcome=outcome, note=note, numbers={"MFU": None})
+@pytest.mark.parametrize("outcome", ["failed", "cut"])
+def test_a_part_that_failed_leaves_the_others(changed, outcome):
+    path = changed("train: Megatron-Core", outcome=outcome, numbers={"MFU": None})
     found = planned("llama8b_grpo_sync", EAGER, f"plan.hardware={path}")
     assert gpu_check.gpu(found.recipe, found.recipe.cluster.train).assumed.dense_training == pytest.approx(EAGER_RATE)
-    told = table(found)
-    assert f"Not measured: train: Megatron-Core {outcome} ({note}). Try" in told
-    assert f"""make gpu-check ARGS="after={path} out={path} 'parts=train: Megatron-Core'" on the GPU to measure""" in told
-    assert "Not measured" not in table(planned("llama8b_grpo_sync", EAGER, MEASURED))
-
-
-def test_a_file_whose_parts_all_failed_is_refused(tmp_path):
-    record = json.loads(SAMPLE.read_text())
-    for one in record["results"]:
-        one["outcome"] = "failed"
-    path = tmp_path / "failed.json"
-    path.write_text(json.dumps(record))
-    with pytest.raises(config.RecipeError) as error:
-        planned("llama8b_grpo_sync", f"plan.hardware={path}")
-    (problem,) = error.value.problems
-    assert "; offload failed (0.000262 GB); " in problem.message, problem.message
-    assert f'make gpu-check ARGS="after={path} out={path} ' in problem.message
 
 
 def test_only_the_components_of_the_measured_gpu_take_it():
@@ -174,7 +156,7 @@ def test_only_the_components_of_the_measured_gpu_take_it():
         ("", {"format": None}, "format: None"),
         ("", {"machine": {"gpus": []}}, "machine.gpus"),
         ("", {"machine": {"gpus": ["NVIDIA H100", "NVIDIA H200"]}}, "machine.gpus"),
-        ("", {"machine": {"gpus": ["NVIDIA A10", "NVIDIA A10"]}}, "the GPU 'NVIDIA A10'"),
+        ("", {"machine": {"gpus": ["NVIDIA A10", "NVIDIA A10"]}}, "machine.gpus ['NVIDIA A10']"),
         ("", {"machine": {"memory_gb": []}}, "machine.memory_gb: []"),
         ("", {"results": []}, "no measurement that a plan uses"),
         ("", {"results": [3]}, "results.0: 3"),

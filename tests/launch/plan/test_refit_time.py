@@ -31,69 +31,50 @@ def apart(ranks):
 
 
 def price(rows, nodes, described) -> RefitPrice:
-    priced = refit_time.price(loads(messages(*rows), np.array(nodes)), described)
-    assert sum(priced.limits().values()) == pytest.approx(priced.seconds)
-    return priced
+    return refit_time.price(loads(messages(*rows), np.array(nodes)), described)
 
 
 TO_ONE = [(r, s, 2, GB) for r in range(4) for s in (0, 1)]
-TEN_ROUNDS = [(r, 0, 1, GB) for r in range(10)]
-CLOSED_FORMS = {  # rows, nodes, network, seconds, of these by term
+CLOSED_FORMS = {  # rows, nodes, network, seconds, what limits them
     "a message takes latency, and bytes over bandwidth": (
         [(0, 0, 1, GB)],
         apart(2),
         network(latency_us=20),
         20e-6 + 1 / 50,
-        {"latency": 20e-6, "wire out": 1 / 50},
+        "NIC out",
     ),
-    "a receiver's NIC takes from both": (TO_ONE, apart(3), network(nic=25), 4 * 2 / 25, {"wire in": 4 * 2 / 25}),
-    "twice the bandwidth halves the wire": (TO_ONE, apart(3), network(nic=50), 4 * 2 / 50, {"wire in": 4 * 2 / 50}),
+    "a receiver's NIC takes from both": (TO_ONE, apart(3), network(nic=25), 4 * 2 / 25, "NIC in"),
     "a sender of two is bound by its own NIC": (
         [(r, 0, t, GB) for r in range(3) for t in (1, 2)],
         apart(3),
         network(),
         3 * 2 / 50,
-        {"wire out": 3 * 2 / 50},
+        "NIC out",
     ),
-    "NIC and node work side by side": ([(0, 0, 1, GB), (0, 0, 2, GB)], [0, 0, 1], network(node=25), 1 / 25, {"node": 1 / 25}),
-    "the first copy is packed and the last applied alone": (TEN_ROUNDS, apart(2), network(memory=200), 10 / 50 + 2 / 200, {}),
-    "slow copies hide the wire": (
-        TEN_ROUNDS,
-        apart(2),
-        network(memory=10),
-        10 / 10 + 2 / 10,
-        {"pack": 10 / 10 + 1 / 10, "wire out": 0.0},
-    ),
-    "every message of a round pays its latency": (
+    "NIC and node work side by side": ([(0, 0, 1, GB), (0, 0, 2, GB)], [0, 0, 1], network(node=25), 1 / 25, "node"),
+    "slow copies hide the wire": ([(r, 0, 1, GB) for r in range(10)], apart(2), network(memory=10), 10 / 10, "copies"),
+    "every message pays its latency": (
         [(0, s, 4, 1) for s in range(4)],
         apart(5),
         network(latency_us=20),
         4 * 20e-6,
-        {"latency": 4 * 20e-6},
+        "latency",
+    ),
+    "a relay packs what has arrived": (
+        [(0, 0, 1, GB), (1, 1, 2, GB, True)],
+        [0, 1, 1],
+        network(nic=100, node=50, memory=1000),
+        1 / 50 + 1 / 1000,
+        "node",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CLOSED_FORMS)
 def test_closed_forms(case):
-    rows, nodes, described, seconds, parts = CLOSED_FORMS[case]
+    rows, nodes, described, seconds, limit = CLOSED_FORMS[case]
     priced = price(rows, nodes, described)
-    assert priced.seconds == pytest.approx(seconds, rel=2e-6)
-    spent = priced.limits()
-    assert {term: spent[term] for term in parts} == pytest.approx(parts, rel=2e-6)
-
-
-def test_a_round_takes_as_long_as_its_slowest_rank():
-    """Ranks 0 and 2 have one big round; ranks 1 and 3 have more rounds after it."""
-    rows = [(0, 0, 2, 100 * GB), *((r, 1, 3, GB) for r in range(3))]
-    assert price(rows, apart(4), network()).seconds == pytest.approx(102 / 50, rel=1e-6)
-
-
-def test_a_relay_packs_what_has_arrived():
-    rows = [(0, 0, 1, GB), (1, 1, 2, GB, True)]
-    priced = price(rows, [0, 1, 1], network(nic=50, node=100, memory=1000))
-    assert priced.seconds == pytest.approx(1 / 1000 + 1 / 50 + 1 / 1000 + 1 / 100 + 1 / 1000)
-    assert priced.starts.tolist() == pytest.approx([1 / 1000, 1 / 1000 + 1 / 50])
+    assert (priced.seconds, priced.limit) == (pytest.approx(seconds, rel=2e-6), limit)
 
 
 def test_sharing_within_a_node_halves_incoming_nic_traffic():
@@ -104,8 +85,8 @@ def test_sharing_within_a_node_halves_incoming_nic_traffic():
     nodes = [0, 1, 2, 2]
     split = loads(messages(*heads, *passed), np.array(nodes))
     whole = loads(messages(*alone), np.array(nodes))
-    assert (split.received.sum(0) == whole.received.sum(0)).all()
-    assert (2 * split.nic_in.sum(0) == whole.nic_in.sum(0)).all()
+    assert (split.received == whole.received).all()
+    assert (2 * split.nic_in == whole.nic_in).all()
     shared, unshared = (price(rows, nodes, network(node=1e6)) for rows in ([*heads, *passed], alone))
     assert shared.seconds == pytest.approx(unshared.seconds / 2, rel=1e-3)
 
@@ -117,34 +98,10 @@ def test_items_of_one_round_and_pair_are_one_message():
     assert merged.size.tolist() == [1, 12, 9]
 
 
-def test_staging_is_two_rounds_each_way_and_one_of_relays():
-    rows = messages((0, 0, 1, 3), (1, 0, 1, 5), (1, 1, 2, 3, True), (2, 0, 1, 4))
-    assert loads(rows, apart(3)).staging().tolist() == [2 * 5, 2 * 5 + 3, 2 * 3]
-
-
-def test_staging_with_ipc_is_two_sent_rounds_and_two_from_other_nodes():
-    rows = messages((0, 0, 1, 3), (1, 0, 1, 5), (1, 1, 2, 3, True), (2, 0, 1, 4))
-    for nodes, expected in (((0, 0, 0), [2 * 5, 2 * 3, 0]), ((0, 0, 1), [2 * 5, 2 * 3, 2 * 3])):
-        assert loads(rows, np.array(nodes)).staging(ipc=True).tolist() == expected
-
-
 def test_a_broadcast_takes_all_bytes_over_the_root_s_nics():
     described = network(nic=50, node=450, latency_us=20)
     assert broadcast_seconds(100 * GB, GB, 4, described) == pytest.approx(100 / 50 + (100 + 3) * 20e-6, rel=1e-6)
     assert broadcast_seconds(100 * GB, GB, 4, described, nics=8) == pytest.approx(100 / 400 + (100 + 3) * 20e-6, rel=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_plan_is_between_its_busiest_part_and_full_serialization(seed):
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(60):
-        source, target = rng.choice(6, 2, replace=False)
-        rows.append((rng.integers(8), source, target, rng.integers(1, GB), source > 3 and rng.random() < 0.5))
-    priced = price(rows, [0, 0, 1, 1, 2, 2], network(node=90, latency_us=500, memory=rng.choice([20, 100, 1000])))
-    pack, apply, wire = priced.parts["pack"], priced.parts["apply"], priced.wire
-    assert max(wire.sum(0).max(), (pack + apply).sum(0).max()) <= priced.seconds
-    assert priced.seconds <= 2 * (pack.max(1) + wire.max(1) + apply.max(1)).sum()
 
 
 # ---- a real plan --------------------------------------------------------------------------------------------------------
@@ -177,9 +134,9 @@ def plan(node):
 
 def test_a_plans_messages_give_each_rank_its_weights(planned):
     load = loads(refit_time.messages(planned), NODE)
-    assert load.received.sum(0).tolist() == [0] * 4 + [UP / 2 + NORM] * 4
+    assert load.received.tolist() == [0] * 4 + [UP / 2 + NORM] * 4
     assert load.nic_in.sum() == UP + 2 * NORM  # both engines share it
-    assert load.relays.tolist() == [False] * 4 + [True] * 4
+    assert (load.relayed > 0).tolist() == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize(

@@ -42,20 +42,13 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
             *("All figures are estimates", "8,030,261,248 parameters", "matrix products reach 40%", "refit", "calibrated"),
             *("rollout ", "train ", "run ", "time limit ", "checkpoints ", "assumed ", "verdict "),
         ],
-        ["idle"],
+        [],
     ),
-    ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=false", FULL): (["verdict"], ["recomputing"]),
     ("llama8b_grpo", "plan.prompt_tokens=250", "plan.answer_tokens=900"): (["answers of 900 tokens: plan.answer_tokens"], []),
     ("llama8b_grpo", "grpo.max_num_steps=3"): (["240: enough"], ["takes 1 submission"]),
     ("llama8b_grpo", "grpo.async_grpo.in_flight_weight_updates=false"): (
         ["rollout and training overlap"],
         ["rollouts in flight"],
-    ),
-    ("llama8b_grpo", *LAYERS): ([], ["recompute_granularity=selective"]),  # which compiled layers do not have
-    ("llama8b_grpo", *LAYERS, "policy.dtensor_cfg.compile=false"): (["recompute_granularity=selective would fit and take"], []),
-    ("llama70b_grpo", "policy.megatron_cfg.activation_checkpointing=true", "policy.megatron_cfg.recompute_method=uniform"): (
-        ["policy.megatron_cfg.activation_checkpointing=false", "would fit and take"],
-        [],
     ),
     ("llama8b_grpo_sync",): (["fits, by these estimates"], ["overlap"]),
     ("llama8b_sft",): (["verdict fits"], ["generate", "refit"]),
@@ -68,7 +61,7 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
         ["GPU-hours"],
         ["validation uses"],
     ),
-    ("llama8b_ppo",): (["value 1.05e9", "updates of the critic", "values of the critic"], []),
+    ("llama8b_ppo",): (["updates of the critic", "values of the critic"], []),
     ("tiny_grpo", "policy.model_name=recipes/tiny"): (
         ["unknown: no GPUs in cluster.train and cluster.generate", "754,816 parameters", "a generate rank receives"],
         ["GPU-hours"],
@@ -77,15 +70,6 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
         ["unknown: an engine has no room for a KV cache", "KV cache may hold", "does not fit", "gpu_memory_utilization="],
         [],
     ),
-    (
-        "llama8b_grpo",
-        "grpo.num_prompts_per_step=1",
-        "grpo.num_generations_per_prompt=4",
-        "policy.train_global_batch_size=4",
-        "cluster.generate.nodes=2",
-        "cluster.train.gpus_per_node=4",
-        "grpo.async_grpo.enabled=false",
-    ): (["idle 12 of 16 engines: 4 answers are sampled at once"], []),
 }
 
 
@@ -161,7 +145,7 @@ def test_a_validation_on_pairs_is_two_passes_over_two_sequences_each():
     held_out = ("data.train.split_validation_size=0.1", "dpo.val_period=10")
     found = planned("llama8b_dpo", *held_out, "dpo.max_val_samples=${policy.train_global_batch_size}")
     (reference,) = [phase for phase in found.phases if "reference" in phase.name]  # over as many pairs
-    assert found.validation == pytest.approx(2 * (reference.seconds - reference.parts["host copies"]))
+    assert found.validation == pytest.approx(2 * reference.seconds)
 
 
 def test_an_exact_overflow_is_a_problem_with_a_key():
@@ -204,32 +188,8 @@ def test_the_ranks_of_a_reward_model_are_listed():
     assert "memory of the fullest rank train generate reward" in told
     weights = found.reward.parts["weights"]
     assert found.reward.total > weights == pytest.approx(2 * found.shapes["policy"].parameters / 2, rel=0.1)
-    assert "async, as it is 1 + 1 + 1 18" in told and "2 GPUs of the recipe's 18 would stay unused" in told
+    assert "async, as it is 1 + 1 + 1 18" in told
     small = planned("llama8b_grpo_rm", judge, "cluster.reward.gpu_memory_gb=10")
     assert found.fits and not small.fits
     assert "a reward rank may need 14 GB, and its GPU has 10 GB" in table(small)
     assert planned("llama8b_grpo_rm", judge, "env.preference.served_by=train").reward is None
-
-
-def test_recomputing_less_is_proposed_where_it_fits():
-    key = "policy.dtensor_cfg"
-    eager, tokens = f"{key}.compile=false", "policy.sequence_packing.train_mb_tokens=8192"
-    totals = {
-        name: planned("llama8b_grpo", eager, tokens, *(f"{key}.{change}" for change in changes)).train.total
-        for name, changes in {
-            "nothing": ["activation_checkpointing=false", "recompute_granularity=full"],
-            "selective": ["activation_checkpointing=true", "recompute_granularity=selective"],
-            "full": ["activation_checkpointing=true", "recompute_granularity=full"],
-        }.items()
-    }
-    assert totals["full"] < totals["selective"] < totals["nothing"]
-
-    def advised(below: str, above: str, *given: str) -> list[str]:
-        room = f"cluster.train.gpu_memory_gb={(totals[below] + totals[above]) / 2e9}"
-        return planned("llama8b_grpo", *given, tokens, f"{key}.activation_checkpointing=false", FULL, room).advice()
-
-    both = f"{key}.activation_checkpointing=true {key}.recompute_granularity=selective: "
-    first, *others = advised("selective", "nothing", eager)
-    assert first.startswith(both) and not any("activation_checkpointing" in other for other in others)
-    assert not any("selective" in text for text in advised("full", "selective", eager))
-    assert not any("selective" in text for text in advised("selective", "nothing"))  # it would make compiled layers eager

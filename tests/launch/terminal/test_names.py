@@ -1,11 +1,10 @@
 """Names that become folders stay in their parent folder."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from launch import plan_refit, sweep
+from launch import sweep
 from launch.sweeps import suite
 from launch.terminal import command_line
 from pipeline import config
@@ -44,13 +43,3 @@ def test_a_recipes_file_does_not_make_another_folder_its_run_folder(tmp_path, mo
     path.rename(path.with_name(name))
     with refused(("recipe", "bad-format")):
         config.load(str(Path("recipes") / name))
-
-
-def test_the_picture_of_a_refit_is_in_the_current_folder_whatever_the_recipes_name(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(plan_refit, "predict", lambda recipe: SimpleNamespace(price=SimpleNamespace(seconds=1.0)))
-    monkeypatch.setattr(plan_refit, "report", lambda predicted, choice: "")
-    monkeypatch.setattr(plan_refit.refit_picture, "draw", lambda price, train_ranks, title: "")
-    assert plan_refit.main(["recipe=tiny_grpo", "name=../climbed"]) == 0
-    assert [path.name for path in (tmp_path / "here").iterdir()] == ["climbed-refit.svg"]
