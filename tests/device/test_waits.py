@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from pipeline.train import attention, fsdp_model
 from pipeline.train.context_parallel import localize
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.local_modules import PackedSequences
 from pipeline.train.train_backend import ModelRole
 from tests.device.pretended import OnGPU, moved, pretended
@@ -38,7 +37,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def world(folder, monkeypatch):
     """Join a world of this rank alone, and replace what only a GPU can do."""
-    monkeypatch.setenv(VARIABLE, str(folder / "converted"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     histogram = torch.histc  # transformers counts integers on a GPU, and there is no such kernel for CPUs

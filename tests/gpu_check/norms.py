@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -39,10 +38,8 @@ def _measurement(ranks_norms: list[dict[str, dict[str, float]]]) -> Measurement:
 
 def _rank(rank: int, folder: Path, place: Place, count: int) -> dict[str, dict[str, float]]:
     """Return the differences by layout."""
-    from pipeline.train.megatron.conversion_cache import VARIABLE
     from tests.train.megatron import layouts
 
-    os.environ[VARIABLE] = str(folder / "converted")
     device = ranks.join(place.device, rank, count, folder if count > 1 else None)
     models = folder / "models"
     if rank == 0 and not models.exists():

@@ -23,12 +23,12 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from pipeline import models
-from pipeline.boxes import Box, Piece, Region
+from pipeline.boxes import Region
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.files.stored_files import FileKey
 from pipeline.models.backend_support import check_attention, check_megatron_attention
-from pipeline.models.family import VALUE_HEAD
-from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
+from pipeline.models.family import unsupported_model
+from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
 from pipeline.train import checkpoint_state, lora
 from pipeline.train import freezing as frozen
@@ -36,7 +36,6 @@ from pipeline.train.adapters.module_layers import options
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron import adapted_stage
-from pipeline.train.megatron.conversion import open_conversion
 from pipeline.train.megatron.distributed_optimizer import ScheduledOptimizer
 from pipeline.train.megatron.frozen_stage import freeze_stage
 from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
@@ -291,41 +290,25 @@ class MegatronBackend(TrainBackend):
             yield
 
     def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
-        self._load_base(hf, seed)
+        if getattr(hf, "quantization_config", None) and not self._policy.random_init:
+            raise unsupported_model(f"{self._policy.model_name} is quantized; expected an unquantized checkpoint")
+        self._fill(initial_weights(self._policy, hf, seed, self._role.head), self._base)
         if self._adapters is not None:
             adapters = {name: local for name, local in self._local.items() if name not in self._base}
-            self._fill(self._adapters.initial(self._local, seed), lambda local: local.hugging_face, adapters)
+            self._fill(self._adapters.initial(self._local, seed), adapters)
 
-    def _load_base(self, hf: PreTrainedConfig, seed: int) -> None:
-        head = self._role.head
-        if self._policy.random_init:
-            self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face, self._base)
-            return
-        conversion = open_conversion(self._policy, hf, self._group, head, phase=self._role.phase)
-        read = conversion.read
-        if head == "values":  # a conversion does not contain the head, because it may be random
-            files = initial_weights(self._policy, hf, seed, head)
-
-            def read(name: str, box: Box) -> torch.Tensor:
-                return files(SCORE, box) if name == VALUE_HEAD else conversion.read(name, box)
-
-        self._fill(read, lambda local: local.whole, self._base)
-
-    def _fill(self, read: ReadBox, pieces_of: Callable[[LocalTensor], list[Piece]], of: Mapping[str, LocalTensor]) -> None:
-        """Fill the tensors `of`, and the optimizer's float32 ranges of these, with the boxes that `read` returns.
-
-        pieces_of: a function from a tensor to its pieces, whose names `read` knows.
-        """
+    def _fill(self, read: ReadBox, of: Mapping[str, LocalTensor]) -> None:
+        """Fill the tensors `of`, and the optimizer's float32 ranges of these, with the boxes that `read` returns."""
         for local in of.values():
             tensor = local.tensor.detach()
             tensor.zero_()  # padding of the vocabulary has no piece
-            copy_pieces(tensor, pieces_of(local), read)
+            copy_pieces(tensor, local.hugging_face, read)
         by_tensor = {id(local.tensor): local for local in of.values()}
         for part in self._optimizer.ranges() if self._training is not None else ():
             if (local := by_tensor.get(id(part.parameter))) is not None:
                 part.main.zero_()
                 for box, view in boxes(part, part.main):
-                    copy_pieces(view, restrict(pieces_of(local), box), read)
+                    copy_pieces(view, restrict(local.hugging_face, box), read)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -360,7 +343,7 @@ class MegatronBackend(TrainBackend):
                 f" {record.get('optimizer')} -> {self._optimizer.options}"
             )
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
-        self._fill(lambda name, box: reader.read(stored_name(name), box), lambda local: local.hugging_face, self._saved.local)
+        self._fill(lambda name, box: reader.read(stored_name(name), box), self._saved.local)
         updates = record["updates"] if "updates" in record else record["steps"]
         states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
         self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)

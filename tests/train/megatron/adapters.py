@@ -90,9 +90,7 @@ def shake(trained: MegatronBackend) -> dict[str, torch.Tensor]:
             norms = weight_of(name.removesuffix(MAGNITUDE), files).norm(dim=1)
             found[name] = norms * (1 + 0.2 * torch.randn(shape, generator=generator))
     mine = {name: local for name, local in trained._local.items() if name not in trained._base}
-    trained._fill(
-        lambda name, box: found[name][box.within(whole(tuple(found[name].shape)))], lambda local: local.hugging_face, mine
-    )
+    trained._fill(lambda name, box: found[name][box.within(whole(tuple(found[name].shape)))], mine)
     return found
 
 

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from tests.train.megatron.layouts import release, write_families
 
 
@@ -25,6 +24,5 @@ def on_the_right_device(request):
 @pytest.fixture
 def realm(realm, models, monkeypatch):
     """Return a train realm of this process alone, on the CPU."""
-    monkeypatch.setenv(VARIABLE, str(models / "converted"))
     yield
     release()

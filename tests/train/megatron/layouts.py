@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +24,6 @@ from pipeline.boxes import whole
 from pipeline.config import MegatronConfig, MegatronDDPConfig, PolicyConfig
 from pipeline.models.hugging_face import meta_model, on_disk
 from pipeline.models.recorded_layout import restrict
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.megatron.saved_state import boxes
 from pipeline.train.train_backend import ModelRole, TrainBackend
@@ -123,7 +121,6 @@ def run(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) -> N
 
 
 def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) -> None:
-    os.environ[VARIABLE] = str(folder / "converted")
     work(layout, folder)
 
 

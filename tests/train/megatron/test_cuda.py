@@ -7,7 +7,6 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.model import transformer_engine
 from pipeline.train.train_backend import ModelRole
 from tests import cuda_world
@@ -21,7 +20,6 @@ ALL = list(range(len(cases.LENGTHS)))
 
 @pytest.fixture(autouse=True)
 def nccl(models, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(models / "converted"))
     with cuda_world.alone():
         yield
         parallel_state.destroy_model_parallel()

@@ -191,17 +191,16 @@ def test_one_rank(head_models, realm, check, family):
     check(ONE, head_models, family)
 
 
-def test_policies_and_critics_have_separate_conversions(head_models, realm):
-    """Convert one checkpoint for a policy and a critic; and a value model's, whose files differ, for a critic."""
+def test_policies_and_critics_start_from_one_checkpoint(head_models, realm):
+    """A critic starts from a policy's checkpoint, and from a value model's, whose files differ."""
     causal, values = head_models / "llama", heads.value_models(head_models) / "llama"
     files = load_file(causal / "model.safetensors")
-    for _ in range(2):  # the first makes the conversions, the second finds them
-        policy = layouts.weights(layouts.backend(cases.policy(causal)))
-        critic = layouts.weights(layouts.backend(cases.policy(causal), role=VALUES))
-        assert policy.keys() - critic.keys() == {"lm_head.weight"} and critic.keys() - policy.keys() == {SCORE}
-        assert all(torch.equal(tensor, files[name]) for name, tensor in policy.items())
-        assert all(torch.equal(tensor, files[name]) for name, tensor in critic.items() if name != SCORE)
-        layouts.check_weights_are_the_files(layouts.backend(cases.policy(values), role=VALUES), values)
+    policy = layouts.weights(layouts.backend(cases.policy(causal)))
+    critic = layouts.weights(layouts.backend(cases.policy(causal), role=VALUES))
+    assert policy.keys() - critic.keys() == {"lm_head.weight"} and critic.keys() - policy.keys() == {SCORE}
+    assert all(torch.equal(tensor, files[name]) for name, tensor in policy.items())
+    assert all(torch.equal(tensor, files[name]) for name, tensor in critic.items() if name != SCORE)
+    layouts.check_weights_are_the_files(layouts.backend(cases.policy(values), role=VALUES), values)
 
 
 def test_an_offloaded_model_gives_the_same_outputs(head_models, realm):

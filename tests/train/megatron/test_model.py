@@ -5,6 +5,8 @@ Each check runs on one rank by itself and in some layouts of two ranks; marked `
 
 import dataclasses
 import functools
+import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -344,3 +346,12 @@ def test_unsupported_configurations_are_refused(models, realm):
     with pytest.raises(ValueError, match="a teacher's tokens do not fit a vocabulary of 61"):
         trained.step([dataclasses.replace(good, teacher=beyond)], cases.loss)
     assert trained.forward([]) == []
+
+
+def test_quantized_weights_are_refused(models, realm, tmp_path):
+    shutil.copytree(models / "llama", tmp_path / "quantized")
+    config = json.loads((tmp_path / "quantized/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "quantized/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantized"):
+        layouts.backend(cases.policy(tmp_path / "quantized"))
