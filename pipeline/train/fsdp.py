@@ -35,8 +35,7 @@ from pipeline.train import checkpoint_state, compiled, freezing, lora
 from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
-from pipeline.train.gradients import Gradients
-from pipeline.train.loss_scale import LossScale
+from pipeline.train.gradients import Gradients, LossScale
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
@@ -116,10 +115,7 @@ class FSDPBackend(TrainBackend):
 
     @override
     def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
-        if model not in ("policy", "reference"):
-            raise ValueError(f"model '{model}' is not one of: policy, reference")
-        if top_k and self._role.head == "values":
-            raise ValueError(f"top_k: got {top_k} for a model with a value head, which does not predict tokens; expected 0")
+        self._model.head.check(model, top_k)
         check_batches(batches, self._vocabulary)
         if model == "policy":
             with torch.no_grad():
@@ -160,7 +156,7 @@ class FSDPBackend(TrainBackend):
         self._optimizer.zero_grad(set_to_none=True)
         shares = []
         for batch in batches:
-            with self._model.adapters.training() if self._model.adapters else contextlib.nullcontext():
+            with self._model.adapters.switch.training() if self._model.adapters else contextlib.nullcontext():
                 output = loss(self._outputs(batch, self._model), batch)
                 (output.loss * self._scale.factor if self._scale.factor != 1 else output.loss).backward()
             shares.append(LossOutput(output.loss.detach(), output.metrics))
@@ -208,7 +204,7 @@ class FSDPBackend(TrainBackend):
         if not self._role.reference:
             raise ValueError("there are no reference weights; build the backend with ModelRole(reference=True)")
         if self._model.adapters:
-            with self._model.adapters.disabled():
+            with self._model.adapters.switch.disabled():
                 yield self._model
             self._reshard()
             return

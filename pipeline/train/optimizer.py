@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,14 +50,16 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Param
 class LRSchedule:
     """The learning rate as a function of the steps of the algorithm."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: Any):
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Any, step: Callable[[], object] | None = None):
         """config: None (a constant rate), {name, kwargs}, or a list of these that ends in {milestones: [...]}, as in NeMo-RL.
 
-        Raises RecipeError if policy.scheduler cannot be used.
+        step: takes a step of another library's schedule, which sets the optimizer's rate in place of `config`. Raises
+        RecipeError if policy.scheduler cannot be used.
         """
         self.steps = 0
         self._optimizer = optimizer
-        self._scheduler = _build_scheduler(optimizer, config)
+        scheduler = None if step else _build_scheduler(optimizer, config)
+        self._step = scheduler.step if scheduler else step
 
     @property
     def lr(self) -> float:
@@ -67,8 +69,8 @@ class LRSchedule:
     def step(self) -> None:
         """Advance by one step of the algorithm."""
         self.steps += 1
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self._step is not None:
+            self._step()
 
     def advance(self, steps: int) -> None:
         """Call `step` that many times."""

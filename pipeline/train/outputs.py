@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.types import BIN_EDGES, LossOutput
+from pipeline.types import BIN_EDGES, LossOutput, Outputs
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 SMALLEST_VARIANCE = 1e-8
@@ -77,6 +77,15 @@ def explained_variance(target: float, target_square: float, residual: float, res
     """
     variance = target_square - target**2
     return 1 - (residual_square - residual**2) / max(variance, SMALLEST_VARIANCE)
+
+
+def broadcast_outputs(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
+    """Copy the last pipeline stage's outputs to the other stages, one field of all batches at a time. Collective."""
+    for tensors in zip(*(output.tensors() for output in outputs), strict=True):
+        flat = torch.cat(tensors)
+        dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
+        for tensor, part in zip(tensors, flat.split([len(tensor) for tensor in tensors]), strict=True):
+            tensor.copy_(part)
 
 
 def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:

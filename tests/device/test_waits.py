@@ -89,7 +89,8 @@ def test_a_forward_pass_of_megatrons_local_modules(family, folder):
     def run(local) -> None:
         sequences = PackedSequences.of(local.packing, trained._starts_on_host)
         hidden = trained._stage(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
-        trained._head.outputs(trained._stage, hidden, local, 0)
+        weight, shard = trained._stage.head(trained._vocabulary)
+        trained._head.outputs(hidden[:, 0], weight, local, shard, 0)
 
     found = waits(trained._stage, run).found
     assert set(found) == (OF_EXPERTS if family in layouts.MIXTURES else set())

@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.runs import run_setup
 from pipeline import config
+from pipeline.checkpoints.background_worker import BackgroundWorker
 from pipeline.checkpoints.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
 from pipeline.files.rank_log import GuardedStream
@@ -25,7 +26,6 @@ from pipeline.files.storage import RetryPolicy, retrying, write_durably
 from pipeline.job.attempt import Attempt
 from pipeline.job.watchdog import Failure
 from pipeline.observe.metrics import Metrics, read, read_rollouts
-from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.hf_export import write_model
 from pipeline.train.shards import Shards
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan

@@ -210,7 +210,7 @@ def test_dropout_of_outputs(models):
     layer = trained._model.adapters.items[0].layer
     hidden = torch.randn(400, 32)
     without = layer(hidden) - layer.base_layer(hidden)
-    with trained._model.adapters.training():
+    with trained._model.adapters.switch.training():
         first, second = (layer(hidden) - layer.base_layer(hidden) for _ in range(2))
     kept = first.abs() > 1e-4
     assert abs(kept.float().mean() - 0.5) < 0.02

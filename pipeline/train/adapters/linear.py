@@ -6,6 +6,8 @@ like W, and B is whole; the ranks' parts of A x are summed before B is applied. 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,24 @@ class AdapterSwitch:
 
     enabled: bool = True
     dropout: bool = False  # in training passes; log-probs are computed without
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Disable the adapters within this context, so that the model computes with W alone."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Apply the adapters' dropout within this context."""
+        self.dropout = True
+        try:
+            yield
+        finally:
+            self.dropout = False
 
 
 class AdaptedLinear(nn.Module):

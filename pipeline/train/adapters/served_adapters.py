@@ -8,8 +8,7 @@ from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, 
 from pipeline.train import lora
 from pipeline.train.adapters import modules
 from pipeline.train.adapters.adapted_layers import family_not_served, not_served
-from pipeline.train.adapters.model_adapters import ExpertsAdapter, LinearAdapter
-from pipeline.train.adapters.module_layers import AdaptedModule, not_served_modules, options
+from pipeline.train.adapters.modules import AdaptedModule, not_served_modules, options
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.types import ServedAdapters
 
@@ -25,8 +24,8 @@ def served_adapters(policy: PolicyConfig) -> ServedAdapters:
         return _of_megatron(policy)
     hf = meta_model(config)
     adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, layout(hf))
-    experts = [adapter.weight for adapter in adapters.items if isinstance(adapter, ExpertsAdapter)]
-    linear = [adapter.stored for adapter in adapters.items if isinstance(adapter, LinearAdapter)]
+    experts = [adapter.weight for adapter in adapters.items if isinstance(adapter, lora.ExpertsAdapter)]
+    linear = [adapter.stored for adapter in adapters.items if isinstance(adapter, lora.LinearAdapter)]
     refuse(not_served(experts, linear))
     return ServedAdapters(adapters.spec.dim, adapters.spec.alpha, adapters.spec.rslora, adapters.shapes)
 

@@ -32,23 +32,21 @@ from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
 from pipeline.train import checkpoint_state, lora
 from pipeline.train import freezing as frozen
-from pipeline.train.adapters.module_layers import options
+from pipeline.train.adapters.modules import options
 from pipeline.train.context_parallel import LocalBatch, localize
+from pipeline.train.heads import OutputHead
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron import adapted_stage
 from pipeline.train.megatron.distributed_optimizer import ScheduledOptimizer
-from pipeline.train.megatron.frozen_stage import freeze_stage
 from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
-from pipeline.train.megatron.host_weights import HostWeights
 from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
 from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of, stored_name
 from pipeline.train.megatron.served_weights import ServedWeights
-from pipeline.train.megatron.stage_heads import ValueHead, VocabularyHead, broadcast_outputs
-from pipeline.train.offload import Offload
-from pipeline.train.outputs import broadcast_record, reduce_outputs
+from pipeline.train.offload import HostWeights, Offload
+from pipeline.train.outputs import broadcast_outputs, broadcast_record, reduce_outputs
 from pipeline.train.sequence_bounds import check_batches
 from pipeline.train.shards import Shards, collect_shards, read_shards
 from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
@@ -80,10 +78,10 @@ class MegatronBackend(TrainBackend):
         self._base = {name: local for name, local in self._local.items() if name not in whole}
         self._saved = SavedState.of(self._local, self._shapes, self._adapters, role.head)
         self._vocabulary = hf.vocab_size
-        self._head = ValueHead() if role.head == "values" else VocabularyHead.of(policy, hf, role)
+        self._head = OutputHead.of(policy, role)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
-            freeze_stage(self._stage, policy, self._base, family)
+            adapted_stage.freeze_stage(self._stage, policy, self._base, family)
             set_flags(self._local)
             model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
             self._training = model, ScheduledOptimizer(policy, model, GradientNorm(self._local, group, self.device))
@@ -103,8 +101,7 @@ class MegatronBackend(TrainBackend):
 
     @override
     def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
-        if model not in ("policy", "reference"):
-            raise ValueError(f"model '{model}' is not one of: policy, reference")
+        self._head.check(model, top_k)
         check_batches(batches, self._vocabulary)
         collected: list[Outputs] = []
 
@@ -133,7 +130,7 @@ class MegatronBackend(TrainBackend):
             losses.append(LossOutput(output.loss.detach(), output.metrics))
             return output.loss
 
-        with self._adapters.training() if self._adapters else contextlib.nullcontext():
+        with self._adapters.switch.training() if self._adapters else contextlib.nullcontext():
             self._run(self._model, batches, finish, self._head)
         metrics = self._metrics(losses)
         lr = self._optimizer.lr
@@ -168,7 +165,7 @@ class MegatronBackend(TrainBackend):
         model: torch.nn.Module,
         batches: Sequence[PackedBatch],
         finish: Callable[[PackedBatch, Outputs], torch.Tensor],
-        head: VocabularyHead | ValueHead,
+        head: OutputHead,
         top_k: int = 0,
     ) -> None:
         """Run Megatron-Core's pipeline schedule over the microbatches.
@@ -187,7 +184,8 @@ class MegatronBackend(TrainBackend):
                 return hidden, None
             # The schedule expects a number of tokens to divide by. It is ignored: losses are already divided.
             divisor = torch.ones((), dtype=torch.int, device=self.device)
-            outputs = head.outputs(self._stage, hidden, local, top_k)
+            weight, shard = self._stage.head(self._vocabulary)
+            outputs = head.outputs(hidden[:, 0], weight, local, shard, top_k)
             return outputs, lambda outputs: (finish(batch, outputs), divisor, None)
 
         config = self._stage.config
@@ -205,7 +203,7 @@ class MegatronBackend(TrainBackend):
         )
 
     def _on_all_stages(
-        self, outputs: list[Outputs], batches: Sequence[PackedBatch], head: VocabularyHead | ValueHead, top_k: int
+        self, outputs: list[Outputs], batches: Sequence[PackedBatch], head: OutputHead, top_k: int
     ) -> list[Outputs]:
         """Return the last pipeline stage's outputs on all stages."""
         stages = pipeline_group()
@@ -280,7 +278,7 @@ class MegatronBackend(TrainBackend):
     def _weights_of(self, model: str) -> Iterator[None]:
         """Within this context, the model's tensors hold the weights of `model` ("policy" or "reference") on the device."""
         if model == "reference" and self._adapters is not None and self._role.reference:
-            with self._adapters.disabled():
+            with self._adapters.switch.disabled():
                 yield
             return
         if model == "reference" and self._reference is None:

@@ -10,7 +10,7 @@ from pipeline.models.family import Parameter
 from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.megatron import adapters
-from pipeline.train.megatron.adapter_targets import Target
+from pipeline.train.megatron.adapters import Target
 
 TARGET = Target("layer", Parameter(("w.weight",), identity, "rows"), ("w",), True, (6,))
 

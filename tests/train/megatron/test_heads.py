@@ -228,5 +228,5 @@ def test_models_of_one_process_share_a_layout(head_models, realm):
 
 def test_a_value_head_has_no_token_outputs(head_models, realm):
     trained = layouts.backend(cases.policy(head_models / "llama"), role=VALUES)
-    with pytest.raises(ValueError, match="value head has no most likely tokens"):
+    with pytest.raises(ValueError, match="does not predict tokens"):
         trained.forward([heads.pack(ALL)], top_k=2)

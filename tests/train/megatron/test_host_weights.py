@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.train.megatron import host_weights
+from pipeline.train import offload
 from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.offload import host_memory
 from pipeline.train.train_backend import ModelRole
@@ -66,7 +66,7 @@ def test_a_frozen_model_in_host_memory(models, monkeypatch):
     policy, sizes, left = cases.policy(models / "qwen3"), [], []
     expected = layouts.weights(layouts.backend(policy, ONE, ModelRole(trained=False)))
 
-    class Recorded(host_weights.HostWeights):
+    class Recorded(offload.HostWeights):
         def __init__(self, tensors, device):
             left.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
             super().__init__(tensors, device)
@@ -76,7 +76,7 @@ def test_a_frozen_model_in_host_memory(models, monkeypatch):
         return host_memory(size, page_locked)
 
     monkeypatch.setattr("pipeline.train.megatron.megatron_backend.HostWeights", Recorded)
-    monkeypatch.setattr(host_weights, "host_memory", recorded)
+    monkeypatch.setattr(offload, "host_memory", recorded)
     frozen = layouts.backend(policy, ONE, ModelRole(trained=False, offload=True))
     tensors = [local.tensor for local in frozen._local.values()]
     assert len(left) == len(tensors) and all(storage.expired() for storage in left)
