@@ -25,12 +25,12 @@ from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
 from pipeline.models.backend_support import check_attention
 from pipeline.models.family import SCORE
+from pipeline.models.frozen_names import freeze
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, expert_parallel, lora, tensor_parallel
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
-from pipeline.train.freezing import freeze
 from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.heads import OutputHead
 from pipeline.train.initial_weights import ReadBox, initial_weights

@@ -13,9 +13,8 @@ import torch
 
 from pipeline.config import PolicyConfig
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
-from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard, most_likely, target_outputs
+from pipeline.train.logprobs import LINEAR, HeadFunction, Truncation, VocabularyShard, most_likely, target_outputs
 from pipeline.train.train_backend import ModelRole
-from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs, PackedBatch, TopK
 
 

@@ -130,7 +130,12 @@ ALIGNMENT = 256
 
 
 class HostWeights:
-    """The weights of a frozen model, for tensors that at other times hold nothing or the weights of another model."""
+    """The weights of a frozen model, for tensors that at other times hold nothing or the weights of another model.
+
+    The weights never change, so they are only copied to the device, never back. While the model computes with them, its tensors
+    refer to this copy. The tensors' usual memory keeps its content, and views of it stay valid (Megatron-Core's buffers of
+    parameters). Without a GPU the tensors refer to the host memory itself, and nothing is copied.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device):
         """Copy the tensors to host memory, which is page-locked if the device is a GPU."""

@@ -7,7 +7,6 @@ depend on a metric (ReduceLROnPlateau) are not supported.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from pipeline.config import OptimizerConfig, Problem, RecipeError
+from pipeline.recipe import user_code
 
 FUSED_FOR_DTENSORS = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose fused kernels take DTensors. The fused kernels of SGD and Adagrad do not."""
@@ -114,10 +114,9 @@ def _build_one(optimizer: torch.optim.Optimizer, config: Any, key: str) -> LRSch
 
 def _resolve(key: str, name: Any, base: type, example: str) -> type:
     """Return the class of a dotted name. Raises RecipeError for `key` if there is none, or if it is no subclass of `base`."""
-    module, _, attribute = str(name).rpartition(".")
     try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError):
+        cls = user_code.load(str(name))
+    except (ImportError, ValueError):
         message = f"got {name}, which cannot be imported; expected a class such as {example}"
         raise RecipeError(Problem(key, "not-importable", message)) from None
     if not isinstance(cls, type) or not issubclass(cls, base):

@@ -241,6 +241,9 @@ def _check_vocabulary(rows: int, size: int) -> None:
 
 # ---- hybrid models ----------------------------------------------------------------------------------------------------------
 
+# transformers' plans of models with state spaces or short convolutions are empty, or name the head alone. Attention and MLPs of
+# these models are like those of other decoders, so they are known by the names of their linear layers. Everything else stays
+# whole: mixers, routers, projections to the latent of experts, and blocks with other linear layers.
 
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
 # (layers whose rows are cut, the layer whose columns are cut). The names are all linear layers of the block.

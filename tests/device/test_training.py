@@ -23,11 +23,10 @@ from pipeline.config import (
 from pipeline.data.packing import pack
 from pipeline.train.context_parallel import localize
 from pipeline.train.heads import OutputHead, packed_outputs
-from pipeline.train.logprobs import LINEAR, _Head
+from pipeline.train.logprobs import LINEAR, Truncation, _Head
 from pipeline.train.megatron.model import PipelineStage
 from pipeline.train.sequence_bounds import check_batch
 from pipeline.train.train_backend import ModelRole
-from pipeline.train.truncation import Truncation
 from pipeline.types import GlobalCounts, Outputs, Sample, TopK
 from tests.algorithms.made import made
 from tests.algorithms.packed import random_packed

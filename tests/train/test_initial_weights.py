@@ -16,7 +16,7 @@ from pipeline.config import PolicyConfig
 from pipeline.models.weight_files import read_weight_files
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from tests.models.cases import FAMILIES, write_models
-from tests.problems import named
+from tests.problems import named, refused
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_tensors_keep_their_own_precision(checkpoint):
         (
             "qwen3_tied",
             lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}),
-            "lm_head.weight and model.embed_tokens.weight differ",
+            "lm_head.weight and model.embed_tokens.weight differ .*tie_word_embeddings=false",
         ),
     ],
     ids=["missing", "unknown", "shape", "quantized", "tied"],
@@ -95,6 +95,12 @@ def test_a_checkpoint_of_another_model_is_refused(family, change, message, famil
     change(tensors)
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"policy.model_name.*{message}"):
+        reader(checkpoint)
+
+
+def test_a_folder_without_weights_is_refused(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    with refused(("policy.model_name", "unavailable-model")):
         reader(checkpoint)
 
 

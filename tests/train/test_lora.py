@@ -52,15 +52,7 @@ def test_two_ranks(models, layout, families):
     ranks.run(functools.partial(adapters.some_adapters, families), layout, models)
     # What they saved goes on at one rank as it did at theirs.
     resumed = adapters.backend(models / "qwen3", ONE, scheduler=ranks.SCHEDULER)
-    folder = models / ranks.saved_by(layout, "qwen3")
-    resumed.load(folder)
-    batches = [cases.pack(chosen) for chosen in ranks.shares(ONE)[0]]
-    after = json.loads((folder / "after.json").read_text())
-    assert len(after) == 2
-    for theirs in after:
-        ours = cases.learn(resumed, batches)
-        assert abs(ours["loss"] - theirs["loss"]) < 1e-6
-        assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5
+    ranks.check_goes_on(resumed, ONE, models / ranks.saved_by(layout, "qwen3"))
 
 
 @pytest.mark.full

@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 from pipeline.config import LoRAConfig, MegatronLoRAConfig, Problem, RecipeError
 from pipeline.config.megatron_checks import FUSED
 from pipeline.models.family import Parameter
 from pipeline.train.adapters.adapted_layers import not_served
-from pipeline.train.adapters.spec import AdapterSpec, in_transformers
+from pipeline.train.adapters.spec import A, AdapterSpec, in_transformers
 
 KEY = "policy.megatron_cfg.peft"
 EXPERTS = "*.local_experts.*"
 """The pattern that matches the layers of all routed experts."""
+Shape = tuple[int, ...]
 Choice = str | None
 """The adapter of one source of a module's weight.
 
@@ -27,16 +27,60 @@ Choice = str | None
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenModule:
+@dataclass(frozen=True)
+class AdaptedModule:
     """A Megatron-Core module that gets adapters, described as a whole and not as one rank's part."""
 
     name: str  # global name in Megatron-Core: decoder.layers.3.self_attention.linear_qkv
     weight: Parameter
     choices: tuple[Choice, ...]  # for each source of the weight
 
+    @property
+    def shared(self) -> bool:
+        """Return whether all layers have one A."""
+        return "own" not in self.choices
 
-def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], prefix: str = "decoder.") -> list[ChosenModule]:
+    @property
+    def layers(self) -> tuple[str | None, ...]:
+        """The adapter's layer on disk for each source of W; None: the source gets none. An expert's shared A is one layer."""
+        layers = [source.removesuffix(".weight") for source in self.weight.sources]
+        if self._is_joint:
+            return (_expert_layer(layers),)
+        return tuple(layer if choice else None for layer, choice in zip(layers, self.choices, strict=True))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the layers on disk that get adapters."""
+        return [layer for layer in self.layers if layer is not None]
+
+    @property
+    def stacked(self) -> int:
+        """The number of A matrices [dim, in] in the module's parameter A."""
+        return 1 if self.shared else len(self.names)
+
+    def rows(self, shapes: Mapping[str, Shape]) -> tuple[int, ...]:
+        """Return the number of rows of B of each of `layers`. shapes: {name: shape} of the model's tensors on disk."""
+        rows = tuple(shapes[source][0] for source in self.weight.sources)
+        return (sum(rows),) if self._is_joint else rows
+
+    def tensors(self, spec: AdapterSpec, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return {name on disk: shape} of the adapters' tensors. shapes: {name: shape} of the model's tensors on disk."""
+        tensors, columns = {}, shapes[self.weight.sources[0]][1]
+        for layer, rows in zip(self.layers, self.rows(shapes), strict=True):
+            tensors |= spec.shapes(layer, rows, columns) if layer else {}
+        return tensors
+
+    def duplicates(self) -> dict[str, list[str]]:
+        """Return {name on disk of an A: the other names under which the same A is stored}."""
+        first, *copies = self.names
+        return {first + A: [layer + A for layer in copies]} if self.shared and copies else {}
+
+    @property
+    def _is_joint(self) -> bool:
+        return self.weight.expert is not None and self.shared
+
+
+def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], prefix: str = "decoder.") -> list[AdaptedModule]:
     """Return the modules that get adapters, in the model's order.
 
     parameters: {global name: parameter} of the whole model. Raises RecipeError for a name in the recipe that matches no module,
@@ -55,7 +99,7 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
         choices, used = _choices(config, module, len(weight.sources))
         unmatched -= used
         if any(choices):
-            modules.append(ChosenModule(module, weight, choices))
+            modules.append(AdaptedModule(module, weight, choices))
     if unmatched:
         key, name = sorted(unmatched)[0]
         message = f"got '{name}', which no linear layer of the model matches; expected some of: {', '.join(sorted(names))}"
@@ -67,7 +111,7 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
     return modules
 
 
-def _check_experts(config: MegatronLoRAConfig, modules: list[ChosenModule]) -> None:
+def _check_experts(config: MegatronLoRAConfig, modules: list[AdaptedModule]) -> None:
     """Raise RecipeError if the modules are experts that are one tensor on disk (gpt-oss): these cannot have adapters."""
     if all(module.weight.expert is None or expert_of(module.weight.sources[0]) for module in modules):
         return
@@ -142,47 +186,6 @@ def _matches(pattern: str, module: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
 
 
-# ---- layers on disk ---------------------------------------------------------------------------------------------------------
-
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class AdaptedModule:
-    """A Megatron-Core module that gets adapters, described as a whole and not as one rank's part."""
-
-    module: str  # global name in Megatron-Core: decoder.layers.3.self_attention.linear_qkv
-    weight: Parameter  # of the module
-    layers: tuple[str | None, ...]  # the adapter's layer on disk for each source of W; None: the source gets none
-    shared: bool  # one A for all layers
-    rows: tuple[int, ...]  # rows of each layer's B
-
-    @classmethod
-    def of(cls, chosen: ChosenModule, shapes: Mapping[str, Shape]) -> Self:
-        """Return the description of a chosen module. shapes: {name: shape} of the model's tensors on disk."""
-        weight, sources = chosen.weight, chosen.weight.sources
-        layers = [source.removesuffix(".weight") for source in sources]
-        rows = tuple(shapes[source][0] for source in sources)
-        shared = "own" not in chosen.choices
-        if weight.expert is not None and shared:
-            return cls(chosen.name, weight, (_expert_layer(layers),), True, (sum(rows),))
-        adapted = tuple(layer if is_chosen else None for layer, is_chosen in zip(layers, chosen.choices, strict=True))
-        return cls(chosen.name, weight, adapted, shared, rows)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the layers on disk that get adapters."""
-        return [layer for layer in self.layers if layer is not None]
-
-    def tensors(self, spec: AdapterSpec, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return {name on disk: shape} of the adapters' tensors. shapes: {name: shape} of the model's tensors on disk."""
-        tensors, columns = {}, shapes[self.weight.sources[0]][1]
-        for layer, rows in zip(self.layers, self.rows, strict=True):
-            tensors |= spec.shapes(layer, rows, columns) if layer else {}
-        return tensors
-
-
 def options(config: MegatronLoRAConfig) -> LoRAConfig:
     """Return Megatron-Core's adapter options as a LoRAConfig, the form that both backends share."""
     return LoRAConfig(
@@ -197,7 +200,7 @@ def options(config: MegatronLoRAConfig) -> LoRAConfig:
     )
 
 
-def not_served_modules(chosen: list[ChosenModule]) -> Iterator[Problem]:
+def not_served_modules(chosen: list[AdaptedModule]) -> Iterator[Problem]:
     """Yield a problem if refits must not send the adapters of these modules alone, as `adapted_layers.not_served` does."""
 
     def layers(experts: bool) -> Iterator[str]:

@@ -16,18 +16,17 @@ from torch import nn
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.family import Parameter
-from pipeline.models.frozen_names import grouped
+from pipeline.models.frozen_names import freeze, grouped
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.adapters.adapter_weights import initial_a
 from pipeline.train.adapters.linear import AdapterSwitch
-from pipeline.train.adapters.modules import options
+from pipeline.train.adapters.modules import AdaptedModule, choose, options
 from pipeline.train.adapters.spec import A as SUFFIX_A
 from pipeline.train.adapters.spec import AdapterSpec, layer_of
 from pipeline.train.adapters.spec import B as SUFFIX_B
-from pipeline.train.freezing import freeze
 from pipeline.train.gradients import sum_over_groups
 from pipeline.train.initial_weights import ReadBox
-from pipeline.train.megatron.adapters import SUBMODULE, ModuleAdapter, Target, targets
+from pipeline.train.megatron.adapters import SUBMODULE, ModuleAdapter, adapter_parameters
 from pipeline.train.megatron.local_tensors import LocalTensor, global_name
 from pipeline.train.megatron.model import PipelineStage
 
@@ -43,7 +42,7 @@ def adapt(
     config = policy.megatron_cfg.peft
     if not config.enabled:
         return None
-    adapters = StageAdapters(AdapterSpec.of(options(config)), targets(config, parameters, shapes), shapes)
+    adapters = StageAdapters(AdapterSpec.of(options(config)), choose(config, parameters), shapes)
     stage.requires_grad_(False)
     if stage.post_process and hasattr(stage, "value_head"):
         stage.value_head.requires_grad_(True)
@@ -54,16 +53,16 @@ def adapt(
 class StageAdapters:
     """The adapters of a model, and the adapters of this rank's stage."""
 
-    def __init__(self, spec: AdapterSpec, adapted: list[Target], shapes: Mapping[str, Shape]):
+    def __init__(self, spec: AdapterSpec, adapted: list[AdaptedModule], shapes: Mapping[str, Shape]):
         self.spec = spec
-        self._targets = adapted
+        self._targets, self._model_shapes = adapted, shapes
         self.switch = AdapterSwitch()
         self._held: dict[str, tuple[nn.Module, ModuleAdapter]] = {}  # of this rank, by global name of the module
         self.parameters: dict[str, Parameter] = {}  # of all ranks, by global name
         self.shapes: dict[str, Shape] = {}  # of the tensors on disk
         self.copies: dict[str, list[str]] = {}  # tensors on disk that are one parameter, by the first one's name
         for target in adapted:
-            self.parameters |= target.parameters(spec)
+            self.parameters |= adapter_parameters(target, spec, shapes)
             self.shapes |= target.tensors(spec, shapes)
             self.copies |= target.duplicates()
 
@@ -74,15 +73,15 @@ class StageAdapters:
             module = name.rpartition(".")[0]
             modules[global_name(stage, name).rpartition(".")[0]] = stage.get_submodule(module)
         for target in self._targets:
-            if (layer := modules.get(target.module)) is None:
+            if (layer := modules.get(target.name)) is None:
                 continue  # of another stage or expert-parallel rank
             if not hasattr(layer, "weight"):
                 message = "got true with adapters of experts, which one kernel then computes together; expected false"
                 raise RecipeError(Problem("policy.megatron_cfg.moe_grouped_gemm", "unsupported", message))
-            adapter = ModuleAdapter(layer, target, self.spec, self.switch)
+            adapter = ModuleAdapter(layer, target, target.rows(self._model_shapes), self.spec, self.switch)
             layer.add_module(SUBMODULE, adapter)
             layer.register_forward_hook(self._add)
-            self._held[target.module] = layer, adapter
+            self._held[target.name] = layer, adapter
         if stage.pre_process:
             stage.embedding.register_forward_hook(require_gradient)
 

@@ -26,70 +26,56 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from torch import nn
 from typing_extensions import override
 
-from pipeline.config import MegatronLoRAConfig
 from pipeline.models.decoder import identity
-from pipeline.models.family import Parameter
+from pipeline.models.family import Parameter, Split
 from pipeline.models.recorded_layout import Shape, cut, record
 from pipeline.train.adapters.adapter_weights import initial_magnitude, merge, row_norms
 from pipeline.train.adapters.linear import AdapterSwitch
-from pipeline.train.adapters.modules import AdaptedModule, choose
+from pipeline.train.adapters.modules import AdaptedModule
 from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B
-from pipeline.train.megatron.groups import tensor_group
+from pipeline.train.megatron.groups import expert_tensor_group, tensor_group
 from pipeline.train.megatron.local_modules import rms_norm
 
 SUBMODULE = "adapter"  # of the adapted module
 
 
-class Target(AdaptedModule):
-    """A module that gets adapters, with its parameters as functions of tensors on disk."""
+def adapter_parameters(module: AdaptedModule, spec: AdapterSpec, shapes: Mapping[str, Shape]) -> dict[str, Parameter]:
+    """Return {global name: parameter} of a whole adapter: A [stacked * dim, in], B [out, dim] and, with DoRA, m [out].
 
-    @property
-    def stacked(self) -> int:
-        """The number of A matrices [dim, in] in the module's parameter A."""
-        return 1 if self.shared else len(self.names)
+    shapes: {name: shape} of the model's tensors on disk.
+    """
+    weight, names = module.weight, module.names
+    # For each source of W, the number of its rows if it has no adapter, else None.
+    zeros = tuple(rows if layer is None else None for layer, rows in zip(module.layers, module.rows(shapes), strict=True))
+    rows = partial(_rows, weight.function if len(module.layers) > 1 else identity, zeros)
+    cut_b, cut_a = ("none", "columns") if weight.split == "columns" else (weight.split, "none")
+    of_a, prefix = names[:1] if module.shared else names, f"{module.name}.{SUBMODULE}"
+    parameters = {
+        f"{prefix}.lora_A": Parameter(tuple(layer + A for layer in of_a), _stack, cut_a, weight.expert),
+        f"{prefix}.lora_B": Parameter(tuple(layer + B for layer in names), rows, cut_b, weight.expert),
+    }
+    if spec.dora:
+        parameters[f"{prefix}.magnitude"] = Parameter(tuple(layer + MAGNITUDE for layer in names), rows, cut_b, weight.expert)
+    return parameters
 
-    def parameters(self, spec: AdapterSpec) -> dict[str, Parameter]:
-        """Return {global name: parameter} of the whole adapter: A [stacked * dim, in], B [out, dim] and, with DoRA, m [out]."""
-        split, expert = self.weight.split, self.weight.expert
-        of_a = self.names[:1] if self.shared else self.names
-        rows = partial(_rows, self.weight.function if len(self.layers) > 1 else identity, self._zeros())
-        cut = "none" if split == "columns" else split
-        columns = "columns" if split == "columns" else "none"
-        name = f"{self.module}.{SUBMODULE}"
-        parameters = {
-            f"{name}.lora_A": Parameter(tuple(layer + A for layer in of_a), _stack, columns, expert),
-            f"{name}.lora_B": Parameter(tuple(layer + B for layer in self.names), rows, cut, expert),
-        }
-        if spec.dora:
-            parameters[f"{name}.magnitude"] = Parameter(tuple(layer + MAGNITUDE for layer in self.names), rows, cut, expert)
-        return parameters
 
-    def owners(self) -> list[int]:
-        """Return, for each row of W [out, in], the number of its A matrix; -1 for a row without an adapter."""
-        if self.shared or len(self.layers) == 1:
-            return [0] * sum(self.rows)
-        shape, pieces = record(self.weight.function, [(str(i), (count,)) for i, count in enumerate(self.rows)])
-        adapted = [i for i, layer in enumerate(self.layers) if layer is not None]
-        owners = [-1] * shape[0]
-        for piece in pieces:
-            if int(piece.name) in adapted:
-                start = piece.target.offset[0]
-                owners[start : start + piece.target.size[0]] = [adapted.index(int(piece.name))] * piece.target.size[0]
-        return owners
-
-    def duplicates(self) -> dict[str, list[str]]:
-        """Return {name on disk of an A: the other names under which the same A is stored}."""
-        first, *copies = self.names
-        return {first + A: [layer + A for layer in copies]} if self.shared and copies else {}
-
-    def _zeros(self) -> tuple[int | None, ...]:
-        """Return, for each source of W, the number of its rows if it has no adapter, else None."""
-        return tuple(count if layer is None else None for layer, count in zip(self.layers, self.rows, strict=True))
+def owners(module: AdaptedModule, rows: tuple[int, ...]) -> list[int]:
+    """Return, for each row of W [out, in], the number of its A matrix; -1 for a row without an adapter. rows: of each layer."""
+    if module.shared or len(module.layers) == 1:
+        return [0] * sum(rows)
+    shape, pieces = record(module.weight.function, [(str(i), (count,)) for i, count in enumerate(rows)])
+    adapted = [i for i, layer in enumerate(module.layers) if layer is not None]
+    owners = [-1] * shape[0]
+    for piece in pieces:
+        if int(piece.name) in adapted:
+            start = piece.target.offset[0]
+            owners[start : start + piece.target.size[0]] = [adapted.index(int(piece.name))] * piece.target.size[0]
+    return owners
 
 
 def _stack(*matrices: torch.Tensor) -> torch.Tensor:
@@ -107,31 +93,25 @@ def _rows(function, zeros: tuple[int | None, ...], *sources: torch.Tensor) -> to
     return function(*(next(remaining) if rows is None else sources[0].new_zeros(rows, *sources[0].shape[1:]) for rows in zeros))
 
 
-def targets(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]) -> list[Target]:
-    """Return the modules that get adapters, in the model's order.
-
-    parameters: {global name: parameter} of the whole model. shapes: {name: shape} of the tensors on disk. Raises RecipeError as
-    `choose` does.
-    """
-    return [Target.of(chosen, shapes) for chosen in choose(config, parameters)]
-
-
 Cut = Literal["rows", "columns", "none"]
 
 
 class ModuleAdapter(nn.Module):
     """This rank's part of one module's adapter."""
 
-    def __init__(self, layer: nn.Module, target: Target, spec: AdapterSpec, switch: AdapterSwitch):
+    def __init__(
+        self, layer: nn.Module, target: AdaptedModule, rows: tuple[int, ...], spec: AdapterSpec, switch: AdapterSwitch
+    ):
+        """rows: of B of each of the target's layers."""
         super().__init__()
         weight: Any = layer.weight
         config: Any = layer.config
         self._spec, self._switch = spec, switch
         expert = target.weight.expert is not None
-        self._group = _tensor_group(expert)
+        self._group = expert_tensor_group() if expert else tensor_group()
         # As Megatron-Core's layers decide it; shared experts that overlap with the dispatch set it too.
         self._exchanges = not getattr(layer, "explicit_expert_comm", False) and getattr(layer, "parallel_mode", "") is not None
-        self._cut = _cut_of(layer, target, self._group)
+        self._cut = _cut_of(layer, target.weight.split, sum(rows), self._group)
         # A layer that is whole on every rank has a rank's own tokens; TransformerEngine gives it no parallel mode.
         splits = self._exchanges or self._cut == "none"
         self._sequence = bool(config.sequence_parallel) and splits and self._group.size() > 1 and not expert
@@ -140,16 +120,17 @@ class ModuleAdapter(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(target.stacked * spec.dim, weight.shape[1], **options))
         self.lora_B = nn.Parameter(torch.empty(weight.shape[0], spec.dim, **options))
         self.magnitude = nn.Parameter(torch.empty(weight.shape[0], **options)) if spec.dora else None
-        owners = torch.tensor(target.owners(), device=weight.device)
+        owner = torch.tensor(owners(target, rows), device=weight.device)  # of each row
         if self._cut == "rows":
-            owners = cut(owners, target.weight.split, self._group.rank(), self._group.size())
+            owner = cut(owner, target.weight.split, self._group.rank(), self._group.size())
         stacked = torch.arange(target.stacked, device=weight.device)
-        mask = owners[:, None] == stacked  # [out, stacked]
+        mask = owner[:, None] == stacked  # [out, stacked]
         self.register_buffer("_mask", None if mask.all() else mask.to(weight.dtype), persistent=False)
-        adapted = owners >= 0  # [out]
+        adapted = owner >= 0  # [out]
         self.register_buffer("_adapted", None if adapted.all() else adapted, persistent=False)
         self._norm = _fused_norm(layer)
-        self._mark(bool(getattr(weight, "allreduce", True)))
+        for parameter in self.parameters():  # Megatron-Core reduces their gradients as the weight's
+            setattr(parameter, "allreduce", bool(getattr(weight, "allreduce", True)))  # noqa: B010 - no attribute of a tensor
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
 
@@ -169,18 +150,6 @@ class ModuleAdapter(nn.Module):
     def group(self) -> dist.ProcessGroup:
         """The ranks that cut the module's weight."""
         return self._group
-
-    def _mark(self, reduced_densely: bool) -> None:
-        """Set the parameters' attributes by which Megatron-Core reduces gradients and counts each once in the norm.
-
-        reduced_densely: the attribute `allreduce` of the module's weight.
-        """
-        uncut = {"rows": (self.lora_A,), "columns": (self.lora_B, self.magnitude), "none": (*self.parameters(),)}[self._cut]
-        for parameter in self.parameters():
-            duplicate = any(parameter is copy for copy in uncut) and self._group.rank() > 0
-            attributes = {"allreduce": reduced_densely, "tensor_model_parallel": True, "shared": duplicate}
-            for name, value in attributes.items():
-                setattr(parameter, name, value)
 
     # ---- computation ----------------------------------------------------------------------------------------------------
 
@@ -269,19 +238,12 @@ class ModuleAdapter(nn.Module):
             return F.dropout(tensor, self._spec.dropout)
 
 
-def _tensor_group(expert: bool) -> dist.ProcessGroup:
-    if not expert:
-        return tensor_group()
-    group: Any = parallel_state.get_expert_tensor_parallel_group()
-    return group
-
-
-def _cut_of(layer: nn.Module, target: Target, group: dist.ProcessGroup) -> Cut:
-    """Return how W is cut. Multi-latent attention's down-projections are whole on every rank."""
+def _cut_of(layer: nn.Module, split: Split, rows: int, group: dist.ProcessGroup) -> Cut:
+    """Return how W [rows, in] is cut. Multi-latent attention's down-projections are whole on every rank."""
     weight: Any = layer.weight
-    if target.weight.split == "columns":
+    if split == "columns":
         return "columns"
-    return "none" if group.size() > 1 and weight.shape[0] == sum(target.rows) else "rows"
+    return "none" if group.size() > 1 and weight.shape[0] == rows else "rows"
 
 
 def _fused_norm(layer: nn.Module) -> Any:

@@ -24,7 +24,7 @@ from megatron.core.optimizer import OptimizerConfig as CoreConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from pipeline.config import MegatronOptimizerConfig, PolicyConfig, Problem, RecipeError
+from pipeline.config import MegatronOptimizerConfig, OptimizerConfig, PolicyConfig, Problem, RecipeError
 from pipeline.train.megatron.gradient_norm import Gradient, GradientNorm
 from pipeline.train.optimizer import LRSchedule
 
@@ -75,7 +75,7 @@ class ScheduledOptimizer:
         """Return a function that switches to the rates and schedules of `policy`, as `TrainBackend.new_rates` describes."""
         config = _core_config(policy, policy.megatron_cfg.optimizer)
         schedule = _new_schedule(policy, config)
-        schedule.advance(self._schedule.steps)
+        schedule.advance(self.schedule.steps)
 
         def take() -> None:
             self._policy, self._config = policy, config
@@ -85,25 +85,15 @@ class ScheduledOptimizer:
 
     def _follow(self, schedule: LRSchedule) -> None:
         """Use the rate of a schedule, and the weight decay of the settings, from the next update on."""
-        self._schedule = schedule
+        self.schedule = schedule
         for group in self._core.param_groups:
             group["lr"] = schedule.lr
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
 
-    @property
-    def schedule_steps(self) -> int:
-        """The number of steps of the schedule."""
-        return self._schedule.steps
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next update."""
-        return self._schedule.lr
-
     def advance_schedule(self) -> None:
         """Advance the schedule by one step of the algorithm."""
-        self._schedule.step()
-        self._follow(self._schedule)
+        self.schedule.step()
+        self._follow(self.schedule)
 
     def zero_grad(self) -> None:
         """Remove the gradients."""
@@ -208,44 +198,36 @@ def _new_schedule(policy: PolicyConfig, config: CoreConfig) -> LRSchedule:
 
 
 def _core_config(policy: PolicyConfig, optimizer: MegatronOptimizerConfig | None) -> CoreConfig:
-    shared = {
-        "bf16": policy.precision == "bfloat16",
-        "params_dtype": getattr(torch, policy.precision),
-        "use_distributed_optimizer": True,
-    }
-    if optimizer is not None:
-        return CoreConfig(
-            optimizer="adam",
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.adam_beta1,
-            adam_beta2=optimizer.adam_beta2,
-            adam_eps=optimizer.adam_eps,
-            clip_grad=optimizer.clip_grad or 0.0,
-            **shared,
-        )
-    torch_config = policy.optimizer
-    kwargs = dict(torch_config.kwargs)
-    if torch_config.name not in ADAM:
-        message = f"got {torch_config.name}; expected {' or '.join(ADAM)}, or policy.megatron_cfg.optimizer"
-        raise RecipeError(Problem("policy.optimizer.name", "not-a-choice", message))
-    decoupled = ADAM[torch_config.name]
-    lr, (beta1, beta2) = kwargs.pop("lr", 1e-3), kwargs.pop("betas", (0.9, 0.999))
-    eps, decay = kwargs.pop("eps", 1e-8), kwargs.pop("weight_decay", 0.01 if decoupled else 0.0)
-    for speed_only in ("fused", "foreach"):
-        kwargs.pop(speed_only, None)
-    if kwargs:
-        message = f"got {', '.join(kwargs)}, which Megatron-Core's optimizer does not support"
-        raise RecipeError(Problem("policy.optimizer.kwargs", "unsupported", message))
+    if optimizer is None:
+        settings = _of_torch(policy.optimizer, policy.max_grad_norm)
+    else:
+        settings = {**asdict(optimizer), "clip_grad": optimizer.clip_grad or 0.0}
     return CoreConfig(
         optimizer="adam",
-        lr=lr,
-        weight_decay=decay,
-        decoupled_weight_decay=decoupled,
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        adam_eps=eps,
-        clip_grad=policy.max_grad_norm or 0.0,
-        **shared,
+        bf16=policy.precision == "bfloat16",
+        params_dtype=getattr(torch, policy.precision),
+        use_distributed_optimizer=True,
+        **settings,
     )
+
+
+def _of_torch(optimizer: OptimizerConfig, max_grad_norm: float | None) -> dict[str, Any]:
+    """Return the settings of Megatron-Core's optimizer that mean the same as torch's."""
+    if optimizer.name not in ADAM:
+        message = f"got {optimizer.name}; expected {' or '.join(ADAM)}, or policy.megatron_cfg.optimizer"
+        raise RecipeError(Problem("policy.optimizer.name", "not-a-choice", message))
+    kwargs, decoupled = dict(optimizer.kwargs), ADAM[optimizer.name]
+    beta1, beta2 = kwargs.pop("betas", (0.9, 0.999))
+    settings = {
+        "lr": kwargs.pop("lr", 1e-3),
+        "weight_decay": kwargs.pop("weight_decay", 0.01 if decoupled else 0.0),
+        "decoupled_weight_decay": decoupled,
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "adam_eps": kwargs.pop("eps", 1e-8),
+        "clip_grad": max_grad_norm or 0.0,
+    }
+    if unsupported := kwargs.keys() - {"fused", "foreach"}:  # these two change the speed only
+        message = f"got {', '.join(sorted(unsupported))}, which Megatron-Core's optimizer does not support"
+        raise RecipeError(Problem("policy.optimizer.kwargs", "unsupported", message))
+    return settings

@@ -11,6 +11,7 @@ Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FS
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,8 +31,7 @@ from pipeline.models.backend_support import check_attention, check_megatron_atte
 from pipeline.models.family import unsupported_model
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
-from pipeline.train import checkpoint_state, lora
-from pipeline.train import freezing as frozen
+from pipeline.train import checkpoint_state
 from pipeline.train.adapters.modules import options
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.heads import OutputHead
@@ -43,7 +43,7 @@ from pipeline.train.megatron.groups import context_group, data_group, initialize
 from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
-from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of, stored_name
+from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of
 from pipeline.train.megatron.served_weights import ServedWeights
 from pipeline.train.offload import HostWeights, Offload
 from pipeline.train.outputs import broadcast_outputs, broadcast_record, reduce_outputs
@@ -89,7 +89,7 @@ class MegatronBackend(TrainBackend):
         weights = [local.tensor for local in self._local.values()]
         self._reference = HostWeights(weights, self.device) if role.reference and self._adapters is None else None
         peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None
-        self._lora_record = lora.record(options(peft), random_seed) if self._adapters else None
+        self._lora_record = checkpoint_state.adapter_record(options(peft), random_seed) if self._adapters else None
         served = (self._local, self._base, self._shapes, self._adapters, role.serves_adapters)
         self._served = ServedWeights(*served, group, self.device)
         self._host = HostWeights(weights, self.device) if role.offload and not role.trained else None
@@ -133,7 +133,7 @@ class MegatronBackend(TrainBackend):
         with self._adapters.switch.training() if self._adapters else contextlib.nullcontext():
             self._run(self._model, batches, finish, self._head)
         metrics = self._metrics(losses)
-        lr = self._optimizer.lr
+        lr = self._optimizer.schedule.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
         self._served.refresh()
         self._empty_cache(1)
@@ -259,7 +259,7 @@ class MegatronBackend(TrainBackend):
     def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         precision = getattr(torch, self._policy.precision)
         with self._weights_of("policy"):
-            yield from self._served.model_tensors(precision) if model else self._served.tensors(precision)
+            yield from self._served.tensors(precision, model)
 
     @property
     @override
@@ -317,14 +317,14 @@ class MegatronBackend(TrainBackend):
             "ranks": self._group.size(),
             "layout": layout_of(self._stage.config),
             "updates": self._optimizer.updates,
-            "schedule": self._optimizer.schedule_steps,
+            "schedule": self._optimizer.schedule.steps,
             "optimizer": self._optimizer.options,
             "lora": self._lora_record,
             "frozen": self._policy.freeze_parameters,
             "random": checkpoint_state.random_record(),
         }
-        random = checkpoint_state.random_tensors(self.device, self._group.rank())
-        return collect_shards(self._saved.entries(self._optimizer.ranges(), random), record, copy)
+        random = checkpoint_state.random_entries(self.device, self._group.rank())
+        return collect_shards(itertools.chain(self._saved.entries(self._optimizer.ranges()), random), record, copy)
 
     @override
     def load(self, folder: Path, key: FileKey | None = None) -> None:
@@ -332,8 +332,7 @@ class MegatronBackend(TrainBackend):
         self._check_trained()
         reader, records = read_shards(folder, key)
         record = records[0]
-        lora.check_record(folder, record.get("lora"), self._lora_record)
-        frozen.check_record(folder, record, self._policy.freeze_parameters)
+        checkpoint_state.check_record(folder, record, self._lora_record, self._policy.freeze_parameters)
         self._saved.check_tensors(folder, reader)
         if record.get("optimizer") != self._optimizer.options:
             message = (
@@ -341,7 +340,7 @@ class MegatronBackend(TrainBackend):
                 f" {record.get('optimizer')} -> {self._optimizer.options}"
             )
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
-        self._fill(lambda name, box: reader.read(stored_name(name), box), self._saved.local)
+        self._fill(lambda name, box: reader.read(checkpoint_state.stored_name(name), box), self._saved.local)
         updates = record["updates"] if "updates" in record else record["steps"]
         states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
         self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)

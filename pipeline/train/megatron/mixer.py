@@ -173,13 +173,13 @@ class Mixer(MegatronModule, Generic[Sizes]):
         sent = torch.stack([torch.cat([convolved[:, s.channels], of_heads[..., s.heads].flatten(1)], -1) for s in shares])
         mine = shares[context.group.rank()]
         order = sequence_order(context.lengths, ranks).to(convolved.device, non_blocking=True)
-        gathered = ExchangeRows.apply(sent, context.group).flatten(0, 1)[order]  # [T, C' + n R']
+        gathered = ExchangeRows.apply(context.group, None, None, sent)[0].flatten(0, 1)[order]  # [T, C' + n R']
         inputs, numbers = gathered.tensor_split([len(mine.channels)], -1)
         numbers = numbers.unflatten(-1, (-1, len(mine.heads)))
         mixed = self.mix(inputs, numbers, replace(packing, context=None), mine)
         rows = torch.empty_like(order)
         rows[order] = torch.arange(len(order), device=order.device)
-        returned = ExchangeRows.apply(mixed[rows].unflatten(0, (ranks, -1)), context.group)  # [ranks, t, R' D]
+        (returned,) = ExchangeRows.apply(context.group, None, None, mixed[rows].unflatten(0, (ranks, -1)))  # [ranks, t, R' D]
         return returned.transpose(0, 1).flatten(1)
 
     def parts(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -75,17 +75,16 @@ class ServedWeights:
             for piece in self._pieces(local_tensor)
         ]
 
-    def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole tensor that is served, as `WeightGatherer.tensors` does. Collective."""
-        if self._serves_adapters:
+    def tensors(self, precision: torch.dtype, model: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole tensor that is served, as `WeightGatherer.tensors` does. Collective.
+
+        model: yield the model's weights, merged with its adapters, even if adapters are served.
+        """
+        if self._serves_adapters and not model:
             yield from self._of_adapters.tensors(precision)
         else:
-            yield from self.model_tensors(precision)
-
-    def model_tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole weight of the model, merged with its adapters, even if adapters are served. Collective."""
-        self.merge(always=True)
-        yield from self._of_model.tensors(precision)
+            self.merge(always=True)
+            yield from self._of_model.tensors(precision)
 
     # ---- merged weights -------------------------------------------------------------------------------------------------
 
@@ -139,19 +138,8 @@ class ServedWeights:
 # ---- whole tensors ------------------------------------------------------------------------------------------------------
 
 
-class HeldBox(msgspec.Struct, array_like=True):
-    """A box of a Hugging Face tensor that a rank holds."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        """This box as a `Box`, a class that msgspec does not encode."""
-        return Box(self.offset, self.size)
-
-
-BoxesByTensor = dict[str, list[HeldBox]]
+BoxesByTensor = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""{Hugging Face tensor: (offset, size) of each box that a rank holds}: `Box` is a class that msgspec does not encode."""
 
 
 class WeightGatherer:
@@ -179,24 +167,20 @@ class WeightGatherer:
         self._device = device
         mine: BoxesByTensor = {}
         for name, box in self._held:
-            mine.setdefault(name, []).append(HeldBox(box.offset, box.size))
+            mine.setdefault(name, []).append((box.offset, box.size))
         tables = [
             msgspec.msgpack.decode(body, type=BoxesByTensor) for body in all_gather_bytes(group, msgspec.msgpack.encode(mine))
         ]
-        # Every rank has all tables, so all make the same choice.
-        self._chosen: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
-        seen: set[tuple[str, Box]] = set()
+        # {name: {box: its first holder}}: every rank has all tables, so all make the same choice.
+        self._chosen: dict[str, dict[Box, int]] = {name: {} for name in shapes}
         for rank, table in enumerate(tables):
-            for name, offers in table.items():
-                for box in (offer.box for offer in offers):
-                    if (name, box) not in seen:
-                        seen.add((name, box))
-                        self._chosen[name].append((rank, box))
+            for name, boxes in table.items():
+                for box in boxes:
+                    self._chosen[name].setdefault(Box(*box), rank)
         for name, chosen in self._chosen.items():
-            if sum(box.numel for _, box in chosen) != whole(shapes[name]).numel:
-                raise ValueError(
-                    f"weights: the ranks' boxes of {name} {list(shapes[name])} do not cover the tensor: {chosen[:4]}"
-                )
+            if sum(box.numel for box in chosen) != whole(shapes[name]).numel:
+                held = list(chosen)[:4]
+                raise ValueError(f"weights: the ranks' boxes of {name} {list(shapes[name])} do not cover the tensor: {held}")
 
     def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor) on rank 0 and (name, empty tensor) on other ranks.
@@ -209,7 +193,7 @@ class WeightGatherer:
             if rank == 0:
                 yield name, self._assemble(name, shape, dtype)
                 continue
-            mine = [self._part(name, box, dtype).flatten() for owner, box in self._chosen[name] if owner == rank]
+            mine = [self._part(name, box, dtype).flatten() for box, owner in self._chosen[name].items() if owner == rank]
             if mine:
                 dist.send(torch.cat(mine), group_dst=0, group=self._group)
             yield name, torch.empty(0, dtype=dtype, device=self._device)
@@ -217,7 +201,7 @@ class WeightGatherer:
     def _assemble(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         full = torch.empty(shape, dtype=dtype, device=self._device)
         owners: dict[int, list[Box]] = {}
-        for owner, box in self._chosen[name]:
+        for box, owner in self._chosen[name].items():
             owners.setdefault(owner, []).append(box)
         for owner, boxes in owners.items():
             if owner == 0:

@@ -22,7 +22,7 @@ def on_the_right_device(request):
 
 
 @pytest.fixture
-def realm(realm, models, monkeypatch):
+def realm(realm):
     """Return a train realm of this process alone, on the CPU."""
     yield
     release()

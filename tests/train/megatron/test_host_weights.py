@@ -30,7 +30,7 @@ def check(layout: Layout, folder: Path, precision: str = "float32") -> None:
         policy = cases.policy(folder / "qwen3_moe", scheduler=ranks.SCHEDULER, max_grad_norm=0.5, precision=precision)
         return layouts.backend(policy, layout)
 
-    offloads.check(new, layouts.batches(new(), layout), states)
+    offloads.check(new, ranks.batches(new(), layout), states)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -41,8 +41,8 @@ def test_one_rank(precision, models):
 
 @pytest.mark.long
 def test_two_ranks(models):
-    layouts.run(check, DP2, models)
-    layouts.run(check, EP2, models)
+    ranks.run(check, DP2, models)
+    ranks.run(check, EP2, models)
 
 
 @pytest.mark.usefixtures("realm")
@@ -64,7 +64,7 @@ def test_a_frozen_model(models):
 def test_a_frozen_model_in_host_memory(models, monkeypatch):
     """Its weights are in one block, and nothing refers to the memory that they had."""
     policy, sizes, left = cases.policy(models / "qwen3"), [], []
-    expected = layouts.weights(layouts.backend(policy, ONE, ModelRole(trained=False)))
+    expected = ranks.weights(layouts.backend(policy, ONE, ModelRole(trained=False)))
 
     class Recorded(offload.HostWeights):
         def __init__(self, tensors, device):
@@ -83,7 +83,7 @@ def test_a_frozen_model_in_host_memory(models, monkeypatch):
     assert len(sizes) == 1 and sum(tensor.nbytes for tensor in tensors) <= sizes[0]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     for _ in range(2):
-        found = layouts.weights(frozen)
+        found = ranks.weights(frozen)
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
         frozen.offload()  # it is in host memory already
         frozen.reload()
