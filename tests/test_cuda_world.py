@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.train.megatron import collectives
+from pipeline.train.outputs import all_gather_bytes
 from tests import cuda_world
 
 
@@ -22,7 +22,7 @@ def no_nccl(monkeypatch):
 def test_the_megatron_backend_gathers_host_tensors():
     with cuda_world.alone():
         assert dist.get_backend_config() == "cpu:gloo,cuda:fake"
-        assert collectives.all_gather_bytes(dist.group.WORLD, b"x") == [b"x"]
+        assert all_gather_bytes(dist.group.WORLD, b"x") == [b"x"]
     assert not dist.is_initialized()
 
 
@@ -30,7 +30,7 @@ def test_a_group_of_the_gpus_carrier_alone_refuses_them():
     dist.init_process_group("cuda:nccl", store=FakeStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-            collectives.all_gather_bytes(dist.group.WORLD, b"x")
+            all_gather_bytes(dist.group.WORLD, b"x")
     finally:
         dist.destroy_process_group()
 

@@ -21,9 +21,7 @@ OPTIONS = (
     *("--container-writable", "--container-readonly"),
 )
 """Options of pyxis that have a key in the recipe."""
-CONVERSIONS = ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
-"""Variables that name the folder of models converted for Megatron; the first one that is set counts."""
-CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", *CONVERSIONS)
+CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
 
 
 def has_another_python(component: ComponentConfig) -> bool:

@@ -12,7 +12,7 @@ imports torch.
     file_systems                 writable folders; calls the next four
       encryption_key             the file with the key of encrypted checkpoints, or the program that prints it
       model_weights              weights are complete and readable
-      disk_space                 free space for conversions and checkpoints
+      disk_space                 free space for checkpoints and rollouts
       container_images           images and mounts
     user_imports                  the user's own code can be imported and has the right shape
       user_source                 the same from its source alone, for code that is not trusted

@@ -35,7 +35,7 @@ from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import can_describe
 from pipeline.train.adapters import modules
 from pipeline.train.adapters.adapted_layers import family_not_served
-from pipeline.train.adapters.module_layers import not_served_modules
+from pipeline.train.adapters.modules import not_served_modules
 from pipeline.train.adapters.spec import refits_adapters
 
 MEGATRON = "policy.megatron_cfg"

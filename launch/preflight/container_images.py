@@ -30,7 +30,6 @@ from pipeline.config import (
     RecipeError,
     is_dotted_path,
     keyed_sets,
-    uses_megatron,
 )
 from pipeline.models.weight_files import file_fault
 from pipeline.recipe import user_files
@@ -61,8 +60,8 @@ class RequiredPath:
     written: bool = False
 
 
-def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) -> Iterator[Problem]:
-    """Yield problems of each component's image and mounts. conversions: the folder of Megatron checkpoints."""
+def problems(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Yield problems of each component's image and mounts."""
     for variable in sorted(name for name in os.environ if name.startswith("PYXIS_CONTAINER_")):
         message = (
             f"pyxis applies the environment variable {variable} to components that do not set the same option. Try to unset it"
@@ -85,7 +84,7 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
                 yield from _read_mount(f"{key}.container_mounts", text, mounts)
         if "--container-mount-home" in component.srun_args:
             mounts.append(Mount(Path.home(), Path.home(), False))
-        needs = list(_needs(recipe, name, pending, conversions))
+        needs = list(_needs(recipe, name, pending))
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
         workdir = component.container_workdir
@@ -252,7 +251,7 @@ def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
 # ---- what the ranks open ------------------------------------------------------------------------------------------------
 
 
-def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike], conversions: Path) -> Iterator[RequiredPath]:
+def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterator[RequiredPath]:
     """Yield the paths that the ranks of one component open."""
     yield RequiredPath("the run folder", Path(recipe.run_dir).absolute(), written=True)
     yield RequiredPath("the code", ROOT.resolve())
@@ -276,8 +275,6 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike], conversion
     for code in user_imports.code_references(recipe):
         if code.component == name and (folder := user_imports.folder_of(code.path, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)
-    if name != "generate" and uses_megatron(recipe.policy):
-        yield RequiredPath("the folder of Megatron checkpoints", conversions, written=True)
 
 
 def _holds(recipe: Recipe, name: str, section: str, rewarded: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Check that the disks have room for a run's Megatron conversions and checkpoints, and note rollouts that may not fit.
+"""Check that the disks have room for a run's checkpoints, and note rollouts that may not fit.
 
 A checkpoint of either backend holds the float32 weight of each trained parameter and the optimizer's states of the same size in
 float32: two for Adam and its variants, and for unknown optimizers. Leaves out: replicas that all tensor-parallel ranks write
@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.executors.components import components
-from launch.executors.containers import CONVERSIONS
 from launch.preflight import architecture
-from launch.recipes.model_files import hf_home, is_inside, is_local, model_folder, planning_config
+from launch.recipes.model_files import is_inside, is_local, model_folder, planning_config
 from launch.terminal.units import size
 from pipeline import config
 from pipeline.config import (
@@ -27,7 +24,6 @@ from pipeline.config import (
     PolicyConfig,
     Problem,
     Recipe,
-    RecipeError,
     adapters,
     collected,
     generates,
@@ -61,7 +57,7 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -
     """
     if not config.trains(recipe):
         return
-    uses = [*_conversions(recipe, pending)]
+    uses: list[PlannedWrite] = []
     checkpoint = _checkpoint(recipe, pending, notes)
     run_dir = Path(recipe.run_dir).absolute()
     if checkpoint:
@@ -85,16 +81,6 @@ def nearest_existing(path: Path) -> Path:
     """Return the folder, or its nearest ancestor that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-
-
-def conversions_folder(recipe: Recipe) -> Path:
-    """Return the folder of Megatron conversions, as `pipeline/train/megatron/conversion.py` chooses it."""
-    trainers = components(recipe).get("train")
-    environment = {**os.environ, **(trainers.env_vars if trainers else {})}
-    for variable in CONVERSIONS:
-        if value := environment.get(variable):
-            return Path(value).expanduser().absolute()
-    return hf_home().absolute() / "hetstep"
 
 
 def _device(path: Path) -> int:
@@ -225,45 +211,6 @@ def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, f
     if keep > 0:
         return f"checkpointing.keep_top_k={keep}, which fits, or another run_dir"
     return "another run_dir, or checkpointing.enabled=false"
-
-
-# ---- conversions --------------------------------------------------------------------------------------------------------
-
-
-def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[PlannedWrite]:
-    """Yield the planned writes of models that the Megatron backend has not converted yet."""
-    if not uses_megatron(recipe.policy):
-        return
-    root = conversions_folder(recipe)
-    sections_of: dict[str, list[str]] = {}  # model's name -> sections; critic and policy have separate conversions
-    for section, policy in config.models(recipe).items():
-        if not policy.random_init and policy.model_name and not is_inside(policy.model_name, pending):
-            sections_of.setdefault(policy.model_name, []).append(section)
-    for name, sections in sections_of.items():
-        try:
-            weight_files = read_weight_files(model_folder(f"{sections[0]}.model_name", name))
-        except RecipeError:
-            continue
-        converted = (
-            0
-            if recipe.policy.megatron_cfg.force_reconvert_from_hf
-            else len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
-        )
-        nbytes = sum(stored.nbytes for stored in weight_files.tensors.values())
-        if nbytes and converted < len(sections):
-            yield PlannedWrite(
-                folder=root,
-                nbytes=nbytes * (len(sections) - converted),
-                files=(ranks(recipe.cluster.train) + 2) * (len(sections) - converted),
-                description=f"Megatron conversion of {name}, {len(sections) - converted} x {size(nbytes)}",
-                key=CONVERSIONS[0],
-            )
-
-
-def _slug(name: str) -> str:
-    """Return the folder name of a model's conversions, as the Megatron backend builds it."""
-    name = Path(name).resolve().name if Path(name).is_dir() else name
-    return re.sub(r"[^A-Za-z0-9._-]+", "--", name)[:80]
 
 
 # ---- rollouts -----------------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.executors.containers import CONVERSIONS
 from launch.executors.executor import ROOT
 from launch.preflight import container_images, disk_space, encryption_key, model_weights
 from launch.preflight.disk_space import nearest_existing
-from pipeline.config import Problem, Recipe, uses_megatron
+from pipeline.config import Problem, Recipe
 from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
 from pipeline.seams import extras
 
@@ -32,21 +31,16 @@ def problems(
     errors. on_nodes: whether the ranks run on a cluster's nodes, so that containers and shared folders matter.
     """
     notes, pending = [] if notes is None else notes, list(pending)
-    conversions = disk_space.conversions_folder(recipe)
     checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
     if os.path.lexists(checkpoints):  # of the run folder itself `run_setup` sees to that
         yield from _check_writable("run_dir", checkpoints, "another run_dir")
-    if uses_megatron(recipe.policy):
-        variable = CONVERSIONS[0]
-        yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
     yield from encryption_key.problems(recipe, notes, on_nodes)
     if recipe.cluster.audit not in (AUDIT_AUTO, AUDIT_NONE):
         yield from extras.missing("audit", "cluster.audit", recipe.cluster.audit)
     yield from model_weights.problems(recipe, pending, notes)
     if on_nodes:
-        yield from container_images.problems(recipe, pending, conversions)
-        shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
-        _note_local(shared | ({CONVERSIONS[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
+        yield from container_images.problems(recipe, pending)
+        _note_local({"run_dir": Path(recipe.run_dir), "the code": ROOT}, notes)
     yield from disk_space.problems(recipe, pending, notes)
 
 

@@ -6,7 +6,7 @@ operations that it refuses on GPUs.
 
 This file has the environment variables, which ranks get before Python starts (`launch/executors/components.py`), and refuses
 recipes whose other choices contradict the key. The other parts:
-    pipeline/train/deterministic.py       torch and Inductor, in every process that trains or scores
+    pipeline/train/kernels.py             torch and Inductor, in every process that trains or scores
     pipeline/train/megatron/model.py      TransformerConfig.deterministic_mode
     launch/preflight/architecture.py      refuses models whose layers have no deterministic kernels
     launch/plan/roofline.py                    the price

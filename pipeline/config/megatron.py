@@ -130,9 +130,7 @@ class MegatronConfig:
     enabled: Bool | None = None
     """Train with Megatron-Core. null: submit.py chooses the backend by the model's size."""
     force_reconvert_from_hf: Bool = False
-    """Convert the Hugging Face weights again, even if the conversion is cached. The first job that needs a model converts it
-    for all later jobs. The cache is HETSTEP_MEGATRON_CHECKPOINT_DIR, else NRL_MEGATRON_CHECKPOINT_DIR, else
-    $HF_HOME/hetstep."""
+    """Accepted for NeMo-RL's recipes, without effect: every start reads the Hugging Face files, and no job converts them."""
     tensor_model_parallel_size: Positive = 1
     """Tensor-parallel ranks."""
     pipeline_model_parallel_size: Positive = 1

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.checkpoints.background_worker import BackgroundWorker
 from pipeline.config import Recipe
 from pipeline.files.storage import RetryPolicy
 from pipeline.files.stored_files import FileKey
 from pipeline.monitor.learning import LearningMonitor
 from pipeline.monitor.steps import StepMonitor
 from pipeline.observe.metrics import Metrics
-from pipeline.train.background_worker import BackgroundWorker
 from pipeline.types import RolloutGroup, Sample
 
 

@@ -1,4 +1,6 @@
-"""Choose the tensors that do not train: those whose names on disk match a pattern of `freeze_parameters`.
+"""Choose and freeze the tensors that do not train: those whose names on disk match a pattern of `freeze_parameters`.
+
+They get no gradient, no optimizer state and no weight decay.
 
 A parameter in a backend's memory may consist of several tensors on disk (Megatron-Core's linear_qkv, the experts of a layer in
 transformers). It trains as a whole, so patterns must match all of its tensors or none. All experts of a layer count as one
@@ -10,11 +12,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import models
 from pipeline.models.tensors import tensors
-from pipeline.recipe.problems import Problem
+from pipeline.recipe.problems import Problem, refuse
+
+if TYPE_CHECKING:
+    import torch
 
 KEY = "policy.freeze_parameters"
 
@@ -52,6 +57,28 @@ def problems(
             )
             yield Problem(key, "contradiction", message)
             return  # other layers have the same
+
+
+def freeze(
+    patterns: Sequence[str],
+    parameters: Iterable[tuple[torch.nn.Parameter, Sequence[str]]],
+    groups: Mapping[str, Sequence[str]],
+) -> list[torch.nn.Parameter]:
+    """Freeze the parameters of this rank that `patterns` match, and return them.
+
+    parameters: (parameter, names of its tensors on disk) of this rank. groups: {name: names of tensors on disk} of all
+    parameters that train on any rank. Raises RecipeError if a pattern matches nothing, if only a part of a parameter is frozen,
+    or if nothing is left to train.
+    """
+    if not patterns:
+        return []
+    names = {name for sources in groups.values() for name in sources}
+    refuse(problems(patterns, names, groups))
+    chosen = matched(patterns, names)
+    frozen = [parameter for parameter, sources in parameters if sources and chosen.issuperset(sources)]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return frozen
 
 
 def grouped(parameters: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:

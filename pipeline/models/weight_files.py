@@ -1,6 +1,6 @@
 """Decide which file holds each weight of a Hugging Face checkpoint, without torch.
 
-Submission, both train backends, conversions, evaluations, exports and vLLM's loader all use this choice of files:
+Submission, both train backends, evaluations, exports and vLLM's loader all use this choice of files:
 `model.safetensors`, or the shards that `model.safetensors.index.json` lists. The index assigns each tensor to one shard. We do
 not read a copy of the tensor in another shard, and add a note about it. If a folder has both `model.safetensors` and an index
 of other files, we read `model.safetensors`, as transformers does, and add a note.
@@ -57,7 +57,6 @@ class WeightFiles:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)  # file's name -> fault, e.g. "is missing"
     notes: list[str] = field(default_factory=list)
-    copied: bool = False  # whether a tensor has a copy that is not read, so that the files alone do not say what is read
 
 
 def read_weight_files(folder: Path) -> WeightFiles:
@@ -145,7 +144,6 @@ def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[
                 found.tensors[tensor] = stored
                 unlisted += [f"{tensor} in {name}"] if weight_map else []
     if copies:
-        found.copied = True
         found.notes.append(f"weights have copies that are not read, since {INDEX} names another file: {some(copies)}")
     if unlisted:
         found.notes.append(f"weights that {INDEX} does not list are read too: {some(unlisted)}")

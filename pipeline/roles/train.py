@@ -18,6 +18,7 @@ from pipeline import config, train
 from pipeline.algorithms.algorithm import Algorithm, Loss, OnlineAlgorithm
 from pipeline.algorithms.token_advantages import moments, standardize
 from pipeline.checkpoints import verification
+from pipeline.checkpoints.background_worker import BackgroundWorker
 from pipeline.checkpoints.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe, live_keys
 from pipeline.config.determinism import named_operators
@@ -33,7 +34,6 @@ from pipeline.roles.teacher_scores import ask_teachers
 from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import verb
 from pipeline.train.adapters.spec import refits_adapters
-from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.checkpoint_state import seed_generators
 from pipeline.train.hf_export import export
 from pipeline.train.train_backend import ModelRole, TrainBackend

@@ -23,9 +23,9 @@ def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: Model
     Raises RecipeError if the model or the layout is not supported.
     """
     if policy.deterministic:
-        from pipeline.train import deterministic  # needs torch, which submission may lack
+        from pipeline.train import kernels  # needs torch, which submission may lack
 
-        deterministic.switch_on()
+        kernels.make_deterministic()
     if uses_megatron(policy):
         from pipeline.train.megatron.megatron_backend import MegatronBackend  # slow; only runs that use it
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from pipeline.boxes import Piece, whole
-from pipeline.config import Problem, RecipeError
+from pipeline.config import LoRAConfig, Problem, RecipeError
+from pipeline.models.frozen_names import KEY as FROZEN_KEY
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
+from pipeline.train.adapters.adapter_weights import KEY as LORA_KEY
+from pipeline.train.adapters.spec import PREFIX, layer_of
 from pipeline.train.shards import BoxReader, Entry, local, local_box
 
 
@@ -31,15 +34,19 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in group.items() if name != "params"}
 
 
-def entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Yield this rank's part of a tensor as boxes of tensors on disk, with the names `<prefix>.<name on disk>`.
+def stored_name(name: str, state: str = "") -> str:
+    """Return the name in our checkpoints of a tensor on disk, or of the optimizer's `state` of it."""
+    return f"optimizer.{state}.{name}" if state else (PREFIX if layer_of(name) else "model.") + name
 
-    pieces: the pieces of tensors on disk that the whole tensor consists of. shapes: {name: shape} of the tensors on disk.
+
+def entries(part: torch.Tensor, pieces: Iterable[Piece], shapes: Mapping[str, Shape], state: str = "") -> Iterator[Entry]:
+    """Yield a tensor as boxes of tensors on disk, with their `stored_name`.
+
+    pieces: the pieces of tensors on disk that `part` consists of. shapes: {name: shape} of the tensors on disk.
     """
-    local_part = local(tensor)
-    for piece in restrict(pieces, local_box(tensor)):
-        part = local_part[piece.target.within(whole(tuple(local_part.shape)))].reshape(piece.source.size)
-        yield f"{prefix}.{piece.name}", shapes[piece.name], piece.source, part
+    for piece in pieces:
+        box = part[piece.target.within(whole(tuple(part.shape)))].reshape(piece.source.size)
+        yield stored_name(piece.name, state), shapes[piece.name], piece.source, box
 
 
 def optimizer_entries(
@@ -60,9 +67,9 @@ def optimizer_entries(
             if parameter not in pieces:
                 continue
             if value.shape == parameter.shape:
-                yield from entries(f"optimizer.{key}", value, pieces[parameter], shapes)
+                yield from entries(local(value), restrict(pieces[parameter], local_box(value)), shapes, key)
             else:
-                yield f"optimizer.{key}.{pieces[parameter][0].name}", (), whole(()), value
+                yield stored_name(pieces[parameter][0].name, key), (), whole(()), value
 
 
 def load_optimizer(
@@ -78,35 +85,70 @@ def load_optimizer(
             _, kind, tensor_name = name.split(".", 2)
             kinds.setdefault(tensor_name, []).append(kind)
     state = {}
-    for number, parameter in enumerate(_parameters(optimizer)):
+    # in the order in which `load_state_dict` numbers them
+    for number, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
         first = pieces[parameter][0].name
         state[number] = {}
         for kind in kinds.get(first, []):
-            if reader.shapes[f"optimizer.{kind}.{first}"] == shapes[first]:
+            if reader.shapes[stored_name(first, kind)] == shapes[first]:
                 value = torch.empty_like(parameter)
-                load_entries(f"optimizer.{kind}", value, pieces[parameter], reader)
+                load_entries(value, pieces[parameter], reader, kind)
             else:
-                value = reader.read(f"optimizer.{kind}.{first}", whole(())).clone()  # otherwise the file stays mapped
+                value = reader.read(stored_name(first, kind), whole(())).clone()  # otherwise the file stays mapped
             state[number][kind] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def load_entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], reader: BoxReader) -> None:
+def load_entries(tensor: torch.Tensor, pieces: list[Piece], reader: BoxReader, state: str = "") -> None:
     """Fill this rank's part of a tensor from saved `entries`, which ranks of any layout may have written."""
-    copy_pieces(local(tensor), restrict(pieces, local_box(tensor)), lambda name, box: reader.read(f"{prefix}.{name}", box))
+    pieces = restrict(pieces, local_box(tensor))
+    copy_pieces(local(tensor), pieces, lambda name, box: reader.read(stored_name(name, state), box))
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters in the order in which `load_state_dict` numbers them."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+# ---- checks -------------------------------------------------------------------------------------------------------------
 
 
-def other_model(folder: Path, stored: Mapping[str, Shape], expected: Mapping[str, Shape]) -> RecipeError:
+def check_tensors(folder: Path, reader: BoxReader, shapes: Mapping[str, Shape]) -> None:
+    """Raise RecipeError unless the checkpoint in `folder` has the tensors on disk with these shapes, by name, and no others."""
+    expected = {stored_name(name): tuple(shape) for name, shape in shapes.items()}
+    stored = {name: tuple(shape) for name, shape in reader.shapes.items() if name.startswith(("model.", PREFIX))}
+    if stored != expected:
+        raise other_model(folder, stored, expected)
+
+
+def other_model(folder: Path, stored: Mapping[str, Shape], expected: Mapping[str, Shape | None]) -> RecipeError:
     """Return the error for a checkpoint in `folder` whose tensors `stored` differ from the tensors of policy.model_name."""
     wrong = sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
     message = f"{folder} is a checkpoint of another model; {len(wrong)} tensors differ, first {wrong[:4]}"
     return RecipeError(Problem("policy.model_name", "contradiction", message))
+
+
+def adapter_record(config: LoRAConfig, random_seed: int | None) -> dict[str, Any]:
+    """Return what a checkpoint records of its adapters besides their tensors. random_seed: the seed of W if W is random."""
+    options = {"use_dora": True} if config.use_dora else {}
+    options |= {"use_rslora": True} if config.use_rslora else {}
+    return {"dim": config.dim, "alpha": config.alpha, "random_seed": random_seed, **options}
+
+
+def check_record(folder: Path, record: Mapping[str, Any], adapters: Mapping[str, Any] | None, frozen: Sequence[str]) -> None:
+    """Raise RecipeError if the checkpoint in `folder`, with this record, has other adapters or other frozen parameters.
+
+    adapters: the recipe's `adapter_record`; None: no adapters. frozen: policy.freeze_parameters.
+    """
+    if (theirs := record.get("lora")) != adapters:
+        old, new = dict(theirs or {}), dict(adapters or {})
+        changes = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in old | new if old.get(k) != new.get(k))
+        message = f"{folder} was saved with other adapters, or for weights of another random seed: {changes}"
+        raise RecipeError(Problem(LORA_KEY, "contradiction", message))
+    if (theirs := record.get("frozen", [])) != list(frozen):
+        message = (
+            f"got {list(frozen)}, but {folder} was saved with {theirs}: its optimizer state is of other parameters. Try"
+            " another run_dir that starts from its weights (python launch/export.py)"
+        )
+        raise RecipeError(Problem(FROZEN_KEY, "contradiction", message))
+
+
+# ---- random generators --------------------------------------------------------------------------------------------------
 
 
 def seed_generators(seed: int, data_rank: int) -> None:
@@ -121,12 +163,13 @@ def seed_generators(seed: int, data_rank: int) -> None:
     np.random.seed(rank_seed % (1 << 32))
 
 
-def random_tensors(device: torch.device, rank: int) -> dict[str, torch.Tensor]:
-    """Return {name: state} of torch's generators, with names that contain the rank."""
+def random_entries(device: torch.device, rank: int) -> Iterator[Entry]:
+    """Yield the states of torch's generators, with names that contain the rank."""
     states = {f"random.torch.{rank}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state(device)
-    return states
+    for name, state in states.items():
+        yield name, tuple(state.shape), whole(tuple(state.shape)), state
 
 
 def random_record() -> dict[str, Any]:

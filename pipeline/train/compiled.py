@@ -32,7 +32,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from pipeline.config import PolicyConfig, Problem, RecipeError, compiles, trial_lengths
-from pipeline.train.inductor import NEEDS, missing_dependency
+from pipeline.train.kernels import NEEDS, missing_dependency
 from pipeline.train.packed_attention import NAME, packed_attention
 from pipeline.types import PackedBatch
 

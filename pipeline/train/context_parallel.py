@@ -133,18 +133,46 @@ class ScatterRows(torch.autograd.Function):
         return _gather_rows(grad, ctx.group), None
 
 
-class ExchangeRows(torch.autograd.Function):
-    """Send part i of [ranks, t, ...] to rank i of a group, and return the received parts in rank order. Its own inverse."""
+class SplitRows(torch.autograd.Function):
+    """Return this rank's part [t, ...] of rows [ranks * t, ...] that are equal on all ranks of a group.
+
+    The backward pass gathers, so all ranks get equal gradients.
+    """
 
     @staticmethod
     @override
-    def forward(ctx, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
-        return received
+        return rows.chunk(group.size())[group.rank()].contiguous()
 
     @staticmethod
     @override
     def backward(ctx, grad: torch.Tensor):
-        return ExchangeRows.apply(grad, ctx.group), None
+        return _gather_rows(grad, ctx.group), None
+
+
+class ExchangeRows(torch.autograd.Function):
+    """Differentiable `exchange` of several tensors. All ranks exchange the gradients of these tensors in the same order."""
+
+    @staticmethod
+    @override
+    def forward(ctx, group: dist.ProcessGroup, sends: list[int] | None, receives: list[int] | None, *tensors: torch.Tensor):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        return tuple(exchange(tensor, group, sends, receives) for tensor in tensors)
+
+    @staticmethod
+    @override
+    def backward(ctx, *grads: torch.Tensor):
+        return None, None, None, *(exchange(grad, ctx.group, ctx.receives, ctx.sends) for grad in grads)
+
+
+def exchange(rows: torch.Tensor, group: dist.ProcessGroup, sends: list[int] | None, receives: list[int] | None) -> torch.Tensor:
+    """Send rows, in rank order, to all ranks of a group, and return the received rows in rank order.
+
+    sends, receives: the number of rows to and from each rank; None: the same number for all.
+    """
+    if group.size() == 1:
+        return rows
+    received = rows.new_empty(len(rows) if receives is None else sum(receives), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+    return received

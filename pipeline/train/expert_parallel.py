@@ -15,11 +15,11 @@ Sums are in float32 or more, and in an order that depends on the layout only.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -27,16 +27,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from pipeline.config import Problem, RecipeError
+from pipeline.train.context_parallel import ExchangeRows, GatherContextParallel, SplitRows, exchange
 
 KEY = "policy.dtensor_cfg.expert_parallel_size"
-
-
-@dataclass(frozen=True)
-class ExpertRanks:
-    """The groups of ranks that exchange tokens."""
-
-    experts: dist.ProcessGroup  # each holds other experts
-    tokens: dist.ProcessGroup | None  # tensor-parallel ranks that have the same tokens; None: each has its own
 
 
 def expert_modules(hf: PreTrainedModel) -> dict[str, nn.Module]:
@@ -47,7 +40,8 @@ def expert_modules(hf: PreTrainedModel) -> dict[str, nn.Module]:
 def distribute(hf: PreTrainedModel, mesh: DeviceMesh, tokens: dist.ProcessGroup | None) -> list[nn.Module]:
     """Cut the experts of a model on the meta device over the 1-d mesh, in place, and return their modules.
 
-    tokens: see `ExpertRanks`. Raises RecipeError if the model's experts cannot be divided.
+    tokens: the tensor-parallel ranks that have the same tokens; None: each has its own. Raises RecipeError if the model's
+    experts cannot be divided.
     """
     modules = expert_modules(hf)
     check_experts(hf, mesh.size(), modules)
@@ -55,7 +49,7 @@ def distribute(hf: PreTrainedModel, mesh: DeviceMesh, tokens: dist.ProcessGroup 
         if mesh.size() > 1:
             for name, parameter in module.named_parameters(recurse=False):
                 module.register_parameter(name, _cut(parameter, mesh))
-        forward = functools.partial(_forward, module, type(module), ExpertRanks(mesh.get_group(), tokens))
+        forward = functools.partial(_forward, module, type(module), mesh.get_group(), tokens)
         module.forward = torch.compiler.disable(forward)
     return list(modules.values())
 
@@ -89,7 +83,8 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 def _forward(
     module: nn.Module,
     kind: type[nn.Module],
-    ranks: ExpertRanks,
+    experts: dist.ProcessGroup,
+    tokens: dist.ProcessGroup | None,
     hidden: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -97,14 +92,14 @@ def _forward(
     """Return the weighted sums [T, H] of the experts' outputs.
 
     kind: the class of `module` before `fully_shard` changed it. hidden [T, H], index [T, K] int64, weights [T, K]: the inputs
-    for this rank's tokens. All ranks of `ranks.tokens` pass the same tokens.
+    for this rank's tokens. experts: the ranks, which hold other experts each. All ranks of `tokens` pass the same tokens.
     """
-    if ranks.tokens is None:
-        return _dispatch(module, kind, ranks.experts, hidden, index, weights)
-    count, group = len(hidden), ranks.tokens
-    part, share = (_SplitRows.apply(tensor, group) for tensor in (hidden, weights))
-    partial = _dispatch(module, kind, ranks.experts, part, _own_chunk(index, group), share)
-    return _JoinRows.apply(partial, count, group)
+    if tokens is None:
+        return _dispatch(module, kind, experts, hidden, index, weights)
+    # Zeros fill the last ranks' parts, so that all parts are equally long.
+    padding = (0, 0, 0, -len(hidden) % tokens.size())
+    parts = (SplitRows.apply(F.pad(rows, padding), tokens) for rows in (hidden, index, weights))
+    return GatherContextParallel.apply(_dispatch(module, kind, experts, *parts), tokens)[: len(hidden)]
 
 
 def _dispatch(
@@ -118,26 +113,16 @@ def _dispatch(
     first = size * to[:, None]
     local = torch.where(ranks[token] == to[:, None], index[token] - first, -1)  # [P, K]: -1 for other ranks' experts
     sends, receives = _exchange_counts(visits.sum(0), group)
-    arrived, received = _exchange(local, receives, sends, group), _send_tokens(hidden, weights, token, sends, receives, group)
+    arrived = exchange(local, group, sends, receives)
+    sent = _TakeRows.apply(hidden, token), _TakeRows.apply(weights, token)
+    received = ExchangeRows.apply(group, sends, receives, *sent)  # hidden states [N, H], weights [N, K]
 
     row, choice = (arrived >= 0).nonzero(as_tuple=True)  # [P'] each: pairs of a received token and one of this rank's experts
     inputs, shares = _TakeRows.apply(received[0], row), received[1][row, choice]
     outputs = _compute(_with_local_experts(module, kind, size), kind, inputs, arrived[row, choice], shares)
     sums = _SumRows.apply(outputs, row, len(arrived))
-    (returned,) = _Exchange.apply(group, receives, sends, sums)
+    (returned,) = ExchangeRows.apply(group, receives, sends, sums)
     return _SumRows.apply(returned, token, len(hidden))
-
-
-def _send_tokens(
-    hidden: torch.Tensor,
-    weights: torch.Tensor,
-    token: torch.Tensor,
-    sends: list[int],
-    receives: list[int],
-    group: dist.ProcessGroup,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send tokens to other ranks, and return (hidden states [N, H], weights [N, K]) of the tokens that this rank receives."""
-    return _Exchange.apply(group, sends, receives, _TakeRows.apply(hidden, token), _TakeRows.apply(weights, token))
 
 
 def _compute(
@@ -177,33 +162,6 @@ def _exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[li
     dist.all_to_all_single(received, counts, group=group)
     sends, receives = torch.stack([counts, received]).tolist()
     return sends, receives
-
-
-def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange rows with all ranks, and return the received rows in rank order. rows: the rows to send, in rank order.
-
-    receives, sends: the number of rows from and to each rank.
-    """
-    if group.size() == 1:
-        return rows
-    received = rows.new_empty(sum(receives), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
-    return received
-
-
-class _Exchange(torch.autograd.Function):
-    """Differentiable `_exchange` of several tensors. All ranks exchange the gradients of these tensors in the same order."""
-
-    @staticmethod
-    @override
-    def forward(ctx, group: dist.ProcessGroup, sends: list[int], receives: list[int], *tensors: torch.Tensor):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        return tuple(_exchange(tensor, receives, sends, group) for tensor in tensors)
-
-    @staticmethod
-    @override
-    def backward(ctx, *grads: torch.Tensor):
-        return None, None, None, *(_exchange(grad, ctx.sends, ctx.receives, ctx.group) for grad in grads)
 
 
 def _sum_rows(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -248,47 +206,3 @@ class _SumRows(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         (rows,) = ctx.saved_tensors
         return grad[rows], None, None
-
-
-def _own_chunk(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part of rows that all ranks have. Zeros fill the last parts, so that all parts are equally long."""
-    size = -(-len(tensor) // group.size())
-    part = tensor[group.rank() * size : (group.rank() + 1) * size]
-    return torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])])
-
-
-def _join_chunks(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate the parts of all ranks, and return the first `count` rows, which leaves out the zeros of `_own_chunk`."""
-    joined = part.new_empty(group.size() * len(part), *part.shape[1:])
-    dist.all_gather_into_tensor(joined, part.contiguous(), group=group)
-    return joined[:count]
-
-
-class _SplitRows(torch.autograd.Function):
-    """Differentiable `_own_chunk` of rows that are equal on all ranks. The backward pass gives equal gradients to all ranks."""
-
-    @staticmethod
-    @override
-    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup):
-        ctx.count, ctx.group = len(tensor), group
-        return _own_chunk(tensor, group)
-
-    @staticmethod
-    @override
-    def backward(ctx, grad: torch.Tensor):
-        return _join_chunks(grad, ctx.count, ctx.group), None
-
-
-class _JoinRows(torch.autograd.Function):
-    """Differentiable `_join_chunks`. All ranks have the same gradient of the result; each keeps the part of its own rows."""
-
-    @staticmethod
-    @override
-    def forward(ctx, part: torch.Tensor, count: int, group: dist.ProcessGroup):
-        ctx.group = group
-        return _join_chunks(part, count, group)
-
-    @staticmethod
-    @override
-    def backward(ctx, grad: torch.Tensor):
-        return _own_chunk(grad, ctx.group), None, None

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from pipeline.train.attention_blocks import AttentionKind
-from pipeline.train.inductor import missing_dependency
+from pipeline.train.kernels import missing_dependency
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK = 128  # queries, and keys, of a block of the mask

@@ -31,12 +31,11 @@ from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape, restrict
-from pipeline.train import checkpoint_state, compiled, freezing, lora
+from pipeline.train import checkpoint_state, compiled, lora
 from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
-from pipeline.train.gradients import Gradients
-from pipeline.train.loss_scale import LossScale
+from pipeline.train.gradients import Gradients, LossScale
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
@@ -85,7 +84,7 @@ class FSDPBackend(TrainBackend):
             self._optimizer, self._schedule = self._new_optimizer(self._policy)
             self._scale = LossScale(policy.precision)
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
-            self._lora_record = lora.record(lora_cfg, random_seed) if self._model.adapters else None
+            self._lora_record = checkpoint_state.adapter_record(lora_cfg, random_seed) if self._model.adapters else None
         if self._model.compiled:
             with role.phase("compile"), compiled.explain_out_of_memory(policy):
                 self._run_trial_batches()
@@ -116,10 +115,7 @@ class FSDPBackend(TrainBackend):
 
     @override
     def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
-        if model not in ("policy", "reference"):
-            raise ValueError(f"model '{model}' is not one of: policy, reference")
-        if top_k and self._role.head == "values":
-            raise ValueError(f"top_k: got {top_k} for a model with a value head, which does not predict tokens; expected 0")
+        self._model.head.check(model, top_k)
         check_batches(batches, self._vocabulary)
         if model == "policy":
             with torch.no_grad():
@@ -160,7 +156,7 @@ class FSDPBackend(TrainBackend):
         self._optimizer.zero_grad(set_to_none=True)
         shares = []
         for batch in batches:
-            with self._model.adapters.training() if self._model.adapters else contextlib.nullcontext():
+            with self._model.adapters.switch.training() if self._model.adapters else contextlib.nullcontext():
                 output = loss(self._outputs(batch, self._model), batch)
                 (output.loss * self._scale.factor if self._scale.factor != 1 else output.loss).backward()
             shares.append(LossOutput(output.loss.detach(), output.metrics))
@@ -208,7 +204,7 @@ class FSDPBackend(TrainBackend):
         if not self._role.reference:
             raise ValueError("there are no reference weights; build the backend with ModelRole(reference=True)")
         if self._model.adapters:
-            with self._model.adapters.disabled():
+            with self._model.adapters.switch.disabled():
                 yield self._model
             self._reshard()
             return
@@ -334,13 +330,11 @@ class FSDPBackend(TrainBackend):
     def _entries(self) -> Iterator[Entry]:
         """Yield this rank's part of a checkpoint, without the parts that a lower rank holds too."""
         shapes, rank = self._saved_shapes(), self._group.rank()
-        saved_here = [saved for saved in self._saved_parameters() if is_first_holder(saved[1], rank)]
-        for prefix, parameter, pieces in saved_here:
-            yield from checkpoint_state.entries(prefix, parameter, pieces, shapes)
-        pieces_of: dict[torch.Tensor, list[Piece]] = {parameter: pieces for _, parameter, pieces in saved_here}
-        yield from checkpoint_state.optimizer_entries(self._optimizer, pieces_of, shapes)
-        for name, tensor in checkpoint_state.random_tensors(self.device, self._group.rank()).items():
-            yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
+        saved_here = {saved: pieces for saved, pieces in self._saved_pieces().items() if is_first_holder(saved, rank)}
+        for parameter, pieces in saved_here.items():
+            yield from checkpoint_state.entries(local(parameter), restrict(pieces, local_box(parameter)), shapes)
+        yield from checkpoint_state.optimizer_entries(self._optimizer, saved_here, shapes)
+        yield from checkpoint_state.random_entries(self.device, rank)
 
     @override
     def load(self, folder: Path, key: FileKey | None = None) -> None:
@@ -348,15 +342,10 @@ class FSDPBackend(TrainBackend):
         self._check_trained()
         reader, records = read_shards(folder, key)
         rank, record = self._group.rank(), records[0]
-        lora.check_record(folder, record.get("lora"), self._lora_record)
-        freezing.check_record(folder, record, self._policy.freeze_parameters)
-        shapes = self._saved_shapes()
-        expected = {
-            f"{prefix}.{piece.name}": shapes[piece.name] for prefix, _, pieces in self._saved_parameters() for piece in pieces
-        }
-        stored = {name: shape for name, shape in reader.shapes.items() if name.startswith(("model.", "adapter."))}
-        if stored != expected:
-            raise checkpoint_state.other_model(folder, stored, expected)
+        checkpoint_state.check_record(folder, record, self._lora_record, self._policy.freeze_parameters)
+        shapes, saved = self._saved_shapes(), self._saved_pieces()
+        expected = {piece.name: shapes[piece.name] for pieces in saved.values() for piece in pieces}
+        checkpoint_state.check_tensors(folder, reader, expected)
         if "param_group" not in record:
             message = (
                 f"{folder} is from the Megatron-Core backend. Continue with true, or start a new run from its weights (python"
@@ -372,33 +361,24 @@ class FSDPBackend(TrainBackend):
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
         self._optimizer, self._schedule = optimizer, schedule
         self._scale.restore(record.get("loss_scale"))
-        for prefix, parameter, pieces in self._saved_parameters():
-            checkpoint_state.load_entries(prefix, parameter, pieces, reader)
-        checkpoint_state.load_optimizer(self._optimizer, self._pieces(), shapes, reader)
+        for parameter, pieces in saved.items():
+            checkpoint_state.load_entries(parameter, pieces, reader)
+        checkpoint_state.load_optimizer(self._optimizer, saved, shapes, reader)
         self._refresh_merged()
         sizes = self._layout.sizes
         if record["ranks"] == self._group.size() and record.get("layout", sizes) == sizes:
             checkpoint_state.load_random(self.device, rank, reader, records[rank]["random"])
 
-    def _saved_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
-        """Yield (prefix of its names in a checkpoint, parameter, its pieces on disk) for each parameter that is saved.
-
-        These are all parameters or, with adapters, the trained parameters.
-        """
-        adapters = self._model.adapters.layout if self._model.adapters else {}
-        saved = self._trained if self._model.adapters else self._parameters  # with the constants of a checkpoint
-        for name, parameter in saved.items():
-            if name in adapters:
-                yield "adapter", parameter, adapters[name]
-            else:
-                yield "model", parameter, self._model.layout[name]
+    def _saved_pieces(self) -> dict[torch.Tensor, list[Piece]]:
+        """Return {parameter: its pieces on disk} of all parameters or, with adapters, of those that train."""
+        adapters = self._model.adapters
+        saved = self._trained if adapters else self._parameters  # with the constants of a checkpoint
+        layout = self._model.layout | (adapters.layout if adapters else {})
+        return {parameter: layout[name] for name, parameter in saved.items()}
 
     def _saved_shapes(self) -> dict[str, Shape]:
         """Return {name on disk: shape} of the model's tensors and of the adapters."""
         return self._shapes | (self._model.adapters.shapes if self._model.adapters else {})
-
-    def _pieces(self) -> dict[torch.Tensor, list[Piece]]:
-        return {parameter: pieces for _, parameter, pieces in self._saved_parameters()}
 
 
 def _weights(model: PackedModel) -> list[torch.Tensor]:

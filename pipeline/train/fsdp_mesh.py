@@ -63,11 +63,6 @@ class Layout:
         return {"replicas": self.replicas, "data": self.data, "context": self.context, "tensor": self.tensor}
 
     @property
-    def ranks(self) -> int:
-        """The number of train ranks."""
-        return self.replicas * self.data * self.context * self.tensor
-
-    @property
     def data_size(self) -> int:
         """The number of data-parallel ranks, over all replicas."""
         return self.replicas * self.data
@@ -83,11 +78,6 @@ class Layout:
         return self.rank // self.tensor % self.context
 
     @property
-    def tensor_rank(self) -> int:
-        """This rank's number among its tensor-parallel peers."""
-        return self.rank % self.tensor
-
-    @property
     def tokens_multiple(self) -> int:
         """The number of which each context-parallel rank's number of tokens must be a multiple."""
         return self.tensor if self.sequence else 1
@@ -95,7 +85,7 @@ class Layout:
     @property
     def leads_batch(self) -> bool:
         """Return whether this rank is the first of the ranks that compute its batch."""
-        return not self.context_rank and not self.tensor_rank
+        return self.rank % (self.context * self.tensor) == 0
 
 
 @dataclass(frozen=True)

@@ -22,29 +22,27 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pipeline.boxes import Piece
-from pipeline.config import GenerationConfig, PolicyConfig
+from pipeline.config import PolicyConfig
 from pipeline.models.backend_support import check_attention
 from pipeline.models.family import SCORE
+from pipeline.models.frozen_names import freeze
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, expert_parallel, lora, tensor_parallel
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
-from pipeline.train.freezing import freeze
 from pipeline.train.fsdp_mesh import Meshes
-from pipeline.train.heads import packed_outputs, packed_values
+from pipeline.train.heads import OutputHead
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.kernels import use_kernels
-from pipeline.train.logprobs import LINEAR, VocabularyShard
+from pipeline.train.logprobs import VocabularyShard
 from pipeline.train.lora import Adapters
 from pipeline.train.model_checks import check_model, derive_buffers, freeze_buffers
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
-from pipeline.train.sequence_resets import decoder_layers, reset_sequences
-from pipeline.train.sequence_sharing import TensorRanks
+from pipeline.train.sequence_resets import TensorRanks, decoder_layers, reset_sequences
 from pipeline.train.shards import local, local_box
 from pipeline.train.train_backend import ModelRole
-from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs
 
 
@@ -54,39 +52,35 @@ class PackedModel(nn.Module):
     The Outputs have the fields that the model's role needs.
     """
 
-    def __init__(self, hf: PreTrainedModel, role: ModelRole, generation: GenerationConfig, chunk: int | None):
+    def __init__(self, hf: PreTrainedModel, head: OutputHead):
         super().__init__()
         self.hf = hf
+        self.head = head
         self.partial: dict[str, dist.ProcessGroup] = {}  # parameters of which each rank of the group has a partial gradient
         self.shard: VocabularyShard | None = None
         self.tensor_ranks: TensorRanks | None = None  # None: one
-        self.function = LINEAR  # of the head
         self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
         self.compiled = False  # whether layers are compiled at the first call
         self.adapters: Adapters | None = None  # their parameters exist only in our checkpoints
-        self._role = role
-        self._temperature = generation.temperature
-        self._truncation = Truncation.of(generation) if role.truncated else None
-        self._chunk = chunk
 
     def forward(self, batch: LocalBatch, top_k: int = 0, truncated: bool = True) -> Outputs:
-        """Return outputs of the whole batch. top_k: see `packed_outputs`. truncated: False to ignore the role's truncation."""
+        """Return outputs of the whole batch. top_k: see `packed_outputs`. truncated: False to ignore the head's truncation."""
         # With use_cache, transformers would ignore that positions restart.
         hidden = self.hf.base_model(
             input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
         ).last_hidden_state[0]
         if self.tensor_ranks is not None and self.tensor_ranks.sequence:
             hidden = GatherContextParallel.apply(hidden, self.tensor_ranks.group)
-        if self._role.head == "values":
-            return packed_values(hidden, self.hf.get_parameter(SCORE), batch)
-        head = self.hf.get_output_embeddings()
-        assert head is not None  # `check_model` requires one
-        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.get_parameter("weight"), head.bias))
+        head = self.head if truncated else self.head.untruncated()
+        if head.role.head == "values":
+            return head.outputs(hidden, self.hf.get_parameter(SCORE), batch, None, top_k)
+        layer = self.hf.get_output_embeddings()
+        assert layer is not None  # `check_model` requires one
+        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (layer.get_parameter("weight"), layer.bias))
         if bias is not None:  # a column of weights of a hidden unit that is always 1
             weight = torch.cat([weight, bias[:, None]], 1)
             hidden = F.pad(hidden, (0, 1), value=1.0)
-        options = (self._temperature, self._chunk, self.shard, self._role.entropy, top_k)
-        return packed_outputs(hidden, weight, batch, *options, self._truncation if truncated else None, self.function)
+        return head.outputs(hidden, weight, batch, self.shard, top_k)
 
 
 def build(
@@ -125,8 +119,8 @@ def build(
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
-    model = PackedModel(hf, role, policy.generation, policy.logprob_chunk_size)
-    model.layout, model.function = pieces, function
+    model = PackedModel(hf, OutputHead.of(policy, role, function))
+    model.layout = pieces
     if adapted:
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"

@@ -1,9 +1,16 @@
-"""The gradients of the FSDP2 backend's parameters over the ranks of its layout: partial sums, norm and clipping."""
+"""The gradients of the FSDP2 backend's parameters: partial sums, norm, clipping, and the scale of losses in float16.
+
+Losses are scaled in float16, whose smallest number is 6e-8, so that small gradients do not become 0. Gradients are divided by
+the scale before their norm is computed. If one overflows, the step is computed again with half of the scale, so no update is
+lost. A gradient that is not finite at the smallest scale either is no overflow. The constants are torch.amp.GradScaler's, which
+skips such a step. The smallest scale is Megatron-LM's (megatron/training/arguments.py, --min-loss-scale).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +35,21 @@ def squared_norm(tensors: Iterable[torch.Tensor], device: torch.device) -> torch
     return total
 
 
+def sum_over_groups(tensors: Iterable[tuple[torch.Tensor, dist.ProcessGroup]], device: torch.device | None = None) -> None:
+    """Sum each tensor over the ranks of its group, in place, by one collective for each group.
+
+    device: of the collectives; None: that of the tensors.
+    """
+    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for tensor, group in tensors:
+        by_group.setdefault(group, []).append(tensor)
+    for group, parts in by_group.items():
+        flat = torch.cat([part.flatten() for part in parts]).to(device)
+        dist.all_reduce(flat, group=group)
+        for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(summed.view_as(part))
+
+
 class Gradients:
     """The gradients of the trained parameters, by name."""
 
@@ -49,14 +71,7 @@ class Gradients:
     def sum_partial(self) -> None:
         """Sum the partial gradients over their groups. Once per step is enough."""
         gradients = self.local()
-        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-        for name, group in self._partial.items():
-            by_group.setdefault(group, []).append(gradients[name])
-        for group, parts in by_group.items():
-            flat = torch.cat([gradient.flatten() for gradient in parts]).to(self._device)
-            dist.all_reduce(flat, group=group)
-            for gradient, summed in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+        sum_over_groups(((gradients[name], group) for name, group in self._partial.items()), self._device)
 
     def divide(self, factor: float) -> None:
         """Divide the gradients by a factor."""
@@ -80,3 +95,71 @@ class Gradients:
         if limit is not None and norm > limit:
             gradients = list(self.local().values())
             torch._foreach_mul_(gradients, limit / norm)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
+
+
+# ---- the loss scale of float16 ----------------------------------------------------------------------------------------------
+
+
+INITIAL = 2.0**16
+GROWTH_STEPS = 2000
+"""The number of steps without overflow after which the scale doubles."""
+SMALLEST = 1.0
+
+
+class LossScale:
+    """The factor of a model's losses: a power of two in float16, and 1 otherwise."""
+
+    def __init__(self, precision: str):
+        self._dynamic = precision == "float16"
+        self.factor = INITIAL if self._dynamic else SMALLEST
+        self._steps = 0  # since the last change
+
+    def finite_norm(self, differentiate: Callable[[], float], device: torch.device) -> float:
+        """Return the norm of the gradient, after halving the scale as often as the gradient overflows.
+
+        differentiate: a function that computes the gradient with the current scale, and returns its norm. Each call of it draws
+        the same random numbers. Raises FloatingPointError if the gradient is not finite with the smallest scale either.
+        """
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        states = [generator.get_state() for generator in generators]
+
+        def again(factor: float) -> float:
+            self.factor = factor
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            return differentiate()
+
+        norm, first = differentiate(), self.factor
+        factor, overflows = first, False  # until a pass with the smallest scale is finite
+        while not math.isfinite(norm) and factor > SMALLEST:
+            factor = factor / 2
+            norm = again(factor)
+            if not (math.isfinite(norm) or overflows):
+                overflows = math.isfinite(again(SMALLEST))
+                if not overflows:
+                    break
+        if not math.isfinite(norm):
+            self.factor = first
+            raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        self._steps = 0 if factor < first else self._steps
+        return norm
+
+    def count_step(self) -> None:
+        """Count a step without overflow. In float16, the scale doubles after GROWTH_STEPS of them."""
+        self._steps += 1
+        if self._dynamic and self._steps >= GROWTH_STEPS:
+            self.factor, self._steps = self.factor * 2, 0
+
+    def record(self) -> list[float] | None:
+        """Return the state for a checkpoint, as JSON values; None in other precisions than float16."""
+        return [self.factor, self._steps] if self._dynamic else None
+
+    def restore(self, record: Any) -> None:
+        """Continue with the state of a checkpoint, as `record` returned it. In other precisions than float16, do nothing.
+
+        record None: the checkpoint is of another precision or has no such state, and the scale stays as it is.
+        """
+        if self._dynamic and record is not None:
+            self.factor, self._steps = float(record[0]), int(record[1])

@@ -6,12 +6,66 @@ a batch compute the same loss.
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
 import torch
 
+from pipeline.config import PolicyConfig
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
-from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard, most_likely, target_outputs
-from pipeline.train.truncation import Truncation
-from pipeline.types import Outputs, TopK
+from pipeline.train.logprobs import LINEAR, HeadFunction, Truncation, VocabularyShard, most_likely, target_outputs
+from pipeline.train.train_backend import ModelRole
+from pipeline.types import Outputs, PackedBatch, TopK
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The head of a model, which computes the outputs that the model's role needs."""
+
+    role: ModelRole
+    temperature: float
+    chunk: int | None
+    truncation: Truncation | None
+    function: HeadFunction = LINEAR
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, role: ModelRole, function: HeadFunction = LINEAR) -> OutputHead:
+        """Return the head of a model with this role. function: see `packed_outputs`."""
+        truncation = Truncation.of(policy.generation) if role.truncated else None
+        return cls(role, policy.generation.temperature, policy.logprob_chunk_size, truncation, function)
+
+    def untruncated(self) -> OutputHead:
+        """Return the same head without truncation."""
+        return dataclasses.replace(self, truncation=None)
+
+    def check(self, model: str, top_k: int) -> None:
+        """Raise ValueError for arguments of `TrainBackend.forward` that a model with this head does not take."""
+        if model not in ("policy", "reference"):
+            raise ValueError(f"model '{model}' is not one of: policy, reference")
+        if top_k and self.role.head == "values":
+            raise ValueError(f"top_k: got {top_k} for a model with a value head, which does not predict tokens; expected 0")
+
+    def outputs(
+        self, hidden: torch.Tensor, weight: torch.Tensor, batch: LocalBatch, shard: VocabularyShard | None, top_k: int
+    ) -> Outputs:
+        """Return outputs of the whole batch. Arguments: see `packed_outputs` and `packed_values`."""
+        if self.role.head == "values":
+            return packed_values(hidden, weight, batch)
+        options = (self.temperature, self.chunk, shard, self.role.entropy, top_k, self.truncation, self.function)
+        return packed_outputs(hidden, weight, batch, *options)
+
+    def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
+        """Return outputs of zeros, into which a pipeline stage without the head receives its outputs."""
+        tokens, columns = len(batch.tokens), top_k or (batch.teacher.tokens.size(1) if batch.teacher else 0)
+        new = batch.generate_logprobs.new_zeros
+        if self.role.head == "values":
+            return Outputs(values=new(tokens))
+        return Outputs(
+            logprobs=new(tokens),
+            entropy=new(tokens) if self.role.entropy else None,
+            full_logprobs=new(tokens) if self.truncation else None,
+            top_k=TopK(new(tokens, columns, dtype=torch.int64), new(tokens, columns)) if columns else None,
+        )
 
 
 def packed_outputs(

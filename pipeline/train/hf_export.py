@@ -9,9 +9,10 @@ stream one at a time, so memory is bounded by one shard file and one tensor.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,12 +72,20 @@ def export_checkpoint(
     does not fit, StorageError if the files cannot be written.
     """
     weights = checkpoint_weights(checkpoint, policy, head, key)
+    with new_folder(folder) as partial:
+        write_model(weights, policy, partial, head, shard_bytes)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder next to `folder`, and rename it to `folder` at the end of the context, unless writing fails."""
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # an earlier attempt was killed
         shutil.rmtree(partial)
     try:
-        write_model(weights, policy, partial, head, shard_bytes)
-    except StorageError:  # the partial folder may be what fills the disk
+        partial.mkdir(parents=True)
+        yield partial
+    except (OSError, StorageError):  # the partial folder may be what fills the disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(folder)

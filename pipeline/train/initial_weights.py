@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, meta_model, on_disk
-from pipeline.models.weight_files import INDEX, SINGLE, WeightFiles, read_weight_files
+from pipeline.models.weight_files import FLOATS, INDEX, SINGLE, WeightFiles, read_weight_files
 from pipeline.train.shards import BoxReader
 from pipeline.types import Head
 
@@ -51,10 +51,13 @@ def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
 
 def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
     """Return a reader of the checkpoint's safetensors files, whose tensors have the names and shapes of the model."""
-    reader = BoxReader()
-    for name, stored in checkpoint_files(model_name).tensors.items():
+    reader, tensors = BoxReader(), checkpoint_files(model_name).tensors
+    for name, stored in tensors.items():
         reader.add(name, stored.shape, stored.path, whole(stored.shape))
     shapes, tied = checkpoint_shapes(config, head)
+    if quantized := next((name for name in shapes if name in tensors and tensors[name].dtype not in FLOATS), None):
+        message = f"{quantized} has dtype {tensors[quantized].dtype}; expected {', '.join(FLOATS)}. Is it quantized?"
+        raise _mismatch(f"{model_name}: {message}")
     if head == "logprobs" or SCORE in reader.shapes:
         _check(reader, model_name, meta_model(config, head), shapes, tied)
         return reader.read

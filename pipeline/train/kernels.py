@@ -1,6 +1,7 @@
-"""Optional GPU kernels: Liger's in layers, where a recipe selects them; FlashAttention-3 in attention, where it is installed.
+"""Kernels that a recipe or a machine selects: deterministic ones, Liger's, FlashAttention-3, and those of torch's compiler.
 
-Neither has been tested on a GPU yet.
+Liger's are in layers, where a recipe selects them; FlashAttention-3 is in attention, where it is installed. Neither of these
+two has been tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ import logging
 from collections.abc import Callable
 
 import torch
+import torch.utils.deterministic
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.config.hardware import HOPPER
+from pipeline.node import builds, c_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -85,3 +91,40 @@ def _flash_attention_3(device: torch.device) -> None:
         raise _problem(key, "unsupported", message)
     if current_flash_attention_impl() != "FA3":
         activate_flash_attention_impl("FA3")
+
+
+# ---- torch's compiler -------------------------------------------------------------------------------------------------------
+
+
+GXX = "C++ compiler (g++ or CXX)"
+TRITON = "triton that supports this GPU"
+PATH = "PyTorch in a folder whose path has no spaces"
+NEEDS = (c_compiler.COMPILER, c_compiler.HEADER, GXX, TRITON, PATH)  # Inductor's dependencies, for any device
+
+
+def missing_dependency(device: torch.device) -> str | None:
+    """Return the entry of NEEDS that Inductor lacks on this machine for this type of device; None if it lacks none."""
+    if device.type == "cuda":
+        return c_compiler.missing() if has_triton() else TRITON
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return GXX
+    if not c_compiler.has_header(compiler, "c++"):
+        return c_compiler.HEADER
+    return None if builds.inductor_links(torch.__file__) else PATH
+
+
+def make_deterministic() -> None:
+    """Use torch's deterministic kernels from now on, in all models of the process.
+
+    `pipeline/config/determinism.py` has the other switches of policy.deterministic.
+
+    An operator that has no deterministic kernel raises an error. With warn_only, which only warns, torch's attention would keep
+    the backward pass that adds atomically (attention_backward.cu, "To explicitly enable determinism"). The same switch sets
+    Inductor's deterministic mode, the choice of cuDNN's convolutions, and the branches of Megatron-Core that sum by index
+    (megatron/core/transformer/moe/moe_utils.py).
+    """
+    torch.use_deterministic_algorithms(True)
+    # Otherwise every torch.empty would be filled, so that reading it before writing shows. That costs memory bandwidth.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of the module's class

@@ -11,27 +11,119 @@ Not supported: adapters of embeddings, heads, routers and convolutions; trained 
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipeline.boxes import Piece, whole
-from pipeline.config import LoRAConfig, Problem, RecipeError
+from pipeline.boxes import Box, Piece, whole
+from pipeline.config import LoRAConfig, Problem, RecipeError, refuse
 from pipeline.models.hugging_face import SCORE
-from pipeline.train.adapters import adapted_experts, spec
+from pipeline.train.adapters import adapted_experts, adapted_layers, adapter_weights, spec
+from pipeline.train.adapters.adapted_experts import ExpertParameter, expert_parameters
+from pipeline.train.adapters.adapted_layers import is_adapted, is_named
 from pipeline.train.adapters.adapter_weights import KEY
-from pipeline.train.adapters.fused_experts import ExpertParameter, expert_parameters
 from pipeline.train.adapters.linear import AdaptedLinear, AdapterSwitch
-from pipeline.train.adapters.model_adapters import Adapter, ExpertsAdapter, LinearAdapter, Parameters
 from pipeline.train.adapters.spec import AdapterSpec
-from pipeline.train.shards import local
+from pipeline.train.shards import gather_full, local, local_box
+
+Parameters = Mapping[str, nn.Parameter]
+"""{name in memory: parameter} of a model."""
+
+
+@dataclass(frozen=True)
+class LinearAdapter:
+    """The adapter of one linear layer."""
+
+    stored: str  # the layer's name on disk
+    layer: AdaptedLinear
+    size: tuple[int, int]  # of the whole W
+    weight: str  # names of parameters in memory: W [out, in]
+    a: str  # A [dim, in]
+    b: str  # B [out, dim]
+    magnitude: str | None  # m [out], with DoRA
+
+    def layout(self, of: AdapterSpec) -> dict[str, list[Piece]]:
+        """Return {parameter in memory: its tensor on disk, as one piece}."""
+        names, stored = (name for name in (self.a, self.b, self.magnitude) if name), of.shapes(self.stored, *self.size)
+        boxes = ((source, whole(shape)) for source, shape in stored.items())
+        return {name: [Piece(source, box, box)] for name, (source, box) in zip(names, boxes, strict=True)}
+
+    def initialize(self, of: AdapterSpec, parameters: Parameters, seed: int) -> None:
+        """Set this rank's part of the adapter to its initial values."""
+        a, b = parameters[self.a], parameters[self.b]
+        drawn = adapter_weights.initial_a(of, self.stored, a.shape[1], seed)
+        local(a).copy_(drawn[local_box(a).within(whole(tuple(a.shape)))])
+        local(b).zero_()
+        if self.magnitude:
+            # fully_shard cuts the magnitudes into the same rows as W.
+            norms = adapter_weights.initial_magnitude(local(parameters[self.weight]), self.layer.sum_columns)
+            local(parameters[self.magnitude]).copy_(norms)
+
+    def merged(self, of: AdapterSpec, parameters: Parameters, device: torch.device) -> torch.Tensor:
+        """Return this rank's part of W, merged with the adapter on `device`."""
+        weight = parameters[self.weight]
+        rows, columns = local_box(weight).within(whole(tuple(weight.shape)))
+        a, b = (_whole(parameters[name], device) for name in (self.a, self.b))
+        magnitude = _whole(parameters[self.magnitude], device)[rows] if self.magnitude else None
+        options = (of.scale, magnitude, self.layer.sum_columns)
+        return adapter_weights.merge(local(weight).to(device), a[:, columns], b[rows], *options)
+
+
+@dataclass(frozen=True)
+class ExpertsAdapter:
+    """The adapters of a parameter W that stacks all experts of a layer. A rank holds those of the experts in its part of W."""
+
+    parameter: ExpertParameter
+    a: str  # names of parameters in memory: A [E, dim, in]
+    b: str  # B [E, out, dim]
+    magnitude: str | None  # m [E, out], with DoRA
+
+    @property
+    def weight(self) -> str:
+        """The name of W in memory."""
+        return self.parameter.name
+
+    def layout(self, of: AdapterSpec) -> dict[str, list[Piece]]:
+        """Return {parameter in memory: the tensors on disk that it consists of}."""
+        names = [name for name in (self.a, self.b, self.magnitude) if name]
+        pieces: dict[str, list[Piece]] = {name: [] for name in names}
+        for expert in range(self.parameter.experts):
+            stored = of.shapes(self.parameter.layer(expert), self.parameter.rows, self.parameter.columns)
+            for name, (source, shape) in zip(names, stored.items(), strict=True):
+                pieces[name].append(Piece(source, whole(shape), Box((expert, *(0 for _ in shape)), (1, *shape))))
+        return pieces
+
+    def initialize(self, of: AdapterSpec, parameters: Parameters, seed: int) -> None:
+        """Set this rank's part of the adapter to its initial values."""
+        a, magnitude = local(parameters[self.a]), local(parameters[self.magnitude]) if self.magnitude else None
+        first = local_box(parameters[self.a]).offset[0]
+        for i, weight in enumerate(self._experts(parameters)):
+            a[i].copy_(adapter_weights.initial_a(of, self.parameter.layer(first + i), self.parameter.columns, seed))
+            if magnitude is not None:
+                magnitude[i].copy_(adapter_weights.initial_magnitude(weight))
+        local(parameters[self.b]).zero_()
+
+    def merged(self, of: AdapterSpec, parameters: Parameters, device: torch.device) -> torch.Tensor:
+        """Return this rank's part of W, merged one expert at a time. Its dimensions are in the order of the parameter."""
+        merged = torch.empty_like(local(parameters[self.weight]), device=device)
+        a, b = (local(parameters[name]) for name in (self.a, self.b))
+        magnitudes = local(parameters[self.magnitude]) if self.magnitude else [None] * len(a)
+        for i, (weight, magnitude) in enumerate(zip(self._experts(parameters), magnitudes, strict=True)):
+            factors = (a[i].to(device), b[i].to(device), of.scale, None if magnitude is None else magnitude.to(device))
+            matrix = adapter_weights.merge(weight.to(device), *factors)
+            merged[i].copy_(matrix.T if self.parameter.transposed else matrix)
+        return merged
+
+    def _experts(self, parameters: Parameters) -> Iterator[torch.Tensor]:
+        """Yield W [out, in] of each expert that this rank holds."""
+        for weight in local(parameters[self.weight]):
+            yield weight.T if self.parameter.transposed else weight
+
+
+Adapter = LinearAdapter | ExpertsAdapter
 
 
 @dataclass
@@ -47,31 +139,14 @@ class Adapters:
     def add(self, adapter: Adapter) -> None:
         """Add an adapter."""
         self.items.append(adapter)
-        self.shapes |= adapter.shapes(self.spec)
-        self.layout |= adapter.layout(self.spec)
+        layout = adapter.layout(self.spec)
+        self.layout |= layout
+        self.shapes |= {piece.name: piece.source.size for pieces in layout.values() for piece in pieces}
 
     def initialize(self, parameters: Parameters, seed: int) -> None:
         """Set this rank's parts to their initial values, which are the same for every layout. W must be loaded before."""
         for adapter in self.items:
             adapter.initialize(self.spec, parameters, seed)
-
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Disable the adapters within this context, so that the model computes with W alone."""
-        self.switch.enabled = False
-        try:
-            yield
-        finally:
-            self.switch.enabled = True
-
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Apply the adapters' dropout within this context."""
-        self.switch.dropout = True
-        try:
-            yield
-        finally:
-            self.switch.dropout = False
 
 
 def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece]]) -> Adapters:
@@ -81,9 +156,13 @@ def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece
     if the recipe names a layer that cannot have an adapter.
     """
     if config.dim < 1:
-        raise _problem("dim", "too-small", f"got {config.dim}; expected at least 1")
+        raise RecipeError(_problem("dim", "too-small", f"got {config.dim}; expected at least 1"))
     adapters, experts = Adapters(AdapterSpec.of(config)), expert_parameters(hf)
-    targets = _targets(hf, config, experts)
+    modules = dict(hf.named_modules())
+    heads = {name for name, module in modules.items() if module in (hf.get_output_embeddings(), getattr(hf, "score", None))}
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in heads]
+    refuse(_wrong_names(hf, config, [*linear, *experts], heads, experts))
+    targets = _targets(config, [*linear, *experts])
     hf.requires_grad_(False)
     of_experts: dict[str, list[str]] = {}
     for target in targets:
@@ -107,7 +186,7 @@ def _adapt_linear(hf: PreTrainedModel, target: str, adapters: Adapters, layout: 
     pieces, weight = layout[f"{target}.weight"], hf.get_parameter(f"{target}.weight")
     if [piece.source for piece in pieces] != [whole(tuple(weight.shape))]:
         message = f"{target} of {type(hf).__name__} is more than one tensor on disk, so it cannot have an adapter"
-        raise _problem("target_modules", "unsupported", message)
+        raise RecipeError(_problem("target_modules", "unsupported", message))
     linear = hf.get_submodule(target)
     assert isinstance(linear, nn.Linear)
     layer = AdaptedLinear(linear, adapters.spec, adapters.switch)
@@ -121,40 +200,41 @@ def _adapt_linear(hf: PreTrainedModel, target: str, adapters: Adapters, layout: 
     return LinearAdapter(stored, layer, size, f"{target}.base_layer.weight", a, b, magnitude)
 
 
-def _problem(name: str, code: str, message: str) -> RecipeError:
-    return RecipeError(Problem(f"{KEY}.{name}", code, message))
+def _problem(name: str, code: str, message: str) -> Problem:
+    return Problem(f"{KEY}.{name}", code, message)
 
 
-def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, ExpertParameter]) -> list[str]:
-    """Return the names of the linear modules and of the experts' parameters that get adapters."""
-    modules = {name: module for name, module in hf.named_modules() if name}
-    heads = {name for name, module in modules.items() if module in (hf.get_output_embeddings(), getattr(hf, "score", None))}
-    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in heads]
-    layers = [*linear, *experts]
+def _wrong_names(
+    hf: PreTrainedModel, config: LoRAConfig, layers: list[str], heads: set[str], experts: Mapping[str, ExpertParameter]
+) -> Iterator[Problem]:
+    """Yield a problem for each name in the recipe that selects no layer, or one that cannot have an adapter."""
+    modules = [name for name, _ in hf.named_modules() if name]
     for key, allowed in (("target_modules", set(layers)), ("exclude_modules", heads.union(layers))):
         for pattern in getattr(config, key):
-            matches = [name for name in (*modules, *experts) if _matches(name, pattern)]
+            matches = [name for name in (*modules, *experts) if is_named(name, [pattern])]
             if not matches or not set(matches) <= allowed:
                 available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
                 matched = ", ".join(matches[:2]) or "no layer"
                 message = f"got '{pattern}', which is {matched} of {type(hf).__name__}; expected some of: {available}"
-                raise _problem(key, "not-a-choice", message)
+                yield _problem(key, "not-a-choice", message)
     if config.match_all_linear == bool(config.target_modules):
-        count = len(config.target_modules)
-        choice = str(config.match_all_linear).lower()
+        count, choice = len(config.target_modules), str(config.match_all_linear).lower()
         message = f"got {count} names with match_all_linear={choice}; expected either match_all_linear=true or names"
-        raise _problem("target_modules", "contradiction", message)
+        yield _problem("target_modules", "contradiction", message)
     if config.match_all_linear and (names := _other_experts(hf, experts)):
         message = (
             f"got true for {type(hf).__name__}, whose experts ({names}) transformers does not dispatch by token, so they cannot"
             " have adapters; expected false, with layers in target_modules"
         )
-        raise _problem("match_all_linear", "unsupported", message)
-    targets = layers if config.match_all_linear else [n for n in layers if any(_matches(n, t) for t in config.target_modules)]
-    targets = [name for name in targets if not any(_matches(name, excluded) for excluded in config.exclude_modules)]
+        yield _problem("match_all_linear", "unsupported", message)
+
+
+def _targets(config: LoRAConfig, layers: list[str]) -> list[str]:
+    """Return the names of those linear modules and experts' parameters that get adapters."""
+    targets = [name for name in layers if is_adapted(name, config)]
     if not targets:
         message = f"got {config.exclude_modules}, which excludes all layers; expected at least one layer to remain"
-        raise _problem("exclude_modules", "contradiction", message)
+        raise RecipeError(_problem("exclude_modules", "contradiction", message))
     return targets
 
 
@@ -167,8 +247,11 @@ def _other_experts(hf: PreTrainedModel, experts: Mapping[str, ExpertParameter]) 
     return next((name for name in stacked if name not in experts and name not in convolutions), None)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)
+def not_served(adapters: Adapters) -> Iterator[Problem]:
+    """Yield a problem if refits must not send these adapters alone, as `adapted_layers.not_served` does."""
+    experts = [adapter.weight for adapter in adapters.items if isinstance(adapter, ExpertsAdapter)]
+    linear = [adapter.stored for adapter in adapters.items if isinstance(adapter, LinearAdapter)]
+    yield from adapted_layers.not_served(experts, linear)
 
 
 class MergedWeights:
@@ -187,23 +270,5 @@ class MergedWeights:
             self.tensors[adapter.weight].copy_(adapter.merged(self._adapters.spec, self._parameters, self._device))
 
 
-# ---- checkpoints --------------------------------------------------------------------------------------------------------
-
-
-def record(config: LoRAConfig, random_seed: int | None) -> dict[str, Any]:
-    """Return what a checkpoint records of its adapters besides their tensors. random_seed: the seed of W if W is random."""
-    options = {"use_dora": True} if config.use_dora else {}
-    options |= {"use_rslora": True} if config.use_rslora else {}
-    return {"dim": config.dim, "alpha": config.alpha, "random_seed": random_seed, **options}
-
-
-def check_record(folder: Path, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> None:
-    """Raise RecipeError if the checkpoint in `folder` has other adapters than the recipe.
-
-    theirs, ours: the `record` of the checkpoint and of the recipe; None: no adapters.
-    """
-    if theirs != ours:
-        old, new = dict(theirs or {}), dict(ours or {})
-        changes = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in old | new if old.get(k) != new.get(k))
-        message = f"{folder} was saved with other adapters, or for weights of another random seed: {changes}"
-        raise RecipeError(Problem(KEY, "contradiction", message))
+def _whole(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    return gather_full(parameter, local(parameter).to(device))

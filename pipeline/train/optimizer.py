@@ -7,10 +7,9 @@ depend on a metric (ReduceLROnPlateau) are not supported.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from pipeline.config import OptimizerConfig, Problem, RecipeError
+from pipeline.recipe import user_code
 
 FUSED_FOR_DTENSORS = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose fused kernels take DTensors. The fused kernels of SGD and Adagrad do not."""
@@ -50,14 +50,16 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Param
 class LRSchedule:
     """The learning rate as a function of the steps of the algorithm."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: Any):
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Any, step: Callable[[], object] | None = None):
         """config: None (a constant rate), {name, kwargs}, or a list of these that ends in {milestones: [...]}, as in NeMo-RL.
 
-        Raises RecipeError if policy.scheduler cannot be used.
+        step: takes a step of another library's schedule, which sets the optimizer's rate in place of `config`. Raises
+        RecipeError if policy.scheduler cannot be used.
         """
         self.steps = 0
         self._optimizer = optimizer
-        self._scheduler = _build_scheduler(optimizer, config)
+        scheduler = None if step else _build_scheduler(optimizer, config)
+        self._step = scheduler.step if scheduler else step
 
     @property
     def lr(self) -> float:
@@ -67,8 +69,8 @@ class LRSchedule:
     def step(self) -> None:
         """Advance by one step of the algorithm."""
         self.steps += 1
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self._step is not None:
+            self._step()
 
     def advance(self, steps: int) -> None:
         """Call `step` that many times."""
@@ -112,10 +114,9 @@ def _build_one(optimizer: torch.optim.Optimizer, config: Any, key: str) -> LRSch
 
 def _resolve(key: str, name: Any, base: type, example: str) -> type:
     """Return the class of a dotted name. Raises RecipeError for `key` if there is none, or if it is no subclass of `base`."""
-    module, _, attribute = str(name).rpartition(".")
     try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError):
+        cls = user_code.load(str(name))
+    except (ImportError, ValueError):
         message = f"got {name}, which cannot be imported; expected a class such as {example}"
         raise RecipeError(Problem(key, "not-importable", message)) from None
     if not isinstance(cls, type) or not issubclass(cls, base):

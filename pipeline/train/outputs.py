@@ -1,4 +1,7 @@
-"""Reduce the loss and metrics of microbatches to the loss and metrics of a step."""
+"""Reduce the loss and metrics of microbatches to those of a step, and exchange small messages between ranks.
+
+Messages are sent as bytes, never as pickled objects.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.types import BIN_EDGES, LossOutput
+from pipeline.types import BIN_EDGES, LossOutput, Outputs
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 SMALLEST_VARIANCE = 1e-8
@@ -76,6 +79,15 @@ def explained_variance(target: float, target_square: float, residual: float, res
     return 1 - (residual_square - residual**2) / max(variance, SMALLEST_VARIANCE)
 
 
+def broadcast_outputs(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
+    """Copy the last pipeline stage's outputs to the other stages, one field of all batches at a time. Collective."""
+    for tensors in zip(*(output.tensors() for output in outputs), strict=True):
+        flat = torch.cat(tensors)
+        dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
+        for tensor, part in zip(tensors, flat.split([len(tensor) for tensor in tensors]), strict=True):
+            tensor.copy_(part)
+
+
 def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
     """Return the record of rank `source` of `group` on all ranks of the group, bitwise equal. Collective."""
     body = json.dumps(record).encode() if group.rank() == source else b""
@@ -86,3 +98,14 @@ def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessG
         payload.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     dist.broadcast(payload, group_src=source, group=group)
     return json.loads(payload.cpu().numpy().tobytes())
+
+
+def all_gather_bytes(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+    """Return every rank's message, in rank order."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([len(message)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded, group=group)
+    return [row.numpy().tobytes()[: int(length)] for row, length in zip(rows, lengths, strict=True)]

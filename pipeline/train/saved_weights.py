@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from pipeline.boxes import whole
-from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.config import PolicyConfig
 from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.models.precision import served_dtype
 from pipeline.train.adapters.checkpoint_adapters import SavedAdapters
+from pipeline.train.checkpoint_state import other_model
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.shards import read_shards
 from pipeline.types import Head
@@ -48,9 +49,7 @@ def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "log
     tensors = stored | adapted
     expected = {name: shapes.get(name) for name in tensors} if adapters else shapes  # other weights are policy.model_name's
     if tensors != expected:
-        wrong = sorted(name for name in tensors.keys() | expected.keys() if tensors.get(name) != expected.get(name))
-        message = f"{checkpoint} is of another model; {len(wrong)} tensors differ, first {wrong[:4]}"
-        raise RecipeError(Problem("policy.model_name", "contradiction", message))
+        raise other_model(checkpoint, tensors, expected)
     base = initial_weights(policy, config, record["random_seed"] or 0, head) if record else None
 
     def weight(name: str) -> torch.Tensor:

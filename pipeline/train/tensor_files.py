@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from pipeline.files.stored_files import DigestWriter, FileKey, open_encrypted
-from pipeline.models.weight_files import TensorEntry
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,29 +33,18 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_tensors(
-    tensors: Mapping[str, torch.Tensor],
-    path: Path,
-    key: FileKey | None = None,
-    make: Callable[[str], torch.Tensor] | None = None,
-) -> str:
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: FileKey | None = None) -> str:
     """Write a safetensors file, wait until it is on the disk, and return its SHA-256 in hex. Raises OSError.
 
-    tensors: {name: a tensor on the CPU}. key: encrypts the file; None writes it plain. make: returns the tensor of a name, so
-    that only one is in memory; `tensors` then only gives shapes and dtypes, and may be meta tensors.
+    tensors: {name: a tensor on the CPU}. key: encrypts the file; None writes it plain.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned to its dtype
     with DigestWriter(path, key) as file:
         file.write(_header(tensors, names))
         for name in names:
-            tensor = (make(name) if make else tensors[name]).contiguous()
-            if (tensor.dtype, tensor.shape) != (tensors[name].dtype, tensors[name].shape):
-                raise AssertionError(
-                    f"{name} is {tensor.dtype} {tensor.shape}, not {tensors[name].dtype} {tensors[name].shape}"
-                )
+            tensor = tensors[name].contiguous()
             if tensor.numel():
                 file.write(_bytes_of(tensor))
-            del tensor  # before the next one is made
         return file.finish()
 
 
@@ -80,16 +68,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def load_tensor(entry: TensorEntry) -> torch.Tensor:
-    """Read one tensor of a plain file into memory of its own. Raises ValueError if the file is too short."""
-    data = torch.empty(entry.nbytes, dtype=torch.uint8)
-    with open(entry.path, "rb") as file:
-        file.seek(entry.start)
-        if file.readinto(data.numpy().data) != entry.nbytes:
-            raise ValueError(f"{entry.path}: the file is truncated")
-    return data.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 class EncryptedTensors:

@@ -7,14 +7,14 @@ Activations between blocks are whole on every rank or, with sequence parallelism
 layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
 
 Experts are not cut: see expert_parallel.py. Mixers with states are not cut either; each rank computes some of their sequences
-(sequence_sharing.py). But without sequence parallelism, mixers that the model's plan cuts (Qwen3.5's) are cut.
-hybrid_plan.py completes the plans of hybrid models. Not supported, with an error that names the style: packed projections.
+(sequence_resets.py). But without sequence parallelism, mixers that the model's plan cuts (Qwen3.5's) are cut.
+`block_styles` completes the plans of hybrid models. Not supported, with an error that names the style: packed projections.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from pipeline.config import Problem, RecipeError
 from pipeline.train.adapters.linear import AdaptedLinear
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.expert_parallel import expert_modules
-from pipeline.train.hybrid_plan import block_styles
 from pipeline.train.logprobs import VocabularyShard
 from pipeline.train.sequence_resets import is_whole, mixers
 
@@ -238,3 +237,57 @@ def _check_heads(hf: PreTrainedModel, size: int) -> None:
 def _check_vocabulary(rows: int, size: int) -> None:
     if -(-rows // size) * (size - 1) >= rows:
         raise RecipeError(Problem(KEY, "too-large", f"got {size}; a vocabulary of {rows} leaves some ranks without a row"))
+
+
+# ---- hybrid models ----------------------------------------------------------------------------------------------------------
+
+# transformers' plans of models with state spaces or short convolutions are empty, or name the head alone. Attention and MLPs of
+# these models are like those of other decoders, so they are known by the names of their linear layers. Everything else stays
+# whole: mixers, routers, projections to the latent of experts, and blocks with other linear layers.
+
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
+# (layers whose rows are cut, the layer whose columns are cut). The names are all linear layers of the block.
+_CUT = [
+    (_ATTENTION, "o_proj"),
+    (_ATTENTION, "out_proj"),  # LFM2
+    (frozenset({"gate_proj", "up_proj"}), "down_proj"),
+    (frozenset({"up_proj"}), "down_proj"),  # Nemotron-H
+    (frozenset({"w1", "w3"}), "w2"),  # LFM2
+]
+# (layer of a gate and an input together, the layer after them). Activations between the two are whole.
+_JOINT = [("input_linear", "output_linear")]  # Granite 4
+
+
+def block_styles(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return {layer's name: transformers' name of its style} for the layers in `blocks`, {name: module}."""
+    styles: dict[str, str] = {}
+    for name, block in blocks.items():
+        styles |= {f"{name}.{child}": style for child, style in _of_block(block).items()}
+    return styles
+
+
+def _of_block(block: nn.Module) -> dict[str, str]:
+    linear = {name for name, child in block.named_children() if isinstance(child, (nn.Linear, AdaptedLinear))}
+    for joint, last in _JOINT:
+        if linear == {joint, last}:
+            return {joint: "colwise_gather_output", last: "rowwise_split_input"}
+    for first, last in _CUT:
+        if linear == {*first, last}:
+            return _cut(block, first, last)
+    return {}
+
+
+def _cut(block: nn.Module, first: frozenset[str], last: str) -> dict[str, str]:
+    """Return {child: style} of a block; {} if it has parameters besides its linear layers and norms of its heads."""
+    norms = {name: child for name, child in block.named_children() if name not in first and name != last}
+    norms = {name: child for name, child in norms.items() if next(child.parameters(), None) is not None}
+    width = getattr(block, "head_dim", None)
+    if any(tuple(p.shape) != (width,) for child in norms.values() for p in child.parameters()):
+        return {}
+    if next(block.parameters(recurse=False), None) is not None:
+        return {}
+    return {
+        **dict.fromkeys(sorted(first), "colwise"),
+        **dict.fromkeys(norms, "replicated_with_grad_allreduce"),
+        last: "rowwise",
+    }

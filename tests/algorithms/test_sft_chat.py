@@ -17,7 +17,6 @@ from pipeline.config import DTensorConfig, MegatronConfig, MegatronDDPConfig, Po
 from pipeline.data.batches import split_batch
 from pipeline.data.packing import pack
 from pipeline.data.stream import ExampleStream
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.train_backend import ModelRole
 from pipeline.types import DataParallelRank
 from tests.data.test_chat import CHATML, MARKED, encoder
@@ -42,7 +41,6 @@ TEMPLATES = {"ChatML": CHATML, "generation marks": MARKED}
 def realm(monkeypatch, tmp_path):
     """Return a train realm of this process alone, on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "converted"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     from megatron.core import parallel_state  # pipeline.train.megatron must be imported before

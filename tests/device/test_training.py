@@ -22,11 +22,11 @@ from pipeline.config import (
 )
 from pipeline.data.packing import pack
 from pipeline.train.context_parallel import localize
-from pipeline.train.heads import packed_outputs
-from pipeline.train.logprobs import LINEAR, _Head
-from pipeline.train.megatron.stage_heads import ValueHead, VocabularyHead
+from pipeline.train.heads import OutputHead, packed_outputs
+from pipeline.train.logprobs import LINEAR, Truncation, _Head
+from pipeline.train.megatron.model import PipelineStage
 from pipeline.train.sequence_bounds import check_batch
-from pipeline.train.truncation import Truncation
+from pipeline.train.train_backend import ModelRole
 from pipeline.types import GlobalCounts, Outputs, Sample, TopK
 from tests.algorithms.made import made
 from tests.algorithms.packed import random_packed
@@ -143,17 +143,19 @@ def test_megatrons_heads(monkeypatch, top_k):
     batch = random_packed((5, 3, 8), top_k=2).batch
     batch = replace(batch, teacher=TopK(batch.teacher.tokens % VOCABULARY, batch.teacher.logprobs))
     hidden = torch.randn(16, 1, 8)
-    head = VocabularyHead(VOCABULARY, 0.7, 5, True, TRUNCATION)
+    head = OutputHead(ModelRole(entropy=True), 0.7, 5, TRUNCATION)
+    values_head = OutputHead(ModelRole("values"), 0.7, None, None)
 
     def outputs(on) -> tuple[Outputs, ...]:
         weight, values, rows, there = moved((inputs(torch.float32).weight, torch.ones(1, 8), hidden, batch), on)
-        layers = {"output_layer": SimpleNamespace(weight=weight), "value_head": SimpleNamespace(weight=values)}
-        stage, local = SimpleNamespace(share_embeddings_and_output_weights=False, **layers), localize(there, 1, 0, 1)
+        stage = SimpleNamespace(share_embeddings_and_output_weights=False, output_layer=SimpleNamespace(weight=weight))
+        valued, local = SimpleNamespace(value_head=SimpleNamespace(weight=values)), localize(there, 1, 0, 1)
+        (weight, shard), (values, _) = (PipelineStage.head(each, VOCABULARY) for each in (stage, valued))
         return (
-            head.outputs(stage, rows, local, top_k),
-            ValueHead().outputs(stage, rows, local, 0),
+            head.outputs(rows[:, 0], weight, local, shard, top_k),
+            values_head.outputs(rows[:, 0], values, local, None, 0),
             head.empty(there, top_k),
-            ValueHead().empty(there, 0),
+            values_head.empty(there, 0),
         )
 
     with pretended() as device:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from pipeline.train import attention, fsdp_model
 from pipeline.train.context_parallel import localize
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.local_modules import PackedSequences
 from pipeline.train.train_backend import ModelRole
 from tests.device.pretended import OnGPU, moved, pretended
@@ -38,7 +37,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def world(folder, monkeypatch):
     """Join a world of this rank alone, and replace what only a GPU can do."""
-    monkeypatch.setenv(VARIABLE, str(folder / "converted"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     histogram = torch.histc  # transformers counts integers on a GPU, and there is no such kernel for CPUs
@@ -91,7 +89,8 @@ def test_a_forward_pass_of_megatrons_local_modules(family, folder):
     def run(local) -> None:
         sequences = PackedSequences.of(local.packing, trained._starts_on_host)
         hidden = trained._stage(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
-        trained._head.outputs(trained._stage, hidden, local, 0)
+        weight, shard = trained._stage.head(trained._vocabulary)
+        trained._head.outputs(hidden[:, 0], weight, local, shard, 0)
 
     found = waits(trained._stage, run).found
     assert set(found) == (OF_EXPERTS if family in layouts.MIXTURES else set())

@@ -35,11 +35,6 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def conversions(tmp_path_factory):
-    return {"HETSTEP_MEGATRON_CHECKPOINT_DIR": str(tmp_path_factory.mktemp("conversions"))}
-
-
 def of(model) -> tuple[str, ...]:
     keys = ("policy.random_init=false", f"policy.model_name={model}", "policy.tokenizer.name=recipes/tiny")
     vllm = ("policy.generation.backend=vllm", "cluster.timeouts.silence=120")  # transformers' engine has no windows and renames
@@ -53,10 +48,10 @@ def finished(folder, *keys, **options) -> Run:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_megatron_equals_fsdp2(tmp_path, models, conversions, family):
+def test_megatron_equals_fsdp2(tmp_path, models, family):
     keys = (*FIVE_STEPS, *of(models / family))
     fsdp = finished(tmp_path / "fsdp", *keys)
-    run = finished(tmp_path / "megatron", *keys, *LAYOUTS[family], env=conversions)
+    run = finished(tmp_path / "megatron", *keys, *LAYOUTS[family])
     assert "Megatron-Core trains" in run.output
     assert_equal(run.metrics(), fsdp.metrics())
 
@@ -70,10 +65,10 @@ def test_megatron_equals_fsdp2(tmp_path, models, conversions, family):
     ],
     ids=["fsdp2", "fsdp2-cp2", "megatron-cp2"],
 )
-def test_a_killed_hybrid_run_resumes_bit_for_bit(tmp_path, models, conversions, layout):
+def test_a_killed_hybrid_run_resumes_bit_for_bit(tmp_path, models, layout):
     keys = (*of(models / "nemotron_h"), *layout)
-    expected = finished(tmp_path / "whole", *keys, env=conversions)
-    broken = submit(tmp_path / "run", *LOCAL, *keys, env=conversions, fault=Fault("step", victim=1, count=4))
+    expected = finished(tmp_path / "whole", *keys)
+    broken = submit(tmp_path / "run", *LOCAL, *keys, fault=Fault("step", victim=1, count=4))
     assert broken.status == 1, broken.output
-    again = finished(tmp_path / "run", *keys, env=conversions)
+    again = finished(tmp_path / "run", *keys)
     assert again.metrics() == expected.metrics()

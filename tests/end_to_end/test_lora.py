@@ -26,12 +26,11 @@ def trained(tmp_path_factory):
     for name, config in CONFIGS.items():
         torch.manual_seed(5)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
-    env = {"HETSTEP_MEGATRON_CHECKPOINT_DIR": str(folder / "conversions")}
 
     @functools.cache
     def run(model: str, *keys: str) -> Run:
         place = folder / str(len(list(folder.iterdir())))
-        done = submit(place, *LOCAL, *FIVE_STEPS, *of(folder / model), *PATIENT, *FASTER, *keys, env=env, timeout=580)
+        done = submit(place, *LOCAL, *FIVE_STEPS, *of(folder / model), *PATIENT, *FASTER, *keys, timeout=580)
         assert done.status == 0, done.output
         return done
 

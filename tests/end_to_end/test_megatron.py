@@ -57,11 +57,6 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def conversions(tmp_path_factory):
-    return {"HETSTEP_MEGATRON_CHECKPOINT_DIR": str(tmp_path_factory.mktemp("conversions"))}
-
-
 def of(model) -> tuple[str, ...]:
     keys = ("policy.random_init=false", f"policy.model_name={model}", "policy.tokenizer.name=recipes/tiny")
     # Only vLLM samples from a mixture of experts; for the others transformers is quicker to start.
@@ -93,9 +88,9 @@ QUICK = ("tp2",)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in LAYOUTS])
-def test_equals_fsdp2(tmp_path, models, conversions, fsdp, layout):
+def test_equals_fsdp2(tmp_path, models, fsdp, layout):
     model, keys = LAYOUTS[layout]
-    run = submit(tmp_path / "run", *LOCAL, *FIVE_STEPS, *of(models / model), *keys, env=conversions)
+    run = submit(tmp_path / "run", *LOCAL, *FIVE_STEPS, *of(models / model), *keys)
     assert run.status == 0, run.output
     assert "Megatron-Core trains" in run.output
     assert_equal(run.metrics(), fsdp(model))
@@ -104,9 +99,9 @@ def test_equals_fsdp2(tmp_path, models, conversions, fsdp, layout):
 @pytest.mark.slurm
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.long if i else []) for i, n in enumerate(LAYOUTS)])
-def test_equals_fsdp2_on_slurm(tmp_path, models, conversions, fsdp, slurm_cluster, layout):
+def test_equals_fsdp2_on_slurm(tmp_path, models, fsdp, slurm_cluster, layout):
     model, keys = LAYOUTS[layout]
-    env = slurm_cluster.env | conversions
+    env = slurm_cluster.env
     run = submit(tmp_path / "run", *SLURM, *FIVE_STEPS, *of(models / model), *keys, env=env)
     assert run.status == 0, run.output
     assert_equal(run.metrics(), fsdp(model))
@@ -117,9 +112,9 @@ PP2 = megatron(pipeline_model_parallel_size=2)
 
 
 @pytest.fixture(scope="module")
-def tp2(models, conversions, tmp_path_factory):
+def tp2(models, tmp_path_factory):
     """Run four steps at tp2 with asynchronous checkpoints after each, and greedy validation at the end."""
-    run = submit(tmp_path_factory.mktemp("tp2") / "run", *LOCAL, *of(models / "dense"), *TP2, *SAVED, env=conversions)
+    run = submit(tmp_path_factory.mktemp("tp2") / "run", *LOCAL, *of(models / "dense"), *TP2, *SAVED)
     assert run.status == 0, run.output
     return run
 
@@ -128,24 +123,24 @@ SAVED = ("policy.megatron_cfg.checkpoint.async_save=true", "grpo.val_at_end=true
 
 
 @pytest.mark.full  # by default: tests/train/megatron/test_checkpoints.py
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, models, conversions, tp2):
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, models, tp2):
     """Kill it in the step after a save began, which may or may not have ended."""
     keys = (*LOCAL, *of(models / "dense"), *TP2, *SAVED)
-    broken = submit(tmp_path / "run", *keys, env=conversions, fault=Fault("step", victim=1, count=4))
+    broken = submit(tmp_path / "run", *keys, fault=Fault("step", victim=1, count=4))
     assert broken.status == 1, broken.output
-    rerun = submit(tmp_path / "run", *keys, env=conversions)
+    rerun = submit(tmp_path / "run", *keys)
     assert rerun.status == 0, rerun.output
     assert rerun.metrics() == tp2.metrics()
 
 
 @pytest.mark.long
-def test_resumes_at_another_layout(tmp_path, models, conversions, tp2):
+def test_resumes_at_another_layout(tmp_path, models, tp2):
     keys = (*LOCAL, *of(models / "dense"), *SAVED)
     shutil.copytree(tp2.folder, tmp_path / "run", symlinks=True)
     (tmp_path / "run" / "done.json").unlink()
     for step in (3, 4):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:06d}")
-    rest = submit(tmp_path / "run", *keys, *PP2, env=conversions)
+    rest = submit(tmp_path / "run", *keys, *PP2)
     assert rest.status == 0, rest.output
     assert rest.metrics()[:2] == tp2.metrics()[:2]
     assert_equal(rest.metrics(), tp2.metrics(), tolerance=1e-5)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.config import MegatronConfig, MegatronLoRAConfig
 from pipeline.generate import build
-from pipeline.train.adapters.module_layers import options
+from pipeline.train.adapters.modules import options
 from pipeline.train.adapters.served_adapters import served_adapters
 from pipeline.train.adapters.spec import AdapterSpec
 from tests.generate.families import LATENT, MIXTURE

@@ -13,7 +13,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 from pipeline.train import attention, kernels
 from pipeline.train.attention import AttentionKind, attend
-from pipeline.train.deterministic import switch_on
+from pipeline.train.kernels import make_deterministic
 from pipeline.train.sequence_bounds import Packing
 from tests.gpu_check.measurement import Measurement, Place
 from tests.gpu_check.repeats import equal
@@ -79,7 +79,7 @@ def _repeat(place: Place, same: list[str], kind: str, on: bool) -> None:
     lengths = REPEATED[place.size]
     inputs = _inputs(place, sum(lengths), KINDS[kind][2])
     if on:
-        switch_on()
+        make_deterministic()
     try:
         if equal(lambda: _pass(inputs, kind, lengths)):
             same.append(kind)

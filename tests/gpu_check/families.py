@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -48,11 +47,8 @@ def fsdp2(place: Place) -> Measurement:
 
 
 def megatron(place: Place) -> Measurement:
-    from pipeline.train.megatron.conversion_cache import VARIABLE
     from pipeline.train.megatron.model import transformer_engine
     from tests.train.megatron import layouts
-
-    os.environ[VARIABLE] = str(place.folder / "converted")
 
     def new(model: Path, precision: str) -> TrainBackend:
         return layouts.backend(cases.policy(model, precision=precision))

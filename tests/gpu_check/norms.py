@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -39,10 +38,8 @@ def _measurement(ranks_norms: list[dict[str, dict[str, float]]]) -> Measurement:
 
 def _rank(rank: int, folder: Path, place: Place, count: int) -> dict[str, dict[str, float]]:
     """Return the differences by layout."""
-    from pipeline.train.megatron.conversion_cache import VARIABLE
     from tests.train.megatron import layouts
 
-    os.environ[VARIABLE] = str(folder / "converted")
     device = ranks.join(place.device, rank, count, folder if count > 1 else None)
     models = folder / "models"
     if rank == 0 and not models.exists():
@@ -58,9 +55,10 @@ def _rank(rank: int, folder: Path, place: Place, count: int) -> dict[str, dict[s
 
 def _norms(model: Path, layout, device: torch.device) -> dict[str, float]:
     from tests.train.megatron import layouts
+    from tests.train.ranks import batches
 
     trained = layouts.backend(cases.policy(model, precision="bfloat16"), layout)
-    metrics, theirs = layouts.step_with_both_norms(trained, layouts.batches(trained, layout))
+    metrics, theirs = layouts.step_with_both_norms(trained, batches(trained, layout))
     gradients, _ = layouts.gradients(trained)
     norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm().item()
     layouts.write_expected(model) if dist.get_rank() == 0 else None

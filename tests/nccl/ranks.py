@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from pipeline.train.megatron import collectives
+from pipeline.train.outputs import all_gather_bytes
 from tests.nccl import install
 
 SIZE = 3
@@ -117,8 +117,8 @@ def objects_on_the_gpu(rank: int, group: dist.ProcessGroup) -> None:
 
 def host_tensors_without_a_carrier(rank: int, group: dist.ProcessGroup) -> None:
     """Megatron-Core's backend gathers tensors of the host."""
-    assert collectives.all_gather_bytes(group, b"%d" % rank) == [b"0", b"1", b"2"]
-    collectives.all_gather_bytes(dist.new_group(backend=install.ALONE), b"%d" % rank)
+    assert all_gather_bytes(group, b"%d" % rank) == [b"0", b"1", b"2"]
+    all_gather_bytes(dist.new_group(backend=install.ALONE), b"%d" % rank)
 
 
 def first_a_batch_of_some(rank: int, group: dist.ProcessGroup) -> None:

@@ -168,7 +168,6 @@ def run(chosen: list[Case], folder: Path, transport: str = "planned") -> list[di
 
 def _rank(rank: int, chosen: list[Case], folder: Path, transport: str) -> None:
     torch.set_num_threads(1)
-    os.environ["HETSTEP_MEGATRON_CHECKPOINT_DIR"] = str(folder / "converted")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TRAIN_RANKS + GENERATE_RANKS)
     spanning = dist.group.WORLD
     realms = {ranks for case in chosen for ranks in (case.train_ranks, *case.engines)}

@@ -18,17 +18,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.runs import run_setup
 from pipeline import config
+from pipeline.checkpoints.background_worker import BackgroundWorker
 from pipeline.checkpoints.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
 from pipeline.files.rank_log import GuardedStream
-from pipeline.files.storage import NO_RETRIES, RetryPolicy, retrying, write_durably
+from pipeline.files.storage import RetryPolicy, retrying, write_durably
 from pipeline.job.attempt import Attempt
 from pipeline.job.watchdog import Failure
 from pipeline.observe.metrics import Metrics, read, read_rollouts
-from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.hf_export import write_model
 from pipeline.train.shards import Shards
-from pipeline.train.tensor_files import write_tensors
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.test_metrics import Words
 
@@ -158,26 +157,6 @@ class Export(Shard):
         write_model([("a", BIG)], policy, partial / "hf", "logprobs", 1 << 30, self.retry)
 
 
-class Conversion(Writer):
-    """Megatron conversion"""
-
-    def write(self):
-        path = self.folder / "rank00000.safetensors"
-
-        def write():
-            try:
-                write_tensors({"a": BIG}, path)
-            except OSError:
-                path.unlink(missing_ok=True)
-                raise
-
-        retrying(write, "converting the checkpoint for Megatron-Core", path, NO_RETRIES)
-
-    def kept(self):
-        whole = (self.folder / "rank00000.safetensors").exists()
-        return "the conversion" if whole else "nothing of it; the next start converts"
-
-
 class AttemptFiles(Writer):
     """attempts/*/progress, requeue"""
 
@@ -274,7 +253,6 @@ WRITERS = (
     Shard,
     AsyncShard,
     Export,
-    Conversion,
     AttemptFiles,
     FailureFile,
     Log,

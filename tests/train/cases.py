@@ -25,34 +25,19 @@ from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, Po
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.train_backend import Loss, TrainBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
+from tests.models import cases as megatron_cases
 from tests.train.float64 import Float64
 
 VOCABULARY = 61  # odd, so that two ranks get unequal parts of it
 LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
 LONG = 1500  # tokens of each sequence of `pack_long`
 TEMPERATURE = 0.7
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+SHAPE = {name: size for name, size in megatron_cases.SHAPE.items() if name != "tie_word_embeddings"}
 
 
 def configs() -> dict[str, PreTrainedConfig]:
     return {
-        "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+        "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=megatron_cases.LLAMA3_ROPE),
         "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=False),
         "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
         "qwen3_tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import determinism
-from pipeline.train.deterministic import switch_on
+from pipeline.train.kernels import make_deterministic
 from tests.train.cases import write_classifiers, write_models
 
 
@@ -40,4 +40,4 @@ def deterministic(monkeypatch, switches_restored):
     """Use deterministic kernels in this process, as policy.deterministic does in ranks."""
     for name, value in (determinism.SHARED | determinism.OF_TRAINING).items():
         monkeypatch.setenv(name, value)
-    switch_on()
+    make_deterministic()

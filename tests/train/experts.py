@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from pipeline.train.fsdp import FSDPBackend
-from pipeline.train.shards import local
-from pipeline.train.train_backend import ModelRole
 from tests.train import cases, model_roles, offloads, ranks
 from tests.train.ranks import Layout
 
@@ -89,75 +82,13 @@ def against_eager(families: tuple[str, ...], layout: Layout, folder: Path) -> No
 def whole_runs(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
     """Check recomputation, bfloat16, checkpoints, offloading, exports, a reference, a teacher and a critic."""
     for family in families:
-        _check_recomputed(layout, folder, family)
+        ranks.check_activation_checkpointing(layout, folder, family)
         ranks.check_bfloat16(layout, folder, family)
         ranks.check_save_and_load(layout, folder, family)
-        _check_offload(layout, folder, family)
-        _check_several_at_once(layout, folder, family)
-        _export(layout, folder, family)
-
-
-def _check_recomputed(layout: Layout, folder: Path, family: str) -> None:
-    """Check that gradients with recomputation are the same to the last bit."""
-    found = []
-    for settings in ({}, {"activation_checkpointing": True}, {"activation_checkpointing": True, **SELECTIVE}):
-        trained = ranks.backend(cases.policy(folder / family), layout, **settings)
-        trained.step(_batches(trained, layout), cases.loss)
-        found.append(ranks.gradients(trained))
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]) and torch.equal(gradient, found[2][name]), name
-
-
-SELECTIVE = {"recompute_granularity": "selective"}
-
-
-def _batches(trained: FSDPBackend, layout: Layout) -> list:
-    return [cases.pack(chosen) for chosen in ranks.shares(layout)[trained.data_rank]]
-
-
-def _check_offload(layout: Layout, folder: Path, family: str) -> None:
-    def new() -> FSDPBackend:
-        return ranks.backend(cases.policy(folder / family, scheduler=ranks.SCHEDULER, max_grad_norm=0.5), layout)
-
-    def states(trained: FSDPBackend) -> list[torch.Tensor]:
-        return [local(value) for state in trained._optimizer.state.values() for value in state.values() if value.dim()]
-
-    offloads.check(new, _batches(new(), layout), states)
-
-
-def _check_several_at_once(layout: Layout, folder: Path, family: str) -> None:
-    """Check that a policy with its reference, a critic and a frozen teacher each behave as they do alone."""
-    critic_too = family != "deepseek_v3"  # transformers has no sequence classifier of it
-    policy = ranks.backend(cases.policy(folder / family), layout, ModelRole(reference=True, entropy=True))
-    frozen = ranks.backend(cases.policy(folder / family), layout, ModelRole(trained=False, offload=True))
-    alone = ranks.backend(cases.policy(folder / family), layout)
-    packed = _batches(policy, layout)
-    initial = [out.logprobs for out in alone.forward(packed)]
-    assert all(torch.equal(out.logprobs, first) for out, first in zip(frozen.forward(packed), initial, strict=True))
-    for _ in range(2):
-        teachers = frozen.forward(packed, top_k=model_roles.CANDIDATES)
-        taught = [dataclasses.replace(batch, teacher=t.top_k) for batch, t in zip(packed, teachers, strict=True)]
-        reference = policy.forward(packed, "reference")
-        assert all(torch.equal(out.logprobs, first) for out, first in zip(reference, initial, strict=True))
-        assert policy.step(taught, cases.loss).metrics == alone.step(packed, cases.loss).metrics
-    if critic_too:
-        critics = [ranks.backend(cases.policy(folder / family), at, model_roles.VALUES) for at in (layout,)]
-        before = critics[0].forward(packed)
-        critics[0].step(packed, cases.value_loss)
-        assert any((a.values - b.values).abs().max() > 1e-4 for a, b in zip(before, critics[0].forward(packed), strict=True))
-
-
-def _export(layout: Layout, folder: Path, family: str) -> None:
-    """Save a trained policy as a checkpoint, and its weights and log-probs."""
-    trained = ranks.backend(cases.policy(folder / family), layout)
-    trained.step(_batches(trained, layout), cases.loss)
-    place = exported_by(folder, layout, family)
-    trained.shards().write(place / "checkpoint", dist.get_rank())
-    weights = ranks.weights(trained)
-    logprobs = trained.forward([cases.pack(list(range(len(cases.LENGTHS))))])[0].logprobs
-    if dist.get_rank() == 0:
-        save_file(weights, place / "weights.safetensors")
-        save_file({"logprobs": logprobs}, place / "logprobs.safetensors")
+        offloads.check_fsdp(layout, folder, family)
+        # transformers has no sequence classifier of DeepSeek
+        model_roles.check_several_at_once(layout, folder, family, family, critic_too=family != "deepseek_v3")
+        ranks.train_and_save_one(layout, folder / family, exported_by(folder, layout, family))
 
 
 def exported_by(folder: Path, layout: Layout, family: str) -> Path:
@@ -167,11 +98,5 @@ def exported_by(folder: Path, layout: Layout, family: str) -> Path:
 def go_on(families: tuple[str, ...], by: Layout, layout: Layout, folder: Path) -> None:
     """Check that what the ranks of another layout, `by`, saved goes on at this one as it did there."""
     for family in families:
-        saved = folder / ranks.saved_by(by, family)
         trained = ranks.backend(cases.policy(folder / family, scheduler=ranks.SCHEDULER), layout)
-        trained.load(saved)
-        metrics = [cases.learn(trained, _batches(trained, layout)) for _ in range(2)]
-        for ours, theirs in zip(metrics, json.loads((saved / "after.json").read_text()), strict=True):
-            assert ours["lr"] == theirs["lr"]
-            assert abs(ours["loss"] - theirs["loss"]) < 1e-6
-            assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5
+        ranks.check_goes_on(trained, layout, folder / ranks.saved_by(by, family))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.shards import local
 from pipeline.train.train_backend import Loss, TrainBackend
 from pipeline.types import PackedBatch
-from tests.train import cases
+from tests.train import cases, ranks
+from tests.train.ranks import Layout
 
 
 def check(
@@ -44,3 +49,16 @@ def check(
         assert torch.equal(*forward)
     for name in names:
         assert torch.equal(left.local_tensor(name), stayed.local_tensor(name)), name
+
+
+def check_fsdp(layout: Layout, folder: Path, family: str, dtensor: dict[str, Any] | None = None, **changes) -> None:
+    """Check FSDP2. dtensor: changes of `policy.dtensor_cfg`. changes: of the policy."""
+
+    def new() -> FSDPBackend:
+        policy = cases.policy(folder / family, scheduler=ranks.SCHEDULER, max_grad_norm=0.5, **changes)
+        return ranks.backend(policy, layout, **(dtensor or {}))
+
+    def states(trained: FSDPBackend) -> list[torch.Tensor]:
+        return [local(value) for state in trained._optimizer.state.values() for value in state.values() if value.dim()]
+
+    check(new, ranks.batches(new(), layout), states)

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import DTensorConfig, PolicyConfig
 from pipeline.models.precision import served_dtype
 from pipeline.train.fsdp import FSDPBackend
-from pipeline.train.train_backend import Loss, ModelRole
+from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
+from pipeline.types import Outputs, PackedBatch
 from tests import fork_server
 from tests.train import cases
 
@@ -46,6 +47,16 @@ class Layout:
         sizes = {"hsdp": self.replicas, "dp": self.data, "cp": self.context, "tp": self.tensor, "ep": self.expert}
         return "-".join([*(f"{k}{size}" for k, size in sizes.items() if size > 1), *(["sp"] if self.sequence else [])]) or "one"
 
+    def backend(self, policy: PolicyConfig, role: ModelRole | None = None, **changes) -> FSDPBackend:
+        """Return this rank's backend. changes: of `policy.dtensor_cfg`."""
+        return backend(policy, self, role, **changes)
+
+    def gradients(self, trained: FSDPBackend) -> dict[str, torch.Tensor]:
+        return gradients(trained)
+
+    def eager(self, model: Path) -> Expected:
+        return cases.eager(model)
+
     def dtensor(self, **changes) -> DTensorConfig:
         sizes = {
             "tensor_parallel_size": self.tensor,
@@ -57,7 +68,7 @@ class Layout:
         return DTensorConfig(**sizes, **changes)
 
 
-def run(work, layout: Layout, folder: Path) -> None:
+def run(work, layout, folder: Path) -> None:
     """Run `work(layout, folder)` on every train rank. Raises what any of them raised."""
     with_bystander = layout.ranks + 1
     with tempfile.TemporaryDirectory() as meeting:
@@ -92,16 +103,22 @@ def gradients(trained: FSDPBackend) -> dict[str, torch.Tensor]:
     return {name: full(parameter.grad) for name, parameter in trained._model.hf.named_parameters() if parameter.requires_grad}
 
 
-def weights(trained: FSDPBackend) -> dict[str, torch.Tensor]:
+def weights(trained: TrainBackend) -> dict[str, torch.Tensor]:
+    """Return all weights in full on rank 0, and empty tensors elsewhere."""
     return {name: tensor.clone() for name, tensor in trained.weights()}
 
 
-def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:
+def shares(layout, batches: int = 2) -> list[list[list[int]]]:
     """Return the sequences of each batch of each data-parallel rank."""
     order = list(range(len(cases.LENGTHS)))
     cuts = layout.data * batches
     parts = [order[i::cuts] for i in range(cuts)]
     return [parts[rank :: layout.data] for rank in range(layout.data)]
+
+
+def batches(trained: TrainBackend, layout, count: int = 2) -> list[PackedBatch]:
+    """Return this rank's share of all sequences."""
+    return [cases.pack(chosen, trained.device) for chosen in shares(layout, count)[trained.data_rank]]
 
 
 def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -114,25 +131,39 @@ def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
     assert worst[name] < tolerance, f"{name} is off by {worst[name]:.1e} of the largest entry"
 
 
-def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, tolerance: float = 2e-6) -> None:
+Expected = tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]
+"""(log-probs of each sequence [L], gradients by name, loss) of a model in float64."""
+
+
+def check_step(
+    trained: TrainBackend, layout, expected: Expected, tolerance: float, of_logprobs: float = 1e-5, gradients=None
+) -> dict[str, float]:
+    """Compare log-probs, loss, every gradient and their norm of one step with those expected, and return its metrics.
+
+    tolerance: of gradients, as a share of the largest entry. gradients: a function of `trained`; None: those of the layout.
+    """
+    logprobs, theirs, total = expected
+    packed = batches(trained, layout)
+    for chosen, ours in zip(shares(layout)[trained.data_rank], trained.forward(packed), strict=True):
+        assert ours.logprobs.dtype == torch.float32 and ours == Outputs(ours.logprobs)
+        assert (ours.logprobs.cpu() - torch.cat([logprobs[i] for i in chosen])).abs().max() < of_logprobs
+    metrics = trained.step(packed, cases.loss).metrics
+    assert_near((gradients or layout.gradients)(trained), theirs, tolerance)
+    norm = torch.stack([gradient.norm() for gradient in theirs.values()]).norm().item()
+    assert abs(metrics["grad_norm"] / norm - 1) < tolerance
+    assert abs(metrics["loss"] - total.item()) < 1e-6 * max(1, abs(total.item()))
+    return metrics
+
+
+def check_against_eager(trained: TrainBackend, layout, model: Path, tolerance: float = 2e-6) -> None:
     """Compare log-probs, loss, metrics, every gradient and their norm of one step with HF eager."""
-    logprobs, expected, total = cases.eager(model)
-    mine = shares(layout)[trained.data_rank]
-    batches = [cases.pack(chosen) for chosen in mine]
-    for chosen, ours in zip(mine, trained.forward(batches), strict=True):
-        theirs = torch.cat([logprobs[i] for i in chosen])
-        assert ours.logprobs.dtype == torch.float32
-        assert (ours.logprobs - theirs).abs().max() < 1e-5
-    result = trained.step(batches, cases.loss)
-    assert_near(gradients(trained), expected, tolerance)
-    norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
-    assert abs(result.metrics["grad_norm"] / norm - 1) < tolerance
-    assert abs(result.metrics["loss"] - total.item()) < 1e-6
-    every = torch.cat(logprobs)
-    assert abs(result.metrics["logprob"] - every.mean().item()) < 1e-5
-    assert abs(result.metrics["logprob_min"] - every.min().item()) < 1e-5
-    assert result.metrics["logprob_max"] == max(weights.max().item() for _, weights in cases.sequences())
-    assert result.metrics["lr"] == 1e-3
+    expected = layout.eager(model)
+    metrics, every = check_step(trained, layout, expected, tolerance), torch.cat(expected[0])
+    assert metrics.keys() == {"loss", "grad_norm", "lr", "logprob", "logprob_min", "logprob_max"}
+    assert abs(metrics["logprob"] - every.mean().item()) < 1e-5
+    assert abs(metrics["logprob_min"] - every.min().item()) < 1e-5
+    assert metrics["logprob_max"] == max(weights.max().item() for _, weights in cases.sequences())
+    assert metrics["lr"] == 1e-3
 
 
 # ---- checks of train ranks ----------------------------------------------------------------------------------------------
@@ -159,7 +190,7 @@ def families(layout: Layout) -> list[str]:
     return [family for family in cases.FAMILIES if layout.tensor == 1 or family not in cases.MIXTURES]
 
 
-def check_weights_are_the_files(trained: FSDPBackend, model: Path) -> None:
+def check_weights_are_the_files(trained: TrainBackend, model: Path) -> None:
     ours = weights(trained)
     files = load_file(model / "model.safetensors")
     assert ours.keys() == files.keys()
@@ -177,12 +208,13 @@ def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
         assert torch.equal(full(parameter), expected.get_parameter(name)), name
 
 
-def check_activation_checkpointing(layout: Layout, folder: Path) -> None:
+def check_activation_checkpointing(layout: Layout, folder: Path, family: str = "qwen3") -> None:
+    """Check that gradients with recomputation are the same to the last bit."""
     found = []
     for on, granularity in ((False, "full"), (True, "full"), (True, "selective")):
         settings = {"activation_checkpointing": on, "recompute_granularity": granularity}
-        trained = backend(cases.policy(folder / "qwen3"), layout, **settings)
-        trained.step([cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]], cases.loss)
+        trained = backend(cases.policy(folder / family), layout, **settings)
+        trained.step(batches(trained, layout), cases.loss)
         found.append(gradients(trained))
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]) and torch.equal(gradient, found[2][name]), name
@@ -205,8 +237,8 @@ def check_bfloat16(layout: Layout, folder: Path, family: str) -> None:
 
 def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
     trained = backend(cases.policy(folder / "qwen3", max_grad_norm=0.01), layout)
-    batches = [cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]]
-    assert trained.step(batches, cases.loss).metrics["grad_norm"] > 0.02
+    packed = batches(trained, layout)
+    assert trained.step(packed, cases.loss).metrics["grad_norm"] > 0.02
     clipped = torch.stack([g.norm() for g in gradients(trained).values()]).norm()
     assert abs(clipped / 0.01 - 1) < 1e-5
 
@@ -217,12 +249,12 @@ def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
 
     before = [full(p).clone() for p in trained._model.parameters()]
     try:
-        trained.step(batches, broken)
+        trained.step(packed, broken)
     except FloatingPointError:
         assert all(torch.equal(a, full(p)) for a, p in zip(before, trained._model.parameters(), strict=True))
     else:
         raise AssertionError("a gradient that is not finite was taken")
-    trained.step(batches, cases.loss)
+    trained.step(packed, cases.loss)
     assert all(p.isfinite().all() for p in map(full, trained._model.parameters()))
 
 
@@ -235,10 +267,10 @@ def check_save_and_load(
         return backend(cases.policy(folder / family, scheduler=SCHEDULER), layout, role, **dtensor)
 
     trained = new()
-    batches = [cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]]
+    packed = batches(trained, layout)
 
     def two_steps(trained: FSDPBackend) -> tuple:
-        metrics = [cases.learn(trained, batches, loss) for _ in range(2)]
+        metrics = [cases.learn(trained, packed, loss) for _ in range(2)]
         return metrics, torch.rand(3), [full(p).clone() for p in trained._model.parameters()]
 
     two_steps(trained)
@@ -262,6 +294,18 @@ def check_save_and_load(
         (saved / "after.json").write_text(json.dumps(metrics))
 
 
+def check_goes_on(trained: TrainBackend, layout, saved: Path) -> None:
+    """Check that what ranks of another layout saved goes on at this one as it did at theirs."""
+    trained.load(saved)
+    after = json.loads((saved / "after.json").read_text())
+    assert after
+    for theirs in after:
+        ours = cases.learn(trained, batches(trained, layout))
+        assert ours["lr"] == theirs["lr"]
+        assert abs(ours["loss"] - theirs["loss"]) < 1e-6
+        assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5
+
+
 def check_written_once(folder: Path) -> None:
     """Check that no two ranks wrote the same part of a tensor. Each writes its own counts of steps."""
     records = [json.loads(path.read_text())["tensors"] for path in folder.glob("train-rank*.json")]
@@ -282,13 +326,15 @@ def train_and_save(layout: Layout, folder: Path) -> None:
     `logprobs.safetensors` (of each sequence).
     """
     for family, precision in cases.EXPORTED.items():
-        trained = backend(cases.policy(folder / family, precision=precision), layout)
-        trained.step([cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]], cases.loss)
-        trained.shards().write(folder / "exported" / family / "checkpoint", dist.get_rank())
-        full_weights = weights(trained)
-        every = list(range(len(cases.LENGTHS)))
-        logprobs = trained.forward([cases.pack(every)])[0].logprobs.split(cases.LENGTHS)
-        if dist.get_rank() == 0:
-            save_file(full_weights, folder / "exported" / family / "weights.safetensors")
-            found = {str(i): values.clone() for i, values in zip(every, logprobs, strict=True)}
-            save_file(found, folder / "exported" / family / "logprobs.safetensors")
+        train_and_save_one(layout, folder / family, folder / "exported" / family, precision)
+
+
+def train_and_save_one(layout: Layout, model: Path, place: Path, precision: str = "float32") -> None:
+    trained = backend(cases.policy(model, precision=precision), layout)
+    trained.step(batches(trained, layout), cases.loss)
+    trained.shards().write(place / "checkpoint", dist.get_rank())
+    full_weights = weights(trained)
+    logprobs = trained.forward([cases.pack(list(range(len(cases.LENGTHS))))])[0].logprobs
+    if dist.get_rank() == 0:
+        save_file(full_weights, place / "weights.safetensors")
+        save_file({"logprobs": logprobs}, place / "logprobs.safetensors")

@@ -1,20 +1,17 @@
-"""Compare learning rates of NeMo-RL's recipes, theirs and ours: `python -m tests.train.schedules [NEMO_RL]`.
+"""Learning rates of NeMo-RL's recipes, theirs and ours.
 
 Theirs are in golden/schedules.json, made by their code (`peer_schedules.py`). Ours come from an import of the recipe: its keys
-are translated, a backend is built with the optimizer and the schedule that result, and the rate is read from its optimizer.
-Without a checkout of NeMo-RL, the recipe is a small one with the inputs that the golden file lists.
+are translated, a backend is built with the optimizer and the schedule that result, and the rate is read from its optimizer. The
+recipe is a small one with the inputs that the golden file lists.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -72,17 +69,11 @@ def golden() -> list[Case]:
 # ---- ours ---------------------------------------------------------------------------------------------------------------
 
 
-def imported(case: Case, folder: Path, nemo_rl: Path | None = None) -> Recipe:
-    """Return their recipe in our keys.
-
-    Without a checkout of NeMo-RL it is a small recipe in its shape with the same inputs, written to `folder`.
-    """
-    if nemo_rl is not None:
-        loaded = reading.inspect(str(nemo_rl / case.recipe), case.changes)
-    else:
-        path = folder / "theirs.yaml"
-        path.write_text(yaml.safe_dump(_in_their_shape(case)))
-        loaded = reading.inspect(str(path))
+def imported(case: Case, folder: Path) -> Recipe:
+    """Return their recipe in our keys: a small one in its shape with the same inputs, written to `folder`."""
+    path = folder / "theirs.yaml"
+    path.write_text(yaml.safe_dump(_in_their_shape(case)))
+    loaded = reading.inspect(str(path))
     if loaded.problems:
         raise ValueError(f"{case.name}: {loaded.problems}")
     return loaded.recipe
@@ -125,34 +116,3 @@ def rates(backend: TrainBackend, calls: int, advances: int = 1) -> list[float]:
 def _groups(backend: TrainBackend) -> list[dict[str, Any]]:
     """Return the parameter groups of the optimizer that makes the updates."""
     return (backend._optimizer if isinstance(backend, FSDPBackend) else backend._optimizer._core).param_groups
-
-
-# ---- the table ----------------------------------------------------------------------------------------------------------
-
-
-def main(nemo_rl: Path | None) -> int:
-    """Print the table; return 1 if a rate differs by more than its case allows.
-
-    "per update": as schedules advanced in earlier versions.
-    """
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    wrong = 0
-    with tempfile.TemporaryDirectory() as name:
-        for case in golden():
-            recipe = imported(case, Path(name), nemo_rl)
-            ours = rates(built(recipe, case.model), len(case.lr))
-            before = rates(built(recipe, case.model), len(case.lr), case.updates)
-            far = max(abs(a - b) / max(case.lr) for a, b in zip(ours, case.lr, strict=True))
-            wrong += far > case.tolerance
-            print(f"\n{case.name}: {case.calls} call(s) of train() a step, {case.updates} update(s) in each", flush=True)
-            print(f"{'call':>5} {'theirs':>12} {'ours':>12} {'per update':>12}")
-            for i, (theirs, now, then) in enumerate(zip(case.lr, ours, before, strict=True)):
-                print(f"{i:>5} {theirs:>12.5e} {now:>12.5e} {then:>12.5e}")
-            print(f"largest difference of {len(ours)} rates: {far:.1e} of the highest")
-    dist.destroy_process_group()
-    return min(wrong, 1)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

@@ -78,5 +78,5 @@ def test_each_kind_matters(what, tmp_path, monkeypatch):
 
     monkeypatch.setattr(packed_attention, "attend", wrong)
     if "head" in change:
-        trained._model.function = change["head"]
+        trained._model.head = dataclasses.replace(trained._model.head, function=change["head"])
     assert (trained.forward([batch])[0].logprobs - right).abs().max() > 1e-2

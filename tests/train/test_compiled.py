@@ -11,14 +11,14 @@ import torch._inductor.config
 from pipeline.models.shape import ModelShape
 from pipeline.node import builds, c_compiler
 from pipeline.train import compiled as subject
-from pipeline.train import inductor
+from pipeline.train import kernels
 from pipeline.train.fsdp import FSDPBackend
 from tests.train import attention_models, cases, compiled, ranks
 from tests.train.ranks import Layout
 
 ONE = Layout(1, 1)
 
-pytestmark = pytest.mark.skipif(not builds.inductor_links(torch.__file__), reason=f"there is no {inductor.PATH}")
+pytestmark = pytest.mark.skipif(not builds.inductor_links(torch.__file__), reason=f"there is no {kernels.PATH}")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_without_a_compiler():
     none = torch._inductor.config.patch({"cpp.cxx": ("there-is-no-such-compiler",)})
     with none, pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
         wanted(True, "cpu")
-    assert inductor.missing_dependency(torch.device("cpu")) is None
+    assert kernels.missing_dependency(torch.device("cpu")) is None
 
 
 def test_in_a_folder_with_spaces(monkeypatch):
@@ -120,19 +120,19 @@ def test_in_a_folder_with_spaces(monkeypatch):
 
 
 def test_without_python_h(monkeypatch, tmp_path):
-    monkeypatch.setattr("pipeline.train.inductor.has_triton", lambda: True)
+    monkeypatch.setattr("pipeline.train.kernels.has_triton", lambda: True)
     for device in ("cuda", "cpu"):
-        assert inductor.missing_dependency(torch.device(device)) is None
+        assert kernels.missing_dependency(torch.device(device)) is None
         with monkeypatch.context() as patch:
             patch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-            assert inductor.missing_dependency(torch.device(device)) == c_compiler.HEADER
+            assert kernels.missing_dependency(torch.device(device)) == c_compiler.HEADER
             with pytest.raises(ValueError, match=r"compile: got true, but there is no Python\.h of .*: apt install python3"):
                 wanted(True, device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")
 def test_without_triton():
-    assert inductor.missing_dependency(torch.device("cuda")) == inductor.TRITON
+    assert kernels.missing_dependency(torch.device("cuda")) == kernels.TRITON
 
 
 @pytest.mark.timeout(120)

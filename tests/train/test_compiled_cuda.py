@@ -10,7 +10,7 @@ import torch._dynamo
 import torch.multiprocessing as mp
 
 from pipeline.config import determinism
-from pipeline.train.deterministic import switch_on
+from pipeline.train.kernels import make_deterministic
 from tests import cuda_world
 from tests.train import compiled
 from tests.train.ranks import Layout
@@ -49,6 +49,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(models, tmp_path, precision)
 def _alone(_: int, work: Callable[[Layout, Path, str], None], folder: Path, precision: str) -> None:
     """Run the work with deterministic kernels, in a process that is a world of one."""
     os.environ |= determinism.SHARED
-    switch_on()
+    make_deterministic()
     with cuda_world.alone():
         work(ONE, folder, precision)

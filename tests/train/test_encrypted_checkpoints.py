@@ -59,7 +59,7 @@ def save_or_load(work: str, key, layout: ranks.Layout, folder) -> None:
     """Save with a layout and remember the weights, or load with another and compare."""
     trained = ranks.backend(cases.policy(folder / "qwen3"), layout)
     if work == "save":
-        trained.step([cases.pack(chosen) for chosen in ranks.shares(layout)[trained.data_rank]], cases.loss)
+        trained.step(ranks.batches(trained, layout), cases.loss)
         trained.shards().write(folder / "split", dist.get_rank(), key=key)
         torch.save(ranks.weights(trained), folder / f"weights{dist.get_rank()}")
     else:

@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from pipeline.train import attention, flex_attention
 from pipeline.train.attention import AttentionKind, KernelSpans, attend
-from pipeline.train.inductor import missing_dependency
+from pipeline.train.kernels import missing_dependency
 from tests.train.test_attention import KINDS, differences, inputs, packing
 
 LENGTHS = (5, 150, 1, 130, 12)  # more than two blocks, whose borders are inside sequences

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipeline.config import LoRAConfig
-from pipeline.train import loss_scale
-from pipeline.train.loss_scale import INITIAL, LossScale
+from pipeline.train import gradients as loss_scale
+from pipeline.train.gradients import INITIAL, LossScale
 from pipeline.train.shards import local
 from pipeline.types import LossOutput
 from tests.train import cases, ranks

@@ -1,7 +1,6 @@
 """Check tensor and sequence parallelism of models with states: against Hugging Face eager, over checkpoints, with dropout."""
 
 import functools
-import json
 
 import pytest
 import torch
@@ -65,11 +64,11 @@ def adapted(layout: Layout, folder, dropout: float) -> FSDPBackend:
 def check_adapters_of_mixers(layout: Layout, folder) -> None:
     """Write gradients at this layout. With dropout, check that ranks which compute other sequences draw the same afterwards."""
     trained = adapted(layout, folder, 0.0)
-    trained.step([cases.pack(chosen) for chosen in ranks.shares(layout)[trained.data_rank]], cases.loss)
+    trained.step(ranks.batches(trained, layout), cases.loss)
     found = ranks.gradients(trained)
     trained = adapted(layout, folder, 0.5)
     torch.manual_seed(trained.data_rank)
-    trained.step([cases.pack(chosen) for chosen in ranks.shares(layout)[trained.data_rank]], cases.loss)
+    trained.step(ranks.batches(trained, layout), cases.loss)
     drawn = [torch.empty(2) for _ in range(layout.ranks)]
     dist.all_gather(drawn, torch.tensor([trained.data_rank, torch.rand(())]))
     assert len({tuple(row.tolist()) for row in drawn}) == layout.data
@@ -97,14 +96,8 @@ def test_layout(layout, names, tmp_path):
     ranks.run(functools.partial(over_ranks, names), layout, tmp_path)
     if SAVED not in names:
         return
-    saved = tmp_path / ranks.saved_by(layout, SAVED)  # goes on at another layout: here, on one rank
     trained = ranks.backend(cases.policy(tmp_path / SAVED, scheduler=ranks.SCHEDULER))
-    trained.load(saved)
-    batches = [cases.pack(chosen) for chosen in ranks.shares(Layout(1, 1))[0]]
-    for theirs in json.loads((saved / "after.json").read_text()):
-        ours = cases.learn(trained, batches)
-        assert abs(ours["loss"] - theirs["loss"]) < 1e-6
-        assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5
+    ranks.check_goes_on(trained, Layout(1, 1), tmp_path / ranks.saved_by(layout, SAVED))
     alone = adapted(Layout(1, 1), tmp_path, 0.0)
-    alone.step(batches, cases.loss)
+    alone.step(ranks.batches(alone, Layout(1, 1)), cases.loss)
     ranks.assert_near(load_file(tmp_path / f"adapted-{layout.name}.safetensors"), ranks.gradients(alone), 3e-6)

@@ -52,15 +52,7 @@ def test_two_ranks(models, layout, families):
     ranks.run(functools.partial(adapters.some_adapters, families), layout, models)
     # What they saved goes on at one rank as it did at theirs.
     resumed = adapters.backend(models / "qwen3", ONE, scheduler=ranks.SCHEDULER)
-    folder = models / ranks.saved_by(layout, "qwen3")
-    resumed.load(folder)
-    batches = [cases.pack(chosen) for chosen in ranks.shares(ONE)[0]]
-    after = json.loads((folder / "after.json").read_text())
-    assert len(after) == 2
-    for theirs in after:
-        ours = cases.learn(resumed, batches)
-        assert abs(ours["loss"] - theirs["loss"]) < 1e-6
-        assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5
+    ranks.check_goes_on(resumed, ONE, models / ranks.saved_by(layout, "qwen3"))
 
 
 @pytest.mark.full
@@ -210,7 +202,7 @@ def test_dropout_of_outputs(models):
     layer = trained._model.adapters.items[0].layer
     hidden = torch.randn(400, 32)
     without = layer(hidden) - layer.base_layer(hidden)
-    with trained._model.adapters.training():
+    with trained._model.adapters.switch.training():
         first, second = (layer(hidden) - layer.base_layer(hidden) for _ in range(2))
     kept = first.abs() > 1e-4
     assert abs(kept.float().mean() - 0.5) < 0.02

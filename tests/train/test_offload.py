@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from pipeline.config import LoRAConfig
-from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.offload import Offload, host_memory
-from pipeline.train.shards import local
 from pipeline.train.train_backend import ModelRole
 from tests.train import cases, offloads, ranks
 from tests.train.ranks import Layout
@@ -20,19 +18,9 @@ from tests.train.ranks import Layout
 KINDS = {"plain": {}, "sharded": {"precision": "bfloat16"}, "adapters": {}}
 
 
-def states(trained: FSDPBackend) -> list[torch.Tensor]:
-    return [local(value) for state in trained._optimizer.state.values() for value in state.values() if value.dim()]
-
-
 def check(layout: Layout, folder: Path, kind: str = "plain") -> None:
     dtensor = {"lora_cfg": LoRAConfig(True, dim=3)} if kind == "adapters" else {}
-
-    def new() -> FSDPBackend:
-        policy = cases.policy(folder / "qwen3_tied", scheduler=ranks.SCHEDULER, max_grad_norm=0.5, **KINDS[kind])
-        return ranks.backend(policy, layout, **dtensor)
-
-    mine = ranks.shares(layout)[new().data_rank]
-    offloads.check(new, [cases.pack(chosen) for chosen in mine], states)
+    offloads.check_fsdp(layout, folder, "qwen3_tied", dtensor, **KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)

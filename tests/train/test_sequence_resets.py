@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.train import sequence_resets
 from pipeline.train.sequence_bounds import Packing
-from pipeline.train.sequence_sharing import balance_sequences
+from pipeline.train.sequence_resets import balance_sequences
 from tests.train import attention_models, cases, ranks
 from tests.train.ranks import Layout
 

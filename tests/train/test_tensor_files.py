@@ -21,13 +21,11 @@ def test_the_package_reads_every_dtype(tmp_path):
         assert read[name].dtype == tensor.dtype and torch.equal(read[name].float(), tensor.float())
 
 
-def test_files_have_the_same_bytes_whether_tensors_are_given_or_made_one_by_one(tmp_path):
+def test_the_bytes_of_a_file(tmp_path):
     tensors = {"b": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 2), "a": torch.tensor(0.5).double()}
     digest = write_tensors(tensors, tmp_path / "given")
-    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
-    assert write_tensors(meta, tmp_path / "made", make=tensors.__getitem__) == digest
     given = (tmp_path / "given").read_bytes()
-    assert (tmp_path / "made").read_bytes() == given and hashlib.sha256(given).hexdigest() == digest
+    assert hashlib.sha256(given).hexdigest() == digest
     entries = {
         "__metadata__": {"format": "pt"},
         "a": {"dtype": "F64", "shape": [], "data_offsets": [0, 8]},

@@ -1,26 +1,84 @@
-"""Experts with adapters, for the FSDP2 backend: each expert's layer is y = W x + b + scale B A x, or DoRA's.
+"""Experts that transformers keeps in one parameter, and their adapters, one per expert, for the FSDP2 backend.
 
-transformers keeps a layer's experts in one module. `adapt` gives this module parameters A [E, dim, in], B [E, out, dim] and,
-with DoRA, m [E, out]. It also replaces the module's forward by one that works like transformers' own
-(`grouped_mm_experts_forward`): it sorts pairs of a token and an expert by expert, and computes each layer of all experts as one
-grouped matrix product. The adapters are cut like W, by experts: a rank holds the whole adapters of the experts that it holds,
-so expert parallelism and `fully_shard` need nothing more.
+The parameter is [E, out, in], or [E, in, out] where the module says `is_transposed`. Each expert's layer is
+y = W x + b + scale B A x, or DoRA's. `adapt` gives the module parameters A [E, dim, in], B [E, out, dim] and, with DoRA,
+m [E, out]. It also replaces the module's forward by one that works like transformers' own (`grouped_mm_experts_forward`): it
+sorts pairs of a token and an expert by expert, and computes each layer of all experts as one grouped matrix product. The
+adapters are cut like W, by experts: a rank holds the whole adapters of the experts that it holds, so expert parallelism and
+`fully_shard` need nothing more.
+
+In peft's files, the adapters of all experts are stacked too. peft's order (`ParamWrapper`) of a stack of E experts and rank r:
+
+    lora_A.weight  [E r, in]   row e r + i is row i of expert e's A
+    lora_B.weight  [out, r E]  column i E + e is column i of expert e's B
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 from typing_extensions import override
 
+from pipeline.boxes import Box
 from pipeline.train.adapters import adapter_weights
 from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParameter:
+    """A parameter in which transformers stacks one weight of all experts of a layer."""
+
+    name: str  # in memory: model.layers.0.mlp.experts.gate_up_proj
+    experts: int
+    rows: int  # out
+    columns: int  # in
+    transposed: bool
+
+    def layer(self, expert: int) -> str:
+        """Return the name of one expert's layer: model.layers.0.mlp.experts.3.gate_up_proj."""
+        module, _, kind = self.name.rpartition(".")
+        return f"{module}.{expert}.{kind}"
+
+    def part(self, box: Box) -> tuple[slice, slice]:
+        """Return (rows, columns) of an expert's W [out, in] that a box of the parameter covers."""
+        first, second = (slice(start, start + size) for start, size in zip(box.offset[1:], box.size[1:], strict=True))
+        return (second, first) if self.transposed else (first, second)
+
+
+def expert_parameters(hf: PreTrainedModel) -> dict[str, ExpertParameter]:
+    """Return {name in memory: description} of the parameters that stack the experts of a model."""
+    parameters = {}
+    for path, module in hf.named_modules():
+        if not hasattr(module, "_is_expert_parallel"):  # of the classes whose implementation transformers lets one choose
+            continue
+        transposed = bool(module.is_transposed)
+        for kind, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                experts, *shape = parameter.shape
+                rows, columns = reversed(shape) if transposed else shape
+                parameters[f"{path}.{kind}"] = ExpertParameter(f"{path}.{kind}", experts, rows, columns, transposed)
+    return parameters
+
+
+def parameter_of(layer: str) -> tuple[str, int] | None:
+    """Return (name of the parameter in memory, expert's number) of an expert's layer; None if `layer` has no such name."""
+    match = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", layer)
+    return (f"{match[1]}.{match[3]}", int(match[2])) if match else None
+
+
+def stack_for_peft(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (lora_A.weight, lora_B.weight) in peft's order. a: A [r, in] of each expert; b: B [out, r] of each expert."""
+    return torch.cat(list(a)), torch.stack(list(b), -1).flatten(1)
+
 
 ALIGNED = 16
 """Each row in a grouped matrix product must be a multiple of this number of bytes."""

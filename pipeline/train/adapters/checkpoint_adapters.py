@@ -13,30 +13,9 @@ from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import layout
 from pipeline.models.recorded_layout import Shape, invert
 from pipeline.train.adapters import adapter_weights
-from pipeline.train.adapters.fused_experts import ExpertParameter, expert_parameters, parameter_of
-from pipeline.train.adapters.spec import A, AdapterSpec, B
+from pipeline.train.adapters.adapted_experts import ExpertParameter, expert_parameters, parameter_of
+from pipeline.train.adapters.spec import PREFIX, A, AdapterSpec, B
 from pipeline.train.shards import BoxReader
-
-PREFIX = "adapter."  # of the adapters' tensors in a checkpoint
-
-
-def saved_spec(record: Mapping[str, Any]) -> AdapterSpec:
-    """Return the options of the adapters in a checkpoint. Options that only training uses have their defaults.
-
-    record: the checkpoint's record of its adapters.
-    """
-    names = ("dim", "alpha", "use_dora", "use_rslora")
-    return AdapterSpec.of(LoRAConfig(True, **{name: record[name] for name in names if name in record}))
-
-
-def adapted_layers(reader: BoxReader) -> dict[str, Shape]:
-    """Return {layer: [out, in]} of the layers that have an adapter in a checkpoint."""
-    layers = {}
-    for name, shape in reader.shapes.items():
-        if name.startswith(PREFIX) and name.endswith(A):
-            layer = name.removeprefix(PREFIX).removesuffix(A)
-            layers[layer] = (reader.shapes[PREFIX + layer + B][0], shape[1])
-    return layers
 
 
 class SavedAdapters:
@@ -47,10 +26,15 @@ class SavedAdapters:
 
         The checkpoint may be of another model: see `weights`.
         """
-        self.spec = saved_spec(record)
+        names = ("dim", "alpha", "use_dora", "use_rslora")  # options that only training uses have their defaults
+        self.spec = AdapterSpec.of(LoRAConfig(True, **{name: record[name] for name in names if name in record}))
         self._reader = reader
         self._experts = expert_parameters(hf)
-        self.layers = adapted_layers(reader)
+        self.layers: dict[str, Shape] = {}  # {layer that has an adapter: [out, in]}
+        for name, shape in reader.shapes.items():
+            if name.startswith(PREFIX) and name.endswith(A):
+                layer = name.removeprefix(PREFIX).removesuffix(A)
+                self.layers[layer] = (reader.shapes[PREFIX + layer + B][0], shape[1])
         # Of each weight on disk that consists of experts: its boxes of parameters in memory.
         parts = {name: pieces for name, pieces in layout(hf).items() if name in self._experts} if self._experts else {}
         self._parts: dict[str, list[Piece]] = invert(parts)

@@ -6,6 +6,9 @@ like W, and B is whole; the ranks' parts of A x are summed before B is applied. 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +34,24 @@ class AdapterSwitch:
 
     enabled: bool = True
     dropout: bool = False  # in training passes; log-probs are computed without
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Disable the adapters within this context, so that the model computes with W alone."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Apply the adapters' dropout within this context."""
+        self.dropout = True
+        try:
+            yield
+        finally:
+            self.dropout = False
 
 
 class AdaptedLinear(nn.Module):
@@ -96,20 +117,15 @@ class AdaptedLinear(nn.Module):
         assert isinstance(style, RowwiseParallel)  # the only other style of a linear layer
         (layout,) = style.output_layouts
         parallelize_module(self.lora_A, mesh, RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=layout))
-        self.sum_columns = _Sum(mesh.get_group())
+        self.sum_columns = functools.partial(_sum, mesh.get_group())
         uncut = ["lora_B.weight", *(["lora_magnitude_vector"] if self.lora_magnitude_vector is not None else [])]
         return uncut if _cuts_tokens(layout) else []
 
 
-class _Sum:
-    """A function that sums a tensor over the ranks of a group, in place."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+def _sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the ranks of a group, in place."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def _cuts_tokens(layout: Placement) -> bool:

@@ -1,6 +1,7 @@
-"""Choose the modules of a Megatron-Core model that get adapters, by the names of a recipe.
+"""Choose the modules of a Megatron-Core model that get adapters, by the names of a recipe, and describe these adapters.
 
-Needs no torch, so that names are checked before submission too.
+Train ranks, engines and plans all take the names, the shapes and the order of a model's adapters from here. Needs no torch, so
+that names are checked before submission too.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.config import MegatronLoRAConfig, Problem, RecipeError
+from pipeline.config import LoRAConfig, MegatronLoRAConfig, Problem, RecipeError
 from pipeline.config.megatron_checks import FUSED
 from pipeline.models.family import Parameter
+from pipeline.train.adapters.adapted_layers import not_served
+from pipeline.train.adapters.spec import A, AdapterSpec, in_transformers
 
 KEY = "policy.megatron_cfg.peft"
 EXPERTS = "*.local_experts.*"
 """The pattern that matches the layers of all routed experts."""
+Shape = tuple[int, ...]
 Choice = str | None
 """The adapter of one source of a module's weight.
 
@@ -23,16 +27,60 @@ Choice = str | None
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenModule:
+@dataclass(frozen=True)
+class AdaptedModule:
     """A Megatron-Core module that gets adapters, described as a whole and not as one rank's part."""
 
     name: str  # global name in Megatron-Core: decoder.layers.3.self_attention.linear_qkv
     weight: Parameter
     choices: tuple[Choice, ...]  # for each source of the weight
 
+    @property
+    def shared(self) -> bool:
+        """Return whether all layers have one A."""
+        return "own" not in self.choices
 
-def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], prefix: str = "decoder.") -> list[ChosenModule]:
+    @property
+    def layers(self) -> tuple[str | None, ...]:
+        """The adapter's layer on disk for each source of W; None: the source gets none. An expert's shared A is one layer."""
+        layers = [source.removesuffix(".weight") for source in self.weight.sources]
+        if self._is_joint:
+            return (_expert_layer(layers),)
+        return tuple(layer if choice else None for layer, choice in zip(layers, self.choices, strict=True))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the layers on disk that get adapters."""
+        return [layer for layer in self.layers if layer is not None]
+
+    @property
+    def stacked(self) -> int:
+        """The number of A matrices [dim, in] in the module's parameter A."""
+        return 1 if self.shared else len(self.names)
+
+    def rows(self, shapes: Mapping[str, Shape]) -> tuple[int, ...]:
+        """Return the number of rows of B of each of `layers`. shapes: {name: shape} of the model's tensors on disk."""
+        rows = tuple(shapes[source][0] for source in self.weight.sources)
+        return (sum(rows),) if self._is_joint else rows
+
+    def tensors(self, spec: AdapterSpec, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return {name on disk: shape} of the adapters' tensors. shapes: {name: shape} of the model's tensors on disk."""
+        tensors, columns = {}, shapes[self.weight.sources[0]][1]
+        for layer, rows in zip(self.layers, self.rows(shapes), strict=True):
+            tensors |= spec.shapes(layer, rows, columns) if layer else {}
+        return tensors
+
+    def duplicates(self) -> dict[str, list[str]]:
+        """Return {name on disk of an A: the other names under which the same A is stored}."""
+        first, *copies = self.names
+        return {first + A: [layer + A for layer in copies]} if self.shared and copies else {}
+
+    @property
+    def _is_joint(self) -> bool:
+        return self.weight.expert is not None and self.shared
+
+
+def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], prefix: str = "decoder.") -> list[AdaptedModule]:
     """Return the modules that get adapters, in the model's order.
 
     parameters: {global name: parameter} of the whole model. Raises RecipeError for a name in the recipe that matches no module,
@@ -51,7 +99,7 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
         choices, used = _choices(config, module, len(weight.sources))
         unmatched -= used
         if any(choices):
-            modules.append(ChosenModule(module, weight, choices))
+            modules.append(AdaptedModule(module, weight, choices))
     if unmatched:
         key, name = sorted(unmatched)[0]
         message = f"got '{name}', which no linear layer of the model matches; expected some of: {', '.join(sorted(names))}"
@@ -63,7 +111,7 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
     return modules
 
 
-def _check_experts(config: MegatronLoRAConfig, modules: list[ChosenModule]) -> None:
+def _check_experts(config: MegatronLoRAConfig, modules: list[AdaptedModule]) -> None:
     """Raise RecipeError if the modules are experts that are one tensor on disk (gpt-oss): these cannot have adapters."""
     if all(module.weight.expert is None or expert_of(module.weight.sources[0]) for module in modules):
         return
@@ -136,3 +184,42 @@ def _matches(pattern: str, module: str) -> bool:
     if "*" not in pattern:
         return pattern == module or pattern == module.rpartition(".")[2]
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
+
+
+def options(config: MegatronLoRAConfig) -> LoRAConfig:
+    """Return Megatron-Core's adapter options as a LoRAConfig, the form that both backends share."""
+    return LoRAConfig(
+        True,
+        dim=config.dim,
+        alpha=config.alpha,
+        dropout=config.dropout,
+        dropout_position=config.dropout_position,
+        lora_A_init=config.lora_A_init_method,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+    )
+
+
+def not_served_modules(chosen: list[AdaptedModule]) -> Iterator[Problem]:
+    """Yield a problem if refits must not send the adapters of these modules alone, as `adapted_layers.not_served` does."""
+
+    def layers(experts: bool) -> Iterator[str]:
+        for module in chosen:
+            if (module.weight.expert is not None) == experts:
+                pairs = zip(module.weight.sources, module.choices, strict=True)
+                yield from (source.removesuffix(".weight") for source, choice in pairs if choice)
+
+    return not_served(layers(experts=True), layers(experts=False), KEY, "linear_kv_up_proj")
+
+
+def _expert_layer(layers: list[str]) -> str:
+    """Return transformers' name of the adapted layer that stands for an expert's projections with a shared A.
+
+    layers: the names of the projections on disk; Mixtral's and Nemotron-H's differ from transformers' names. A gate and an up
+    projection together are gate_up_proj.
+    """
+    expert = expert_of(layers[0])
+    assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it
+    suffix = layers[0].rpartition(".")[2]
+    kind = "gate_up_proj" if len(layers) > 1 else {"w2": "down_proj"}.get(suffix, suffix)
+    return f"{in_transformers(expert)}.{kind}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from pipeline.files.digests import add_manifest
 from pipeline.files.storage import StorageError, sync
 from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, layout, meta_model, model_config
+from pipeline.train.adapters.adapted_experts import ExpertParameter, parameter_of, stack_for_peft
 from pipeline.train.adapters.checkpoint_adapters import SavedAdapters
-from pipeline.train.adapters.fused_experts import ExpertParameter, parameter_of, stack_for_peft
 from pipeline.train.adapters.spec import A, B
+from pipeline.train.checkpoint_state import other_model
+from pipeline.train.hf_export import new_folder
 from pipeline.train.shards import read_shards
 from pipeline.train.tensor_files import write_tensors
 from pipeline.types import Head
@@ -50,30 +51,24 @@ def export_adapters(
         raise RecipeError(Problem("adapter", "contradiction", message))
     saved = SavedAdapters(reader, record, meta_model(model_config(policy, head), head))
     shapes, _ = checkpoint_shapes(model_config(policy, head), head)
-    if wrong := sorted(name for name, shape in saved.weights(shapes).items() if shapes.get(name) != shape):
-        message = f"{checkpoint} is of another model; {len(wrong)} tensors differ, first {wrong[:4]}"
-        raise RecipeError(Problem("policy.model_name", "contradiction", message))
+    adapted = saved.weights(shapes)
+    if adapted != (expected := {name: shapes[name] for name in adapted if name in shapes}):
+        raise other_model(checkpoint, adapted, expected)
     modules = _modules(policy, head)
     config = _config(saved, policy, modules, head)
     files = _linear(saved, modules) | _stacked(saved, config, policy, head)
     if head == "values":
         files[ROOT + SCORE] = reader.read(f"model.{SCORE}", whole(reader.shapes[f"model.{SCORE}"]))
-    partial = folder.with_name(f".{folder.name}.partial")
-    if partial.exists():  # an earlier attempt was killed
-        shutil.rmtree(partial)
     try:
-        partial.mkdir(parents=True)
-        weights = partial / "adapter_model.safetensors"
-        digest = write_tensors({name: tensor.float().contiguous() for name, tensor in files.items()}, weights)
-        config.save_pretrained(str(partial))
-        for path in partial.iterdir():
-            sync(path)
-        add_manifest(partial, {weights.name: digest})
+        with new_folder(folder) as partial:
+            weights = partial / "adapter_model.safetensors"
+            digest = write_tensors({name: tensor.float().contiguous() for name, tensor in files.items()}, weights)
+            config.save_pretrained(str(partial))
+            for path in partial.iterdir():
+                sync(path)
+            add_manifest(partial, {weights.name: digest})
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"writing the adapters to {folder} failed: {error}") from error
-    partial.rename(folder)
-    sync(folder.parent)
 
 
 def _modules(policy: PolicyConfig, head: Head) -> dict[str, str]:

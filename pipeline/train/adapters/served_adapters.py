@@ -7,9 +7,8 @@ from pipeline.config import PolicyConfig, refuse, uses_megatron
 from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, model_config
 from pipeline.train import lora
 from pipeline.train.adapters import modules
-from pipeline.train.adapters.adapted_layers import family_not_served, not_served
-from pipeline.train.adapters.model_adapters import ExpertsAdapter, LinearAdapter
-from pipeline.train.adapters.module_layers import AdaptedModule, not_served_modules, options
+from pipeline.train.adapters.adapted_layers import family_not_served
+from pipeline.train.adapters.modules import not_served_modules, options
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.types import ServedAdapters
 
@@ -25,9 +24,7 @@ def served_adapters(policy: PolicyConfig) -> ServedAdapters:
         return _of_megatron(policy)
     hf = meta_model(config)
     adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, layout(hf))
-    experts = [adapter.weight for adapter in adapters.items if isinstance(adapter, ExpertsAdapter)]
-    linear = [adapter.stored for adapter in adapters.items if isinstance(adapter, LinearAdapter)]
-    refuse(not_served(experts, linear))
+    refuse(lora.not_served(adapters))
     return ServedAdapters(adapters.spec.dim, adapters.spec.alpha, adapters.spec.rslora, adapters.shapes)
 
 
@@ -37,5 +34,5 @@ def _of_megatron(policy: PolicyConfig) -> ServedAdapters:
     refuse(not_served_modules(chosen))
     spec, (shapes, _), tensors = AdapterSpec.of(options(peft)), checkpoint_shapes(config), {}
     for module in chosen:
-        tensors |= AdaptedModule.of(module, shapes).tensors(spec, shapes)
+        tensors |= module.tensors(spec, shapes)
     return ServedAdapters(spec.dim, spec.alpha, spec.rslora, tensors)

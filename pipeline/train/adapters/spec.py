@@ -25,6 +25,7 @@ from pipeline.config import LoRAConfig, Recipe, adapters
 A = ".lora_A.weight"
 B = ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"
+PREFIX = "adapter."  # of the adapters' tensors in a checkpoint
 IN_TRANSFORMERS = {".block_sparse_moe.": ".mlp.", "backbone.": "model."}
 """{part of the experts' name on disk: the same part in transformers}."""
 

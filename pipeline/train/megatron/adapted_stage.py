@@ -1,10 +1,12 @@
-"""The adapters of a pipeline stage: attached to its modules, initialized, merged, disabled for the reference."""
+"""What trains in a pipeline stage: the adapters of its modules, or all parameters but the frozen ones.
+
+Adapters are attached to modules, initialized, merged, and disabled for the reference.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +16,17 @@ from torch import nn
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.family import Parameter
+from pipeline.models.frozen_names import freeze, grouped
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.adapters.adapter_weights import initial_a
 from pipeline.train.adapters.linear import AdapterSwitch
-from pipeline.train.adapters.module_layers import options
+from pipeline.train.adapters.modules import AdaptedModule, choose, options
 from pipeline.train.adapters.spec import A as SUFFIX_A
 from pipeline.train.adapters.spec import AdapterSpec, layer_of
 from pipeline.train.adapters.spec import B as SUFFIX_B
+from pipeline.train.gradients import sum_over_groups
 from pipeline.train.initial_weights import ReadBox
-from pipeline.train.megatron.adapter_targets import SUBMODULE, Target, targets
-from pipeline.train.megatron.adapters import ModuleAdapter
+from pipeline.train.megatron.adapters import SUBMODULE, ModuleAdapter, adapter_parameters
 from pipeline.train.megatron.local_tensors import LocalTensor, global_name
 from pipeline.train.megatron.model import PipelineStage
 
@@ -39,7 +42,7 @@ def adapt(
     config = policy.megatron_cfg.peft
     if not config.enabled:
         return None
-    adapters = StageAdapters(AdapterSpec.of(options(config)), targets(config, parameters, shapes), shapes)
+    adapters = StageAdapters(AdapterSpec.of(options(config)), choose(config, parameters), shapes)
     stage.requires_grad_(False)
     if stage.post_process and hasattr(stage, "value_head"):
         stage.value_head.requires_grad_(True)
@@ -50,16 +53,16 @@ def adapt(
 class StageAdapters:
     """The adapters of a model, and the adapters of this rank's stage."""
 
-    def __init__(self, spec: AdapterSpec, adapted: list[Target], shapes: Mapping[str, Shape]):
+    def __init__(self, spec: AdapterSpec, adapted: list[AdaptedModule], shapes: Mapping[str, Shape]):
         self.spec = spec
-        self._targets = adapted
-        self._switch = AdapterSwitch()
+        self._targets, self._model_shapes = adapted, shapes
+        self.switch = AdapterSwitch()
         self._held: dict[str, tuple[nn.Module, ModuleAdapter]] = {}  # of this rank, by global name of the module
         self.parameters: dict[str, Parameter] = {}  # of all ranks, by global name
         self.shapes: dict[str, Shape] = {}  # of the tensors on disk
         self.copies: dict[str, list[str]] = {}  # tensors on disk that are one parameter, by the first one's name
         for target in adapted:
-            self.parameters |= target.parameters(spec)
+            self.parameters |= adapter_parameters(target, spec, shapes)
             self.shapes |= target.tensors(spec, shapes)
             self.copies |= target.duplicates()
 
@@ -70,56 +73,36 @@ class StageAdapters:
             module = name.rpartition(".")[0]
             modules[global_name(stage, name).rpartition(".")[0]] = stage.get_submodule(module)
         for target in self._targets:
-            if (layer := modules.get(target.module)) is None:
+            if (layer := modules.get(target.name)) is None:
                 continue  # of another stage or expert-parallel rank
             if not hasattr(layer, "weight"):
                 message = "got true with adapters of experts, which one kernel then computes together; expected false"
                 raise RecipeError(Problem("policy.megatron_cfg.moe_grouped_gemm", "unsupported", message))
-            adapter = ModuleAdapter(layer, target, self.spec, self._switch)
+            adapter = ModuleAdapter(layer, target, target.rows(self._model_shapes), self.spec, self.switch)
             layer.add_module(SUBMODULE, adapter)
             layer.register_forward_hook(self._add)
-            self._held[target.module] = layer, adapter
+            self._held[target.name] = layer, adapter
         if stage.pre_process:
             stage.embedding.register_forward_hook(require_gradient)
 
     def _add(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
         """Return a module's output with its adapter's output added: the forward hook of an adapted module."""
-        if not self._switch.enabled:
+        if not self.switch.enabled:
             return output
         adapter = layer.get_submodule(SUBMODULE)
         if isinstance(output, tuple):
             return adapter(layer, inputs[0], output[0], output[1] is None), *output[1:]
         return adapter(layer, inputs[0], output)
 
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Disable the adapters within this context, so that the model computes with W alone."""
-        self._switch.enabled = False
-        try:
-            yield
-        finally:
-            self._switch.enabled = True
-
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Apply the adapters' dropout within this context."""
-        self._switch.dropout = True
-        try:
-            yield
-        finally:
-            self._switch.dropout = False
-
     def sum_partial(self) -> None:
         """Sum the partial gradients of adapters over the ranks that cut the module (`ModuleAdapter.partial`).
 
         Collective. Call it after gradients are summed over data-parallel ranks.
         """
-        by_group: dict[dist.ProcessGroup, list[Any]] = {}
+        partial: list[tuple[Any, dist.ProcessGroup]] = []
         for _, adapter in self._held.values():
-            by_group.setdefault(adapter.group, []).extend(adapter.partial)
-        for group, parameters in by_group.items():
-            if parameters:
-                _sum_together([parameter.main_grad for parameter in parameters], group)
+            partial += [(parameter, adapter.group) for parameter in adapter.partial]
+        sum_over_groups((parameter.main_grad, group) for parameter, group in partial)
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (global name, merged weight) of this rank's part of each adapted weight. Collective with DoRA."""
@@ -157,10 +140,20 @@ def require_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) ->
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
-def _sum_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over the ranks of a group, in place, by one collective."""
-    tensors = list(tensors)
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+def freeze_stage(
+    stage: PipelineStage, policy: PolicyConfig, local: Mapping[str, LocalTensor], parameters: Mapping[str, Parameter]
+) -> None:
+    """Freeze the parameters of this stage that policy.freeze_parameters names.
+
+    local: this rank's tensors by global name. parameters: {global name: parameter} of the whole model. Raises RecipeError, on
+    all ranks alike, as `freeze` does.
+    """
+    trained = {name: parameter.sources for name, parameter in parameters.items() if not name.endswith("expert_bias")}
+    tensors = [
+        (tensor.tensor, trained[name]) for name, tensor in local.items() if isinstance(tensor.tensor, torch.nn.Parameter)
+    ]
+    freeze(policy.freeze_parameters, tensors, grouped(trained))
+    megatron = policy.megatron_cfg
+    needs = megatron.pipeline_model_parallel_size > 1 or megatron.activation_checkpointing
+    if needs and stage.pre_process and not stage.embedding.word_embeddings.weight.requires_grad:
+        stage.embedding.register_forward_hook(require_gradient)

@@ -1,5 +1,11 @@
 """LoRA and DoRA adapters in Megatron-Core's linear layers, under tensor, sequence, expert, pipeline and context parallelism.
 
+Megatron-Core fuses projections: linear_qkv, and linear_fc1 of a gated MLP. B of a fused module consists of the B of each
+projection, placed like the rows of W. For A there are two cases. With the targets linear_qkv and linear_fc1, the projections
+share one A, which is stored once for each projection (as in LoRA of NVIDIA's Megatron-Bridge). With the targets linear_q,
+linear_fc1_gate and so on, each projection has its own A, and these are stacked in one parameter (as in its CanonicalLoRA). The
+two projections of an expert that share A are one layer, `gate_up_proj`, as in transformers.
+
 A module's adapter is a submodule, and a forward hook adds its output. It is cut like W [out, in]: B if W is cut by rows, A if W
 is cut by columns. The other matrix is whole on every rank. Ranks exchange only the product A x, [tokens, dim]:
 
@@ -13,23 +19,79 @@ Where a rank has only a part of the tokens or of the output, its gradient of a w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from torch import nn
 from typing_extensions import override
 
-from pipeline.models.recorded_layout import cut
+from pipeline.models.decoder import identity
+from pipeline.models.family import Parameter, Split
+from pipeline.models.recorded_layout import Shape, cut, record
 from pipeline.train.adapters.adapter_weights import initial_magnitude, merge, row_norms
 from pipeline.train.adapters.linear import AdapterSwitch
-from pipeline.train.adapters.spec import AdapterSpec
-from pipeline.train.megatron.adapter_targets import Target
-from pipeline.train.megatron.groups import tensor_group
+from pipeline.train.adapters.modules import AdaptedModule
+from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B
+from pipeline.train.megatron.groups import expert_tensor_group, tensor_group
 from pipeline.train.megatron.local_modules import rms_norm
+
+SUBMODULE = "adapter"  # of the adapted module
+
+
+def adapter_parameters(module: AdaptedModule, spec: AdapterSpec, shapes: Mapping[str, Shape]) -> dict[str, Parameter]:
+    """Return {global name: parameter} of a whole adapter: A [stacked * dim, in], B [out, dim] and, with DoRA, m [out].
+
+    shapes: {name: shape} of the model's tensors on disk.
+    """
+    weight, names = module.weight, module.names
+    # For each source of W, the number of its rows if it has no adapter, else None.
+    zeros = tuple(rows if layer is None else None for layer, rows in zip(module.layers, module.rows(shapes), strict=True))
+    rows = partial(_rows, weight.function if len(module.layers) > 1 else identity, zeros)
+    cut_b, cut_a = ("none", "columns") if weight.split == "columns" else (weight.split, "none")
+    of_a, prefix = names[:1] if module.shared else names, f"{module.name}.{SUBMODULE}"
+    parameters = {
+        f"{prefix}.lora_A": Parameter(tuple(layer + A for layer in of_a), _stack, cut_a, weight.expert),
+        f"{prefix}.lora_B": Parameter(tuple(layer + B for layer in names), rows, cut_b, weight.expert),
+    }
+    if spec.dora:
+        parameters[f"{prefix}.magnitude"] = Parameter(tuple(layer + MAGNITUDE for layer in names), rows, cut_b, weight.expert)
+    return parameters
+
+
+def owners(module: AdaptedModule, rows: tuple[int, ...]) -> list[int]:
+    """Return, for each row of W [out, in], the number of its A matrix; -1 for a row without an adapter. rows: of each layer."""
+    if module.shared or len(module.layers) == 1:
+        return [0] * sum(rows)
+    shape, pieces = record(module.weight.function, [(str(i), (count,)) for i, count in enumerate(rows)])
+    adapted = [i for i, layer in enumerate(module.layers) if layer is not None]
+    owners = [-1] * shape[0]
+    for piece in pieces:
+        if int(piece.name) in adapted:
+            start = piece.target.offset[0]
+            owners[start : start + piece.target.size[0]] = [adapted.index(int(piece.name))] * piece.target.size[0]
+    return owners
+
+
+def _stack(*matrices: torch.Tensor) -> torch.Tensor:
+    first, *tail = matrices
+    return torch.cat(matrices) if tail else first
+
+
+def _rows(function, zeros: tuple[int | None, ...], *sources: torch.Tensor) -> torch.Tensor:
+    """Return `function` of one tensor for each source of W, such as the sources' B matrices.
+
+    function: makes W from its sources. zeros: for each source, None if its tensor is the next of `sources`, else the number of
+    rows of the zeros that replace it.
+    """
+    remaining = iter(sources)
+    return function(*(next(remaining) if rows is None else sources[0].new_zeros(rows, *sources[0].shape[1:]) for rows in zeros))
+
 
 Cut = Literal["rows", "columns", "none"]
 
@@ -37,16 +99,19 @@ Cut = Literal["rows", "columns", "none"]
 class ModuleAdapter(nn.Module):
     """This rank's part of one module's adapter."""
 
-    def __init__(self, layer: nn.Module, target: Target, spec: AdapterSpec, switch: AdapterSwitch):
+    def __init__(
+        self, layer: nn.Module, target: AdaptedModule, rows: tuple[int, ...], spec: AdapterSpec, switch: AdapterSwitch
+    ):
+        """rows: of B of each of the target's layers."""
         super().__init__()
         weight: Any = layer.weight
         config: Any = layer.config
         self._spec, self._switch = spec, switch
         expert = target.weight.expert is not None
-        self._group = _tensor_group(expert)
+        self._group = expert_tensor_group() if expert else tensor_group()
         # As Megatron-Core's layers decide it; shared experts that overlap with the dispatch set it too.
         self._exchanges = not getattr(layer, "explicit_expert_comm", False) and getattr(layer, "parallel_mode", "") is not None
-        self._cut = _cut_of(layer, target, self._group)
+        self._cut = _cut_of(layer, target.weight.split, sum(rows), self._group)
         # A layer that is whole on every rank has a rank's own tokens; TransformerEngine gives it no parallel mode.
         splits = self._exchanges or self._cut == "none"
         self._sequence = bool(config.sequence_parallel) and splits and self._group.size() > 1 and not expert
@@ -55,16 +120,17 @@ class ModuleAdapter(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(target.stacked * spec.dim, weight.shape[1], **options))
         self.lora_B = nn.Parameter(torch.empty(weight.shape[0], spec.dim, **options))
         self.magnitude = nn.Parameter(torch.empty(weight.shape[0], **options)) if spec.dora else None
-        owners = torch.tensor(target.owners(), device=weight.device)
+        owner = torch.tensor(owners(target, rows), device=weight.device)  # of each row
         if self._cut == "rows":
-            owners = cut(owners, target.weight.split, self._group.rank(), self._group.size())
+            owner = cut(owner, target.weight.split, self._group.rank(), self._group.size())
         stacked = torch.arange(target.stacked, device=weight.device)
-        mask = owners[:, None] == stacked  # [out, stacked]
+        mask = owner[:, None] == stacked  # [out, stacked]
         self.register_buffer("_mask", None if mask.all() else mask.to(weight.dtype), persistent=False)
-        adapted = owners >= 0  # [out]
+        adapted = owner >= 0  # [out]
         self.register_buffer("_adapted", None if adapted.all() else adapted, persistent=False)
         self._norm = _fused_norm(layer)
-        self._mark(bool(getattr(weight, "allreduce", True)))
+        for parameter in self.parameters():  # Megatron-Core reduces their gradients as the weight's
+            setattr(parameter, "allreduce", bool(getattr(weight, "allreduce", True)))  # noqa: B010 - no attribute of a tensor
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
 
@@ -84,18 +150,6 @@ class ModuleAdapter(nn.Module):
     def group(self) -> dist.ProcessGroup:
         """The ranks that cut the module's weight."""
         return self._group
-
-    def _mark(self, reduced_densely: bool) -> None:
-        """Set the parameters' attributes by which Megatron-Core reduces gradients and counts each once in the norm.
-
-        reduced_densely: the attribute `allreduce` of the module's weight.
-        """
-        uncut = {"rows": (self.lora_A,), "columns": (self.lora_B, self.magnitude), "none": (*self.parameters(),)}[self._cut]
-        for parameter in self.parameters():
-            duplicate = any(parameter is copy for copy in uncut) and self._group.rank() > 0
-            attributes = {"allreduce": reduced_densely, "tensor_model_parallel": True, "shared": duplicate}
-            for name, value in attributes.items():
-                setattr(parameter, name, value)
 
     # ---- computation ----------------------------------------------------------------------------------------------------
 
@@ -184,19 +238,12 @@ class ModuleAdapter(nn.Module):
             return F.dropout(tensor, self._spec.dropout)
 
 
-def _tensor_group(expert: bool) -> dist.ProcessGroup:
-    if not expert:
-        return tensor_group()
-    group: Any = parallel_state.get_expert_tensor_parallel_group()
-    return group
-
-
-def _cut_of(layer: nn.Module, target: Target, group: dist.ProcessGroup) -> Cut:
-    """Return how W is cut. Multi-latent attention's down-projections are whole on every rank."""
+def _cut_of(layer: nn.Module, split: Split, rows: int, group: dist.ProcessGroup) -> Cut:
+    """Return how W [rows, in] is cut. Multi-latent attention's down-projections are whole on every rank."""
     weight: Any = layer.weight
-    if target.weight.split == "columns":
+    if split == "columns":
         return "columns"
-    return "none" if group.size() > 1 and weight.shape[0] == sum(target.rows) else "rows"
+    return "none" if group.size() > 1 and weight.shape[0] == rows else "rows"
 
 
 def _fused_norm(layer: nn.Module) -> Any:

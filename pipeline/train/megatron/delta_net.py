@@ -23,14 +23,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from typing_extensions import override
 
 from pipeline.models.mixers import DeltaNet
-from pipeline.train.megatron.convolution import convolve, token_positions
 from pipeline.train.megatron.mixer import (
     HeadShare,
     Mixer,
     MixerSubmodules,
     by_runs,
     chunks,
+    convolve,
     decay_between,
+    token_positions,
 )
 from pipeline.train.sequence_bounds import Packing
 

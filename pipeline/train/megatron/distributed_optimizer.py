@@ -11,6 +11,7 @@ Not supported: fp16 and its loss scale; CPU offload; checkpoints in Megatron-Cor
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from megatron.core.optimizer import OptimizerConfig as CoreConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig, Problem, RecipeError
+from pipeline.config import MegatronOptimizerConfig, OptimizerConfig, PolicyConfig, Problem, RecipeError
 from pipeline.train.megatron.gradient_norm import Gradient, GradientNorm
 from pipeline.train.optimizer import LRSchedule
 
@@ -55,7 +56,7 @@ class ScheduledOptimizer:
         self._norm, self._checked = norm, False
         self._policy, self._config = policy, config
         self.updates = 0  # Adam needs their number for its bias correction
-        self._schedule = self._new_schedule(policy, config)
+        self._follow(_new_schedule(policy, config))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,48 +71,29 @@ class ScheduledOptimizer:
             "scheduler": asdict(scheduler) if scheduler else self._policy.scheduler,
         }
 
-    def _new_schedule(self, policy: PolicyConfig, config: CoreConfig) -> TorchLRSchedule | MegatronLRSchedule:
-        scheduler = policy.megatron_cfg.scheduler
-        if scheduler is not None:
-            return MegatronLRSchedule(self._core, config, scheduler)
-        return TorchLRSchedule(self._core, config, policy.scheduler)
-
     def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
         """Return a function that switches to the rates and schedules of `policy`, as `TrainBackend.new_rates` describes."""
         config = _core_config(policy, policy.megatron_cfg.optimizer)
-        groups = self._core.param_groups
-        before = [dict(group) for group in groups]
-        try:
-            for group in groups:  # a schedule reads these, and sets `lr` and `weight_decay`
-                group |= {"lr": config.lr, "max_lr": config.lr, "min_lr": config.min_lr}
-            schedule = self._new_schedule(policy, config)
-            schedule.advance(self._schedule.steps)
-            after = [{name: group[name] for name in ("lr", "weight_decay", "max_lr", "min_lr")} for group in groups]
-        finally:
-            for group, saved in zip(groups, before, strict=True):
-                group.clear()
-                group |= saved
+        schedule = _new_schedule(policy, config)
+        schedule.advance(self.schedule.steps)
 
         def take() -> None:
-            self._policy, self._config, self._schedule = policy, config, schedule
-            for group, rates in zip(groups, after, strict=True):
-                group |= rates
+            self._policy, self._config = policy, config
+            self._follow(schedule)
 
         return take
 
-    @property
-    def schedule_steps(self) -> int:
-        """The number of steps of the schedule."""
-        return self._schedule.steps
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next update."""
-        return self._schedule.lr
+    def _follow(self, schedule: LRSchedule) -> None:
+        """Use the rate of a schedule, and the weight decay of the settings, from the next update on."""
+        self.schedule = schedule
+        for group in self._core.param_groups:
+            group["lr"] = schedule.lr
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
 
     def advance_schedule(self) -> None:
         """Advance the schedule by one step of the algorithm."""
-        self._schedule.step()
+        self.schedule.step()
+        self._follow(self.schedule)
 
     def zero_grad(self) -> None:
         """Remove the gradients."""
@@ -166,8 +148,9 @@ class ScheduledOptimizer:
         updates: the number of updates so far. state: {parameter: its state tensors} for the parameters of `ranges`.
         """
         self.updates = updates
-        self._schedule = self._new_schedule(self._policy, self._config)
-        self._schedule.advance(schedule_steps)
+        schedule = _new_schedule(self._policy, self._config)
+        schedule.advance(schedule_steps)
+        self._follow(schedule)
         for part in self._parts():
             # torch's Adam counts steps per parameter, TransformerEngine's and apex's per group.
             per_parameter = isinstance(part.optimizer, torch.optim.Adam)
@@ -186,120 +169,65 @@ class ScheduledOptimizer:
         return [part for part in self._core.chained_optimizers if part.optimizer is not None and part.get_parameters()]
 
 
-class TorchLRSchedule:
-    """A schedule of torch. It runs on a dummy optimizer, because Megatron-Core's optimizer is not a torch optimizer."""
-
-    def __init__(self, core: Any, config: CoreConfig, schedule: Any):
-        self._core, self._config = core, config
-        assert config.lr is not None  # `_core_config` sets it
-        self._dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
-        self._schedule = LRSchedule(self._dummy, schedule)
-        self._apply()
-
-    @property
-    def steps(self) -> int:
-        """The number of steps so far."""
-        return self._schedule.steps
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next update."""
-        return self._schedule.lr
-
-    def step(self) -> None:
-        """Advance by one step of the algorithm."""
-        self.advance(1)
-
-    def advance(self, steps: int) -> None:
-        """Advance the schedule by `steps` steps."""
-        self._schedule.advance(steps)
-        self._apply()
-
-    def _apply(self) -> None:
-        for group in self._core.param_groups:
-            group["lr"] = self._schedule.lr
-            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
-
-
-class MegatronLRSchedule:
-    """Megatron-Core's warm-up and decay, in steps of the algorithm."""
-
-    def __init__(self, core: Any, config: CoreConfig, schedule: MegatronSchedulerConfig):
-        if schedule.lr_decay_iters is None and schedule.lr_decay_style != "constant":
-            message = f"got null; expected the number of steps of lr_decay_style={schedule.lr_decay_style}"
-            raise RecipeError(Problem("policy.megatron_cfg.scheduler.lr_decay_iters", "missing-value", message))
-        assert config.lr is not None and config.min_lr is not None
-        steps = max(schedule.lr_decay_iters or 0, schedule.lr_warmup_iters + 1)
-        self.steps = 0
-        self._core = core
-        self._scheduler = OptimizerParamScheduler(
-            core,
-            init_lr=schedule.lr_warmup_init,
-            max_lr=config.lr,
-            min_lr=config.min_lr,
-            lr_warmup_steps=schedule.lr_warmup_iters,
-            lr_decay_steps=steps,
-            lr_decay_style=schedule.lr_decay_style,
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=steps,
-            wd_incr_style="constant",
-        )
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next update."""
-        return float(self._core.param_groups[0]["lr"])
-
-    def step(self) -> None:
-        """Advance by one step of the algorithm."""
-        self.advance(1)
-
-    def advance(self, steps: int) -> None:
-        """Advance the schedule by `steps` steps."""
-        self.steps += steps
-        self._scheduler.step(increment=steps)
+def _new_schedule(policy: PolicyConfig, config: CoreConfig) -> LRSchedule:
+    """Return the schedule, of an optimizer without weights, because Megatron-Core's optimizer is not a torch optimizer."""
+    assert config.lr is not None  # `_core_config` sets it
+    rates = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
+    schedule = policy.megatron_cfg.scheduler
+    if schedule is None:
+        return LRSchedule(rates, policy.scheduler)
+    if schedule.lr_decay_iters is None and schedule.lr_decay_style != "constant":
+        message = f"got null; expected the number of steps of lr_decay_style={schedule.lr_decay_style}"
+        raise RecipeError(Problem("policy.megatron_cfg.scheduler.lr_decay_iters", "missing-value", message))
+    assert config.min_lr is not None
+    steps = max(schedule.lr_decay_iters or 0, schedule.lr_warmup_iters + 1)
+    scheduler = OptimizerParamScheduler(
+        rates,  # pyright: ignore[reportArgumentType] - it uses the parameter groups alone
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
+    return LRSchedule(rates, None, functools.partial(scheduler.step, increment=1))
 
 
 def _core_config(policy: PolicyConfig, optimizer: MegatronOptimizerConfig | None) -> CoreConfig:
-    shared = {
-        "bf16": policy.precision == "bfloat16",
-        "params_dtype": getattr(torch, policy.precision),
-        "use_distributed_optimizer": True,
-    }
-    if optimizer is not None:
-        return CoreConfig(
-            optimizer="adam",
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.adam_beta1,
-            adam_beta2=optimizer.adam_beta2,
-            adam_eps=optimizer.adam_eps,
-            clip_grad=optimizer.clip_grad or 0.0,
-            **shared,
-        )
-    torch_config = policy.optimizer
-    kwargs = dict(torch_config.kwargs)
-    if torch_config.name not in ADAM:
-        message = f"got {torch_config.name}; expected {' or '.join(ADAM)}, or policy.megatron_cfg.optimizer"
-        raise RecipeError(Problem("policy.optimizer.name", "not-a-choice", message))
-    decoupled = ADAM[torch_config.name]
-    lr, (beta1, beta2) = kwargs.pop("lr", 1e-3), kwargs.pop("betas", (0.9, 0.999))
-    eps, decay = kwargs.pop("eps", 1e-8), kwargs.pop("weight_decay", 0.01 if decoupled else 0.0)
-    for speed_only in ("fused", "foreach"):
-        kwargs.pop(speed_only, None)
-    if kwargs:
-        message = f"got {', '.join(kwargs)}, which Megatron-Core's optimizer does not support"
-        raise RecipeError(Problem("policy.optimizer.kwargs", "unsupported", message))
+    if optimizer is None:
+        settings = _of_torch(policy.optimizer, policy.max_grad_norm)
+    else:
+        settings = {**asdict(optimizer), "clip_grad": optimizer.clip_grad or 0.0}
     return CoreConfig(
         optimizer="adam",
-        lr=lr,
-        weight_decay=decay,
-        decoupled_weight_decay=decoupled,
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        adam_eps=eps,
-        clip_grad=policy.max_grad_norm or 0.0,
-        **shared,
+        bf16=policy.precision == "bfloat16",
+        params_dtype=getattr(torch, policy.precision),
+        use_distributed_optimizer=True,
+        **settings,
     )
+
+
+def _of_torch(optimizer: OptimizerConfig, max_grad_norm: float | None) -> dict[str, Any]:
+    """Return the settings of Megatron-Core's optimizer that mean the same as torch's."""
+    if optimizer.name not in ADAM:
+        message = f"got {optimizer.name}; expected {' or '.join(ADAM)}, or policy.megatron_cfg.optimizer"
+        raise RecipeError(Problem("policy.optimizer.name", "not-a-choice", message))
+    kwargs, decoupled = dict(optimizer.kwargs), ADAM[optimizer.name]
+    beta1, beta2 = kwargs.pop("betas", (0.9, 0.999))
+    settings = {
+        "lr": kwargs.pop("lr", 1e-3),
+        "weight_decay": kwargs.pop("weight_decay", 0.01 if decoupled else 0.0),
+        "decoupled_weight_decay": decoupled,
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "adam_eps": kwargs.pop("eps", 1e-8),
+        "clip_grad": max_grad_norm or 0.0,
+    }
+    if unsupported := kwargs.keys() - {"fused", "foreach"}:  # these two change the speed only
+        message = f"got {', '.join(sorted(unsupported))}, which Megatron-Core's optimizer does not support"
+        raise RecipeError(Problem("policy.optimizer.kwargs", "unsupported", message))
+    return settings

@@ -1,23 +1,38 @@
-"""Layers for model features that Megatron-Core's TransformerConfig cannot express (`pipeline.models.family.Features`)."""
+"""Layers of models that Megatron-Core's TransformerConfig cannot express.
+
+Models have features of `pipeline.models.family.Features`, or are hybrid: each layer of a hybrid model has a mixer along the
+sequence (attention, a state space or a delta net), an MLP or experts, or both. Such layers are Megatron-Core's transformer
+layers, in which identity functions replace the parts that a layer does not have. So pipeline stages, recomputation, experts and
+heads work as in other models. Megatron-Core's own hybrid stack (`megatron.core.ssm`) cannot recompute layers, and has modules
+only with TransformerEngine and mamba_ssm.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typing_extensions import override
 
-from pipeline.models.family import Features
+from pipeline.models.family import Features, unsupported_model
+from pipeline.models.mixers import DeltaNet, Layer
+from pipeline.train.megatron.delta_net import DeltaNetMixer
 from pipeline.train.megatron.gpt_oss_experts import AlternatingExperts
 from pipeline.train.megatron.local_modules import PackedAttention
-from pipeline.train.megatron.rotary import LayerRotary, rotary, rotary_kinds
+from pipeline.train.megatron.mixer import MixerSubmodules
+from pipeline.train.megatron.state_space import StateSpaceMixer
 
 
 class FeaturedLayer(TransformerLayer):
@@ -92,3 +107,91 @@ def scale_embeddings(stage: GPTModel, scale: float) -> None:
         return output * torch.tensor(scale, dtype=output.dtype).item()
 
     stage.embedding.register_forward_hook(scale_output)
+
+
+# ---- hybrid models ----------------------------------------------------------------------------------------------------------
+
+
+def with_layers(
+    block: TransformerBlockSubmodules, config: TransformerConfig, layers: tuple[Layer, ...]
+) -> TransformerBlockSubmodules:
+    """Return a stage's spec, changed to the kinds of its layers. layers: the kinds of all layers of the model."""
+    first = get_transformer_layer_offset(config)
+    specs: list[Any] = list(block.layer_specs or ())  # submodules are annotated as object
+    mine = layers[first : first + len(specs)]
+    return replace(block, layer_specs=[_layer(spec, kind) for spec, kind in zip(specs, mine, strict=True)])
+
+
+def _layer(spec: Any, kind: Layer) -> ModuleSpec:
+    changes: dict[str, Any] = {}
+    if kind.mixer is None:
+        changes |= {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    elif kind.mixer != "attention":
+        attention = spec.submodules.self_attention.submodules
+        projections = MixerSubmodules(
+            attention.linear_qkv, attention.linear_proj
+        )  # with TransformerEngine, the first has the norm
+        mixer = DeltaNetMixer if isinstance(kind.mixer, DeltaNet) else StateSpaceMixer
+        changes["self_attention"] = ModuleSpec(mixer, params={"sizes": kind.mixer}, submodules=projections)
+    if not kind.feed_forward:
+        changes |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    return replace(spec, submodules=replace(spec.submodules, **changes))
+
+
+# ---- rotary embeddings ------------------------------------------------------------------------------------------------------
+
+
+def rotary(hf: PreTrainedConfig, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
+    """Return (inverse frequencies [R / 2] float32, factor on queries and on keys), as transformers derives them.
+
+    R: the number of rotated entries of each head, which are its first entries. layer_type: a key of rope_parameters, if layers
+    differ.
+    """
+    parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    width = int(head * parameters.get("partial_rotary_factor", 1.0))
+    return 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width), 1.0
+
+
+def softmax_factor(hf: PreTrainedConfig, features: Features) -> float:
+    """Return the factor on attention scores that has the same effect as YaRN's factors on queries and keys.
+
+    Raises RecipeError if there is no such factor: if YaRN's factor is on a part of each head, or on some layers only.
+    """
+    kinds = set(features.layer_rotary or [None])
+    factors = {rotary(hf, kind)[1] for kind in kinds}
+    parameters: Any = hf.rope_parameters
+    if factors != {1.0} and (len(factors) > 1 or parameters.get("partial_rotary_factor", 1.0) != 1.0):
+        raise unsupported_model(
+            f"{hf.model_type} with YaRN's factor on some layers or on a part of each head is not supported; expected a factor"
+            " of 1, or one for all layers and whole heads"
+        )
+    return factors.pop() ** 2
+
+
+class LayerRotary(torch.nn.Module):
+    """Rotary embeddings of several kinds. It returns the angles [kinds, s, 1, 1, R], of which a layer takes its kind's."""
+
+    def __init__(self, like: torch.nn.Module, hf: PreTrainedConfig, kinds: list[str]) -> None:
+        super().__init__()
+        self._kinds = []
+        for kind in kinds:
+            embedding: Any = copy.copy(like)
+            embedding.inv_freq, _ = rotary(hf, kind)
+            self._kinds.append(embedding)
+
+    def get_rotary_seq_len(self, *arguments, **named) -> int:
+        """Return the number of positions, for Megatron-Core."""
+        return self._kinds[0].get_rotary_seq_len(*arguments, **named)
+
+    @override
+    def forward(self, *arguments, **named) -> torch.Tensor:
+        return torch.stack([embedding(*arguments, **named) for embedding in self._kinds])
+
+
+def rotary_kinds(features: Features) -> list[str]:
+    """Return the kinds of rotary embeddings of a model whose layers differ, in the order of `LayerRotary`."""
+    return sorted(set(features.layer_rotary or ()))

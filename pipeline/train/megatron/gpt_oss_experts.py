@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from typing_extensions import override
 
-from pipeline.train.megatron.local_modules import mark_as_cut, module_device
+from pipeline.train.megatron.local_modules import module_device
 
 
 class TransposedLinear(torch.nn.Module):
@@ -25,7 +26,8 @@ class TransposedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(inputs, outputs, **options))
         self.bias = torch.nn.Parameter(torch.empty(outputs, **options))
         for parameter in (self.weight, self.bias):
-            mark_as_cut(parameter)  # other tensor-parallel ranks have other experts
+            # Other tensor-parallel ranks have other experts.
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
             attributes: Any = parameter  # of Megatron-Core: whether all data-parallel ranks have it
             attributes.allreduce = config.expert_model_parallel_size == 1
 

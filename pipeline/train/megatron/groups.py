@@ -18,31 +18,19 @@ def initialize(policy: PolicyConfig, seed: int) -> None:
     Raises RecipeError if they have another one: all models of a process share one layout.
     """
     megatron = policy.megatron_cfg
-    if parallel_state.model_parallel_is_initialized():
-        _check(policy)
-        return
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
-        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
-        context_parallel_size=megatron.context_parallel_size,
-        expert_model_parallel_size=megatron.expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size(megatron),
-        distributed_timeout_minutes=FOREVER_MINUTES,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _check(policy: PolicyConfig) -> None:
-    megatron = policy.megatron_cfg
-    configured = {
+    sizes = {
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "context_parallel_size": megatron.context_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": expert_tensor_parallel_size(megatron),
     }
-    for key, size in configured.items():
+    if not parallel_state.model_parallel_is_initialized():
+        options: Any = {"distributed_timeout_minutes": FOREVER_MINUTES, "create_gloo_process_groups": False}
+        parallel_state.initialize_model_parallel(**sizes, **options)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        return
+    for key, size in sizes.items():
         current = getattr(parallel_state, f"get_{key.removesuffix('_size')}_world_size")()
         if size != current:
             message = (

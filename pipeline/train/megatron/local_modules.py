@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -80,12 +81,6 @@ def module_device(config: TransformerConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def mark_as_cut(parameter: torch.nn.Parameter) -> None:
-    """Tell Megatron-Core that tensor-parallel ranks have different parts of a parameter, which all count in the norm."""
-    attributes: Any = parameter
-    attributes.tensor_model_parallel, attributes.partition_dim, attributes.partition_stride = True, 0, 1
-
-
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
     """Return how many keys a query of this layer sees, its own included; None: all keys up to its own."""
     every: Any = config.window_attn_skip_freq  # None is allowed too, against the annotation
@@ -123,7 +118,7 @@ class PackedAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.empty(heads, dtype=config.params_dtype, device=module_device(config))
             )
-            mark_as_cut(self.softmax_offset)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     @override
     def forward(

@@ -1,4 +1,4 @@
-"""Map each tensor of this rank's pipeline stage to its whole Megatron parameter and to Hugging Face tensors.
+"""Map each tensor of this rank's pipeline stage to Hugging Face tensors.
 
 The stage's names count layers and experts from this rank's first one, and differ with TransformerEngine (norms fused into the
 next layer, grouped experts). `global_name` returns the names that a family's description (`pipeline/models`) uses.
@@ -33,7 +33,6 @@ class LocalTensor:
     """A tensor of this rank's stage."""
 
     tensor: torch.Tensor  # a parameter, or a buffer that checkpoints hold
-    whole: list[Piece]  # its pieces of whole Megatron parameters
     hugging_face: list[Piece]  # its pieces of Hugging Face tensors
     cut: bool  # whether tensor-parallel ranks have different parts; if not, all have the whole
     expert: bool  # whether the tensor-parallel ranks are those of experts
@@ -68,17 +67,12 @@ def _local(
     # Some modules (MLA's down-projections) are whole on every rank in one spec of Megatron-Core and cut in another.
     split = "none" if tuple(tensor.shape) == shape else parameter.split
     locals_, pieces = record(cut_after(partial(_pad_rows, parameter.function, rows), split, rank, size), sources)
-    _, whole = record(cut_after(partial(_pad_rows, _same, rows), split, rank, size), [(name, shape)])
     if locals_ != tuple(tensor.shape):
         shape = tuple(tensor.shape)
         raise unsupported_model(f"{name} has shape {shape} in Megatron-Core's model; its family describes {locals_}")
     cut = split != "none" and size > 1
     first = (cut or rank == 0) and (first_stage or name != "embedding.word_embeddings.weight")  # the last stage may tie it
-    return LocalTensor(tensor, whole, pieces, cut, parameter.expert is not None, first)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return LocalTensor(tensor, pieces, cut, parameter.expert is not None, first)
 
 
 def _pad_rows(function, rows: int, *sources: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FS
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,33 +24,29 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from pipeline import models
-from pipeline.boxes import Box, Piece, Region
+from pipeline.boxes import Region
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.files.stored_files import FileKey
 from pipeline.models.backend_support import check_attention, check_megatron_attention
-from pipeline.models.family import VALUE_HEAD
-from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
+from pipeline.models.family import unsupported_model
+from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
-from pipeline.train import checkpoint_state, lora
-from pipeline.train import freezing as frozen
-from pipeline.train.adapters.module_layers import options
+from pipeline.train import checkpoint_state
+from pipeline.train.adapters.modules import options
 from pipeline.train.context_parallel import LocalBatch, localize
+from pipeline.train.heads import OutputHead
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron import adapted_stage
-from pipeline.train.megatron.conversion import open_conversion
 from pipeline.train.megatron.distributed_optimizer import ScheduledOptimizer
-from pipeline.train.megatron.frozen_stage import freeze_stage
 from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
-from pipeline.train.megatron.host_weights import HostWeights
 from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
-from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of, stored_name
+from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of
 from pipeline.train.megatron.served_weights import ServedWeights
-from pipeline.train.megatron.stage_heads import ValueHead, VocabularyHead, broadcast_outputs
-from pipeline.train.offload import Offload
-from pipeline.train.outputs import broadcast_record, reduce_outputs
+from pipeline.train.offload import HostWeights, Offload
+from pipeline.train.outputs import broadcast_outputs, broadcast_record, reduce_outputs
 from pipeline.train.sequence_bounds import check_batches
 from pipeline.train.shards import Shards, collect_shards, read_shards
 from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
@@ -81,10 +78,10 @@ class MegatronBackend(TrainBackend):
         self._base = {name: local for name, local in self._local.items() if name not in whole}
         self._saved = SavedState.of(self._local, self._shapes, self._adapters, role.head)
         self._vocabulary = hf.vocab_size
-        self._head = ValueHead() if role.head == "values" else VocabularyHead.of(policy, hf, role)
+        self._head = OutputHead.of(policy, role)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
-            freeze_stage(self._stage, policy, self._base, family)
+            adapted_stage.freeze_stage(self._stage, policy, self._base, family)
             set_flags(self._local)
             model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
             self._training = model, ScheduledOptimizer(policy, model, GradientNorm(self._local, group, self.device))
@@ -92,7 +89,7 @@ class MegatronBackend(TrainBackend):
         weights = [local.tensor for local in self._local.values()]
         self._reference = HostWeights(weights, self.device) if role.reference and self._adapters is None else None
         peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None
-        self._lora_record = lora.record(options(peft), random_seed) if self._adapters else None
+        self._lora_record = checkpoint_state.adapter_record(options(peft), random_seed) if self._adapters else None
         served = (self._local, self._base, self._shapes, self._adapters, role.serves_adapters)
         self._served = ServedWeights(*served, group, self.device)
         self._host = HostWeights(weights, self.device) if role.offload and not role.trained else None
@@ -104,8 +101,7 @@ class MegatronBackend(TrainBackend):
 
     @override
     def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
-        if model not in ("policy", "reference"):
-            raise ValueError(f"model '{model}' is not one of: policy, reference")
+        self._head.check(model, top_k)
         check_batches(batches, self._vocabulary)
         collected: list[Outputs] = []
 
@@ -134,10 +130,10 @@ class MegatronBackend(TrainBackend):
             losses.append(LossOutput(output.loss.detach(), output.metrics))
             return output.loss
 
-        with self._adapters.training() if self._adapters else contextlib.nullcontext():
+        with self._adapters.switch.training() if self._adapters else contextlib.nullcontext():
             self._run(self._model, batches, finish, self._head)
         metrics = self._metrics(losses)
-        lr = self._optimizer.lr
+        lr = self._optimizer.schedule.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
         self._served.refresh()
         self._empty_cache(1)
@@ -169,7 +165,7 @@ class MegatronBackend(TrainBackend):
         model: torch.nn.Module,
         batches: Sequence[PackedBatch],
         finish: Callable[[PackedBatch, Outputs], torch.Tensor],
-        head: VocabularyHead | ValueHead,
+        head: OutputHead,
         top_k: int = 0,
     ) -> None:
         """Run Megatron-Core's pipeline schedule over the microbatches.
@@ -188,7 +184,8 @@ class MegatronBackend(TrainBackend):
                 return hidden, None
             # The schedule expects a number of tokens to divide by. It is ignored: losses are already divided.
             divisor = torch.ones((), dtype=torch.int, device=self.device)
-            outputs = head.outputs(self._stage, hidden, local, top_k)
+            weight, shard = self._stage.head(self._vocabulary)
+            outputs = head.outputs(hidden[:, 0], weight, local, shard, top_k)
             return outputs, lambda outputs: (finish(batch, outputs), divisor, None)
 
         config = self._stage.config
@@ -206,7 +203,7 @@ class MegatronBackend(TrainBackend):
         )
 
     def _on_all_stages(
-        self, outputs: list[Outputs], batches: Sequence[PackedBatch], head: VocabularyHead | ValueHead, top_k: int
+        self, outputs: list[Outputs], batches: Sequence[PackedBatch], head: OutputHead, top_k: int
     ) -> list[Outputs]:
         """Return the last pipeline stage's outputs on all stages."""
         stages = pipeline_group()
@@ -262,7 +259,7 @@ class MegatronBackend(TrainBackend):
     def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         precision = getattr(torch, self._policy.precision)
         with self._weights_of("policy"):
-            yield from self._served.model_tensors(precision) if model else self._served.tensors(precision)
+            yield from self._served.tensors(precision, model)
 
     @property
     @override
@@ -281,7 +278,7 @@ class MegatronBackend(TrainBackend):
     def _weights_of(self, model: str) -> Iterator[None]:
         """Within this context, the model's tensors hold the weights of `model` ("policy" or "reference") on the device."""
         if model == "reference" and self._adapters is not None and self._role.reference:
-            with self._adapters.disabled():
+            with self._adapters.switch.disabled():
                 yield
             return
         if model == "reference" and self._reference is None:
@@ -291,41 +288,25 @@ class MegatronBackend(TrainBackend):
             yield
 
     def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
-        self._load_base(hf, seed)
+        if getattr(hf, "quantization_config", None) and not self._policy.random_init:
+            raise unsupported_model(f"{self._policy.model_name} is quantized; expected an unquantized checkpoint")
+        self._fill(initial_weights(self._policy, hf, seed, self._role.head), self._base)
         if self._adapters is not None:
             adapters = {name: local for name, local in self._local.items() if name not in self._base}
-            self._fill(self._adapters.initial(self._local, seed), lambda local: local.hugging_face, adapters)
+            self._fill(self._adapters.initial(self._local, seed), adapters)
 
-    def _load_base(self, hf: PreTrainedConfig, seed: int) -> None:
-        head = self._role.head
-        if self._policy.random_init:
-            self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face, self._base)
-            return
-        conversion = open_conversion(self._policy, hf, self._group, head, phase=self._role.phase)
-        read = conversion.read
-        if head == "values":  # a conversion does not contain the head, because it may be random
-            files = initial_weights(self._policy, hf, seed, head)
-
-            def read(name: str, box: Box) -> torch.Tensor:
-                return files(SCORE, box) if name == VALUE_HEAD else conversion.read(name, box)
-
-        self._fill(read, lambda local: local.whole, self._base)
-
-    def _fill(self, read: ReadBox, pieces_of: Callable[[LocalTensor], list[Piece]], of: Mapping[str, LocalTensor]) -> None:
-        """Fill the tensors `of`, and the optimizer's float32 ranges of these, with the boxes that `read` returns.
-
-        pieces_of: a function from a tensor to its pieces, whose names `read` knows.
-        """
+    def _fill(self, read: ReadBox, of: Mapping[str, LocalTensor]) -> None:
+        """Fill the tensors `of`, and the optimizer's float32 ranges of these, with the boxes that `read` returns."""
         for local in of.values():
             tensor = local.tensor.detach()
             tensor.zero_()  # padding of the vocabulary has no piece
-            copy_pieces(tensor, pieces_of(local), read)
+            copy_pieces(tensor, local.hugging_face, read)
         by_tensor = {id(local.tensor): local for local in of.values()}
         for part in self._optimizer.ranges() if self._training is not None else ():
             if (local := by_tensor.get(id(part.parameter))) is not None:
                 part.main.zero_()
                 for box, view in boxes(part, part.main):
-                    copy_pieces(view, restrict(pieces_of(local), box), read)
+                    copy_pieces(view, restrict(local.hugging_face, box), read)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -336,14 +317,14 @@ class MegatronBackend(TrainBackend):
             "ranks": self._group.size(),
             "layout": layout_of(self._stage.config),
             "updates": self._optimizer.updates,
-            "schedule": self._optimizer.schedule_steps,
+            "schedule": self._optimizer.schedule.steps,
             "optimizer": self._optimizer.options,
             "lora": self._lora_record,
             "frozen": self._policy.freeze_parameters,
             "random": checkpoint_state.random_record(),
         }
-        random = checkpoint_state.random_tensors(self.device, self._group.rank())
-        return collect_shards(self._saved.entries(self._optimizer.ranges(), random), record, copy)
+        random = checkpoint_state.random_entries(self.device, self._group.rank())
+        return collect_shards(itertools.chain(self._saved.entries(self._optimizer.ranges()), random), record, copy)
 
     @override
     def load(self, folder: Path, key: FileKey | None = None) -> None:
@@ -351,8 +332,7 @@ class MegatronBackend(TrainBackend):
         self._check_trained()
         reader, records = read_shards(folder, key)
         record = records[0]
-        lora.check_record(folder, record.get("lora"), self._lora_record)
-        frozen.check_record(folder, record, self._policy.freeze_parameters)
+        checkpoint_state.check_record(folder, record, self._lora_record, self._policy.freeze_parameters)
         self._saved.check_tensors(folder, reader)
         if record.get("optimizer") != self._optimizer.options:
             message = (
@@ -360,7 +340,7 @@ class MegatronBackend(TrainBackend):
                 f" {record.get('optimizer')} -> {self._optimizer.options}"
             )
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
-        self._fill(lambda name, box: reader.read(stored_name(name), box), lambda local: local.hugging_face, self._saved.local)
+        self._fill(lambda name, box: reader.read(checkpoint_state.stored_name(name), box), self._saved.local)
         updates = record["updates"] if "updates" in record else record["steps"]
         states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
         self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)

@@ -26,7 +26,7 @@ from typing_extensions import override
 from pipeline.models.mixers import DeltaNet, StateSpace
 from pipeline.train.context_parallel import ExchangeRows
 from pipeline.train.megatron.local_modules import PackedSequences, module_device
-from pipeline.train.sequence_bounds import Packing, sequence_order
+from pipeline.train.sequence_bounds import Packing, sequence_order, to_device
 
 Sizes = TypeVar("Sizes", StateSpace, DeltaNet)
 
@@ -173,13 +173,13 @@ class Mixer(MegatronModule, Generic[Sizes]):
         sent = torch.stack([torch.cat([convolved[:, s.channels], of_heads[..., s.heads].flatten(1)], -1) for s in shares])
         mine = shares[context.group.rank()]
         order = sequence_order(context.lengths, ranks).to(convolved.device, non_blocking=True)
-        gathered = ExchangeRows.apply(sent, context.group).flatten(0, 1)[order]  # [T, C' + n R']
+        gathered = ExchangeRows.apply(context.group, None, None, sent)[0].flatten(0, 1)[order]  # [T, C' + n R']
         inputs, numbers = gathered.tensor_split([len(mine.channels)], -1)
         numbers = numbers.unflatten(-1, (-1, len(mine.heads)))
         mixed = self.mix(inputs, numbers, replace(packing, context=None), mine)
         rows = torch.empty_like(order)
         rows[order] = torch.arange(len(order), device=order.device)
-        returned = ExchangeRows.apply(mixed[rows].unflatten(0, (ranks, -1)), context.group)  # [ranks, t, R' D]
+        (returned,) = ExchangeRows.apply(context.group, None, None, mixed[rows].unflatten(0, (ranks, -1)))  # [ranks, t, R' D]
         return returned.transpose(0, 1).flatten(1)
 
     def parts(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,3 +199,60 @@ class Mixer(MegatronModule, Generic[Sizes]):
     @override
     def sharded_state_dict(self, *args, **kwargs) -> dict:
         return {}
+
+
+# ---- the convolution --------------------------------------------------------------------------------------------------------
+
+
+def token_positions(packing: Packing) -> torch.Tensor:
+    """Return the position of each token in its sequence, [T] int64 on the device."""
+    lengths = torch.tensor([length for count, length in packing.runs for _ in range(count)])
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    return to_device(torch.arange(len(starts)) - starts, packing.cu_seqlens.device)
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+    """Convolve each channel with its past in its sequence, then apply SiLU: x [T, C], weight [C, K], bias [C] -> [T, C].
+
+    positions [T]: each token's position in its sequence. weight[:, K - 1] multiplies the token itself. Sums are in float32 or
+    wider and are rounded once, as in the kernels of engines.
+    """
+    return _Convolution.apply(x, weight, bias, positions)
+
+
+class _Convolution(torch.autograd.Function):
+    """Computes `convolve`, and keeps only the inputs for the backward pass.
+
+    The float32 sums of each tap would take several times the inputs' memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias, positions)
+        return F.silu(_total(x, weight, bias, positions)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, positions = ctx.saved_tensors
+        total = _total(x, weight, bias, positions)
+        gate = total.sigmoid()
+        grad = grad * gate * (1 + total * (1 - gate))  # the derivative of SiLU
+        of_x = grad * weight[:, -1]
+        of_taps = [(grad * x).sum(0)]
+        for back in range(1, weight.size(1)):
+            within = grad[back:] * (positions[back:] >= back)[:, None]  # 0 where the tap is in another sequence
+            of_x[:-back] += within * weight[:, -1 - back]
+            of_taps.append((within * x[:-back]).sum(0))
+        of_weight = torch.stack(of_taps[::-1], 1).to(weight.dtype)
+        return of_x.to(x.dtype), of_weight, None if bias is None else grad.sum(0).to(bias.dtype), None
+
+
+def _total(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+    """Return the convolution [T, C] before SiLU, in float32, or in float64 if x is float64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    total = x * weight[:, -1]
+    for back in range(1, weight.size(1)):
+        total[back:] += x[:-back] * (positions[back:] >= back)[:, None] * weight[:, -1 - back]
+    return total if bias is None else total + bias

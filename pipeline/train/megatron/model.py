@@ -39,10 +39,10 @@ from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig, Problem, RecipeError
 from pipeline.models import deepseek
 from pipeline.models.family import Features
-from pipeline.train.megatron.features import scale_embeddings, set_rotary, with_features
-from pipeline.train.megatron.hybrid import with_layers
+from pipeline.train.logprobs import VocabularyShard
+from pipeline.train.megatron.features import scale_embeddings, set_rotary, softmax_factor, with_features, with_layers
+from pipeline.train.megatron.groups import tensor_group
 from pipeline.train.megatron.local_modules import PackedAttention, RMSNorm
-from pipeline.train.megatron.rotary import softmax_factor
 from pipeline.types import Head
 
 if not HAVE_TE:  # two modules of Megatron-Core 0.16.1 do not notice that TransformerEngine is not importable
@@ -68,7 +68,7 @@ ACTIVATIONS = {
 
 
 class PipelineStage(GPTModel):
-    """One pipeline stage. It returns hidden states for the next stage or, on the last stage, for a head (`stage_heads.py`)."""
+    """One pipeline stage. It returns hidden states for the next stage or, on the last stage, for an `OutputHead`."""
 
     value_head: torch.nn.Linear  # on the last stage, instead of `output_layer`
 
@@ -79,6 +79,20 @@ class PipelineStage(GPTModel):
             # Each rank has the whole gradient (`target_outputs` sums it over the vocabulary), so the backward only splits it.
             return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
+
+    def head(self, vocabulary: int) -> tuple[torch.Tensor, VocabularyShard | None]:
+        """Return (this rank's rows of the last stage's head, the shard of the vocabulary that they are; None: all of it).
+
+        The head of log-probs is the output layer, or the embedding if it is tied. vocabulary: its size without padding.
+        """
+        if hasattr(self, "value_head"):
+            return self.value_head.weight, None
+        tied, group = self.share_embeddings_and_output_weights, tensor_group()
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None  # on the last stage
+        start = group.rank() * len(weight)
+        weight = weight[: max(vocabulary - start, 0)]  # without padding
+        return weight, VocabularyShard(start, group) if group.size() > 1 else None
 
 
 def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -> PipelineStage:

@@ -18,9 +18,8 @@ from pipeline.config import Problem, RecipeError
 from pipeline.models.family import SCORE
 from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
 from pipeline.train import checkpoint_state
-from pipeline.train.adapters.checkpoint_adapters import PREFIX
 from pipeline.train.adapters.modules import KEY
-from pipeline.train.adapters.spec import layer_of
+from pipeline.train.checkpoint_state import stored_name
 from pipeline.train.megatron.adapted_stage import StageAdapters
 from pipeline.train.megatron.distributed_optimizer import ParameterRange
 from pipeline.train.megatron.local_tensors import LocalTensor
@@ -49,33 +48,24 @@ class SavedState:
         trained = {name: local_tensor for name, local_tensor in local.items() if local_tensor.tensor.requires_grad}
         return cls(trained, ({SCORE: shapes[SCORE]} if head == "values" else {}) | adapters.shapes, adapters.copies)
 
-    def entries(self, ranges: Iterable[ParameterRange], random: Mapping[str, torch.Tensor]) -> Iterator[Entry]:
-        """Yield this rank's part of a checkpoint. ranges: the optimizer's; random: {name: state} of random generators."""
+    def entries(self, ranges: Iterable[ParameterRange]) -> Iterator[Entry]:
+        """Yield this rank's part of a checkpoint, without random states. ranges: the optimizer's."""
         of = self._by_tensor()
         for part in ranges:
             local = of[id(part.parameter)]
-            for prefix, values in {"": part.main, **{f"optimizer.{k}.": v for k, v in part.state.items()}}.items():
+            for state, values in {"": part.main, **part.state}.items():
                 for box, view in boxes(part, values):
-                    yield from self._as_hugging_face(prefix, restrict(local.hugging_face, box), view)
+                    yield from self._as_hugging_face(view, restrict(local.hugging_face, box), state)
         for name, local in self.local.items():
             # A frozen router, or a router's bias.
             if not local.tensor.requires_grad and is_data_parallel_leader(name):
-                yield from self._as_hugging_face("", local.hugging_face, local.tensor.detach())
-        for name, tensor in random.items():
-            yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
+                yield from self._as_hugging_face(local.tensor.detach(), local.hugging_face)
 
-    def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor) -> Iterator[Entry]:
-        for piece in pieces:
-            part = tensor[piece.target.within(whole(tuple(tensor.shape)))].reshape(piece.source.size)
-            name = prefix + piece.name if prefix else stored_name(piece.name)
-            yield name, self.shapes[piece.name], piece.source, part
-            for copy in () if prefix else self.copies.get(piece.name, ()):
-                yield (
-                    stored_name(copy),
-                    self.shapes[copy],
-                    piece.source,
-                    part.clone(),
-                )  # files have no tensors that share memory
+    def _as_hugging_face(self, part: torch.Tensor, pieces: list[Piece], state: str = "") -> Iterator[Entry]:
+        for entry, piece in zip(checkpoint_state.entries(part, pieces, self.shapes, state), pieces, strict=True):
+            yield entry
+            for copy in () if state else self.copies.get(piece.name, ()):  # files have no tensors that share memory
+                yield stored_name(copy), self.shapes[copy], piece.source, entry[-1].clone()
 
     def optimizer_states(
         self, ranges: Iterable[ParameterRange], reader: BoxReader
@@ -87,13 +77,9 @@ class SavedState:
 
     def check_tensors(self, folder: Path, reader: BoxReader) -> None:
         """Raise RecipeError unless the checkpoint in `folder` has the tensors that this backend saves."""
-        prefixes = ("model.", PREFIX)
-        on_disk = {n.partition(".")[2]: tuple(s) for n, s in reader.shapes.items() if n.startswith(prefixes)}
-        expected = {name: tuple(shape) for name, shape in self.shapes.items()}
-        if on_disk != expected:
-            raise checkpoint_state.other_model(folder, on_disk, expected)
+        checkpoint_state.check_tensors(folder, reader, self.shapes)
         for name, copies in self.copies.items():
-            box = whole(expected[name])
+            box = whole(tuple(self.shapes[name]))
             first = reader.read(stored_name(name), box)
             for copy in copies:
                 if not torch.equal(first, reader.read(stored_name(copy), box)):
@@ -105,11 +91,6 @@ class SavedState:
 
     def _by_tensor(self) -> dict[int, LocalTensor]:
         return {id(local.tensor): local for local in self.local.values()}
-
-
-def stored_name(name: str) -> str:
-    """Return the name in our checkpoints of a Hugging Face tensor or of an adapter's tensor."""
-    return (PREFIX if layer_of(name) else "model.") + name
 
 
 def boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -141,5 +122,5 @@ def _state(reader: BoxReader, kind: str, part: ParameterRange, local: LocalTenso
     values = torch.zeros_like(part.main)
     for box, view in boxes(part, values):
         pieces = restrict(local.hugging_face, box)
-        copy_pieces(view, pieces, lambda name, source: reader.read(f"optimizer.{kind}.{name}", source))
+        copy_pieces(view, pieces, lambda name, source: reader.read(stored_name(name, kind), source))
     return values

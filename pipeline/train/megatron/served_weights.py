@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from pipeline.boxes import Piece, Region, region
+from pipeline.boxes import Box, Piece, Region, region, whole
+from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.megatron.adapted_stage import StageAdapters
-from pipeline.train.megatron.gather import WeightGatherer
 from pipeline.train.megatron.local_tensors import LocalTensor
 from pipeline.train.megatron.saved_state import is_data_parallel_leader
+from pipeline.train.outputs import all_gather_bytes
 
 
 class ServedWeights:
@@ -73,17 +75,16 @@ class ServedWeights:
             for piece in self._pieces(local_tensor)
         ]
 
-    def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole tensor that is served, as `WeightGatherer.tensors` does. Collective."""
-        if self._serves_adapters:
+    def tensors(self, precision: torch.dtype, model: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole tensor that is served, as `WeightGatherer.tensors` does. Collective.
+
+        model: yield the model's weights, merged with its adapters, even if adapters are served.
+        """
+        if self._serves_adapters and not model:
             yield from self._of_adapters.tensors(precision)
         else:
-            yield from self.model_tensors(precision)
-
-    def model_tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole weight of the model, merged with its adapters, even if adapters are served. Collective."""
-        self.merge(always=True)
-        yield from self._of_model.tensors(precision)
+            self.merge(always=True)
+            yield from self._of_model.tensors(precision)
 
     # ---- merged weights -------------------------------------------------------------------------------------------------
 
@@ -132,3 +133,87 @@ class ServedWeights:
             (self._merged.get(name, local_tensor.tensor), self._pieces(local_tensor)) for name, local_tensor in leaders.items()
         ]
         return WeightGatherer(pieces, shapes, self._group, self._device)
+
+
+# ---- whole tensors ------------------------------------------------------------------------------------------------------
+
+
+BoxesByTensor = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""{Hugging Face tensor: (offset, size) of each box that a rank holds}: `Box` is a class that msgspec does not encode."""
+
+
+class WeightGatherer:
+    """Gathers whole Hugging Face tensors on rank 0 of the train component from the boxes that ranks hold.
+
+    All ranks exchange the list of their boxes once. For each box, the lowest rank that holds it is chosen, because replicas are
+    equal. Then, one tensor at a time, each chosen rank sends its boxes to rank 0, which needs memory for one whole tensor.
+    """
+
+    def __init__(
+        self,
+        local: list[tuple[torch.Tensor, list[Piece]]],
+        shapes: Mapping[str, tuple[int, ...]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        """local: (tensor, its pieces of Hugging Face tensors) of this rank. Tensors that another rank passes may be left out.
+
+        shapes: {name: shape} of all Hugging Face tensors, in the order in which `tensors` yields them. Collective. Raises
+        ValueError if the ranks' boxes do not cover every tensor.
+        """
+        self._shapes = shapes
+        self._group = group
+        self._held = {(piece.name, piece.source): (tensor, piece.target) for tensor, pieces in local for piece in pieces}
+        self._device = device
+        mine: BoxesByTensor = {}
+        for name, box in self._held:
+            mine.setdefault(name, []).append((box.offset, box.size))
+        tables = [
+            msgspec.msgpack.decode(body, type=BoxesByTensor) for body in all_gather_bytes(group, msgspec.msgpack.encode(mine))
+        ]
+        # {name: {box: its first holder}}: every rank has all tables, so all make the same choice.
+        self._chosen: dict[str, dict[Box, int]] = {name: {} for name in shapes}
+        for rank, table in enumerate(tables):
+            for name, boxes in table.items():
+                for box in boxes:
+                    self._chosen[name].setdefault(Box(*box), rank)
+        for name, chosen in self._chosen.items():
+            if sum(box.numel for box in chosen) != whole(shapes[name]).numel:
+                held = list(chosen)[:4]
+                raise ValueError(f"weights: the ranks' boxes of {name} {list(shapes[name])} do not cover the tensor: {held}")
+
+    def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) on rank 0 and (name, empty tensor) on other ranks.
+
+        Collective: all ranks must exhaust it. precision: the dtype of all tensors but those served in another dtype.
+        """
+        rank = self._group.rank()
+        for name, shape in self._shapes.items():
+            dtype = served_dtype(name, precision)
+            if rank == 0:
+                yield name, self._assemble(name, shape, dtype)
+                continue
+            mine = [self._part(name, box, dtype).flatten() for box, owner in self._chosen[name].items() if owner == rank]
+            if mine:
+                dist.send(torch.cat(mine), group_dst=0, group=self._group)
+            yield name, torch.empty(0, dtype=dtype, device=self._device)
+
+    def _assemble(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        full = torch.empty(shape, dtype=dtype, device=self._device)
+        owners: dict[int, list[Box]] = {}
+        for box, owner in self._chosen[name].items():
+            owners.setdefault(owner, []).append(box)
+        for owner, boxes in owners.items():
+            if owner == 0:
+                parts = [self._part(name, box, dtype) for box in boxes]
+            else:
+                flat = torch.empty(sum(box.numel for box in boxes), dtype=dtype, device=self._device)
+                dist.recv(flat, group_src=owner, group=self._group)
+                parts = list(flat.split([box.numel for box in boxes]))
+            for box, part in zip(boxes, parts, strict=True):
+                full[box.within(whole(shape))] = part.view(box.size)
+        return full
+
+    def _part(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        tensor, target = self._held[name, box]
+        return tensor.detach()[target.within(whole(tuple(tensor.shape)))].to(dtype).reshape(box.size)

@@ -74,8 +74,6 @@ def _with_teacher(case: Case, out: Path, rank: int) -> Case:
         model = AutoConfig.from_pretrained(RECIPES / case.model)
         AutoModelForCausalLM.from_config(model).save_pretrained(out / "teacher")
     dist.barrier()
-    os.environ["HETSTEP_MEGATRON_CHECKPOINT_DIR"] = str(out / "converted")
-    (out / "converted").mkdir(exist_ok=True)
     return dataclasses.replace(case, overrides=(*case.overrides, f"teacher.model_name={out / 'teacher'}"))
 
 

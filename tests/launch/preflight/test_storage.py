@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 from launch.executors.executor import ROOT
 from launch.preflight import architecture, container_images, file_systems, slurm_job
 from launch.preflight.container_images import Mount, resolve_inside
-from launch.preflight.disk_space import conversions_folder
 from launch.preflight.file_systems import file_system
 from launch.terminal.units import size
 from pipeline import config
@@ -29,8 +28,6 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(architecture, "is_described", lambda recipe: True)  # as of a recipe with GPUs
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    for variable in ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR"):
-        monkeypatch.delenv(variable, raising=False)
     return tmp_path
 
 
@@ -111,7 +108,7 @@ def test_complete_weights_pass(folder, model):
     assert problems(load(folder)) == []
     found = read_weight_files(model)
     assert list(found.files) == list(SHARDS) and len(found.tensors) == 12
-    assert (found.faults, found.notes, found.copied) == ({}, [], False)
+    assert (found.faults, found.notes) == ({}, [])
 
 
 def cut(path: Path) -> None:
@@ -237,22 +234,11 @@ def test_a_snapshot_in_the_hub_cache(folder, model):
 # ---- folders ------------------------------------------------------------------------------------------------------------
 
 
-def test_unwritable_folders_are_refused(folder, model, disk, monkeypatch):
+def test_unwritable_folders_are_refused(folder, model, disk):
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
     (folder / "run").mkdir()
     (folder / "run/checkpoints").symlink_to(disk)
-    denied = {("run_dir", "permission-denied"), ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "permission-denied")}
-    assert named(problems(load(folder, "policy.megatron_cfg.enabled=true"))) == denied
-
-
-def test_the_folder_of_conversions(folder, model, monkeypatch):
-    recipe = load(folder)
-    assert conversions_folder(recipe) == folder / "hf/hetstep"
-    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/shared/a")
-    assert conversions_folder(recipe) == Path("/shared/a")
-    recipe.cluster.train.env_vars = {"HETSTEP_MEGATRON_CHECKPOINT_DIR": "/shared/b"}
-    assert conversions_folder(recipe) == Path("/shared/b")
+    assert named(problems(load(folder))) == {("run_dir", "permission-denied")}
 
 
 def test_the_type_of_a_file_system():
@@ -506,23 +492,6 @@ def test_existing_checkpoints_are_counted(folder, model, disk):
     (disk / "more").write_bytes(bytes(1 << 20))
     (problem,) = problems(recipe)
     assert f", of which {size(PARAMETERS * 12)} are on the disk" in problem.message
-
-
-def test_a_conversion_that_does_not_fit_is_refused(folder, model, disk, monkeypatch):
-    monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
-    (model / "model.safetensors.index.json").unlink()
-    save_file({"a": np.zeros(3 << 20, np.float32)}, model / "model.safetensors")  # not the model's, which is a problem too
-    recipe = load(folder, "policy.megatron_cfg.enabled=true", "checkpointing.enabled=false")
-    *others, problem = problems(recipe)
-    assert named(others) == {(MODEL, "unavailable-model")}
-    assert named([problem]) == {("HETSTEP_MEGATRON_CHECKPOINT_DIR", "no-space")}
-    assert "Megatron conversion of" in problem.message and size(12 << 20) in problem.message
-    made = disk / "conversions/model-0123456789abcdef/000001"
-    made.mkdir(parents=True)
-    (made / "complete.json").write_text("{}")
-    assert problems(recipe) == others
-    anew = load(folder, "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.force_reconvert_from_hf=true")
-    assert ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "no-space") in named(problems(anew))
 
 
 def test_a_model_too_large_for_the_disk_is_refused(folder, model):

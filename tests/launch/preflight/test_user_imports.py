@@ -209,9 +209,9 @@ def test_code_that_takes_all_memory_is_refused(folder):
 
 def test_the_folder_must_be_mounted(folder):
     recipe = config.inspect(str(folder / "mine.yaml")).recipe
-    wanted = {need.purpose: need.path for need in _needs(recipe, "generate", [], ROOT)}
+    wanted = {need.purpose: need.path for need in _needs(recipe, "generate", [])}
     assert wanted["the module of env.mine.kind"] == folder
-    assert "the module of env.mine.kind" not in {need.purpose for need in _needs(recipe, "train", [], ROOT)}
+    assert "the module of env.mine.kind" not in {need.purpose for need in _needs(recipe, "train", [])}
 
 
 # ---- the page's example ------------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from pipeline import algorithms, coordinator
 from pipeline.config import generates
 from pipeline.roles.train import TrainRole
-from pipeline.train.megatron.collectives import all_gather_bytes
+from pipeline.train.outputs import all_gather_bytes
 from pipeline.types import DataParallelRank, Moments, Update
+from tests.train import ranks
 from tests.train.algorithms import cases
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2, TP2_SP, Layout
@@ -205,7 +206,7 @@ def differences(setups: Sequence[Setup], names: Sequence[str], folder: Path) -> 
 
 def measured(setup: Setup, names: Sequence[str], folder: Path) -> None:
     """Run these cases and save each result."""
-    layouts.run(functools.partial(measure, names, setup), Layout(dp=setup.layout.ranks), folder)
+    ranks.run(functools.partial(measure, names, setup), Layout(dp=setup.layout.ranks), folder)
 
 
 def difference(setup: Setup, case: str, folder: Path) -> Difference:

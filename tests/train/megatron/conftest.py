@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from tests.train.megatron.layouts import release, write_families
 
 
@@ -23,8 +22,7 @@ def on_the_right_device(request):
 
 
 @pytest.fixture
-def realm(realm, models, monkeypatch):
+def realm(realm):
     """Return a train realm of this process alone, on the CPU."""
-    monkeypatch.setenv(VARIABLE, str(models / "converted"))
     yield
     release()

@@ -1,17 +1,12 @@
 """Layouts of Megatron-Core, train ranks in them, and comparisons of a backend with Hugging Face eager.
 
-`python -m tests.train.megatron` prints the largest differences of every family.
+`python -m tests.train.parity megatron` prints the largest differences of every family.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
-import json
-import os
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,12 +20,9 @@ from pipeline.boxes import whole
 from pipeline.config import MegatronConfig, MegatronDDPConfig, PolicyConfig
 from pipeline.models.hugging_face import meta_model, on_disk
 from pipeline.models.recorded_layout import restrict
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.megatron.saved_state import boxes
-from pipeline.train.train_backend import ModelRole, TrainBackend
-from pipeline.types import Outputs
-from tests import fork_server
+from pipeline.train.train_backend import ModelRole
 from tests.models.cases import FAMILIES, write_models
 from tests.train import cases, ranks
 
@@ -83,6 +75,25 @@ class Layout:
             left_out += WHOLE_EXPERTS
         return tuple(f for f in FAMILIES if f not in left_out)
 
+    @property
+    def data(self) -> int:
+        return self.dp
+
+    def backend(self, policy: PolicyConfig, role: ModelRole | None = None, **changes) -> MegatronBackend:
+        """Return this rank's backend. changes: of `policy.megatron_cfg`."""
+        return backend(policy, self, role or TRAINED, **changes)
+
+    def gradients(self, trained: MegatronBackend) -> dict[str, torch.Tensor]:
+        """Return the full gradients by Hugging Face name, which are equal on replicas."""
+        found, replicas = gradients(trained)
+        largest = max(gradient.abs().max().item() for gradient in found.values())
+        assert replicas <= 1e-6 * largest, f"gradients of replicas differ by {replicas}"
+        return found
+
+    def eager(self, model: Path) -> ranks.Expected:
+        theirs = expected(model)
+        return theirs.logprobs, theirs.gradients, torch.tensor(theirs.loss)
+
     def megatron(self, **changes) -> MegatronConfig:
         settings = {
             "enabled": True,
@@ -112,19 +123,6 @@ LAYOUTS = (ONE, *OF_TWO_RANKS, *OF_FOUR_RANKS)
 
 
 # ---- train ranks --------------------------------------------------------------------------------------------------------
-
-
-def run(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) -> None:
-    """Run `work(layout, folder)` on every train rank of a larger world. Raises what any of them raised."""
-    with tempfile.TemporaryDirectory() as meeting:
-        size = layout.ranks + 1
-        arguments = (size, functools.partial(_work, work), layout, folder, Path(meeting) / "store")
-        fork_server.run(ranks._process, arguments, size)
-
-
-def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) -> None:
-    os.environ[VARIABLE] = str(folder / "converted")
-    work(layout, folder)
 
 
 def backend(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINED, **changes) -> MegatronBackend:
@@ -162,24 +160,7 @@ def another(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINE
     return MegatronBackend(policy, dist.group.WORLD, seed=7, role=role)
 
 
-def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:
-    """Return the sequences of each batch of each data-parallel rank."""
-    order = list(range(len(cases.LENGTHS)))
-    parts = [order[i :: layout.dp * batches] for i in range(layout.dp * batches)]
-    return [parts[rank :: layout.dp] for rank in range(layout.dp)]
-
-
-def batches(trained: TrainBackend, layout: Layout, count: int = 2) -> list:
-    """Return this rank's share of all sequences."""
-    return [cases.pack(chosen, trained.device) for chosen in shares(layout, count)[trained.data_rank]]
-
-
 # ---- full tensors of a backend ------------------------------------------------------------------------------------------
-
-
-def weights(trained: MegatronBackend) -> dict[str, torch.Tensor]:
-    """Return all weights in full on rank 0, and empty tensors elsewhere."""
-    return {name: tensor.clone() for name, tensor in trained.weights()}
 
 
 def gradients(trained: MegatronBackend) -> tuple[dict[str, torch.Tensor], float]:
@@ -251,94 +232,24 @@ def expected(model: Path) -> Expected:
     return Expected(list(logprobs.split(cases.LENGTHS)), found, total.item())
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The largest differences of one step from `Expected`."""
-
-    logprob: float
-    gradient: float
-    largest: float  # entry of any gradient
-    replicas: float  # between gradients that should be the same
-    norm: float  # of Megatron-Core's norm from ours, relative
-
-    @property
-    def relative(self) -> float:
-        return self.gradient / self.largest
-
-
-def difference(trained: MegatronBackend, layout: Layout, model: Path) -> Difference:
-    """Return differences of log-probs and gradients. Loss, metrics and norm follow from those, and must agree."""
-    theirs = expected(model)
-    chosen, mine = shares(layout)[trained.data_rank], batches(trained, layout)
-    found = trained.forward(mine)
-    assert all(outputs.logprobs.dtype == torch.float32 and outputs == Outputs(outputs.logprobs) for outputs in found)
-    logprob = max((ours.logprobs.cpu() - theirs.of(c)).abs().max().item() for c, ours in zip(chosen, found, strict=True))
-    metrics, theirs_norm = step_with_both_norms(trained, mine)
-    ours, replicas = gradients(trained)
-    assert ours.keys() == theirs.gradients.keys()
-    gradient = max((ours[name].double() - g).abs().max().item() for name, g in theirs.gradients.items())
-    largest = max(g.abs().max().item() for g in theirs.gradients.values())
-    every = torch.cat(theirs.logprobs)
-    assert metrics.pop("loss") == _near(theirs.loss, 1e-6 * max(1, abs(theirs.loss)))
-    assert metrics.pop("logprob") == _near(every.mean().item(), 1e-5)
-    assert metrics.pop("logprob_min") == _near(every.min().item(), 1e-5)
-    assert metrics.pop("logprob_max") == max(w.max().item() for _, w in cases.sequences())
-    assert metrics.pop("lr") == 1e-3
-    norm = torch.stack([g.double().norm() for g in ours.values()]).norm().item()
-    assert metrics.pop("grad_norm") == _near(norm, 1e-6 * norm)
-    assert not metrics
-    everywhere = torch.tensor([logprob, gradient, largest, replicas, abs(theirs_norm / norm - 1)])
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
-    return Difference(*everywhere.tolist())
-
-
 def step_with_both_norms(trained: MegatronBackend, batches: list) -> tuple[dict[str, float], float]:
     """Return the metrics of a backend's first step, and Megatron-Core's norm of its gradient."""
-    theirs, measure = [], trained._optimizer._core.get_grad_norm
+    norms = core_norms(trained)
+    return trained.step(batches, cases.loss).metrics, norms[0]
+
+
+def core_norms(trained: MegatronBackend) -> list[float]:
+    """Return a list to which the backend's first step adds Megatron-Core's norm of its gradient."""
+    norms, measure = [], trained._optimizer._core.get_grad_norm
 
     def get_grad_norm() -> float:
-        theirs.append(float(measure()))
-        return theirs[-1]
+        norms.append(float(measure()))
+        return norms[-1]
 
     trained._optimizer._core.get_grad_norm = get_grad_norm
-    metrics = trained.step(batches, cases.loss).metrics
-    (norm,) = theirs
-    return metrics, norm
-
-
-class _near:
-    def __init__(self, value: float, tolerance: float):
-        self._value, self._tolerance = value, tolerance
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and abs(other - self._value) <= self._tolerance
-
-    def __repr__(self) -> str:
-        return f"{self._value} up to {self._tolerance}"
-
-
-def measure(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
-    """Write `measured-<layout>.json` with the differences of each family, before any of them is checked."""
-    found = {}
-    for family in families:
-        trained = backend(cases.policy(folder / family), layout)
-        check_weights_are_the_files(trained, folder / family)
-        found[family] = asdict(difference(trained, layout, folder / family))
-        release()
-    if dist.get_rank() == 0:
-        (folder / f"measured-{layout.name}.json").write_text(json.dumps(found))
-
-
-def measured(layout: Layout, folder: Path, families: tuple[str, ...] | None = None) -> dict[str, Difference]:
-    """Return the differences of these families, or of all that the layout affects."""
-    run(functools.partial(measure, families or layout.families), layout, folder)
-    found = json.loads((folder / f"measured-{layout.name}.json").read_text())
-    return {family: Difference(**values) for family, values in found.items()}
+    return norms
 
 
 def check_weights_are_the_files(trained: MegatronBackend, model: Path) -> None:
-    ours, files = weights(trained), load_file(model / "model.safetensors")
-    assert list(ours) == list(trained._shapes) and ours.keys() == files.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, files[name]) if dist.get_rank() == 0 else tensor.numel() == 0, name
-    cases.check_all_held(cases.check_layout(trained, files))
+    assert list(ranks.weights(trained)) == list(trained._shapes)
+    ranks.check_weights_are_the_files(trained, model)

@@ -14,7 +14,7 @@ from pipeline.train.adapters.peft_files import ROOT, export_adapters
 from pipeline.train.adapters.served_adapters import served_adapters
 from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.train_backend import ModelRole
-from tests.train import cases
+from tests.train import cases, ranks
 from tests.train.megatron import adapters, layouts
 from tests.train.megatron.layouts import Layout
 
@@ -45,7 +45,7 @@ def check_equals_the_export(model: Path, layout: Layout, config: MegatronLoRACon
     adapters.shake(trained)
     before = exported(trained, place / "before")
     check_served(trained, before)
-    trained.step(layouts.batches(trained, layout), cases.loss)
+    trained.step(ranks.batches(trained, layout), cases.loss)
     after = exported(trained, place / "after")
     check_served(trained, after)
     assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items())
@@ -69,7 +69,7 @@ def exported(trained: MegatronBackend, place: Path) -> dict[str, torch.Tensor]:
 
 def check_served(trained: MegatronBackend, adapters: dict[str, torch.Tensor]) -> None:
     cases.check_all_held(cases.check_layout(trained, adapters))
-    gathered = layouts.weights(trained)
+    gathered = ranks.weights(trained)
     assert list(gathered) == list(trained.shapes)
     assert dist.get_rank() != 0 or all(torch.equal(tensor, adapters[name]) for name, tensor in gathered.items())
 
@@ -77,11 +77,11 @@ def check_served(trained: MegatronBackend, adapters: dict[str, torch.Tensor]) ->
 def check_offloaded(model: Path, layout: Layout) -> None:
     """Check that what a refit reads stays where it is, and alone, while the rest is in host memory."""
     trained = adapters.backend(model, layout, adapters.LORA, ModelRole(serves_adapters=True))
-    trained.step(layouts.batches(trained, layout), cases.loss)
+    trained.step(ranks.batches(trained, layout), cases.loss)
     read = {name: trained.local_tensor(name).clone() for name in {region.tensor for region in trained.layout()}}
     trained.offload(keep_weights=True)
     assert all(torch.equal(trained.local_tensor(name), tensor) for name, tensor in read.items())
     left = {name for name, local in trained._local.items() if local.tensor.untyped_storage().nbytes()}
     assert left == read.keys() == trained._local.keys() - trained._base.keys()
     trained.reload()
-    trained.step(layouts.batches(trained, layout), cases.loss)
+    trained.step(ranks.batches(trained, layout), cases.loss)

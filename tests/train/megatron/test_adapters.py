@@ -13,8 +13,8 @@ from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.saved_weights import checkpoint_weights
 from pipeline.train.shards import read_shards
 from tests.problems import refused
-from tests.train import cases
-from tests.train.megatron import adapters, layouts
+from tests.train import cases, ranks
+from tests.train.megatron import adapters
 from tests.train.megatron.layouts import CP2, EP2, ONE, PP2, TP2, TP2_EP2_SP, TP2_PP2_SP, TP2_SP
 from tests.train.parity import cells, references
 
@@ -43,13 +43,13 @@ FULL = {
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_equals_peft(models, layout):
-    layouts.run(functools.partial(adapters.check_families, QUICK[layout]), layout, models)
+    ranks.run(functools.partial(adapters.check_families, QUICK[layout]), layout, models)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_equals_peft_in_every_layout(models, layout):
-    layouts.run(functools.partial(adapters.check_families, FULL[layout]), layout, models)
+    ranks.run(functools.partial(adapters.check_families, FULL[layout]), layout, models)
 
 
 @pytest.mark.full
@@ -67,13 +67,13 @@ def test_a_stage_without_adapters_passes_gradients_on(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(models):
-    layouts.run(adapters.save, TP2_SP, models)
+    ranks.run(adapters.save, TP2_SP, models)
     return models
 
 
 @pytest.mark.parametrize("layout", [ONE, *(pytest.param(one, marks=pytest.mark.full) for one in (TP2_SP, PP2, EP2))])
 def test_a_checkpoint_loads_in_any_layout(saved, layout):
-    layouts.run(adapters.resume, layout, saved)
+    ranks.run(adapters.resume, layout, saved)
 
 
 @pytest.mark.full

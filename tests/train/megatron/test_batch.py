@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from pipeline.train.context_parallel import GatherContextParallel, localize, padded_lengths
 from pipeline.train.megatron.local_modules import PackedAttention, PackedSequences, kernels_read_starts
-from tests.train import cases
+from tests.train import cases, ranks
 from tests.train.megatron import heads, layouts
 from tests.train.megatron.layouts import CP2, Layout
 
@@ -118,4 +118,4 @@ def gather(layout: Layout, folder: Path) -> None:
 
 
 def test_gather_gives_each_rank_its_own_gradient(models):
-    layouts.run(gather, CP2, models)
+    ranks.run(gather, CP2, models)

@@ -30,7 +30,7 @@ def build(folder: Path, family: str, layout: Layout = ONE, **changes) -> Megatro
 
 
 def three_steps(trained: MegatronBackend, layout: Layout) -> list[dict[str, float]]:
-    return [cases.learn(trained, layouts.batches(trained, layout)) for _ in range(3)]
+    return [cases.learn(trained, ranks.batches(trained, layout)) for _ in range(3)]
 
 
 def save(layout: Layout, folder: Path) -> None:
@@ -44,7 +44,7 @@ def save(layout: Layout, folder: Path) -> None:
         saved = folder / "saved" / family
         trained.shards().write(saved, dist.get_rank())
         drawn = torch.rand(3).tolist()
-        weights, metrics = layouts.weights(trained), three_steps(trained, layout)
+        weights, metrics = ranks.weights(trained), three_steps(trained, layout)
         if dist.get_rank() == 0:
             save_file(weights, saved / "weights.st")
             (saved / "after.json").write_text(json.dumps({"metrics": metrics, "drawn": drawn}))
@@ -52,7 +52,7 @@ def save(layout: Layout, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(models) -> Path:
-    layouts.run(save, TP2_SP, models)
+    ranks.run(save, TP2_SP, models)
     return models
 
 
@@ -66,7 +66,7 @@ def check_resumed(layout: Layout, folder: Path, family: str) -> None:
     trained.load(folder / "saved" / family)
     after = json.loads((folder / "saved" / family / "after.json").read_text())
     assert (torch.rand(3).tolist() == after["drawn"]) == (layout == TP2_SP)
-    weights = layouts.weights(trained)
+    weights = ranks.weights(trained)
     if dist.get_rank() == 0:
         assert_equal(weights, load_file(folder / "saved" / family / "weights.st"))
     metrics = three_steps(trained, layout)
@@ -93,13 +93,13 @@ FULL = {DP2: FAMILIES, PP2: FAMILIES, CP2: FAMILIES, EP2: ("qwen3_moe", "deepsee
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_a_resumed_run_equals_the_uninterrupted_one(saved, layout):
-    layouts.run(functools.partial(resume, QUICK[layout]), layout, saved)
+    ranks.run(functools.partial(resume, QUICK[layout]), layout, saved)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_a_resumed_run_of_every_family_equals_the_uninterrupted_one(saved, layout):
-    layouts.run(functools.partial(resume, FULL[layout]), layout, saved)
+    ranks.run(functools.partial(resume, FULL[layout]), layout, saved)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,7 +139,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def test_a_checkpoint_that_does_not_fit_is_refused(saved, realm, tmp_path):
     trained = build(saved, "qwen3_tied")
-    before = layouts.weights(trained)
+    before = ranks.weights(trained)
     with refused(("policy.model_name", "contradiction")):
         trained.load(saved / "saved" / "qwen2")
     other = OptimizerConfig(kwargs={"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1})
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, realm, tmp_path):
     (tmp_path / "train-rank00000.json").write_bytes((saved / "saved" / "qwen3_tied" / "train-rank00000.json").read_bytes())
     with pytest.raises(ValueError, match=r"got 1 train-rank.*expected 2"):
         trained.load(tmp_path)
-    assert_equal(layouts.weights(trained), before)
+    assert_equal(ranks.weights(trained), before)
 
 
 def test_megatrons_own_settings_resume_to_the_last_bit(models, realm, tmp_path):

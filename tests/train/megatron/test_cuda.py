@@ -7,11 +7,10 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.model import transformer_engine
 from pipeline.train.train_backend import ModelRole
 from tests import cuda_world
-from tests.train import cases
+from tests.train import cases, ranks
 from tests.train.megatron import heads, layouts
 from tests.train.ranks import assert_near
 
@@ -21,7 +20,6 @@ ALL = list(range(len(cases.LENGTHS)))
 
 @pytest.fixture(autouse=True)
 def nccl(models, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(models / "converted"))
     with cuda_world.alone():
         yield
         parallel_state.destroy_model_parallel()
@@ -135,6 +133,6 @@ def test_resumes_to_the_last_bit(models, tmp_path, deterministic, family):
 def test_weights_are_the_files_rounded(models):
     trained = layouts.backend(cases.policy(models / "qwen3_moe", precision="bfloat16"))
     files = load_file(models / "qwen3_moe" / "model.safetensors")
-    found = layouts.weights(trained)
+    found = ranks.weights(trained)
     assert found.keys() == files.keys()
     assert all(tensor.is_cuda and torch.equal(tensor.cpu(), files[name].bfloat16()) for name, tensor in found.items())

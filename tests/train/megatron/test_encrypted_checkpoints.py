@@ -9,7 +9,7 @@ from pipeline.files.stored_files import read_bytes
 from tests.encryption.keys import random_key
 from tests.encryption.plain import holding
 from tests.problems import refused
-from tests.train.megatron import layouts
+from tests.train import ranks
 from tests.train.megatron.layouts import ONE
 from tests.train.megatron.test_checkpoints import build, three_steps
 
@@ -21,7 +21,7 @@ def test_a_rank_resumes_to_the_last_bit_and_leaves_nothing_plain(models, realm, 
     trained.shards(copy=True).write(tmp_path / "encrypted", 0, key=key)
     for plain in (tmp_path / "plain").iterdir():
         assert read_bytes(tmp_path / "encrypted" / plain.name, key) == plain.read_bytes()
-    pieces = [t.numpy().tobytes()[:32] for t in layouts.weights(trained).values() if t.abs().max() > 0 and t.std() > 0]
+    pieces = [t.numpy().tobytes()[:32] for t in ranks.weights(trained).values() if t.abs().max() > 0 and t.std() > 0]
     assert len(pieces) > 10
     assert len(holding(tmp_path / "plain", [*pieces, b"model.embed_tokens"])) == 2
     assert holding(tmp_path / "encrypted", [*pieces, b"model.embed_tokens"]) == []

@@ -8,11 +8,11 @@ import torch
 from pipeline.models.decoder import identity
 from pipeline.models.family import Parameter
 from pipeline.train.adapters.linear import AdapterSwitch
+from pipeline.train.adapters.modules import AdaptedModule
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.megatron import adapters
-from pipeline.train.megatron.adapter_targets import Target
 
-TARGET = Target("layer", Parameter(("w.weight",), identity, "rows"), ("w",), True, (6,))
+TARGET = AdaptedModule("layer", Parameter(("w.weight",), identity, "rows"), ("shared",))
 
 
 class EngineLinear(torch.nn.Linear):
@@ -30,7 +30,7 @@ class EngineLinear(torch.nn.Linear):
 def adapter(monkeypatch, layer: EngineLinear, ranks: int, dora: bool = False) -> adapters.ModuleAdapter:
     monkeypatch.setattr(adapters, "tensor_group", lambda: SimpleNamespace(size=lambda: ranks, rank=lambda: 0))
     spec = AdapterSpec(2, 4.0, "xavier", dora, rslora=False, dropout=0.0, dropout_input=False)
-    found = adapters.ModuleAdapter(layer, TARGET, spec, AdapterSwitch())
+    found = adapters.ModuleAdapter(layer, TARGET, (6,), spec, AdapterSwitch())
     for parameter in found.parameters():
         torch.nn.init.normal_(parameter)
     return found

@@ -5,10 +5,10 @@ import functools
 import pytest
 
 from tests.problems import refused
-from tests.train.megatron import frozen, layouts
+from tests.train import frozen, ranks
 from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2_EP2_SP, TP2_PP2_SP, TP2_SP
 
-BOTH, PLAIN = (False, True), (False,)
+BOTH, PLAIN = ({"recompute": True}, {}), ({},)
 QUICK = {PP2: {"qwen2": PLAIN}}
 FULL = {
     ONE: {"qwen2": BOTH, "qwen3_moe": BOTH, "deepseek_v3": PLAIN},
@@ -24,13 +24,13 @@ FULL = {
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_two_ranks(models, layout):
-    layouts.run(functools.partial(frozen.families, QUICK[layout]), layout, models)
+    ranks.run(functools.partial(frozen.families, QUICK[layout]), layout, models)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_every_layout(models, layout):
-    layouts.run(functools.partial(frozen.families, FULL[layout]), layout, models)
+    ranks.run(functools.partial(frozen.families, FULL[layout]), layout, models)
 
 
 @pytest.mark.parametrize(

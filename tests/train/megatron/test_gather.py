@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.boxes import Box, Piece
-from pipeline.train.megatron.gather import WeightGatherer
+from pipeline.train.megatron.served_weights import WeightGatherer
 
 SHAPES = {"b": (3, 2), "a": (4,)}
 

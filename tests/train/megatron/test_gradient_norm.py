@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeline.train.megatron import gradient_norm
 from pipeline.train.megatron import megatron_backend as backend_module
 from pipeline.train.megatron.groups import tensor_group
-from tests.train import cases
+from tests.train import cases, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import TP2, TP2_EP2_SP, Layout
 
@@ -31,7 +31,7 @@ def check_wrong_flags(layout: Layout, folder: Path, family: str, parameter: str,
     backend_module.set_flags = plant
     trained = layouts.backend(cases.policy(folder / family), layout)
     with pytest.raises(RuntimeError, match=f"counts {parameter} twice or never"):
-        trained.step(layouts.batches(trained, layout), cases.loss)
+        trained.step(ranks.batches(trained, layout), cases.loss)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def check_wrong_flags(layout: Layout, folder: Path, family: str, parameter: str,
     ids=["a replica counted twice", "a part left out", "an expert left out"],
 )
 def test_a_wrong_flag_is_named(models, layout, family, parameter, counted):
-    layouts.run(functools.partial(check_wrong_flags, family=family, parameter=parameter, counted=counted), layout, models)
+    ranks.run(functools.partial(check_wrong_flags, family=family, parameter=parameter, counted=counted), layout, models)
 
 
 def check_flags_of_modules(layout: Layout, folder: Path, family: str) -> None:
@@ -59,13 +59,13 @@ def check_flags_of_modules(layout: Layout, folder: Path, family: str) -> None:
         backend_module.set_flags = set_flags
         trained = layouts.backend(cases.policy(folder / family), layout)
         trained._optimizer._checked = True
-        assert trained.step(layouts.batches(trained, layout), cases.loss).metrics["grad_norm"] == pytest.approx(
+        assert trained.step(ranks.batches(trained, layout), cases.loss).metrics["grad_norm"] == pytest.approx(
             expected, rel=1e-5
         )
 
 
 def test_the_norm_does_not_depend_on_the_flags(models):
-    layouts.run(functools.partial(check_flags_of_modules, family="gpt_oss"), TP2_EP2_SP, models)
+    ranks.run(functools.partial(check_flags_of_modules, family="gpt_oss"), TP2_EP2_SP, models)
 
 
 def check_replicas(layout: Layout, folder: Path, family: str) -> None:
@@ -81,11 +81,11 @@ def check_replicas(layout: Layout, folder: Path, family: str) -> None:
 
     trained._stage.config.finalize_model_grads_func = differ
     with pytest.raises(RuntimeError, match=f"different gradients of {NORM}, although all of them hold copies"):
-        trained.step(layouts.batches(trained, layout), cases.loss)
+        trained.step(ranks.batches(trained, layout), cases.loss)
 
 
 def test_replicas_that_differ_are_named(models):
-    layouts.run(functools.partial(check_replicas, family="qwen3"), TP2, models)
+    ranks.run(functools.partial(check_replicas, family="qwen3"), TP2, models)
 
 
 def check_groups(layout: Layout, folder: Path, family: str) -> None:
@@ -95,12 +95,12 @@ def check_groups(layout: Layout, folder: Path, family: str) -> None:
     trained._optimizer._core.get_grad_norm = lambda: 1.1 * measure()
     before = [part.main.clone() for part in trained._optimizer.ranges()]
     with pytest.raises(RuntimeError, match=r"Megatron-Core's gradient norm is .*; the layout of the parameters gives"):
-        trained.step(layouts.batches(trained, layout), cases.loss)
+        trained.step(ranks.batches(trained, layout), cases.loss)
     assert all(torch.equal(part.main, old) for part, old in zip(trained._optimizer.ranges(), before, strict=True))
 
 
 def test_another_norm_of_megatron_is_refused(models):
-    layouts.run(functools.partial(check_groups, family="qwen3"), TP2, models)
+    ranks.run(functools.partial(check_groups, family="qwen3"), TP2, models)
 
 
 def test_megatrons_float32_norm_of_a_large_embedding_is_accepted_on_cpus(monkeypatch):

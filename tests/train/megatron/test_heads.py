@@ -34,7 +34,7 @@ def families(layout: Layout) -> list[str]:
 
 def batches(trained: MegatronBackend, layout: Layout) -> tuple[list[list[int]], list[PackedBatch]]:
     """Return (the sequences of each batch of this rank, the batches)."""
-    chosen = layouts.shares(layout)[trained.data_rank]
+    chosen = ranks.shares(layout)[trained.data_rank]
     return chosen, [heads.pack(members) for members in chosen]
 
 
@@ -86,7 +86,7 @@ def check_drawn_head(layout: Layout, folder: Path) -> None:
     family = "qwen3_moe" if layout.ep > 1 else "qwen3_tied"
     theirs = FSDPBackend(cases.policy(folder / family), dist.group.WORLD, seed=7, role=VALUES)
     expected = {name: tensor.clone() for name, tensor in theirs.weights()}
-    ours = layouts.weights(layouts.backend(cases.policy(folder / family), layout, VALUES))
+    ours = ranks.weights(layouts.backend(cases.policy(folder / family), layout, VALUES))
     assert SCORE in ours and "lm_head.weight" not in ours
     assert ours.keys() == expected.keys()
     assert not [name for name, tensor in ours.items() if not torch.equal(tensor, expected[name])]
@@ -165,24 +165,24 @@ def outputs_and_resumed(layout: Layout, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(head_models) -> Path:
-    layouts.run(save, TP2_SP, head_models)
+    ranks.run(save, TP2_SP, head_models)
     return head_models
 
 
 def test_a_cut_head_resumes(saved):
-    layouts.run(outputs_and_resumed, TP2_SP, saved)
+    ranks.run(outputs_and_resumed, TP2_SP, saved)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [TP2_SP, CP2, PP2, EP2], ids=lambda layout: layout.name)
 def test_layouts(saved, layout):
-    layouts.run(everything, layout, saved)
+    ranks.run(everything, layout, saved)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [DP2, *layouts.OF_FOUR_RANKS], ids=lambda layout: layout.name)
 def test_more_layouts(saved, layout):
-    layouts.run(everything, layout, saved)
+    ranks.run(everything, layout, saved)
 
 
 @pytest.mark.parametrize("family", heads.FAMILIES)
@@ -191,17 +191,16 @@ def test_one_rank(head_models, realm, check, family):
     check(ONE, head_models, family)
 
 
-def test_policies_and_critics_have_separate_conversions(head_models, realm):
-    """Convert one checkpoint for a policy and a critic; and a value model's, whose files differ, for a critic."""
+def test_policies_and_critics_start_from_one_checkpoint(head_models, realm):
+    """A critic starts from a policy's checkpoint, and from a value model's, whose files differ."""
     causal, values = head_models / "llama", heads.value_models(head_models) / "llama"
     files = load_file(causal / "model.safetensors")
-    for _ in range(2):  # the first makes the conversions, the second finds them
-        policy = layouts.weights(layouts.backend(cases.policy(causal)))
-        critic = layouts.weights(layouts.backend(cases.policy(causal), role=VALUES))
-        assert policy.keys() - critic.keys() == {"lm_head.weight"} and critic.keys() - policy.keys() == {SCORE}
-        assert all(torch.equal(tensor, files[name]) for name, tensor in policy.items())
-        assert all(torch.equal(tensor, files[name]) for name, tensor in critic.items() if name != SCORE)
-        layouts.check_weights_are_the_files(layouts.backend(cases.policy(values), role=VALUES), values)
+    policy = ranks.weights(layouts.backend(cases.policy(causal)))
+    critic = ranks.weights(layouts.backend(cases.policy(causal), role=VALUES))
+    assert policy.keys() - critic.keys() == {"lm_head.weight"} and critic.keys() - policy.keys() == {SCORE}
+    assert all(torch.equal(tensor, files[name]) for name, tensor in policy.items())
+    assert all(torch.equal(tensor, files[name]) for name, tensor in critic.items() if name != SCORE)
+    layouts.check_weights_are_the_files(layouts.backend(cases.policy(values), role=VALUES), values)
 
 
 def test_an_offloaded_model_gives_the_same_outputs(head_models, realm):
@@ -229,5 +228,5 @@ def test_models_of_one_process_share_a_layout(head_models, realm):
 
 def test_a_value_head_has_no_token_outputs(head_models, realm):
     trained = layouts.backend(cases.policy(head_models / "llama"), role=VALUES)
-    with pytest.raises(ValueError, match="value head has no most likely tokens"):
+    with pytest.raises(ValueError, match="does not predict tokens"):
         trained.forward([heads.pack(ALL)], top_k=2)

@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.train.megatron import host_weights
+from pipeline.train import offload
 from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.offload import host_memory
 from pipeline.train.train_backend import ModelRole
@@ -30,7 +30,7 @@ def check(layout: Layout, folder: Path, precision: str = "float32") -> None:
         policy = cases.policy(folder / "qwen3_moe", scheduler=ranks.SCHEDULER, max_grad_norm=0.5, precision=precision)
         return layouts.backend(policy, layout)
 
-    offloads.check(new, layouts.batches(new(), layout), states)
+    offloads.check(new, ranks.batches(new(), layout), states)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -41,8 +41,8 @@ def test_one_rank(precision, models):
 
 @pytest.mark.long
 def test_two_ranks(models):
-    layouts.run(check, DP2, models)
-    layouts.run(check, EP2, models)
+    ranks.run(check, DP2, models)
+    ranks.run(check, EP2, models)
 
 
 @pytest.mark.usefixtures("realm")
@@ -64,9 +64,9 @@ def test_a_frozen_model(models):
 def test_a_frozen_model_in_host_memory(models, monkeypatch):
     """Its weights are in one block, and nothing refers to the memory that they had."""
     policy, sizes, left = cases.policy(models / "qwen3"), [], []
-    expected = layouts.weights(layouts.backend(policy, ONE, ModelRole(trained=False)))
+    expected = ranks.weights(layouts.backend(policy, ONE, ModelRole(trained=False)))
 
-    class Recorded(host_weights.HostWeights):
+    class Recorded(offload.HostWeights):
         def __init__(self, tensors, device):
             left.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
             super().__init__(tensors, device)
@@ -76,14 +76,14 @@ def test_a_frozen_model_in_host_memory(models, monkeypatch):
         return host_memory(size, page_locked)
 
     monkeypatch.setattr("pipeline.train.megatron.megatron_backend.HostWeights", Recorded)
-    monkeypatch.setattr(host_weights, "host_memory", recorded)
+    monkeypatch.setattr(offload, "host_memory", recorded)
     frozen = layouts.backend(policy, ONE, ModelRole(trained=False, offload=True))
     tensors = [local.tensor for local in frozen._local.values()]
     assert len(left) == len(tensors) and all(storage.expired() for storage in left)
     assert len(sizes) == 1 and sum(tensor.nbytes for tensor in tensors) <= sizes[0]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     for _ in range(2):
-        found = layouts.weights(frozen)
+        found = ranks.weights(frozen)
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
         frozen.offload()  # it is in host memory already
         frozen.reload()

@@ -5,6 +5,8 @@ Each check runs on one rank by itself and in some layouts of two ranks; marked `
 
 import dataclasses
 import functools
+import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from pipeline.train.megatron.megatron_backend import MegatronBackend
 from pipeline.train.train_backend import ModelRole, TrainBackend
 from pipeline.types import TopK
 from tests.problems import refused
-from tests.train import cases
+from tests.train import cases, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import CP2, EP2, MIXTURES, ONE, PP2, TP2_SP, Layout
 from tests.train.ranks import SCHEDULER, assert_near
@@ -31,7 +33,7 @@ ALL = list(range(len(cases.LENGTHS)))
 
 def gradients(trained: MegatronBackend, layout: Layout, batches: list | None = None) -> dict[str, torch.Tensor]:
     """Return gradients of one step on all sequences, or on these batches of this rank's."""
-    trained.step(layouts.batches(trained, layout) if batches is None else batches, cases.loss)
+    trained.step(ranks.batches(trained, layout) if batches is None else batches, cases.loss)
     return layouts.gradients(trained)[0]
 
 
@@ -81,8 +83,8 @@ def check_bfloat16(layout: Layout, folder: Path, family: str, summed: tuple[str,
         policy = cases.policy(folder / family, precision="bfloat16", optimizer=small)
         ddp = MegatronDDPConfig(grad_reduce_in_fp32=dtype == "float32")
         trained = layouts.backend(policy, layout, distributed_data_parallel_config=ddp)
-        mine = layouts.batches(trained, layout)
-        for chosen, found in zip(layouts.shares(layout)[trained.data_rank], trained.forward(mine), strict=True):
+        mine = ranks.batches(trained, layout)
+        for chosen, found in zip(ranks.shares(layout)[trained.data_rank], trained.forward(mine), strict=True):
             assert 0 < (found.logprobs - expected.of(chosen)).abs().max() < 0.5
         for name, tensor in trained.weights():
             served = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16  # rounded, it chooses others
@@ -101,7 +103,7 @@ def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
     """Check that they equal the other backend's from this seed."""
     theirs = FSDPBackend(cases.policy(folder / family, random_init=True), dist.group.WORLD, seed=7, role=ModelRole())
     expected = {name: tensor.clone() for name, tensor in theirs.weights()}
-    ours = layouts.weights(layouts.backend(cases.policy(folder / family, random_init=True), layout))
+    ours = ranks.weights(layouts.backend(cases.policy(folder / family, random_init=True), layout))
     assert ours.keys() == expected.keys()
     assert not [name for name, tensor in ours.items() if not torch.equal(tensor, expected[name])]
 
@@ -119,13 +121,13 @@ def check_five_steps(layout: Layout, folder: Path, family: str) -> None:
 
 
 def five_steps(trained: TrainBackend, layout: Layout) -> list[dict[str, float]]:
-    return [cases.learn(trained, layouts.batches(trained, layout)) for _ in range(5)]
+    return [cases.learn(trained, ranks.batches(trained, layout)) for _ in range(5)]
 
 
 def check_reference(layout: Layout, folder: Path, family: str) -> None:
     """Check that the reference keeps its initial log-probs, and that computing them changes nothing."""
     trained = layouts.backend(cases.policy(folder / family), layout, ModelRole(reference=True))
-    mine = layouts.batches(trained, layout)
+    mine = ranks.batches(trained, layout)
     first = trained.forward(mine)
     trained.step(mine, cases.loss)
     before = held(trained)
@@ -137,7 +139,7 @@ def check_reference(layout: Layout, folder: Path, family: str) -> None:
 
 def check_clipping_and_refusal(layout: Layout, folder: Path, family: str) -> None:
     trained = layouts.backend(cases.policy(folder / family, max_grad_norm=0.01), layout)
-    mine = layouts.batches(trained, layout)
+    mine = ranks.batches(trained, layout)
     norm = trained.step(mine, cases.loss).metrics["grad_norm"]
     assert norm == pytest.approx(layouts.expected(folder / family).norm, rel=1e-5)
     clipped = torch.stack([g.norm() for g in layouts.gradients(trained)[0].values()]).norm()
@@ -148,11 +150,11 @@ def check_clipping_and_refusal(layout: Layout, folder: Path, family: str) -> Non
         # On one data rank only, yet all must refuse.
         return type(output)(output.loss * (torch.nan if trained.data_rank == 0 else 1.0), output.metrics)
 
-    before, lr = held(trained), trained._optimizer.lr
+    before, lr = held(trained), trained._optimizer.schedule.lr
     with pytest.raises(FloatingPointError, match="norm is nan"):
         trained.step(mine, broken)
     assert all(torch.equal(a, b) for a, b in zip(before, held(trained), strict=True))
-    assert trained._optimizer.lr == lr and trained._optimizer.updates == 1
+    assert trained._optimizer.schedule.lr == lr and trained._optimizer.updates == 1
     trained.step(mine, cases.loss)
     after = held(trained)
     assert all(tensor.isfinite().all() for tensor in after)
@@ -166,7 +168,7 @@ def check_batching(layout: Layout, folder: Path, family: str) -> None:
     trained = layouts.backend(cases.policy(folder / family, optimizer=still), layout)
     nothing = pack([], "cpu")
     for count in (1, 8 // layout.dp):
-        chosen = [list(reversed(batch)) for batch in reversed(layouts.shares(layout, count)[trained.data_rank])]
+        chosen = [list(reversed(batch)) for batch in reversed(ranks.shares(layout, count)[trained.data_rank])]
         mine = [cases.pack(batch) for batch in chosen]
         for batch, found in zip(chosen, trained.forward(mine), strict=True):
             assert (found.logprobs - theirs.of(batch)).abs().max() < 1e-5
@@ -183,14 +185,14 @@ def check_frozen_router(layout: Layout, folder: Path, family: str) -> None:
     """Check that it stays the same to the last bit, and that all other weights move as if it did not."""
     expected = layouts.expected(folder / family)
     trained = layouts.backend(cases.policy(folder / family), layout, freeze_moe_router=True)
-    before = layouts.weights(trained)
+    before = ranks.weights(trained)
     found = gradients(trained, layout)
     router = {name for name in before if name.endswith(ROUTERS)}
     bias = {name for name in before if name.endswith("e_score_correction_bias")}
     assert router
     assert found.keys() == before.keys() - router - bias
     assert_near(found, {name: expected.gradients[name] for name in found}, 5e-6)
-    after = layouts.weights(trained)
+    after = ranks.weights(trained)
     if dist.get_rank() == 0:
         assert {name for name in before if torch.equal(before[name], after[name])} == router | bias
 
@@ -202,10 +204,10 @@ def check_router_bias(layout: Layout, folder: Path) -> None:
     moved = {}
     for rate in (0.0, 0.01):
         trained = layouts.backend(cases.policy(folder / "deepseek_v3"), layout, moe_router_bias_update_rate=rate)
-        before = layouts.weights(trained)
-        trained.forward(layouts.batches(trained, layout))  # which does not count
-        trained.step(layouts.batches(trained, layout), cases.loss)
-        after = layouts.weights(trained)
+        before = ranks.weights(trained)
+        trained.forward(ranks.batches(trained, layout))  # which does not count
+        trained.step(ranks.batches(trained, layout), cases.loss)
+        after = ranks.weights(trained)
         moved[rate] = [after[name] - before[name] for name in before if name.endswith("e_score_correction_bias")]
         ours = [local.tensor for name, local in trained._local.items() if name.endswith("expert_bias")]
         for tensor in ours if layout.pp == 1 else ():
@@ -294,13 +296,13 @@ def run_checks(names: Iterable[str], layout: Layout, folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_layouts(models, layout):
-    layouts.run(functools.partial(run_checks, QUICK[layout]), layout, models)
+    ranks.run(functools.partial(run_checks, QUICK[layout]), layout, models)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", (*QUICK, CP2, EP2), ids=lambda layout: layout.name)
 def test_layouts_with_every_check(models, layout):
-    layouts.run(functools.partial(run_checks, tuple(CHECKS)), layout, models)
+    ranks.run(functools.partial(run_checks, tuple(CHECKS)), layout, models)
 
 
 # ---- unsupported --------------------------------------------------------------------------------------------------------
@@ -344,3 +346,12 @@ def test_unsupported_configurations_are_refused(models, realm):
     with pytest.raises(ValueError, match="a teacher's tokens do not fit a vocabulary of 61"):
         trained.step([dataclasses.replace(good, teacher=beyond)], cases.loss)
     assert trained.forward([]) == []
+
+
+def test_quantized_weights_are_refused(models, realm, tmp_path):
+    shutil.copytree(models / "llama", tmp_path / "quantized")
+    config = json.loads((tmp_path / "quantized/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "quantized/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantized"):
+        layouts.backend(cases.policy(tmp_path / "quantized"))

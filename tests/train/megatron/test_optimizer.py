@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, OptimizerConfig
 from tests.problems import refused
-from tests.train import cases
+from tests.train import cases, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2_SP, Layout
 
@@ -29,16 +29,16 @@ def check_steps(layout: Layout, folder: Path, family: str, setting: str) -> None
     """Check that three clipped steps equal those of torch's optimizer on the full gradients of Hugging Face's tensors."""
     policy, megatron, optimizer, all_decayed = SETTINGS[setting]
     trained = layouts.backend(cases.policy(folder / family, **{"max_grad_norm": 0.1, **policy}), layout, **megatron)
-    theirs = layouts.weights(trained)
+    theirs = ranks.weights(trained)
     decayed = [p for p in theirs.values() if all_decayed or p.dim() > 1]
     groups = [{"params": decayed}, {"params": [p for p in theirs.values() if p.dim() == 1], "weight_decay": 0.0}]
     torchs = optimizer(groups[:1] if all_decayed else groups, **KWARGS)
     for _ in range(3):
-        metrics = trained.step(layouts.batches(trained, layout), cases.loss).metrics
+        metrics = trained.step(ranks.batches(trained, layout), cases.loss).metrics
         found, _ = layouts.gradients(trained)
         assert metrics["grad_norm"] > 0.2
         assert torch.stack([g.norm() for g in found.values()]).norm() == pytest.approx(0.1, rel=1e-4)
-        ours = layouts.weights(trained)
+        ours = ranks.weights(trained)
         if dist.get_rank() == 0:
             for name, tensor in theirs.items():
                 tensor.grad = found.get(name)
@@ -64,14 +64,14 @@ FULL = (TP2_SP, PP2, CP2, DP2, EP2)
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_steps_equal_torchs_in_any_layout(models, layout):
-    layouts.run(functools.partial(several, QUICK[layout]), layout, models)
+    ranks.run(functools.partial(several, QUICK[layout]), layout, models)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_steps_equal_torchs_with_either_optimizer(models, layout):
     settings = (("qwen3_moe", "adamw"), ("mixtral" if layout.ep > 1 else "qwen3_tied", "megatron"))
-    layouts.run(functools.partial(several, settings), layout, models)
+    ranks.run(functools.partial(several, settings), layout, models)
 
 
 def inverse_square_root(step: int) -> float:

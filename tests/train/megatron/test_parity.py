@@ -3,7 +3,7 @@
 By default every family runs on one rank, and in layouts of several those whose parts these cut differently (the other layouts
 are in test_model.py); marked `full`, in every layout.
 
-`python -m tests.train.megatron` prints the differences.
+`python -m tests.train.parity megatron` prints the differences.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronHConfig
 
 from tests.models.cases import HYBRID, SHAPE
-from tests.train import cases
+from tests.train import cases, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import (
     CP2,
@@ -44,35 +44,44 @@ QUICK = {
 }
 
 
-def check(found: dict[str, layouts.Difference], families: tuple[str, ...]) -> None:
-    assert tuple(found) == families
-    far = {family: d for family, d in found.items() if d.logprob > LOGPROB or d.relative > GRADIENT or d.replicas > 1e-6}
-    assert not far
-    assert max(d.norm for d in found.values()) < NORM
+def check_families(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
+    for family in families:
+        trained = layouts.backend(cases.policy(folder / family), layout)
+        layouts.check_weights_are_the_files(trained, folder / family)
+        norms = layouts.core_norms(trained)
+        ranks.check_against_eager(trained, layout, folder / family, GRADIENT)
+        ours = torch.stack([gradient.double().norm() for gradient in layout.gradients(trained).values()]).norm().item()
+        assert abs(norms[0] / ours - 1) < NORM, family
+        layouts.release()
+
+
+def check(layout: Layout, folder: Path, families: tuple[str, ...]) -> None:
+    assert families
+    ranks.run(functools.partial(check_families, families), layout, folder)
 
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_families(models, layout):
-    check(layouts.measured(layout, models, QUICK[layout]), QUICK[layout])
+    check(layout, models, QUICK[layout])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", OF_TWO_RANKS, ids=lambda layout: layout.name)
 def test_two_ranks_with_every_family(models, layout):
-    check(layouts.measured(layout, models), layout.families)
+    check(layout, models, layout.families)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", OF_FOUR_RANKS, ids=lambda layout: layout.name)
 def test_four_ranks(models, layout):
     families = tuple(family for family in layout.families if family in OF_EACH_KIND)
-    check(layouts.measured(layout, models, families), families)
+    check(layout, models, families)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", OF_FOUR_RANKS, ids=lambda layout: layout.name)
 def test_four_ranks_with_every_family(models, layout):
-    check(layouts.measured(layout, models), layout.families)
+    check(layout, models, layout.families)
 
 
 def test_fewer_key_value_heads_than_ranks(tmp_path):
@@ -84,7 +93,7 @@ def test_fewer_key_value_heads_than_ranks(tmp_path):
             tensor.normal_(1.0 if "norm" in name else 0.0, 0.2)
     model.save_pretrained(tmp_path / "multi_query")
     layouts.write_expected(tmp_path / "multi_query")
-    check(layouts.measured(TP2_SP, tmp_path, ("multi_query",)), ("multi_query",))
+    check(TP2_SP, tmp_path, ("multi_query",))
 
 
 @pytest.mark.full
@@ -98,7 +107,7 @@ def test_context_parallel_ranks_share_the_heads_of_a_group(tmp_path):
             tensor.normal_(1.0 if "norm" in name else 0.0, 0.2)
     model.save_pretrained(tmp_path / "one_group")
     layouts.write_expected(tmp_path / "one_group")
-    check(layouts.measured(CP2, tmp_path, ("one_group",)), ("one_group",))
+    check(CP2, tmp_path, ("one_group",))
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------------
@@ -107,8 +116,8 @@ def test_context_parallel_ranks_share_the_heads_of_a_group(tmp_path):
 def experts_split_otherwise(layout: Layout, folder: Path) -> None:
     trained = layouts.backend(cases.policy(folder / "mixtral"), layout)
     theirs = layouts.expected(folder / "mixtral")
-    mine = layouts.batches(trained, layout)
-    for chosen, found in zip(layouts.shares(layout)[trained.data_rank], trained.forward(mine), strict=True):
+    mine = ranks.batches(trained, layout)
+    for chosen, found in zip(ranks.shares(layout)[trained.data_rank], trained.forward(mine), strict=True):
         assert (found.logprobs - theirs.of(chosen)).abs().max() < LOGPROB
     trained.step(mine, cases.loss)
     ours, replicas = layouts.gradients(trained)
@@ -120,7 +129,7 @@ def experts_split_otherwise(layout: Layout, folder: Path) -> None:
 
 def test_experts_split_otherwise_than_the_rest_are_silently_wrong(models):
     """This is why pipeline/config/parallelism.py refuses it (`check_expert_layout`). If this fails, the check can go."""
-    layouts.run(experts_split_otherwise, Layout(tp=2, sp=True, etp=1), models)
+    ranks.run(experts_split_otherwise, Layout(tp=2, sp=True, etp=1), models)
 
 
 def refused(message: str, layout: Layout, folder: Path) -> None:
@@ -138,4 +147,4 @@ def refused(message: str, layout: Layout, folder: Path) -> None:
 )
 def test_a_layout_that_does_not_divide_is_refused_by_key(tmp_path, layout, changes, message):
     LlamaConfig(**{**SHAPE, **changes}).save_pretrained(tmp_path)
-    layouts.run(functools.partial(refused, message), layout, tmp_path)
+    ranks.run(functools.partial(refused, message), layout, tmp_path)

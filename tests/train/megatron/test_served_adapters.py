@@ -7,8 +7,7 @@ import pytest
 from pipeline.config import MegatronLoRAConfig
 from pipeline.train.adapters.served_adapters import served_adapters
 from tests.problems import refused
-from tests.train import cases
-from tests.train.megatron import layouts
+from tests.train import cases, ranks
 from tests.train.megatron import served_adapters as checks
 from tests.train.megatron.layouts import CP2, EP2, ONE, PP2, TP2, TP2_EP2_SP, TP2_PP2_SP, TP2_SP
 
@@ -18,13 +17,13 @@ FULL |= {TP2_PP2_SP: ("qwen2", *MIXTURES)}
 
 
 def test_equal_the_export(models):
-    layouts.run(functools.partial(checks.check_families, ("qwen2",)), TP2, models)
+    ranks.run(functools.partial(checks.check_families, ("qwen2",)), TP2, models)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_equal_the_export_in_every_layout(models, layout):
-    layouts.run(functools.partial(checks.check_families, FULL[layout]), layout, models)
+    ranks.run(functools.partial(checks.check_families, FULL[layout]), layout, models)
 
 
 def test_a_refit_keeps_the_adapters_on_the_device(models, realm):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
-from pipeline.train.megatron.convolution import convolve, token_positions
+from pipeline.train.megatron.mixer import convolve, token_positions
 from pipeline.train.megatron.state_space import scan
 from pipeline.train.sequence_bounds import Packing
 

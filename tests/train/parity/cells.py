@@ -56,12 +56,11 @@ def measured(layout: Layout, cells: list[Cell], folder: Path) -> dict[Cell, Foun
     """Return what became of each cell at this layout. folder: of `references.write`."""
     found: dict[Cell, Found] = {}
     report = folder / f"cells-{type(layout).__module__}-{layout.name}.jsonl"
-    run = layouts.run if isinstance(layout, layouts.Layout) else ranks.run
     while pending := [cell for cell in cells if cell not in found]:
         report.unlink(missing_ok=True)
         error = ""
         try:
-            run(functools.partial(_measure, pending, report), layout, folder)
+            ranks.run(functools.partial(_measure, pending, report), layout, folder)
         except Exception as raised:
             error = next((line for line in reversed(str(raised).splitlines()) if line.strip()), type(raised).__name__)
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
@@ -104,7 +103,7 @@ def measure(cell: Cell, layout: Layout, folder: Path) -> Found:
     with Float64() if cell.precision == "float64" else contextlib.nullcontext():
         trained = of.backend(cell, model)
         theirs = _adapted(of, trained, model) if cell.adapted else of.reference(model)
-        chosen = of.shares()[trained.data_rank]
+        chosen = ranks.shares(layout)[trained.data_rank]
         batches = [cases.pack(members) for members in chosen]
         logprobs = [
             part
@@ -140,9 +139,6 @@ class _FSDP:
         some = replace(LORA, match_all_linear=False, target_modules=ATTENTION)
         return ranks.backend(policy, self._layout, lora_cfg=some)
 
-    def shares(self) -> list[list[list[int]]]:
-        return ranks.shares(self._layout)
-
     def reference(self, model: Path) -> Reference:
         return Reference.load(model / "reference.st")
 
@@ -177,9 +173,6 @@ class _Megatron:
         some = replace(megatron_adapters.LORA, target_modules=["linear_qkv", "linear_proj"])
         return layouts.backend(policy, self._layout, peft=some)
 
-    def shares(self) -> list[list[list[int]]]:
-        return layouts.shares(self._layout)
-
     def reference(self, model: Path) -> Reference:
         return references.stored(Reference.load(model / "reference.st"), model)
 
@@ -189,10 +182,7 @@ class _Megatron:
         return adapters, trained._adapters.spec.scale, copied
 
     def gradients(self, trained: MegatronBackend) -> dict[str, torch.Tensor]:
-        found, replicas = layouts.gradients(trained)
-        largest = max(gradient.abs().max().item() for gradient in found.values())
-        assert replicas <= 1e-6 * largest, f"gradients of replicas differ by {replicas}"
-        return found
+        return self._layout.gradients(trained)
 
 
 def _adapted(of: _FSDP | _Megatron, trained: TrainBackend, model: Path) -> Reference:

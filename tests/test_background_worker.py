@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from pipeline.train.background_worker import BackgroundWorker
+from pipeline.checkpoints.background_worker import BackgroundWorker
 
 
 def test_work_runs_in_the_background_one_at_a_time():
