@@ -12,8 +12,7 @@ The runs are planned as they ran. Most are colocated: the same GPUs train and ge
 the host and back. Lines with "ahead" sample that many steps ahead of training, with refits in flight, on GPUs of their own.
 
 Their refit is another program than ours: it gathers each tensor on all ranks, from Python. So its seconds are the published
-ones of that model, not planned ones, and `python -m tests.benchmarks.refit_published` compares refits. Where theirs is not
-published, none is counted.
+ones of that model, not planned ones. Where theirs is not published, none is counted.
 
 Sources: NeMo-RL's post "Reinforcement Learning with NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput"
 (v0.3, with phases and mean lengths of answers), and its performance summaries of v0.4 and v0.6 (whole steps and mean lengths of
