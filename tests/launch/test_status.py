@@ -14,7 +14,7 @@ import pytest
 from launch import status
 from launch.executors import slurm_client
 from launch.executors.executor import ROOT
-from launch.executors.local import HetLocalExecutor, start_time
+from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
 from launch.runs import run_state, run_summary, status_text
@@ -25,7 +25,7 @@ from pipeline.files import small_files
 from pipeline.observe.metrics import read
 from tests.launch import made_runs, tasks
 from tests.launch.made_runs import Texts
-from tests.launch.waiting import reports, wait_until, wait_until_ended
+from tests.launch.waiting import reports, wait_until
 
 TEXTS = Texts("2+5=", "7", "8", "9")
 
@@ -303,21 +303,6 @@ def test_status_imports_no_library_of_the_job(run):
 
 
 # ---- real jobs --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full  # by default on Slurm, below
-def test_a_local_run_is_running_then_stopped(tmp_path, capsys):
-    run = made_runs.folder(tmp_path / "one")
-    components = {"train": ComponentConfig(nodes=1), "generate": ComponentConfig(nodes=1)}
-    job = HetLocalExecutor(run, ClusterConfig(time_min=5), components).submit(tasks.report_and_wait, str(run))
-    write_record(run, JobRecord.of("local", job))
-    reports(run, 2)
-    answer, text = asked(capsys, run)
-    assert (answer, "running; the ranks are starting" in text) == (0, True)
-    job.cancel()
-    wait_until_ended(job)
-    answer, text = asked(capsys, run)
-    assert (answer, "stopped; by SIGTERM" in text) == (1, True)
 
 
 @pytest.mark.slurm
