@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from pipeline.environments.environment import Environment, Outcome
@@ -15,20 +14,6 @@ class Digits(Environment):
     def step(self, prompt: Prompt, text: str) -> Outcome:
         share = sum(character.isdigit() for character in text) / max(1, len(text))
         return Outcome(share, {"accuracy": float(share > 0.5)})
-
-
-class LeaksAndWaits(Digits):
-    """Takes its time, and on one rank keeps memory of each call."""
-
-    def __init__(self, rank: int, megabytes: float, seconds: float) -> None:
-        self._bytes = int(megabytes * 1e6) if int(os.environ["HETSTEP_RANK"]) == rank else 0
-        self._seconds = seconds
-        self._kept: list[bytes] = []
-
-    def step(self, prompt: Prompt, text: str) -> Outcome:
-        time.sleep(self._seconds)
-        self._kept.append(os.urandom(self._bytes))
-        return super().step(prompt, text)
 
 
 class DiesOnce(Digits):

@@ -14,7 +14,6 @@ import pytest
 from launch import status
 from launch.executors import slurm_client
 from launch.executors.executor import ROOT
-from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
 from launch.runs import run_state, run_summary, status_text
@@ -30,18 +29,11 @@ from tests.launch.waiting import reports, wait_until
 TEXTS = Texts("2+5=", "7", "8", "9")
 
 
-class Alive:
-    """This process, as a run's job."""
-
-    job_id = str(os.getpid())
-    start_time = start_time(os.getpid())
-
-
 @pytest.fixture
 def run(tmp_path) -> Path:
     """Write a run that started ten minutes ago, at step 6 of 100, in its second attempt."""
     made = made_runs.folder(tmp_path / "runs/one")
-    write_record(made, JobRecord.of("local", Alive()))
+    write_record(made, JobRecord.of("local", made_runs.Alive()))
     made_runs.attempt(made, "7-0", made_runs.ago(1000), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3")
     made_runs.attempt(made, "7-1", made_runs.ago(600))
     made_runs.steps(made, 1, 6, TEXTS)
