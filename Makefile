@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Otherwise each of the tests' processes would compile what it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo test test-full test-long test-slurm-matrix gpu-check lint format bench slurm clean
+.PHONY: help setup demo test test-full test-long test-slurm-matrix gpu-check lint format slurm clean
 
 help:  ## List the targets.
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-20s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,9 +63,6 @@ gpu-check:  ## On a machine with a GPU: check and measure it, and run its tests,
 	fi; \
 	$$python -m tests.gpu_check $(ARGS)
 
-bench: $(READY)  ## Compare speeds with TRL, padded training, and floors.
-	$(BIN)/python -m tests.benchmarks
-
 lint: $(READY)  ## Check style, docstrings and types.
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -75,5 +72,5 @@ format: $(READY)  ## Mend style where that can be done automatically.
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-clean:  ## Remove .venv, benchmark results and the demo's run.
+clean:  ## Remove .venv, learning curves and the demo's run.
 	rm -rf $(VENV) .bench runs/demo

@@ -60,20 +60,13 @@ REFUSED = [
         "loss_fn.reference_policy_kl_gradient",
         "contradiction",
     ),
-    ("grpo sft", "loss_fn.ratio_clip_c=1.0", "loss_fn.ratio_clip_c", "too-small"),
-    ("grpo", "loss_fn.ratio_clip_max=-0.1", "loss_fn.ratio_clip_max", "too-small"),
-    ("grpo", "loss_fn.entropy_coeff=-1", "loss_fn.entropy_coeff", "too-small"),
-    ("grpo", "loss_fn.reference_policy_kl_type=k4", "loss_fn.reference_policy_kl_type", "not-a-choice"),
-    ("grpo", "loss_fn.reference_policy_kl_penalty=-1", "loss_fn.reference_policy_kl_penalty", "too-small"),
     ("grpo", f"{CISPO} loss_fn.disable_ppo_ratio=true", "loss_fn.disable_ppo_ratio", "contradiction"),
     ("grpo", f"{CISPO} {ON_POLICY}", "loss_fn.force_on_policy_ratio", "contradiction"),
     ("grpo", f"{CISPO} loss_fn.ratio_clip_c=3", "loss_fn.ratio_clip_c", "contradiction"),
     ("ppo", f"{CISPO} loss_fn.token_level_loss=false", "loss_fn.token_level_loss", "contradiction"),
     # ---- importance sampling
-    ("grpo", f"{TRUNCATED}_type=clip", f"{TRUNCATED}_type", "not-a-choice"),
     ("grpo", f"{TRUNCATED}_type=tis {TRUNCATED}_ratio=2", f"{TRUNCATED}_type", "has-no-effect"),
     ("grpo", f"{IS} {TRUNCATED}_type=tis", f"{TRUNCATED}_ratio", "missing-value"),
-    ("grpo", f"{IS} {TRUNCATED}_type=tis {TRUNCATED}_ratio=0", f"{TRUNCATED}_ratio", "too-small"),
     ("grpo", f"{IS} {TRUNCATED}_ratio=2", f"{TRUNCATED}_ratio", "has-no-effect"),
     ("grpo", f"{IS} {TRUNCATED}_ratio_min=0.5", f"{TRUNCATED}_ratio_min", "has-no-effect"),
     ("ppo", f"{IS} {TRUNCATED}_type=icepop {TRUNCATED}_ratio=2", f"{TRUNCATED}_ratio_min", "missing-value"),
@@ -90,7 +83,6 @@ REFUSED = [
         f"{TRUNCATED}_type",
         "contradiction",
     ),
-    ("grpo ppo", "*.seq_logprob_error_threshold=0.5", "*.seq_logprob_error_threshold", "too-small"),
     # ---- more than one update
     ("grpo", f"{ON_POLICY} policy.train_global_batch_size=16", "loss_fn.force_on_policy_ratio", "contradiction"),
     ("ppo", f"{ON_POLICY} ppo.ppo_epochs=2", "loss_fn.force_on_policy_ratio", "contradiction"),
@@ -116,24 +108,11 @@ REFUSED = [
         "contradiction",
     ),
     ("grpo ppo", "*.batch_multiplier=2", "*.batch_multiplier", "has-no-effect"),
-    ("grpo ppo", f"*.batch_multiplier=0.5 *.{DYNAMIC}", "*.batch_multiplier", "too-small"),
-    (
-        "grpo ppo",
-        f"*.dynamic_sampling_max_gen_batches=0 *.{DYNAMIC}",
-        "*.dynamic_sampling_max_gen_batches",
-        "too-small",
-    ),
     # ---- rewards and advantages
     (
         "grpo ppo",
         "*.reward_scaling.enabled=true *.reward_scaling.source_min=1",
         "*.reward_scaling.source_min",
-        "too-large",
-    ),
-    (
-        "grpo ppo",
-        "*.reward_shaping.enabled=true *.reward_shaping.stop_properly_penalty_coef=1.5",
-        "*.reward_shaping.stop_properly_penalty_coef",
         "too-large",
     ),
     (
@@ -150,36 +129,20 @@ REFUSED = [
         "too-large",
     ),
     ("grpo", "grpo.advantage_clip_low=1 grpo.advantage_clip_high=-1", "grpo.advantage_clip_low", "too-large"),
-    ("grpo", "grpo.adv_estimator.name=gae", "grpo.adv_estimator.name", "not-a-choice"),
     # ---- ppo
-    *[
-        ("ppo", f"ppo.adv_estimator.{key}={value}", f"ppo.adv_estimator.{key}", code)
-        for key in ("gae_gamma", "gae_lambda", "gae_lambda_value", "gae_lambda_policy")
-        for value, code in ((-0.1, "too-small"), (1.1, "too-large"))
-    ],
     (
         "ppo",
         "ppo.adv_estimator.length_adaptive_alpha=0.05 ppo.adv_estimator.gae_lambda_policy=0.9",
         "ppo.adv_estimator.gae_lambda_policy",
         "contradiction",
     ),
-    ("ppo", "ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.name", "not-a-choice"),
     ("ppo", "ppo.policy_training_start_step=10 ppo.max_num_steps=10", "ppo.policy_training_start_step", "too-large"),
     ("ppo", "value.model_name=''", "value.model_name", "missing-value"),
-    ("ppo", "value_loss_fn.cliprange=0", "value_loss_fn.cliprange", "too-small"),
-    ("ppo", "ppo.ppo_epochs=0", "ppo.ppo_epochs", "too-small"),
     # ---- distillation
     ("distillation", "teacher.model_name=null", "teacher.model_name", "missing-value"),
-    ("distillation", "distillation.topk_logits_k=0", "distillation.topk_logits_k", "too-small"),
-    ("distillation", "loss_fn.kl_type=jensen", "loss_fn.kl_type", "not-a-choice"),
-    ("distillation", "loss_fn.mixed_kl_weight=1.5", "loss_fn.mixed_kl_weight", "too-large"),
     # ---- preferences
-    ("dpo", "dpo.preference_loss=hinge", "dpo.preference_loss", "not-a-choice"),
-    ("dpo", "dpo.reference_policy_kl_penalty=0", "dpo.reference_policy_kl_penalty", "too-small"),
-    ("dpo", "dpo.label_smoothing=0.5", "dpo.label_smoothing", "too-large"),
     ("dpo", "dpo.label_smoothing=0.1 dpo.preference_loss=ipo", "dpo.label_smoothing", "has-no-effect"),
     ("dpo", "dpo.preference_loss_weight=0", "dpo.preference_loss_weight", "contradiction"),
-    ("dpo", "dpo.sft_loss_weight=-1", "dpo.sft_loss_weight", "too-small"),
     ("dpo rm", "policy.sequence_packing.train_mb_tokens=1000", "policy.sequence_packing.train_mb_tokens", "too-small"),
     ("dpo", "policy.sequence_packing.logprob_mb_tokens=1000", "policy.sequence_packing.logprob_mb_tokens", "too-small"),
     ("rm", "data.train.chosen_key=answer data.train.rejected_key=answer", "data.train.rejected_key", "contradiction"),
@@ -189,11 +152,8 @@ REFUSED = [
     ("sft", f"{LORA}.enabled=true policy.megatron_cfg.enabled=true", f"{LORA}.enabled", "unsupported"),
     ("sft", f"{LORA}.enabled=true {LORA}.target_modules=[q_proj]", f"{LORA}.target_modules", "contradiction"),
     ("sft", f"{LORA}.enabled=true {LORA}.match_all_linear=false", f"{LORA}.target_modules", "missing-value"),
-    ("sft", f"{LORA}.dim=0", f"{LORA}.dim", "too-small"),
-    ("sft", f"{LORA}.lora_A_init=zeros", f"{LORA}.lora_A_init", "not-a-choice"),
     # ---- reward models
     ("grpo", "env.e.kind=reward_model", "env.e.model_name", "missing-value"),
-    ("grpo", f"{JUDGE} env.e.served_by=nobody", "env.e.served_by", "not-a-choice"),
     ("grpo", f"{JUDGE} env.f.kind=reward_model env.f.model_name=r", "env", "contradiction"),
     ("poetry", "", "algorithm", "not-a-choice"),
 ]

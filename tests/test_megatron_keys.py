@@ -1,4 +1,4 @@
-"""`policy.megatron_cfg`: NeMo-RL's section is accepted, unsupported values are refused by name, and layouts must divide."""
+"""`policy.megatron_cfg`: unsupported values are refused by name, and layouts must divide. NeMo-RL's section: tests/nemo_rl."""
 
 from dataclasses import fields
 
@@ -11,99 +11,6 @@ from tests.problems import refused
 
 MINIMAL = "algorithm: grpo\npolicy: {model_name: x}\nenv: {e: {kind: math}}\ndata: {train: {env_name: e}}\n"
 KEY = "policy.megatron_cfg"
-
-# The section of NeMo-RL's examples/configs/grpo_math_1B.yaml, key by key.
-NEMO_RL = """
-enabled: true
-model_overrides: {}
-checkpoint: {async_save: true, ckpt_assume_constant_structure: true}
-use_fused_linear_logprobs: false
-fused_linear_logprobs_chunk_size: 256
-force_reconvert_from_hf: False
-empty_unused_memory_level: 1
-activation_checkpointing: false
-cuda_graph_impl: "none"
-cuda_graph_modules: []
-cuda_graph_warmup_steps: 3
-fine_grained_activation_offloading: false
-offload_modules: null
-recompute_granularity: "full"
-recompute_modules: null
-tensor_model_parallel_size: 1
-expert_tensor_parallel_size: 1
-expert_model_parallel_size: 1
-pipeline_model_parallel_size: 1
-num_layers_in_first_pipeline_stage: null
-num_layers_in_last_pipeline_stage: null
-context_parallel_size: 1
-pipeline_dtype: ${policy.precision}
-sequence_parallel: false
-freeze_moe_router: true
-moe_router_dtype: "fp64"
-moe_router_load_balancing_type: "none"
-moe_router_bias_update_rate: 0.0
-moe_permute_fusion: true
-apply_rope_fusion: True
-bias_activation_fusion: True
-defer_fp32_logits: False
-moe_per_layer_logging: False
-moe_enable_deepep: false
-moe_token_dispatcher_type: "alltoall"
-moe_shared_expert_overlap: false
-use_gloo_process_groups: false
-mtp_num_layers: 0
-mtp_loss_scaling_factor: 0.0
-mtp_use_repeated_layer: false
-mtp_detach_heads: false
-gradient_accumulation_fusion: false
-use_fused_weighted_squared_relu: false
-peft:
-  enabled: false
-  target_modules: []
-  exclude_modules: []
-  dim: 8
-  alpha: 32
-  dropout: 0.0
-  dropout_position: "post"
-  lora_A_init_method: "xavier"
-  lora_B_init_method: "zero"
-  a2a_experimental: false
-  lora_dtype: None
-optimizer:
-  optimizer: "adam"
-  lr: 5.0e-6
-  min_lr: 5.0e-7
-  weight_decay: 0.01
-  bf16: true
-  fp16: false
-  params_dtype: "float32"
-  adam_beta1: 0.9
-  adam_beta2: 0.999
-  adam_eps: 1e-8
-  sgd_momentum: 0.9
-  use_distributed_optimizer: true
-  use_precision_aware_optimizer: true
-  clip_grad: ${policy.max_grad_norm}
-  optimizer_cpu_offload: false
-  optimizer_offload_fraction: 0.0
-  overlap_cpu_optimizer_d2h_h2d: false
-scheduler:
-  start_weight_decay: ${policy.megatron_cfg.optimizer.weight_decay}
-  end_weight_decay: ${policy.megatron_cfg.optimizer.weight_decay}
-  weight_decay_incr_style: "constant"
-  lr_decay_style: "constant"
-  lr_decay_iters: 1000
-  lr_warmup_iters: 13
-  lr_warmup_init: 5.0e-7
-distributed_data_parallel_config:
-  grad_reduce_in_fp32: false
-  overlap_grad_reduce: true
-  overlap_param_gather: true
-  use_custom_fsdp: false
-  data_parallel_sharding_strategy: "optim_grads_params"
-fp8_cfg: {enabled: false, fp8: "e4m3", fp8_recipe: "blockwise", fp8_param: false}
-env_vars: null
-"""
 
 
 @pytest.fixture
@@ -122,14 +29,6 @@ def on(*overrides, ranks=8) -> list[str]:
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------------
-
-
-def test_nemo_rls_section_is_accepted(load):
-    section = "".join(f"    {line}\n" for line in NEMO_RL.strip().splitlines())
-    text = MINIMAL.replace("policy: {model_name: x}\n", f"policy:\n  model_name: x\n  megatron_cfg:\n{section}")
-    recipe = load(text=text)
-    assert config.uses_megatron(recipe.policy)
-    assert recipe.policy.megatron_cfg.optimizer.clip_grad == recipe.policy.max_grad_norm == 1.0
 
 
 def test_no_default_is_refused(load):

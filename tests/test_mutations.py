@@ -11,7 +11,7 @@ import pytest
 
 from launch.recipes import reading
 from pipeline import config
-from pipeline.config import config_tree, interpolation
+from pipeline.config import config_tree, interpolation, yaml_text
 from pipeline.config.loading import RECIPES
 from tests.problems import named
 
@@ -26,44 +26,8 @@ VALUES = (
     *("${div:1,0}", "${max:a,1}", "${add:${policy.train_global_batch_size},1}", "${nothing:1}", "$", "\\${x}", "${grpo}"),
 )
 
-NEMO_RL = {
-    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 10, "seed": 42, "val_period": 0},
-    "loss_fn": {"reference_policy_kl_penalty": 0.01, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None},
-    "checkpointing": {"enabled": True, "checkpoint_dir": "results/grpo", "metric_name": "val:accuracy", "save_period": 10},
-    "policy": {
-        "model_name": "Qwen/Qwen2.5-1.5B",
-        "tokenizer": {"name": "${policy.model_name}"},
-        "train_global_batch_size": "${mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}}",
-        "train_micro_batch_size": 4,
-        "max_total_sequence_length": 512,
-        "precision": "bfloat16",
-        "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False},
-        "megatron_cfg": {"enabled": False},
-        "sequence_packing": {
-            "enabled": True,
-            "train_mb_tokens": "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}",
-        },
-        "max_grad_norm": 1.0,
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]}},
-        "generation": {
-            "backend": "vllm",
-            "max_new_tokens": "${policy.max_total_sequence_length}",
-            "temperature": 1.0,
-            "vllm_cfg": {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.6, "async_engine": False},
-            "colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
-        },
-    },
-    "data": {
-        "max_input_seq_length": "${policy.max_total_sequence_length}",
-        "shuffle": True,
-        "train": {"dataset_name": "OpenMathInstruct-2", "split_validation_size": 0.05, "seed": "${grpo.seed}"},
-        "validation": None,
-        "default": {"env_name": "math", "processor": "math_hf_data_processor"},
-    },
-    "env": {"math": {"num_workers": 8}},
-    "logger": {"log_dir": "logs", "wandb_enabled": False, "tensorboard_enabled": True},
-    "cluster": {"gpus_per_node": 1, "num_nodes": 2},
-}
+NEMO_RL = yaml_text.parse_value((Path(__file__).parent / "nemo_rl/recipes/grpo.yaml").read_text())
+del NEMO_RL["data"]["default"]["prompt_file"]  # of their repository
 
 
 def places(tree: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -160,7 +124,7 @@ def test_nemo_rls_command_line_keys_are_translated_and_ours_kept(tmp_path):
     (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL, indent=1))
     path = str(tmp_path / "theirs.yaml")
     loaded = reading.inspect(path, ["grpo.num_prompts_per_step=16", "cluster.train.nodes=3", "cluster.num_nodes=4"])
-    assert loaded.recipe.policy.train_global_batch_size == 64
+    assert loaded.recipe.grpo.num_prompts_per_step == 16
     assert loaded.recipe.cluster.train.nodes == 3
     assert loaded.origins["grpo.num_prompts_per_step"].startswith("the command line")
     assert loaded.origins["cluster.train.nodes"] == "the command line"

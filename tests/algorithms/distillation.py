@@ -1,6 +1,6 @@
-"""Run 200 steps of distillation from a student equal or near to its teacher: `python -m tests.algorithms.distillation`.
+"""Run 200 steps of distillation from a student equal or near to its teacher.
 
-A tiny Llama samples, and learns by the loss of each kind from the outputs that the train backends' head computes. The table has
+A tiny Llama samples, and learns by the loss of each kind from the outputs that the train backends' head computes. Measured are
 the student's mass in the teacher's top k, and its divergence from the teacher over the whole vocabulary, both on sequences that
 the teacher has drawn. A student that starts at its teacher stays there, and one that starts near it comes nearer.
 """
@@ -8,7 +8,6 @@ the teacher has drawn. A student that starts at its teacher stays there, and one
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -121,18 +120,3 @@ def distilled(config: LossConfig, student: LlamaForCausalLM, teacher: LlamaForCa
         optimizer.zero_grad()
         distillation_loss(config, outputs_of(student, rows, best.tokens), batch, counts).loss.backward()
         optimizer.step()
-
-
-def main() -> None:
-    teacher = a_teacher()
-    print("| student | kind | top-k mass before | after | KL(teacher, student) before | after |\n|---|---|---:|---:|---:|---:|")
-    for (start, noise), (kind, config) in itertools.product({"the teacher": 0.0, "near it": 0.1}.items(), KINDS.items()):
-        student = near(teacher, noise)
-        before = distance(student, teacher)
-        distilled(config, student, teacher)
-        after = distance(student, teacher)
-        print(f"| {start} | {kind} | {before.mass:.3f} | {after.mass:.3f} | {before.kl:.2e} | {after.kl:.2e} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

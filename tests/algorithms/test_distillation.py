@@ -185,7 +185,6 @@ def test_the_split_and_order_of_sequences_do_not_matter(config: LossConfig):
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("kind", distillation.KINDS)
 def test_a_student_near_its_teacher_stays_there(kind: str, noise: float):
-    """`python -m tests.algorithms.distillation` prints the numbers."""
     teacher = distillation.a_teacher()
     student = distillation.near(teacher, noise)
     before = distillation.distance(student, teacher)

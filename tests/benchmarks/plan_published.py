@@ -12,8 +12,7 @@ The runs are planned as they ran. Most are colocated: the same GPUs train and ge
 the host and back. Lines with "ahead" sample that many steps ahead of training, with refits in flight, on GPUs of their own.
 
 Their refit is another program than ours: it gathers each tensor on all ranks, from Python. So its seconds are the published
-ones of that model, not planned ones, and `python -m tests.benchmarks.refit_published` compares refits. Where theirs is not
-published, none is counted.
+ones of that model, not planned ones. Where theirs is not published, none is counted.
 
 Sources: NeMo-RL's post "Reinforcement Learning with NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput"
 (v0.3, with phases and mean lengths of answers), and its performance summaries of v0.4 and v0.6 (whole steps and mean lengths of
@@ -26,7 +25,11 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
+
+import yaml
 
 from launch.plan import backend_choice
 from launch.plan.estimate import Plan, plan
@@ -44,23 +47,25 @@ WEIGHTS = "weights to the engines"  # the phase of a refit
 
 @dataclass(frozen=True)
 class Line:
+    """A published step; published_steps.yaml says what each field is."""
+
     what: str
     model: str
     gpus: int
-    engine: int  # GPUs of one
-    answer: float  # mean tokens
-    longest: int  # policy.max_total_sequence_length
-    published: dict[str, float]  # seconds by PHASES and "step"
+    engine: int
+    answer: float
+    longest: int
+    published: dict[str, float]
     layout: tuple[str, ...]
     assumed: str
-    why: str = ""  # why it is off by more than 2
-    prompts: int = 64  # of a step
-    answers: int = 32  # of each
-    ahead: int = 0  # steps
-    generate: int = 0  # GPUs, of those that sample ahead; the rest train
+    why: str = ""
+    prompts: int = 64
+    answers: int = 32
+    ahead: int = 0
+    generate: int = 0
     gpu: str = "h100"
-    logprobs: int = 1  # logprob_batch_size: sequences of the greatest length in a microbatch without gradients
-    utilization: float | None = None  # gpu_memory_utilization; None: 0.8 ahead, else 0.6
+    logprobs: int = 1
+    utilization: float | None = None
 
     @property
     def refit(self) -> float:
@@ -97,353 +102,17 @@ def dtensor(tensor: int) -> tuple[str, ...]:
     )
 
 
-def phases(train: float, logprobs: float, generate: float, refit: float, step: float) -> dict[str, float]:
-    return {"train": train, "log-probs": logprobs, "generate": generate, "refit": refit, "step": step}
+def of_row(row: dict[str, Any]) -> Line:
+    """Return the step of a row of published_steps.yaml."""
+    given = {key: value for key, value in row.items() if key not in ("sequence", "megatron", "dtensor", "stages", "more")}
+    layout = megatron(**row["megatron"]) if "megatron" in row else dtensor(row["dtensor"])
+    layout = (*layout, *(stages(*row["stages"]) if "stages" in row else ()), *row.get("more", ()))
+    return Line(layout=layout, **{"answer": row.get("sequence", PROMPT) - PROMPT, **given})
 
 
-LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
-QWEN_32B, QWEN_30B, QWEN_235B = "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"
-DEEPSEEK = "unsloth/DeepSeek-V3-bf16"
-REFITS = {  # seconds, by (GPU, model, whether between GPUs)
-    ("h100", DEEPSEEK, False): 47.0,
-    ("h100", QWEN_30B, True): 1.5,
-    ("h100", QWEN_235B, True): 5.0,
-    ("h100", DEEPSEEK, True): 14.0,
-}
-FEW = (
-    "the step alone is published, and the work is small, 512 sequences: the rest is what the plan leaves out, latencies of"
-    " engines and of 8 stages with few microbatches, and their refit, which is not published for this GPU"
-)
-RACK = (
-    "the step alone is published. Of Qwen3-30B-A3B on 16 GPUs a later release says 69 s of generation in a step of 182 s (pull"
-    " request 3461), and the plan has 75 s. So their trainer takes about four times as long as planned, whose share of the peak"
-    " is of pretraining with large batches and equally loaded experts; v0.3 on the H100 takes three times as long"
-)
-SMALL = "engines of 1 GPU: 256 answers each at once"
-
-LINES = [
-    Line(
-        "v0.3, Llama-3.1-8B, Megatron",
-        LLAMA_8B,
-        8,
-        1,
-        795,
-        4096,
-        phases(28, 18, 58, 5, 112),
-        megatron(),
-        SMALL,
-        logprobs=4,
-    ),
-    Line(
-        "v0.3, Llama-3.1-8B, DTensor",
-        LLAMA_8B,
-        8,
-        1,
-        777,
-        4096,
-        phases(38, 19, 57, 4, 122),
-        dtensor(1),
-        SMALL,
-        logprobs=2,
-    ),
-    Line(
-        "v0.3, Llama-3.1-70B, Megatron",
-        LLAMA_70B,
-        64,
-        4,
-        398,
-        4096,
-        phases(28, 18, 84, 14, 147),
-        megatron(tensor=4, pipeline=4),
-        "engines of 4 GPUs, as in their recipe",
-        logprobs=4,
-    ),
-    Line(
-        "v0.3, Llama-3.1-70B, DTensor",
-        LLAMA_70B,
-        64,
-        4,
-        395,
-        4096,
-        phases(97, 28, 82, 15, 230),
-        dtensor(8),
-        "engines of 4 GPUs, as in their command; packed, where theirs pads batches of dynamic size",
-    ),
-    Line(
-        "v0.3, Qwen3-32B, Megatron",
-        QWEN_32B,
-        64,
-        4,
-        3283,
-        4096,
-        phases(68, 40, 96, 7, 213),
-        megatron(tensor=4, pipeline=2),
-        "engines of 4 GPUs, as in their recipe",
-    ),
-    Line(
-        "v0.3, Qwen3-30B-A3B, Megatron",
-        QWEN_30B,
-        64,
-        4,
-        3251,
-        4096,
-        phases(50, 23, 78, 12, 167),
-        (*megatron(tensor=2, expert=8), "policy.sequence_packing.enabled=false"),
-        "engines of 4 GPUs and no packing, as in their recipe; theirs pads each sequence to the longest",
-        logprobs=4,
-        utilization=0.7,
-    ),
-    Line(
-        "v0.4, Qwen3-32B",
-        QWEN_32B,
-        32,
-        4,
-        3206 - PROMPT,
-        4096,
-        {"step": 393},
-        megatron(tensor=4, pipeline=4),
-        "no recomputation, as in their recipe",
-    ),
-    Line(
-        "v0.6, Qwen3-30B-A3B",
-        QWEN_30B,
-        32,
-        2,
-        3203 - PROMPT,
-        4096,
-        {"step": 192},
-        megatron(expert=8),
-        "no recomputation, as in their recipe",
-        logprobs=4,
-    ),
-    Line(
-        "v0.6, Qwen3-235B-A22B",
-        QWEN_235B,
-        128,
-        16,
-        5698 - PROMPT,
-        8192,
-        {"step": 395},
-        (*megatron(tensor=2, pipeline=8, expert=16, context=2, recompute=True), *stages(11, 11)),
-        "recomputation, as in their recipe",
-        prompts=16,
-    ),
-    Line(
-        "v0.6, DeepSeek-V3, 256 GPUs",
-        DEEPSEEK,
-        256,
-        32,
-        701 - PROMPT,
-        1536,
-        {"step": 134},
-        (*megatron(pipeline=16, expert=16, recompute=True), *stages(3, 2)),
-        "recomputation, as in their recipe",
-        prompts=32,
-        answers=16,
-    ),
-    Line(
-        "v0.6, DeepSeek-V3, 512 GPUs",
-        DEEPSEEK,
-        512,
-        32,
-        697 - PROMPT,
-        1536,
-        {"step": 111},
-        (*megatron(pipeline=16, expert=16, recompute=True), *stages(3, 2)),
-        "recomputation, as in their recipe",
-        prompts=32,
-        answers=16,
-    ),
-    Line(
-        "v0.6, Qwen3-30B-A3B, 1 ahead",
-        QWEN_30B,
-        32,
-        2,
-        3201 - PROMPT,
-        4096,
-        {"step": 152},
-        (*megatron(pipeline=2, expert=8), "policy.train_global_batch_size=2048"),
-        "no recomputation, as in their recipe",
-        ahead=1,
-        generate=16,
-        logprobs=4,
-    ),
-    Line(
-        "v0.6, Qwen3-30B-A3B, 8 ahead",
-        QWEN_30B,
-        192,
-        2,
-        3206 - PROMPT,
-        4096,
-        {"step": 34.5},
-        megatron(expert=8),
-        "no recomputation, as in their recipe",
-        ahead=8,
-        generate=64,
-        logprobs=4,
-    ),
-    Line(
-        "v0.6, Qwen3-235B-A22B, 1 ahead",
-        QWEN_235B,
-        256,
-        8,
-        5721 - PROMPT,
-        8192,
-        {"step": 231},
-        (*megatron(tensor=4, pipeline=8, expert=16, recompute=True), *stages(11, 11)),
-        "recomputation, as in their recipe",
-        prompts=16,
-        ahead=1,
-        generate=128,
-    ),
-    Line(
-        "v0.6, DeepSeek-V3, 1 ahead",
-        DEEPSEEK,
-        512,
-        32,
-        710 - PROMPT,
-        1536,
-        {"step": 64.1},
-        (*megatron(pipeline=16, expert=16, recompute=True), *stages(3, 2)),
-        "recomputation, as in their recipe",
-        prompts=32,
-        answers=16,
-        ahead=1,
-        generate=256,
-        logprobs=2,
-    ),
-    Line(
-        "v0.6, GB200, DeepSeek-V3, 128 GPUs",
-        DEEPSEEK,
-        128,
-        32,
-        711 - PROMPT,
-        1536,
-        {"step": 108},
-        (*megatron(pipeline=8, expert=16, recompute=True), *stages(7, 6)),
-        "recomputation and stages, as in their recipe",
-        FEW,
-        prompts=32,
-        answers=16,
-        gpu="gb200",
-        utilization=0.3,
-    ),
-    Line(
-        "v0.6, GB200, DeepSeek-V3, 256 GPUs",
-        DEEPSEEK,
-        256,
-        32,
-        700 - PROMPT,
-        1536,
-        {"step": 98.7},
-        (*megatron(pipeline=8, expert=16, recompute=True), *stages(7, 6)),
-        "recomputation and stages, as in their recipe",
-        FEW,
-        prompts=32,
-        answers=16,
-        gpu="gb200",
-        utilization=0.3,
-    ),
-    Line(
-        "v0.6, GB200, DeepSeek-V3, 1 ahead",
-        DEEPSEEK,
-        256,
-        16,
-        708 - PROMPT,
-        1536,
-        {"step": 61.7},
-        (*megatron(pipeline=8, expert=16, recompute=True), *stages(7, 6)),
-        "recomputation and stages, as in their recipe",
-        FEW,
-        prompts=32,
-        answers=16,
-        ahead=1,
-        generate=128,
-        gpu="gb200",
-        logprobs=2,
-    ),
-    Line(
-        "v0.6, GB200, Qwen3-235B-A22B, 64 GPUs",
-        QWEN_235B,
-        64,
-        8,
-        5709 - PROMPT,
-        8192,
-        {"step": 286},
-        (*megatron(tensor=2, pipeline=4, expert=16, context=2, recompute=True), *stages(23, 23)),
-        "recomputation and stages, as in their recipe",
-        prompts=16,
-        answers=32,
-        gpu="gb200",
-        utilization=0.4,
-    ),
-    Line(
-        "v0.6, GB200, Qwen3-235B-A22B, 128 GPUs",
-        QWEN_235B,
-        128,
-        8,
-        5693 - PROMPT,
-        8192,
-        {"step": 345},
-        (*megatron(tensor=2, pipeline=4, expert=16, context=2, recompute=True), *stages(23, 23)),
-        "recomputation and stages, as in their recipe",
-        prompts=16,
-        answers=32,
-        gpu="gb200",
-        utilization=0.6,
-    ),
-    Line(
-        "v0.6, GB200, Qwen3-235B-A22B, 1 ahead",
-        QWEN_235B,
-        128,
-        8,
-        5705 - PROMPT,
-        8192,
-        {"step": 278},
-        (*megatron(tensor=4, pipeline=4, expert=16, recompute=True), *stages(23, 23)),
-        "recomputation and stages, as in their recipe",
-        RACK,
-        prompts=16,
-        answers=32,
-        ahead=1,
-        generate=64,
-        gpu="gb200",
-    ),
-    Line(
-        "v0.6, GB200, Qwen3-30B-A3B",
-        QWEN_30B,
-        16,
-        1,
-        3199 - PROMPT,
-        4096,
-        {"step": 221},
-        megatron(expert=16),
-        "no recomputation, as in their recipe",
-        RACK,
-        prompts=64,
-        answers=32,
-        gpu="gb200",
-        logprobs=2,
-    ),
-    Line(
-        "v0.6, GB200, Qwen3-30B-A3B, 1 ahead",
-        QWEN_30B,
-        16,
-        1,
-        3197 - PROMPT,
-        4096,
-        {"step": 301},
-        megatron(expert=8),
-        "no recomputation, and experts over 8 GPUs, as in their recipe",
-        RACK,
-        prompts=64,
-        answers=32,
-        ahead=1,
-        generate=8,
-        gpu="gb200",
-        logprobs=2,
-    ),
-]
+TABLE = yaml.safe_load((Path(__file__).parent / "published_steps.yaml").read_text())
+REFITS = {(row["gpu"], row["model"], row["ahead"]): row["seconds"] for row in TABLE["refits"]}
+LINES = [of_row(row) for row in TABLE["steps"]]
 
 
 def predicted(line: Line) -> Plan:

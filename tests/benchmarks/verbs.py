@@ -1,4 +1,4 @@
-"""Measure what a verb costs rank 0 and its store, by the number of ranks: `python -m tests.benchmarks verbs`.
+"""Measure what a verb costs rank 0 and its store, by the number of ranks: `python -m tests.benchmarks.verbs`.
 
 Rank 0's end, the store's process and the relays (one for 8 ranks, from 256 ranks on) are the real ones. Two
 processes stand for all other ranks (`stand_in.py`). Bodies that go over the spanning group go over one connection to each such

@@ -1,24 +1,17 @@
 """Compare ages of asynchronous sampling with the synchronous run, over seeds: python -m tests.curves.ages [key=value ...]
 
 For each seed one run without `grpo.async_grpo` and one for each age, submitted as a user would. Prints a Markdown table, means
-over seeds; draws ages.png in the folder: reward over steps, the ages of tokens, time per step and the idle share of each realm.
-Runs that are complete there are taken as they are. Times are of runs one after another on the same machine, without each run's
-first two steps.
+over seeds. Runs that are complete in the folder are taken as they are. Times are of runs one after another on the same machine,
+without each run's first two steps.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 from launch.terminal import command_line
 from launch.terminal.command_line import Key
@@ -41,10 +34,6 @@ class Runs:
     def mean(self, key: str, after: int = 0) -> float:
         """Return the mean over the steps beyond `after` and the seeds."""
         return statistics.mean(line[key] for lines in self.lines for line in lines[after:] if line.get(key) is not None)
-
-    def curve(self, key: str) -> list[float]:
-        """Return the mean over seeds, by step."""
-        return [statistics.mean(line[key] for line in step) for step in zip(*self.lines, strict=True)]
 
     def reproducible(self) -> list[list[dict[str, Any]]]:
         """Return the metrics that two runs of the same recipe share, without those that only asynchronous runs have."""
@@ -85,38 +74,6 @@ def row(runs: Runs, synchronous: Runs) -> str:
     return f"| {runs.name} | {statistics.mean(runs.last('train/reward')):.3f} ({ends}) | {ages} | {faster:.2f} | {shown} |"
 
 
-def draw(every: Sequence[Runs], path: Path) -> None:
-    figure, ((rewards, ages), (times, idle)) = plt.subplots(2, 2, figsize=(12, 8))
-    for runs in every:
-        curve = runs.curve("train/reward")
-        rewards.plot(range(1, len(curve) + 1), curve, label=runs.name, alpha=0.8)
-    rewards.set(title="reward", xlabel="step")
-    rewards.legend(fontsize=7)
-    names = [runs.name for runs in every]
-    oldest = max(age for runs in every for age in runs.tokens())
-    for age in range(oldest + 1):
-        below = [sum(share for other, share in runs.tokens().items() if other < age) for runs in every]
-        ages.bar(names, [runs.tokens().get(age, 0.0) for runs in every], bottom=below, label=f"{age}")
-    ages.set(title="ages of the tokens trained on, in steps", xlabel="max_trajectory_age_steps")
-    ages.legend(fontsize=7)
-    bottom = [0.0] * len(names)
-    for key in ("time/rollout", "time/train", "time/refit"):
-        values = [runs.mean(key, WARMUP) for runs in every]
-        times.bar(names, values, bottom=bottom, label=key.removeprefix("time/"))
-        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
-    times.set(title="seconds of a step", xlabel="max_trajectory_age_steps")
-    times.legend(fontsize=7)
-    for realm, shift in (("train", -0.2), ("generate", 0.2)):
-        places = [i + shift for i in range(len(names))]
-        idle.bar(places, [runs.mean(f"idle/{realm}", WARMUP) for runs in every], width=0.4, label=realm)
-    idle.set(title="share of the time that a realm is idle", xlabel="max_trajectory_age_steps", xticks=range(len(names)))
-    idle.set_xticklabels(names)
-    idle.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 @dataclass(frozen=True)
 class Request:
     """The command line's arguments."""
@@ -124,7 +81,7 @@ class Request:
     recipe: Annotated[str, Key("NAME", "default: tiny_async")] = "tiny_async"
     ages: Annotated[str, Key("N,N", "default: 0,1,2,4,8")] = "0,1,2,4,8"
     seeds: Annotated[int, Key("N", "how many; default: 3")] = 3
-    folder: Annotated[Path, Key("DIR", "of the runs and the picture; default: .bench/ages")] = Path(".bench/ages")
+    folder: Annotated[Path, Key("DIR", "of the runs; default: .bench/ages")] = Path(".bench/ages")
     overrides: Annotated[list[str], Key("key=value", "a key of the recipe", others=True)] = field(default_factory=list)
 
 
@@ -147,8 +104,6 @@ def compare(request: Request) -> int:
     if names[1] == "0":
         same = every[0].reproducible() == every[1].reproducible()
         print(f"\nage 0 {'is' if same else 'IS NOT'} the synchronous run to the last bit of every metric")
-    draw(every, folder / "ages.png")
-    print(f"\n{folder / 'ages.png'}")
     return 0
 
 

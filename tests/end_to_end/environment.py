@@ -1,9 +1,4 @@
-"""Environments: one that rewards even an untrained model, and one that ends its judge."""
-
-import os
-import signal
-import time
-from pathlib import Path
+"""An environment that rewards even an untrained model."""
 
 from pipeline.environments.environment import Environment, Outcome
 from pipeline.types import Prompt
@@ -15,32 +10,3 @@ class Digits(Environment):
     def step(self, prompt: Prompt, text: str) -> Outcome:
         share = sum(character.isdigit() for character in text) / max(1, len(text))
         return Outcome(share, {"accuracy": float(share > 0.5)})
-
-
-class LeaksAndWaits(Digits):
-    """Takes its time, and on one rank keeps memory of each call."""
-
-    def __init__(self, rank: int, megabytes: float, seconds: float) -> None:
-        self._bytes = int(megabytes * 1e6) if int(os.environ["HETSTEP_RANK"]) == rank else 0
-        self._seconds = seconds
-        self._kept: list[bytes] = []
-
-    def step(self, prompt: Prompt, text: str) -> Outcome:
-        time.sleep(self._seconds)
-        self._kept.append(os.urandom(self._bytes))
-        return super().step(prompt, text)
-
-
-class DiesOnce(Digits):
-    """Ends the judge of the first answer, on whatever rank."""
-
-    def __init__(self, mark: str) -> None:
-        self._mark = Path(mark)
-
-    def step(self, prompt: Prompt, text: str) -> Outcome:
-        try:
-            self._mark.touch(exist_ok=False)
-        except FileExistsError:
-            return super().step(prompt, text)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("it is dead")

@@ -13,6 +13,7 @@ from launch.runs.attempts import all_attempts, latest
 from pipeline.observe.metrics import NOT_REPRODUCIBLE, read
 from tests.end_to_end import warm
 from tests.fork_server import Program
+from tests.launch.waiting import alive
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
@@ -120,15 +121,8 @@ def left_alive(folder: Path, within_s: float = 15) -> list[int]:
     """Return the ranks of a run with a fault whose process still runs after a while."""
     pids = {int(path.name): int(path.read_text()) for path in pids_of(folder).glob("[0-9]*")}
     deadline = time.monotonic() + within_s
-    while alive := [rank for rank, pid in pids.items() if _alive(pid)]:
+    while left := [rank for rank, pid in pids.items() if alive(pid)]:
         if time.monotonic() > deadline:
-            return alive
+            return left
         time.sleep(0.1)
     return []
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -4,8 +4,6 @@ Two train and two generate ranks. Here: each phase once on the local executor, w
 phase, on both executors, is `make test-long`, and so are kills at random moments (test_many_kills.py).
 """
 
-import signal
-
 import pytest
 
 from tests.end_to_end.runs import LOCAL, SLURM, Fault, left_alive, pids_of, submit
@@ -68,16 +66,3 @@ def test_kill_every_rank_in_every_phase(tmp_path, request, uninterrupted, victim
     placement = SLURM if executor == "slurm" else LOCAL
     rerun = kill_and_rerun(tmp_path / "run", Fault(phase, victim, ACTORS[phase], count=3), placement, env)
     assert rerun.metrics() == uninterrupted
-
-
-@pytest.mark.full  # by default: tests/world/test_world.py
-@pytest.mark.parametrize(("victim", "phase", "verb"), [(3, "decode", "rollout")])
-def test_a_stopped_rank_is_named(tmp_path, victim, phase, verb):
-    fault = Fault(phase, victim, actor=victim, signal=signal.SIGSTOP)
-    run = submit(tmp_path / "run", *LOCAL, "cluster.timeouts.silence=6", fault=fault)
-    assert run.status == 1
-    failure = run.failure()
-    assert (failure["rank"], failure["realm"], failure["verb"], failure["phase"]) == (victim, "generate", verb, phase)
-    assert f"rank {victim} (generate)" in run.output
-    assert f"verb '{verb}', phase '{phase}'" in run.output
-    assert left_alive(tmp_path / "run") == []

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.observe.metrics import read_rollouts
-from tests.end_to_end.runs import LOCAL, SLURM, Fault, left_alive, pids_of, submit
+from tests.end_to_end.runs import LOCAL, Fault, left_alive, pids_of, submit
 
 MODEL = "recipes/tiny"
 SAME = ("grpo.max_num_steps=3", "grpo.val_period=2", "grpo.max_val_samples=8")
@@ -58,14 +58,3 @@ def test_ranks_of_its_own_serve_it_and_may_be_killed(keys, on_train_ranks, tmp_p
     rerun = submit(tmp_path / "run", *LOCAL, *keys, *APART)
     assert rerun.status == 0, rerun.output
     assert rerun.metrics() == on_train_ranks.metrics()
-
-
-@pytest.mark.slurm
-@pytest.mark.full  # by default: tests/slurm/test_executor.py
-def test_three_components_on_slurm(keys, on_train_ranks, tmp_path, slurm_cluster):
-    placed = ("cluster.train.nodes=1", "cluster.train.ranks_per_node=2", "cluster.generate.nodes=1")
-    placed += ("cluster.generate.ranks_per_node=2", "cluster.reward.nodes=2", "cluster.reward.ranks_per_node=1")
-    run = submit(tmp_path / "run", *SLURM, *keys, *APART, *placed, env=slurm_cluster.env)
-    assert run.status == 0, run.output
-    assert (tmp_path / "run/batch.sh").read_text().count("#SBATCH hetjob") == 2
-    assert run.metrics() == on_train_ranks.metrics()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from pipeline.environments.environment import Unjudged
 from pipeline.environments.llm_judge import LLMJudge
 from pipeline.types import Prompt
 from tests.environments.pooled import made
+from tests.http_server import serving
 
 PROMPT = Prompt(0, np.zeros(1, np.int32), "judge", {"answer": "4", "messages": [{"role": "user", "content": "2+2?"}]})
 
@@ -52,36 +53,17 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setattr(llm_judge, "FIRST_PAUSE_S", 0.02)
     endpoint = Endpoint()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with endpoint.lock:
-                endpoint.requests.append(({**self.headers, "path": self.path}, body))
-                reply = endpoint.replies.pop(0) if len(endpoint.replies) > 1 else endpoint.replies[0]
-            if callable(reply):
-                reply = reply(self)
-            if reply is not None:
-                status, body, *headers = reply
-                self.send_response(status)
-                for name, value in headers:
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
+    def answer(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> tuple | None:
+        with endpoint.lock:
+            endpoint.requests.append(({**request.headers, "path": request.path}, body))
+            reply = endpoint.replies.pop(0) if len(endpoint.replies) > 1 else endpoint.replies[0]
+        return reply(request) if callable(reply) else reply
 
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    endpoint.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield endpoint
-    for judge in endpoint.judges:
-        judge.close()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(answer) as address:
+        endpoint.url = f"{address}/v1"
+        yield endpoint
+        for judge in endpoint.judges:
+            judge.close()
 
 
 def test_a_score_becomes_a_reward(endpoint, monkeypatch):

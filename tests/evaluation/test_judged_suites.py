@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from pipeline.evaluation.answers import read_answers
 from pipeline.evaluation.judge_prompts import NOTE
 from tests.evaluation.said_models import JUDGE, NO, POLICY, write_model
+from tests.http_server import serving
 from tests.roles.judges import CHATML, eager_scores, write_judge
 
 ROOT = Path(__file__).parents[2]
@@ -184,27 +184,13 @@ class Endpoint:
 def endpoint() -> Iterator[tuple[Endpoint, list[str]]]:
     judge = Endpoint()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            text, finish = judge.reply(body["messages"][0]["content"])
-            said = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": finish}]}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(said)
+    def answer(_: object, body: dict) -> tuple[int, bytes]:
+        text, finish = judge.reply(body["messages"][0]["content"])
+        return 200, json.dumps({"choices": [{"message": {"content": text}, "finish_reason": finish}]}).encode()
 
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield judge, ["evaluate.judge.env_name=judge", f"env.judge={{kind: llm_judge, kwargs: {{url: '{url}', model: m}}}}"]
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(answer) as url:
+        kwargs = f"{{url: '{url}/v1', model: m}}"
+        yield judge, ["evaluate.judge.env_name=judge", f"env.judge={{kind: llm_judge, kwargs: {kwargs}}}"]
 
 
 @pytest.mark.full

@@ -1,21 +1,14 @@
-"""Compare drawn tokens' log-probs under changing weights with a recomputation by the version that each claims.
-
-python -m tests.generate.in_flight   prints the differences in each case, with recomputed and with kept keys and values
-"""
+"""Compare drawn tokens' log-probs under changing weights with a recomputation by the version that each claims."""
 
 from __future__ import annotations
 
-import copy
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from pipeline.generate import build
 from pipeline.types import Completion, Request, VersionSpan
-from tests.generate.tiny import Checkpoint, policy, refit, requests, save
+from tests.generate.tiny import Checkpoint, refit, requests
 
 BLOCK = 32  # tokens in a block of vLLM's cache; the minimum of its CPU kernels
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, float32
@@ -166,78 +159,3 @@ def kept_difference(models: list[Checkpoint], seen: Seen) -> np.ndarray:
     done = [c for c in seen.done.values() if c.id not in seen.preempted]
     pairs = [(c.logprobs, kept_logprobs(models, seen.asked[c.id], c, seen.fed.get(c.id, []))) for c in done]
     return np.concatenate([abs(ours - theirs) for ours, theirs in pairs])
-
-
-def after_a_change(seen: Seen) -> np.ndarray:
-    """Return [tokens] bool: whether newer weights drew the token than computed a part of its prefix."""
-    oldest = {id: fed[0][0] for id, fed in seen.fed.items() if fed[0][1]}
-    spans = [(span, oldest.get(c.id, span.version)) for c in seen.done.values() for span in c.spans]
-    return np.concatenate([np.full(span.tokens, span.version > first) for span, first in spans])
-
-
-def change(models: list[Checkpoint], seen: Seen) -> np.ndarray:
-    """Return [tokens], the two models' difference in log-probs."""
-    pairs = [(seen.asked[c.id], c) for c in seen.done.values()]
-    both = [[m.logprobs(r.tokens, c.tokens, r.sampling.temperature) for r, c in pairs] for m in models]
-    return abs(np.concatenate(both[0]) - np.concatenate(both[1]))
-
-
-def near(model: Checkpoint, other: Checkpoint, share: float) -> Checkpoint:
-    """Return its weights, moved by this share towards the other's."""
-    moved = copy.deepcopy(model.model)
-    with torch.no_grad():
-        for ours, theirs in zip(moved.parameters(), other.model.parameters(), strict=True):
-            ours.lerp_(theirs, share)
-    return Checkpoint(model.folder, moved)
-
-
-HEADS = """
-Of each drawn token: |log-prob - log-prob by the version that its span names, given the whole prefix|.
-
-anew            keys and values made anew at each change: of all tokens
-kept            keys and values kept: of the tokens drawn after a change by a request that had begun before it
-weights         how far the versions' own log-probs of these tokens are from each other
-as kept         kept, against a recomputation in which each version made those keys and values that it made here
-over            requests over a change; and of those with kept keys and values:
-found           a prefix in vLLM's cache; half: had read a part of the prompt when the weights changed; redone: preempted
-near            versions 1 % apart; else two that have nothing in common
-"""
-
-
-def report(name: str, models: list[Checkpoint], anew: Seen, kept: Seen) -> None:
-    after, difference = after_a_change(kept), claimed_difference(models, kept)
-    counts = [
-        after.size,
-        sum(len(c.spans) > 1 for c in kept.done.values()),
-        len(kept.cached),
-        len(kept.partial),
-        len(kept.preempted),
-    ]
-    values = [claimed_difference(models, anew).max(), difference[after].mean(), difference[after].max()]
-    values += [change(models, kept)[after].mean(), kept_difference(models, kept).max()]
-    print(f"{name:30}", *(f"{count:6}" for count in counts), *(f"{value:12.1e}" for value in values), flush=True)
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        models = [save(Path(folder) / str(seed), "llama", seed) for seed in (0, 1)]
-        print(HEADS)
-        counts, values = (
-            ["tokens", "over", "found", "half", "redone"],
-            ["anew max", "kept mean", "max", "weights mean", "as kept max"],
-        )
-        print(f"{'':30}", *(f"{head:>6}" for head in counts), *(f"{head:>12}" for head in values))
-        for name, case in CASES.items():
-            engine = build(policy(models[0].folder, case.backend, **case.settings), 1, 0, 0)
-            for kind, pair in {"": models, ", near": [models[0], near(*models, 0.01)]}.items():
-                weights = [dict(model.model.state_dict()) for model in pair]
-                report(name + kind, pair, *(drive(engine, case, weights, recompute) for recompute in (True, False)))
-            engine.close()
-        from tests.generate.engine_rank import run  # it imports this module
-
-        (reply, _) = run(Path(folder), *models, {})
-        report("vllm, two ranks", models, *(Seen.unpacked(packed, CASES["vllm"]) for packed in reply["in_flight"]))
-
-
-if __name__ == "__main__":
-    main()

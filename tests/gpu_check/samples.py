@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +48,6 @@ def machine(place: Place) -> Measurement:
 
 def process(place: Place) -> Measurement:
     return Measurement({"pid": os.getpid()})
-
-
-def gpus(place: Place) -> Measurement:
-    return Measurement({"gpus": place.gpus})
-
-
-def counts(place: Place) -> Measurement:
-    return Measurement(details={"waits": Counter(["a.py:1"])})
 
 
 def fails(place: Place) -> Measurement:

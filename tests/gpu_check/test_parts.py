@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import config
-from tests.gpu_check import areas, parts, runs, training, waits
+from tests.gpu_check import areas, parts, runs, waits
 from tests.gpu_check.measurement import Place
 from tests.gpu_check.parts import MACHINE, Part
 from tests.gpu_check.processes import Processes
@@ -46,30 +45,11 @@ def test_every_test_that_needs_a_gpu_is_in_an_area():
     assert all(of in ({""}, {"float32", "not float32"}) for of in chosen.values())
 
 
-def test_compiled_layers_are_measured_besides_eager_ones():
-    """On a GPU; where the key is null, layers are compiled there."""
-    recipes = {name: config.load("tiny_sft", list(keys)) for name, keys in training.STEPS.items() if "FSDP2" in name}
-    asked = {name: recipe.policy.dtensor_cfg.compile for name, recipe in recipes.items()}
-    assert asked == {"FSDP2": None, "FSDP2 eager": False}
-
-
-def test_packings_differ():
-    found = training.packings(training.SIZES["full"])
-    assert len({sum(lengths) for lengths in found}) == 6
-    assert all(len(lengths) == 4 and max(lengths) <= 4096 for lengths in found)
-
-
 def test_a_run_without_the_model_of_sft_takes_random_weights(tmp_path):
     shared = runs.command(runs.SHARED, place(tmp_path), vllm=False)
     assert "policy.random_init=true" in shared and "policy.generation.colocated.enabled=true" in shared
     (runs.folder(runs.SFT, place(tmp_path)) / "hf").mkdir(parents=True)
     assert f"policy.model_name={tmp_path}/runs/tiny_sft/hf" in runs.command(runs.SHARED, place(tmp_path), vllm=False)
-
-
-def test_tests_have_a_time_limit_where_pytest_has_one(tmp_path):
-    area = areas.AREAS["memory"]
-    assert "--timeout=60" in areas.command(area, place(tmp_path), timeout=True)
-    assert not any("timeout" in word for word in areas.command(area, place(tmp_path), timeout=False))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.gpu_check import table
-from tests.gpu_check.measurement import Measurement
 from tests.gpu_check.processes import Processes
 from tests.gpu_check.samples import called, place, program
 from tests.gpu_check.table import FAILED, PASSED
@@ -43,37 +42,15 @@ def test_a_part_of_its_own_has_a_process_of_its_own(processes):
     assert processes.run(called("process"), 60).numbers["pid"] not in (shared, own, later)
 
 
-def test_an_answer_that_json_cannot_hold_is_a_problem_of_its_part(processes):
-    """dataclasses.asdict makes pairs of a Counter's keys."""
-    result = processes.run(called("counts"), 60)
-    assert (result.outcome, result.note) == (FAILED, "TypeError: keys must be str, int, float, bool or None, not tuple")
-    assert processes.run(called("process"), 60).outcome == PASSED
-
-
 def test_what_is_printed_is_no_result(processes):
     assert processes.run(called("prints"), 60).note == "measured"
     assert "printed by Python\nprinted by C" in processes.log
-
-
-def test_the_worker_learns_how_many_gpus_there_are(processes):
-    assert processes.run(called("gpus"), 60).numbers == {"gpus": 0}
-    processes.place = place(processes.place.folder, gpus=8)
-    assert processes.run(called("gpus"), 60).numbers == {"gpus": 8}
 
 
 def test_problems_fail_a_part_and_keep_its_numbers(processes):
     result = processes.run(called("problems"), 60)
     assert (result.outcome, result.note) == (FAILED, "high: 2, more than 1; a: KeyError: 'b'; a note")
     assert result.numbers == {"low": 0.5, "high": 2.0}
-
-
-@pytest.mark.parametrize("value", [1.5, float("nan"), float("inf")])
-def test_a_number_beyond_its_limit_is_a_problem(value):
-    found = Measurement()
-    found.limit("n", value, 1.0)
-    assert len(found.problems) == 1
-    found.limit("n", 1.0, 1.0)
-    assert len(found.problems) == 1
 
 
 @pytest.mark.full

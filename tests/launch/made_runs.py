@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 
 import numpy as np
 
+from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
 from launch.runs.run_setup import append_manifest
 from pipeline import config
@@ -38,6 +40,13 @@ def folder(path: Path, recipe: str = "tiny_grpo", *overrides: str) -> Path:
 class Ended:
     job_id = "1"
     start_time = -1  # no process has begun then
+
+
+class Alive:
+    """This process, as a run's job."""
+
+    job_id = str(os.getpid())
+    start_time = start_time(os.getpid())
 
 
 def attempt(run: Path, name: str, started: float, verdict: str | None = None, failure: dict | None = None, log="") -> Path:

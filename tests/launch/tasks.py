@@ -46,17 +46,6 @@ def fail_on_rank_1(run_dir: str) -> None:
     _stay()
 
 
-def fail_on_rank_2_after_its_echo(run_dir: str) -> None:
-    """Leave failure.json on rank 2 as `pipeline.job.watchdog` does; rank 1 ends faster because of it."""
-    report(run_dir)
-    if os.environ["HETSTEP_RANK"] == "1":
-        _wait_for_reports(run_dir)
-        said = {"rank": 2, "realm": "generate", "host": "here", "verb": "rollout", "phase": "", "message": "ValueError: no"}
-        Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"], "failure.json").write_text(json.dumps(said))
-        raise SystemExit(123)
-    _stay()
-
-
 def exit_with_7_on_rank_1(run_dir: str) -> None:
     report(run_dir)
     if os.environ["HETSTEP_RANK"] == "1":

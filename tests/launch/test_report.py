@@ -300,12 +300,6 @@ def test_a_long_run_is_sampled_evenly_and_texts_are_cut(tmp_path, monkeypatch):
     assert "3,000 characters are left out here" in next(iter(found.prompts))
 
 
-def test_an_even_selection_has_both_ends():
-    assert rollouts.pick_evenly(list(range(10)), 4) == [0, 3, 6, 9]
-    assert rollouts.pick_evenly([1, 2], 4) == [1, 2]
-    assert rollouts.pick_evenly([1, 2, 3], 1) == [3]
-
-
 # ---- in a browser ---------------------------------------------------------------------------------------------------------
 
 

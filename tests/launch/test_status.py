@@ -14,7 +14,6 @@ import pytest
 from launch import status
 from launch.executors import slurm_client
 from launch.executors.executor import ROOT
-from launch.executors.local import HetLocalExecutor, start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
 from launch.runs import run_state, run_summary, status_text
@@ -25,23 +24,16 @@ from pipeline.files import small_files
 from pipeline.observe.metrics import read
 from tests.launch import made_runs, tasks
 from tests.launch.made_runs import Texts
-from tests.launch.waiting import reports, wait_until, wait_until_ended
+from tests.launch.waiting import reports, wait_until
 
 TEXTS = Texts("2+5=", "7", "8", "9")
-
-
-class Alive:
-    """This process, as a run's job."""
-
-    job_id = str(os.getpid())
-    start_time = start_time(os.getpid())
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
     """Write a run that started ten minutes ago, at step 6 of 100, in its second attempt."""
     made = made_runs.folder(tmp_path / "runs/one")
-    write_record(made, JobRecord.of("local", Alive()))
+    write_record(made, JobRecord.of("local", made_runs.Alive()))
     made_runs.attempt(made, "7-0", made_runs.ago(1000), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3")
     made_runs.attempt(made, "7-1", made_runs.ago(600))
     made_runs.steps(made, 1, 6, TEXTS)
@@ -303,21 +295,6 @@ def test_status_imports_no_library_of_the_job(run):
 
 
 # ---- real jobs --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full  # by default on Slurm, below
-def test_a_local_run_is_running_then_stopped(tmp_path, capsys):
-    run = made_runs.folder(tmp_path / "one")
-    components = {"train": ComponentConfig(nodes=1), "generate": ComponentConfig(nodes=1)}
-    job = HetLocalExecutor(run, ClusterConfig(time_min=5), components).submit(tasks.report_and_wait, str(run))
-    write_record(run, JobRecord.of("local", job))
-    reports(run, 2)
-    answer, text = asked(capsys, run)
-    assert (answer, "running; the ranks are starting" in text) == (0, True)
-    job.cancel()
-    wait_until_ended(job)
-    answer, text = asked(capsys, run)
-    assert (answer, "stopped; by SIGTERM" in text) == (1, True)
 
 
 @pytest.mark.slurm

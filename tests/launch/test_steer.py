@@ -1,7 +1,6 @@
 """steer.py and what status, report and show tell of changes, over folders of runs as their jobs leave them."""
 
 import json
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,6 @@ import hetstep
 import pytest
 
 from launch import report, status, steer, submit
-from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
 from launch.runs.run_folder import RunFolder
 from launch.submission import run_control
@@ -29,18 +27,11 @@ STEPS = "grpo.max_num_steps"
 BACKEND = ("policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false")
 
 
-class Alive:
-    """This process, as a run's job."""
-
-    job_id = str(os.getpid())
-    start_time = start_time(os.getpid())
-
-
 @pytest.fixture
 def run(tmp_path) -> Path:
     """Write a run that goes on, at step 6 of 100."""
     made = made_runs.folder(tmp_path / "one", "tiny_grpo", *BACKEND)
-    write_record(made, JobRecord.of("local", Alive()))
+    write_record(made, JobRecord.of("local", made_runs.Alive()))
     made_runs.attempt(made, "7-0", made_runs.ago(600))
     made_runs.steps(made, 1, 6, Texts("2+5=", "7", "8", "9"))
     return made

@@ -57,9 +57,9 @@ def refused(config: dict[str, Any], policy: PolicyConfig) -> set[tuple[str, str]
     return named(architecture._check_support(policy, config, described=True))
 
 
-def problems(family: str, policy: PolicyConfig) -> set[tuple[str, str]]:
+def problems(family: str, policy: PolicyConfig, **more: bool) -> set[tuple[str, str]]:
     name, changes = CASES[family]
-    return refused({"model_type": name, **TINY, **changes}, policy)
+    return refused({"model_type": name, **TINY, **changes, **more}, policy)
 
 
 MODEL = ("policy.model_name", "unsupported")
@@ -68,11 +68,12 @@ MODEL = ("policy.model_name", "unsupported")
 def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), max_total_sequence_length=64)
     assert problems("llama", megatron) == problems("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == set()
-    assert problems("llama_biased", megatron) == {MODEL}
+    assert problems("llama", megatron, attention_bias=True) == {MODEL}
     assert problems("gpt_oss", megatron) == problems("gemma3_text", megatron) == problems("glm4_moe", megatron) == set()
-    assert problems("gpt_oss_no_biases", megatron) == problems("gemma3_text_untied", megatron) == {MODEL}
+    assert problems("gpt_oss", megatron, attention_bias=False) == {MODEL}
+    assert problems("gemma3_text", megatron, attention_bias=True) == {MODEL}
     cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
-    assert problems("llama_biased", cut) == set()
+    assert problems("llama", cut, attention_bias=True) == set()
     assert problems("deepseek_v3", cut) == problems("mixtral", cut) == set()
     assert refused({"model_type": "bloom"}, cut) == set()
 

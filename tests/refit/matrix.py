@@ -1,6 +1,6 @@
 """Real refits between every pair of layouts: four train ranks, four generate ranks with real vLLM, real backends, one world.
 
-`python -m tests.refit` prints the whole table; `test_matrix.py` runs parts of it. For each pair: the reference broadcast first,
+For each pair: the reference broadcast first,
 then other weights into the engines, then the planned refit. Every region that it wrote must hold the checkpoint's values, bit
 by bit; the engine's weights and outputs, log-probs included, must equal those after the broadcast; each rank must have received
 exactly what it owns; and greedy completions must be those of a fresh vLLM that loads the checkpoint.

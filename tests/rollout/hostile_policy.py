@@ -1,24 +1,16 @@
 """Run a policy that tries to break its judges beside one that answers rightly, with the real loop and a fake engine.
 
-python -m tests.rollout.hostile_policy [whole|function]     # some tricks; all of them; those against a user's function
-
 Each group has two answers to one prompt: a trick, and the right one. Groups go through the real sampling of a step, the driver
 and the judges, and no group may fail: a trick must score 0 and the right answer 1, though they share judges.
 """
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import os
-import re
-import signal
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +43,6 @@ RIGHT = {
     "code": ["def f(x): return 42"],
     "code_interpreter": ["<code>x = 40</code>", "<code>x + 2</code>"],
     "math": ["\\boxed{42}"],
-    "mine": [EXPECTED],
     "tools": ['<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>', EXPECTED],
 }
 LIMITS = {"wall_s": 2.0, "cpu_s": 1.0, "memory_bytes": 128 << 20, "processes": 12, "scratch_bytes": 4 << 20}
@@ -63,48 +54,6 @@ ENVIRONMENTS = {
     "tools": EnvironmentConfig(
         kind="tools", timeout_s=30.0, kwargs={"judge": "exact", "tools": {"python": {"kwargs": LIMITS}}}
     ),
-}
-MINE = {"mine": EnvironmentConfig(kind=f"{__name__}.fragile", timeout_s=1.0, workers=4)}
-
-
-# ---- a user's function, which an answer can break in every way ---------------------------------------------------------------
-
-
-def fragile(prompt: str, answer: str, expected: str) -> Any:
-    """Do what the answer orders, as a careless judge may."""
-    return BREAKS.get(answer, lambda: float(answer == expected))()
-
-
-def _fill_memory() -> None:
-    raise MemoryError  # if a limit is set; else the kernel ends the process, as below
-
-
-def _recurse() -> None:
-    _recurse()
-
-
-def _hold_lock() -> None:
-    re.fullmatch("(a+)+", "a" * 64 + "b")
-
-
-BREAKS: dict[str, Callable[[], Any]] = {
-    "raises": lambda: {}["answer"],
-    "raises half a surrogate pair": lambda: int("\ud800"),
-    "leaves": lambda: sys.exit(0),
-    "not a number": lambda: float("nan"),
-    "infinity": lambda: float("inf"),
-    "nothing": lambda: None,
-    "a text": lambda: "1.0",
-    "too many digits": lambda: int("9" * 5000),
-    "a number beyond all floats": lambda: 10**400,
-    "recursion": _recurse,
-    "out of memory": _fill_memory,
-    "takes for ever": lambda: threading.Event().wait(),
-    "holds Python's lock": _hold_lock,
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "crashes": lambda: ctypes.string_at(0),
-    "exits": lambda: os._exit(0),
-    "interrupts": lambda: os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.1) or 0.0,
 }
 
 
@@ -292,16 +241,3 @@ def check(ran: list[tuple[str, str, RolloutGroup]]) -> None:
 def in_sandboxes(folder: Path, whole: bool) -> None:
     fork_early()
     check(run(folder, ENVIRONMENTS, tricks(folder, whole)))
-
-
-def in_a_function(folder: Path) -> None:
-    fork_early()
-    check(run(folder, MINE, {"mine": {name: [name] for name in BREAKS}}))
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        if sys.argv[1:] == ["function"]:
-            in_a_function(Path(made))
-        else:
-            in_sandboxes(Path(made), whole=sys.argv[1:] == ["whole"])

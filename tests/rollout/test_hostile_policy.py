@@ -13,9 +13,3 @@ def test_tricks_against_sandboxes_and_math(play_in, tmp_path, whole):
         pytest.skip(reason)
     status, printed = play_in(hostile_policy.in_sandboxes, tmp_path, whole)
     assert status == 0, printed[-8000:]
-
-
-@pytest.mark.full  # by default: test_judges.py
-def test_tricks_against_a_users_function(play_in, tmp_path):
-    status, printed = play_in(hostile_policy.in_a_function, tmp_path)
-    assert status == 0, printed[-8000:]

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.rollout.judges import parent_process, pool
 from pipeline.rollout.judges.judge_process import frame
+from tests.launch.waiting import alive
 from tests.rollout import judge_scenarios as scenarios
 
 ANOTHER = "another process takes its place"
@@ -61,7 +62,7 @@ def test_nothing_outlives_the_rank(play, tmp_path):
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) >= 4  # the process, a judge, a guard, a program
     deadline = time.monotonic() + 15
-    while left := [pid for pid in pids if alive(pid)]:
+    while left := [pid for pid in pids if alive(int(pid))]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -84,7 +85,7 @@ def test_a_process_that_does_not_load_in_time_is_named(monkeypatch):
         judges = pool.JudgePool(scenarios.settings(Path(), "exact_match"), threading.Event())
         with pytest.raises(RuntimeError, match=r"has not loaded .* within 0\.1 s"):
             judges.wait_until_loaded(0.1)
-    assert alive(str(silent.pid)) is False
+    assert not alive(silent.pid)
 
 
 def test_a_reward_model_needs_no_judge():
@@ -95,10 +96,3 @@ def test_a_reward_model_needs_no_judge():
     assert judges.seconds_left() == 0.0
     assert judges.take() == [("0", pool.SCORED_ELSEWHERE)] and judges.take() == [] and judges.seconds_left() is None
     judges.close()
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -1,8 +1,6 @@
 """Run programs of random system calls and allocations in the sandbox: none breaks it, outlives it or changes the machine.
 
-python -m tests.sandbox.fuzz [programs=1000] [seed=0] [place=here]    prints counts of ends and all faults
-
-place is one of hosts.PLACES. A program depends on its seed alone. `Host.run` asserts that the
+A program depends on its seed alone. `Host.run` asserts that the
 answer comes in time, that no process or file is left, and that the canary's folder is unchanged. The machine is checked after
 each program too. Nothing runs uncontained.
 """
@@ -11,9 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,26 +158,3 @@ def machine() -> dict[str, object]:
         "processors": os.sched_getaffinity(0),
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
-
-
-def main(arguments: list[str]) -> int:
-    told = {"programs": "1000", "seed": "0", "place": "here", **dict(a.split("=", 1) for a in arguments)}
-    host = Host(told["place"])
-    ends: Counter[str] = Counter()
-    bad, slowest, begun = 0, 0.0, time.monotonic()
-    try:
-        for outcome in fuzz(host, int(told["programs"]), int(told["seed"])):
-            ends[outcome.ended_by.split()[0] if outcome.ended_by.startswith("signal") else outcome.ended_by] += 1
-            slowest = max(slowest, outcome.seconds)
-            if outcome.bad:
-                bad += 1
-                print(f"seed {outcome.seed}: {outcome.bad[:1000]}", flush=True)
-    finally:
-        host.close()
-    took = time.monotonic() - begun
-    print(f"{sum(ends.values())} programs in {took:.0f} s, the slowest {slowest:.1f} s; bad: {bad}; {dict(ends.most_common())}")
-    return bad > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

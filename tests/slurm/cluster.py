@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.launch.waiting import alive
+
 if TYPE_CHECKING:
     import pytest
 
@@ -110,7 +112,7 @@ class SlurmCluster:
             self._write_configuration()
             self._start_daemons(deadline := time.monotonic() + timeout)
             while (states := self.node_states()) != dict.fromkeys(self.nodes, "idle"):
-                if time.monotonic() > deadline or not all(map(_alive, self._pids().values())):
+                if time.monotonic() > deadline or not all(map(alive, self._pids().values())):
                     raise RuntimeError(f"the Slurm cluster did not come up: nodes {states}\n{self._logs()}")
                 time.sleep(0.1)
         except BaseException:
@@ -120,7 +122,7 @@ class SlurmCluster:
     def stop(self) -> None:
         """End all jobs and all daemons; whatever outlasts SIGTERM by 5 s is killed."""
         pids = self._pids()
-        if "slurmctld" in pids and _alive(pids["slurmctld"]):
+        if "slurmctld" in pids and alive(pids["slurmctld"]):
             subprocess.run(["scancel", f"--user={_user()}"], env=self.env, capture_output=True, timeout=20)
             self._wait_for_empty_queue(5.0)
         order = [*(name for name in pids if name.startswith("slurmd.")), "slurmctld", "munged"]
@@ -147,7 +149,7 @@ class SlurmCluster:
         """Kill a node's slurmd. Its processes continue, and slurmctld gives it up after SlurmdTimeout."""
         pid = self._pids()[f"slurmd.{node}"]
         os.kill(pid, signal.SIGKILL)
-        while _alive(pid):
+        while alive(pid):
             time.sleep(0.02)
 
     def lose(self, node: str) -> None:
@@ -183,7 +185,7 @@ class SlurmCluster:
                 continue
             pid = int(folder.rpartition("/")[2])
             ours = f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in environment
-            if ours and f"SLURMD_NODENAME={node}".encode() in environment and _alive(pid):
+            if ours and f"SLURMD_NODENAME={node}".encode() in environment and alive(pid):
                 found.add(pid)
                 if _name(parent) == "slurmstepd":
                     found.add(parent)
@@ -242,7 +244,7 @@ class SlurmCluster:
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
         self._spawn("munged", ["munged", "-F", "--force", "--num-threads=2", f"--socket={munge}/socket", *files])
         while not (munge / "socket").exists():
-            if time.monotonic() > deadline or not _alive(self._pids()["munged"]):
+            if time.monotonic() > deadline or not alive(self._pids()["munged"]):
                 raise RuntimeError(f"munged did not start\n{self._logs()}")
             time.sleep(0.01)
         self._spawn("slurmctld", ["slurmctld", "-D", "-i", "-f", conf])
@@ -316,20 +318,13 @@ def _name(pid: int) -> str:
         return ""
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def _end(pid: int) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if not _alive(pid):
+        if not alive(pid):
             return
         os.kill(pid, number)
         deadline = time.monotonic() + 5
-        while _alive(pid) and time.monotonic() < deadline:
+        while alive(pid) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 

@@ -1,21 +1,11 @@
-"""Print what `cluster.executor=auto` chooses in each situation of a user's shell, by README's command.
-
-    python -m tests.slurm.situations    a table: the situation, what is printed, the exit status, the seconds
-
-Run as root, it tries each situation as root and as the user `nobody`. Starts a private Slurm cluster. Only dry runs.
-"""
+"""What `cluster.executor=auto` chooses in each situation of a user's shell, by README's command."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shlex
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,69 +84,3 @@ def hanging(cluster: SlurmCluster) -> Iterator[Situation]:
         yield Situation("a cluster that hangs", "local", "does not answer", environment)
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------------
-
-
-def ask(situation: Situation, user: str) -> tuple[str, int, float]:
-    """Return (the line with the choice, or the command's last line; its status; seconds)."""
-    run = [*situation.inside, sys.executable, str(ROOT / "launch/submit.py"), *first_run(), "dry_run=true"]
-    as_user = (
-        [] if user == _name(os.getuid()) else [shutil.which("setpriv"), f"--reuid={user}", "--clear-groups", "env", "HOME=/tmp"]
-    )
-    environment = {**os.environ, **situation.environment}
-    home = tempfile.mkdtemp(prefix=f"{user}-")  # run folders are made where the command is given
-    Path(home, "recipes").symlink_to(ROOT / "recipes")  # the recipe's paths are from there too
-    shutil.chown(home, user)
-    begin = time.monotonic()
-    answer = subprocess.run(
-        [*as_user, *run],
-        cwd=home,
-        env={key: value for key, value in environment.items() if value is not None},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    seconds = time.monotonic() - begin
-    shutil.rmtree(home)
-    lines = [line for line in answer.stdout.splitlines() if "cluster.executor=auto:" in line]
-    return (lines or (answer.stdout + answer.stderr).strip().splitlines() or [""])[-1], answer.returncode, seconds
-
-
-def _name(uid: int) -> str:
-    return subprocess.run(["id", "-un", str(uid)], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def table(folder: Path) -> bool:
-    """Print the table; return whether each situation has its expected choice."""
-    users = ["root", "nobody"] if os.getuid() == 0 else [_name(os.getuid())]
-    well = True
-
-    def show(situation: Situation) -> None:
-        nonlocal well
-        for user in users:
-            said, status, seconds = ask(situation, user)
-            right = status == 0 and f"auto: {situation.chosen} " in said and situation.says in said
-            well &= right
-            print(f"{situation.name} | {user} | {said} | {status} | {seconds:.1f}{'' if right else ' | WRONG'}", flush=True)
-
-    print("situation | user | printed | status | seconds")
-    for situation in without_cluster(folder):
-        show(situation)
-    cluster = SlurmCluster(folder / "slurm", nodes=2)
-    cluster.start()
-    try:
-        for situation in with_cluster(cluster):
-            show(situation)
-        with hanging(cluster) as situation:
-            show(situation)
-    finally:
-        cluster.stop()
-    return well
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
-        Path(name).chmod(0o755)
-        sys.exit(0 if table(Path(name)) else 1)

@@ -15,7 +15,6 @@ from launch.executors.executor import ROOT
 from launch.executors.record import read_record
 from launch.runs.attempts import all_attempts
 from pipeline import config
-from tests.end_to_end import runs
 from tests.launch.model import write_recipe
 from tests.launch.waiting import none_alive, reports, wait_until
 from tests.slurm.wrapper import SUBMIT, sbatch, wait_for
@@ -129,18 +128,6 @@ def test_a_step_of_an_allocation_submits_a_job_of_its_own(here):
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "and this is a step of Slurm job" in answer.stdout
     assert read_record(here / "run").executor == "slurm"
-
-
-@pytest.mark.long
-@pytest.mark.slurm
-def test_a_whole_run_inside_an_salloc(tmp_path, slurm_cluster):
-    placed = [key for key in runs.SLURM if not key.startswith("cluster.executor")]
-    overrides = [f"recipe={runs.RECIPE}", f"run_dir={tmp_path}/run", *placed]
-    command = ["salloc", "-N4", sys.executable, str(ROOT / "launch/submit.py"), *overrides]
-    env = {**slurm_cluster.env, "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "done: step 4" in answer.stdout
 
 
 # ---- launch/hetstep.sbatch ----------------------------------------------------------------------------------------------

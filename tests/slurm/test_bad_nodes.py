@@ -75,21 +75,6 @@ def test_healthy_nodes_pass(slurm_cluster, tmp_path):
     assert all(len(node["gb_per_s"]) == 2 and min(node["gb_per_s"].values()) > 0 for node in nodes.values())
 
 
-@pytest.mark.full  # by default: tests/world/test_node_probes.py and test_requeue.py
-def test_bad_nodes_are_named_to_the_user(slurm_cluster, tmp_path, broken):
-    old, late = slurm_cluster.nodes[2:]
-    wrapped = broken({old: "other code", late: "clock"})
-    run = submit(tmp_path / "run", *SLURM, wrapped, "cluster.requeue.max_restarts=0", env=slurm_cluster.env)
-    assert run.status == 1, run.output
-    (attempt,) = all_attempts(run.folder)
-    assert sorted(attempt.bad_nodes) == [old, late]
-    assert "2 of 4 nodes failed the checks" in run.output
-    assert f"{old}: digest of the code in pipeline/ and launch/: " in run.output
-    assert f"{late}: its clock is " in run.output and "behind the others'" in run.output
-    assert (attempt.failure["verb"], attempt.failure["host"], attempt.failure["realm"]) == ("check nodes", old, "generate")
-    assert not (run.folder / "metrics.jsonl").exists()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["stale folder", "other code"])
 def test_a_run_with_a_bad_node_continues_without_it(slurm_cluster, tmp_path, broken, fault):

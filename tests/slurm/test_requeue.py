@@ -67,11 +67,13 @@ def test_a_cancelled_job_is_not_requeued(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("requeue", "act", "why"),
     [
-        (RequeueConfig(max_restarts=0), {"progress": 1, "exit": 9}, "cluster.requeue.max_restarts: 0"),
         (RequeueConfig(enabled=False), {"progress": 1, "requeue": "time is short"}, "cluster.requeue.enabled is false"),
+        pytest.param(
+            RequeueConfig(max_restarts=0), {"progress": 1, "exit": 9}, "max_restarts: 0", marks=pytest.mark.full
+        ),  # by default: tests/launch/executors/test_verdict.py
         pytest.param(RequeueConfig(), {}, "the run is not complete", marks=pytest.mark.full),
     ],
-    ids=["budget spent", "not wanted", "incomplete"],
+    ids=["not wanted", "budget spent", "incomplete"],
 )
 def test_a_run_that_is_not_complete_has_failed(cluster, tmp_path, requeue, act, why):
     job = play(tmp_path, act, requeue=requeue)

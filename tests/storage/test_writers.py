@@ -1,4 +1,4 @@
-"""Every writer on every kind of failing file system, as `python -m tests.storage` prints it."""
+"""Every writer on every kind of failing file system."""
 
 import json
 import subprocess

@@ -11,12 +11,12 @@ import urllib.request
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from pipeline import trackers
 from pipeline.recipe.values import Text
 from pipeline.trackers.tracker import Tracker
+from tests import http_server
 
 
 @dataclass
@@ -93,32 +93,16 @@ class Endpoint:
 def serving():
     endpoint = Endpoint()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, answer = endpoint.answer(*self.path[1:].split("/"), body)
-            text = json.dumps(answer).encode()
-            try:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-            except BrokenPipeError:
-                pass
+    def answer(request, body):
+        status, value = endpoint.answer(*request.path[1:].split("/"), body)
+        text = json.dumps(value).encode()
+        return status, text, ("Content-Length", str(len(text)))
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    endpoint.address = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        yield endpoint
-    finally:
-        endpoint.go_on.set()
-        server.shutdown()
-        server.server_close()
+    with http_server.serving(answer) as endpoint.address:
+        try:
+            yield endpoint
+        finally:
+            endpoint.go_on.set()
 
 
 if __name__ == "__main__":

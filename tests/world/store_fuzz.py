@@ -1,4 +1,4 @@
-"""Fuzz the store's protocol: `python -m tests.world.store_fuzz [cases=5000] [seed=0]` prints the count of each outcome.
+"""Fuzz the store's protocol.
 
 A case depends on its seed alone. A rank talks to the store, to its node's relay, or through a relay to the store. An attacker
 without the key changes one message: it alters, truncates, repeats, reflects, delays, drops or replaces it. Further cases send
@@ -15,11 +15,9 @@ import os
 import random
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -273,33 +271,3 @@ def fuzz(count: int, seed: int, beside: House) -> list[Outcome]:
     finally:
         ended.set()
         watching.join()
-
-
-def main(arguments: list[str]) -> int:
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    count, seed = int(given.get("cases", 5000)), int(given.get("seed", 0))
-    with house() as beside:
-        before = beside.memory()
-        outcomes = fuzz(count, seed, beside)
-        wrongs, after, log = beside.wrongs(), beside.memory(), beside.log.stat().st_size
-    for way in WAYS:
-        for direction in (UP, DOWN):
-            came = Counter(each.came for each in outcomes if (each.case.way, each.case.direction) == (way, direction))
-            print(
-                f"{way}, {direction}: {came.total()} cases;",
-                ", ".join(f"{name} {number}" for name, number in sorted(came.items())),
-            )
-    bad = [each for each in outcomes if each.bad]
-    for each in bad[:20]:
-        print(f"{each.case}\n  {each.came} after {each.seconds:.1f} s: {each.why}")
-    for wrong in wrongs:
-        print(wrong)
-    grown = ", ".join(f"{name} {before[name]:.0f} -> {after[name]:.0f} MB" for name in after)
-    print(f"{len(outcomes)} cases of {len(ACTIONS) + 1} kinds; bad: {len(bad)}; processes, log and table: {len(wrongs)} wrong")
-    print(f"memory: {grown}; log: {log:,} bytes; slowest case {max(each.seconds for each in outcomes):.1f} s")
-    print(f"the rank beside it was served {beside.served:,} times, the slowest in {beside.slowest_s:.2f} s")
-    return int(bool(bad or wrongs))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,15 +11,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from launch.executors.local import Controller, HetLocalExecutor, HetLocalJob
+from launch.executors.local import Controller, HetLocalJob
 from launch.runs.attempts import all_attempts
 from launch.runs.failure_logs import killed_lines
-from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.job.watchdog import Heartbeat, Watchdog
 from pipeline.node.memory_kills import MemoryKills
 from pipeline.observe.warning_file import FILE, append, last_warning, warning
-from tests.launch import tasks
-from tests.launch.waiting import reports, wait_until
 
 V1 = Path("/sys/fs/cgroup/memory")
 LIMIT = 64 << 20
@@ -116,18 +112,6 @@ def test_the_last_warning_about_memory_of_a_node(tmp_path):
     append(tmp_path / FILE, [warning(at, check, 0, node, f"{check} {at}") for at, (check, node) in enumerate(given, 1)])
     found = last_warning(tmp_path, ("full_memory", "host_leak"), "n1")
     assert found and found["message"] == "full_memory 4"
-
-
-@pytest.mark.full  # by default: tests/launch/executors/test_local.py
-def test_a_killed_rank_of_a_local_run_is_told_with_its_signal(tmp_path):
-    """Rank 0 too: no rank can tell of it, but the controller is its parent."""
-    workers = {"train": ComponentConfig(ranks_per_node=2)}
-    job = HetLocalExecutor(tmp_path, ClusterConfig(time_min=5), workers).submit(tasks.report_and_wait, str(tmp_path))
-    os.kill(reports(tmp_path, 2)[0]["pid"], signal.SIGKILL)
-    wait_until(lambda: job.status(now=True).ended, "the end of the run")
-    assert job.status().reason.startswith("rank 0 (train) was ended by SIGKILL")
-    (attempt,) = all_attempts(tmp_path)
-    assert killed_lines(attempt) == ["rank 0 (train) was ended by SIGKILL"]
 
 
 def test_the_controller_tells_the_kernels_record_and_the_last_warning(tmp_path):

@@ -56,12 +56,6 @@ def test_several_slow_nodes_are_distinguished_from_those_between_them():
     assert measured(8, {2}, dead={5}) == {"node2", "node5"}
 
 
-def test_the_better_of_two_measurements_counts():
-    fast, slow, dead = Link(0, 1, 40.0), Link(0, 1, 1.0), Link(0, 1, problem="no answer")
-    assert ring.better(slow, fast) == ring.better(fast, slow) == fast == ring.better(fast, None)
-    assert ring.better(dead, slow) == slow
-
-
 def test_both_ends_are_named_if_the_slow_one_is_unknown():
     assert measured(2, {1}) == {"node0", "node1"}
     assert measured(6, set(), {frozenset((2, 3))}) == {"node2", "node3"}
@@ -141,10 +135,6 @@ def judged(
     component = ComponentConfig(nodes=nodes, gpus_per_node=per_node, gpu_memory_gb=asked_gb)
     cluster = ClusterConfig(train=component, generate=replace(component))
     return diagnosis.reports(ranks, seen, workers or WorkerGroups(tuple(range(nodes * per_node)), (), ()), cluster)
-
-
-def test_healthy_nodes_have_no_problems():
-    assert judged(reports()) == {}
 
 
 @pytest.mark.parametrize(("asked", "bad"), [(None, []), (40.0, []), (80.0, ["n0", "n1", "n2"])])
@@ -381,11 +371,6 @@ def test_nodes_of_the_other_components_decide_which_of_two_drivers_is_stale():
     assert drivers(["580", "580", "580"], ["570", "570"]) == ([], [])
 
 
-def test_each_component_may_have_a_python_of_its_own():
-    seen = with_versions(*[{"python": "3.11.7"}] * 4, {"python": "3.12.1"})
-    assert sorted(judged(seen, 5, 1, WorkerGroups((0, 1, 2), (3, 4), ()))) == ["n3", "n4"]
-
-
 def test_nodes_of_the_other_components_decide_which_of_two_networks_is_wrong():
     workers, cluster = WorkerGroups((0, 1, 2), (3, 4), ((3,), (4,))), ClusterConfig()
     told, without_card = {probe.NETWORK: "IB"}, {probe.NETWORK: "Socket"}
@@ -406,13 +391,6 @@ def test_components_on_one_node_have_gpus_of_their_own():
     found = diagnosis.reports({"n0": [0, 1, 2, 3]}, seen, workers, cluster)
     assert found == {"n0": ["rank 1 (train) and rank 2 (generate) use the same GPU gpu-1"]}
     assert diagnosis.reports({"n0": [0, 1, 2, 3]}, seen, replace(workers, colocated=True), cluster) == {}
-
-
-def test_outliers_are_the_minority_or_all_without_a_majority():
-    assert diagnosis.outliers({"a": "1", "b": "1"}, "x") == {}
-    assert diagnosis.outliers({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
-    assert diagnosis.outliers({"a": "1", "b": "2"}, "x") == {"a": ["x: 1, but 2 elsewhere"], "b": ["x: 2, but 1 elsewhere"]}
-    assert sorted(diagnosis.outliers({"a": "1", "b": "1", "c": "2", "d": "2"}, "x")) == ["a", "b", "c", "d"]
 
 
 def test_nodes_that_do_not_share_the_run_folder_are_named():

@@ -56,17 +56,6 @@ def test_an_error_on_one_rank_comes_at_once_with_its_traceback(start):
     assert 'raise ValueError("the engine is on fire")' in failure["traceback"]
 
 
-@pytest.mark.full  # by default: test_world.py
-def test_a_late_rank_is_named_without_its_nodes_other_ranks(start):
-    world = start("hang-generate", PER_NODE)
-    assert world.processes[0].wait(120) == GAVE_UP
-    message = world.failure()["message"]
-    assert "verb 'hang' has not ended after 5 s" in message
-    assert "rank 4 (generate) on node1, in verb 'hang', phase 'decode'" in message
-    assert "rank 3" not in message and "rank 2" not in message
-    assert all(code != 0 for code in world.wait())
-
-
 @pytest.mark.parametrize("victim", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_a_killed_rank_is_named_even_if_its_relay_ends_with_it(start, victim):
     world = start("linger", PER_NODE)

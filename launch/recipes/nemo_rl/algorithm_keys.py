@@ -195,10 +195,12 @@ def _max_val_samples(t: Translator, algorithm: str) -> None:
         samples = batches * size if batches > 0 else UNBOUNDED
     else:
         name, (number, batch) = "max_val_samples", VALIDATED[algorithm]
-        samples, size = t.consume(f"{algorithm}.max_val_samples", number), t.consume(f"{algorithm}.val_batch_size", batch)
+        keys = {f"{algorithm}.max_val_samples": number, f"{algorithm}.val_batch_size": batch}
+        samples, size = (t.consume(key, default) for key, default in keys.items())
         if samples is None or not size:
             samples = UNBOUNDED  # all samples, as for NeMo Gym
         else:
+            samples, size = (_whole(t, key, default) for key, default in keys.items())
             samples = (samples + (size - 1) * (algorithm == "distillation")) // size * size
     t.put(f"{algorithm}.max_val_samples", samples, f"{algorithm}.{name}")
 

@@ -17,7 +17,7 @@ from pipeline.checkpoints.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import made_runs, tasks
 from tests.launch.api import program
-from tests.launch.waiting import reports, wait_until
+from tests.launch.waiting import reports
 
 TEXTS = made_runs.Texts("2+5=", "7", "8", "9")
 COMPONENTS = {"train": ComponentConfig(cpus_per_task=1), "generate": ComponentConfig(cpus_per_task=1)}
@@ -252,11 +252,3 @@ def test_stop_and_save(tmp_path):
 def test_stop_and_save_under_slurm(tmp_path, slurm_cluster, monkeypatch):
     slurm_cluster.enter(monkeypatch)
     check_stop_and_save(submitted(tmp_path / "run", tasks.save_on_request, "slurm"))
-
-
-@pytest.mark.full  # by default: tests/launch/executors/test_local.py
-def test_cancel(tmp_path):
-    run = submitted(tmp_path / "run", tasks.save_on_request)
-    wait_until(lambda: latest(run.folder), "the start of the ranks")
-    assert run.cancel().state == "stopped"
-    assert not run.metrics()

@@ -1,4 +1,4 @@
-"""The Python API with real runs of the tiny model: submit, watch, stop, continue, export, evaluate, sweep."""
+"""The Python API with real runs of the tiny model: submit, watch, stop, continue, export, evaluate."""
 
 import hetstep
 import pytest
@@ -58,16 +58,6 @@ def test_a_run_under_slurm(tmp_path, slurm_cluster, monkeypatch, capfd):
     check_a_run(tmp_path / "run", "slurm", capfd)
 
 
-def test_needed_recipes_run_first(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small = "sft: {max_num_steps: 1, val_at_end: false}\npolicy: {scheduler: null}\ncheckpointing: {save_consolidated: false}\n"
-    (tmp_path / "first.yaml").write_text(f"defaults: tiny_sft\n{small}")
-    (tmp_path / "second.yaml").write_text("defaults: tiny_sft\nneeds: [first.yaml]\n")
-    run = hetstep.submit("second.yaml", SMALL, cluster__executor="local", sft__max_num_steps=1, run_dir="runs/second")
-    assert hetstep.load("runs/first").status().state == "done"
-    assert run.wait().state == "done"
-
-
 def test_a_program_without_torch_submits_and_watches(tmp_path):
     done = program.run(
         f"""
@@ -80,11 +70,3 @@ print(sorted(run.metrics("train/loss")), run.status().step)
         tmp_path,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2] 2\n", "")
-
-
-def test_a_sweep(tmp_path):
-    sweep = hetstep.sweep("tiny", folder=tmp_path, seeds=[1], id="one", update_baseline=False, cluster__executor="local")
-    found = sweep.wait()
-    assert set(sweep.states().values()) == {"done"} and len(sweep.runs()) == 2
-    assert found.gates and not found.passed  # there is no baseline
-    assert hetstep.sweep("tiny", folder=tmp_path, seeds=[1], id="one", cluster__executor="local").verdict() == found

@@ -10,7 +10,7 @@ import pytest
 
 from launch.executors.local import HetLocalExecutor, HetLocalJob, rank_environments
 from launch.executors.record import JobRecord, read_record, write_record
-from launch.runs.attempts import all_attempts, latest
+from launch.runs.attempts import all_attempts
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import tasks
 from tests.launch.waiting import alive, none_alive, reports, wait_until, wait_until_ended
@@ -59,35 +59,6 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
     ]
     assert end - float((attempt / "started").read_text()) == pytest.approx(300, abs=1)
     assert "rank 2 says hello" in (attempt / "rank00002.log").read_text()
-
-
-@pytest.mark.full  # by default: the killed rank of a third component, and test_submit.py
-@pytest.mark.parametrize(
-    ("task", "reason"),
-    [
-        (tasks.fail_on_rank_1, "rank 1 (train) exited with status 1; crashed with status 1"),
-        (tasks.exit_with_7_on_rank_1, "rank 1 (train) exited with status 7; crashed with status 7"),
-        (tasks.fail_on_rank_2_after_its_echo, "crashed: rank 2 (generate) failed first"),
-    ],
-)
-def test_a_failing_rank_ends_all_ranks(tmp_path, task, reason):
-    job = executor(tmp_path).submit(task, str(tmp_path))
-    wait_until_ended(job)
-
-    assert (job.status().state, job.status().reason) == ("FAILED", f"{reason}{NO_PROGRESS}")
-    none_alive(reports(tmp_path, 4))
-
-
-@pytest.mark.full  # by default: that of a third component
-def test_a_killed_rank_ends_all_ranks(tmp_path):
-    job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
-    found = reports(tmp_path, 4)
-    os.kill(found[2]["pid"], signal.SIGKILL)
-    wait_until_ended(job)
-
-    why = f"rank 2 (generate) was ended by SIGKILL; crashed with status 137{NO_PROGRESS}"
-    assert (job.status().state, job.status().reason) == ("FAILED", why)
-    none_alive(found)
 
 
 @pytest.mark.full  # by default: on Slurm
@@ -168,16 +139,6 @@ def test_ranks_are_started_again_as_another_attempt_until_the_run_is_complete(tm
     ]
 
 
-@pytest.mark.full  # by default: tests/slurm/test_requeue.py
-def test_each_submission_has_its_own_restart_budget(tmp_path):
-    crash = {"progress": 1, "exit": 9}
-    cluster = ClusterConfig(requeue=RequeueConfig(max_restarts=1))
-    for _ in range(2):
-        status, verdicts = play(tmp_path / "run", crash, crash, {"done": 1}, cluster=cluster)
-        assert status.state == "FAILED" and "rank 0 (train) exited with status 9" in status.reason
-        assert "cluster.requeue.max_restarts: 1" in status.reason and len(verdicts) == 2
-
-
 @pytest.mark.full
 def test_a_rank_that_overruns_the_time_limit_has_crashed(tmp_path):
     """Each attempt has the whole limit for itself."""
@@ -194,17 +155,6 @@ def test_ranks_that_exit_with_0_before_the_run_is_complete_have_failed(tmp_path,
     status, (verdict,) = play(tmp_path / "run", {})
     assert status.state == "FAILED" and "the run is not complete" in status.reason
     assert verdict == f"stop: {status.reason}"
-
-
-@pytest.mark.full  # by default: tests/slurm/test_requeue.py
-def test_a_cancelled_job_is_not_started_again(tmp_path):
-    (tmp_path / "script.json").write_text(json.dumps([{"progress": 1, "requeue": "SIGTERM came", "wait": 600}]))
-    job = executor(tmp_path).submit(tasks.play, str(tmp_path))
-    wait_until(lambda: latest(tmp_path) and (latest(tmp_path).folder / "requeue").exists(), "progress")
-    job.cancel()
-    wait_until_ended(job)
-    assert (job.status().state, job.status().reason) == ("CANCELLED", "by SIGTERM")
-    assert len(all_attempts(tmp_path)) == 1
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
-"""GPUs of a machine that a local run takes. `python -m tests.launch.executors.test_placement` prints those of tiny recipes."""
+"""GPUs of a machine that a local run takes."""
 
 import functools
-import sys
 
 import pytest
 
@@ -154,15 +153,3 @@ def test_more_gpus_on_a_node_than_it_usually_has_are_noted():
     assert note == f"{keys}: got 16 on each node; nodes with h100 usually have 8"
     assert not list(placement.notes(config.load("llama8b_grpo")))
     assert not list(placement.notes(config.load("llama8b_grpo", ["cluster.train.gpu=gb200", "cluster.train.gpus_per_node=16"])))
-
-
-def main() -> None:
-    print("| recipe |" + "".join(f" {count} GPUs |" for count in COUNTS))
-    print("|---|" + "---|" * len(COUNTS))
-    with pytest.MonkeyPatch.context() as patch:
-        for name in TINY:
-            print(f"| {name} | {' | '.join(devices(place(patch, count, name)) for count in COUNTS)} |")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -75,14 +75,6 @@ def fail(run_dir: Path, attempt: str, said: dict) -> None:
     (run_dir / f"attempts/{attempt}/failure.json").write_text(json.dumps(said))
 
 
-def test_time_left_assumes_the_recent_pace(tmp_path):
-    write_steps(tmp_path, 100.0, 110.0, 120.0)
-    metrics = MetricsTail(tmp_path)
-    assert metrics.seconds_left(10) is None
-    metrics.new_lines()
-    assert metrics.seconds_left(10) == 70.0
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_from_waiting_to_done(tmp_path, console, terminal):
     console._force_terminal = terminal

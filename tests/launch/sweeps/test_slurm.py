@@ -30,21 +30,6 @@ def of(folder: Path, env: dict) -> list[dict[str, str]]:
     return sorted(found, key=lambda job: int(job["JobId"]))
 
 
-@pytest.mark.full  # by default: test_submit.py, of needs
-def test_runs_wait_for_each_other_and_the_check_for_all(slurm_cluster, tmp_path):
-    folder = tmp_path / "sweeps/some/x"
-    env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="1", SBATCH_WCKEY="mine")
-    status, output = sweep(f"sweep={write_suite(tmp_path, **SUITE)}", "id=x", "wait=true", *ON_SLURM, env=env)
-    assert status == 0, output
-    assert "export SBATCH_WCKEY=mine\n" in (folder / "check.sh").read_text()  # the check may submit retries
-    assert output.rstrip().endswith("there is no baseline.") and "# some x: passed" in output
-    assert set(outcomes(folder).values()) == {"passed"}
-    first, second, check = of(folder, env)
-    assert (first["JobName"], second["JobName"], check["JobName"]) == ("tiny", "tiny", "some-check")
-    assert [job["JobState"] for job in (first, second)] == ["COMPLETED"] * 2
-    assert first["EndTime"] <= second["StartTime"] and second["EndTime"] <= check["StartTime"]
-
-
 @pytest.mark.long
 def test_the_check_retries_failed_runs_once_and_then_judges(slurm_cluster, tmp_path):
     path = write_suite(tmp_path, **{**SUITE, "max_concurrent": 2})
