@@ -21,6 +21,7 @@ from pipeline import config
 from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
 from pipeline.data import named
 from pipeline.data.chat import Encoder
+from pipeline.data.columns import recognize_columns
 
 MOST_RECORDS = 1000  # of a data set
 MOST_CHARACTERS = 2 << 20  # of their JSON: about a second of encoding
@@ -84,7 +85,7 @@ def _read(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadin
         return None
     rows = _bound_rows([record for _, record in records.numbered])
     if dataset.dataset_name not in config.NAMED_DATASETS:
-        dataset = config.recognize_columns(recipe, key, dataset, rows).dataset
+        dataset = recognize_columns(recipe, key, dataset, rows).dataset
 
     def work() -> list[list[int]]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.config.cluster import NetworkConfig
+from pipeline.config.cluster import COPIES_GB_PER_S, LATENCY_US, NetworkConfig
 from pipeline.refit.intersection import changes
 from pipeline.refit.schedule import RefitSchedule
 
@@ -166,13 +166,13 @@ class RefitPrice:
 
 def price(loads: Loads, network: NetworkConfig) -> RefitPrice:
     """Return the price of a transfer with these loads."""
-    nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
+    nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, COPIES_GB_PER_S))
     parts = {
         "pack": loads.sent / memory,
         "wire out": loads.nic_out / nic,
         "wire in": loads.nic_in / nic,
         "node": np.maximum(loads.node_out, loads.node_in) / node,
-        "latency": np.maximum(loads.sends, loads.receives) * (network.latency_us / 1e6),
+        "latency": np.maximum(loads.sends, loads.receives) * (LATENCY_US / 1e6),
         "apply": loads.received / memory,
     }
     return RefitPrice(loads, parts)

@@ -244,11 +244,7 @@ def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Pla
             weight_files = read_weight_files(model_folder(f"{sections[0]}.model_name", name))
         except RecipeError:
             continue
-        converted = (
-            0
-            if recipe.policy.megatron_cfg.force_reconvert_from_hf
-            else len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
-        )
+        converted = len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
         nbytes = sum(stored.nbytes for stored in weight_files.tensors.values())
         if nbytes and converted < len(sections):
             yield PlannedWrite(

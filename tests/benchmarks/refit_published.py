@@ -24,7 +24,7 @@ import numpy as np
 from launch.plan.refit import broadcast_seconds
 from launch.plan.refit_time import Messages, floor, loads, merge, price
 from launch.plan_refit import PlanRefitRequest, RefitPrediction, load, model_folder, predict
-from pipeline.config.cluster import NetworkConfig
+from pipeline.config.cluster import COPIES_GB_PER_S, LATENCY_US, NetworkConfig
 from pipeline.config.generation import RefitConfig
 from pipeline.models.shape import ModelShape
 
@@ -103,8 +103,8 @@ def print_published() -> None:
     network = NETWORK
     print(
         f"\nrefits as published and as predicted: {network.nic_gb_per_s:g} GB/s a NIC, {network.node_gb_per_s:g} GB/s within"
-        f" a node, {GPUS} GPUs with a NIC each in a node, {network.latency_us:g} us a message, copies at"
-        f" {network.memory_gb_per_s:g} GB/s, buckets of {BUCKET / 1e6:.0f} MB"
+        f" a node, {GPUS} GPUs with a NIC each in a node, {LATENCY_US:g} us a message, copies at"
+        f" {COPIES_GB_PER_S:g} GB/s, buckets of {BUCKET / 1e6:.0f} MB"
     )
     print(f"{'':44s}{'published':>14s}{'predicted':>12s}{'ratio':>8s}")
     for line in lines():

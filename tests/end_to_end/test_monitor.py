@@ -14,7 +14,7 @@ from tests.end_to_end.runs import LOCAL, Fault, launch, pids_of, submit
 from tests.end_to_end.test_async import IN_FLIGHT
 from tests.launch.waiting import wait_until
 
-FAST = ("logger.monitor.period_s=0.2", "logger.monitor.flush_s=0")
+FAST = ("logger.monitor.period_s=0.2",)
 
 
 def warned(folder: Path) -> dict[str, set[int]]:

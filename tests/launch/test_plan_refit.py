@@ -45,9 +45,8 @@ def check_picture(path: Path) -> None:
 
 def test_a_dense_model_under_fsdp(tmp_path):
     """The recipe's own model may be missing: it has the shape of its needed recipe's initial model."""
-    network = ["cluster.network.nic_gb_per_s=1", "cluster.network.memory_gb_per_s=0.5", "cluster.network.latency_us=0"]
     out = tmp_path / "dense.svg"
-    status, output, errors = plan("recipe=tiny_grpo", f"out={out}", *network)
+    status, output, errors = plan("recipe=tiny_grpo", f"out={out}", "cluster.network.nic_gb_per_s=1")
     assert status == 0, errors
     size = parameters(TINY) * 4
     assert f"{parameters(TINY):,} parameters" in output
@@ -69,7 +68,6 @@ def test_a_mixture_of_experts_under_megatron(tmp_path):
         "policy.generation.vllm_cfg.tensor_parallel_size=2",
         "policy.generation.vllm_cfg.expert_parallel_size=2",
         "policy.precision=bfloat16",
-        "cluster.network.memory_gb_per_s=1",
     ]
     status, output, errors = plan("recipe=tiny_grpo", f"model_config={TINY_MOE}", f"out={out}", *layout)
     assert status == 0, errors

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import models
-from pipeline.config import MEGATRON_MODEL_TYPES
+from pipeline.models import FAMILIES
 from pipeline.models.hugging_face import config_of
 from pipeline.models.shape import ModelShape, UnknownShape
 from pipeline.models.tensors import tensors
@@ -87,7 +87,7 @@ CASES = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 20}),
     "gpt_oss_no_biases": ("gpt_oss", {"num_local_experts": 4, "attention_bias": False, "tie_word_embeddings": True}),
 }
-assert {family for family, _ in CASES.values()} >= set(MEGATRON_MODEL_TYPES)
+assert {family for family, _ in CASES.values()} >= set(FAMILIES)
 
 
 @pytest.fixture(params=CASES)
@@ -132,7 +132,7 @@ BIASED = {"llama_biased", "qwen3", "qwen3_moe_all_dense", "deepseek_v3_biased", 
 """Models that Megatron-Core refuses for their biases."""
 
 
-@pytest.mark.parametrize("name", [n for n, (family, _) in CASES.items() if family in MEGATRON_MODEL_TYPES and n not in BIASED])
+@pytest.mark.parametrize("name", [n for n, (family, _) in CASES.items() if family in FAMILIES and n not in BIASED])
 def test_conversions_to_megatron_core_read_every_tensor_once(name):
     family, changes = CASES[name]
     config = {"model_type": family, **TINY, **changes}

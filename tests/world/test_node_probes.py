@@ -213,9 +213,8 @@ def test_a_folder_that_cannot_be_written_has_no_space(tmp_path):
     assert probe._free_gb(str(tmp_path / "absent")) == 0
 
 
-@pytest.mark.parametrize("override", ["min_gb_per_s=0", "max_clock_skew_s=-1"])
-def test_invalid_bounds_are_refused(tmp_path, override):
-    key = f"cluster.node_checks.{override}"
+def test_an_invalid_bound_is_refused(tmp_path):
+    key = "cluster.node_checks.min_gb_per_s=0"
     with refused((key.partition("=")[0], "too-small")):
         config.load(str(write_recipe(tmp_path)), [key])
 
@@ -267,7 +266,7 @@ def test_each_bad_node_is_named_with_its_fault(tmp_path):
     status, record, attempt = check_nodes(tmp_path, [f"node{i}" for i in range(7)], faults)
     assert status != 0
     told = {
-        "node1": " s ahead of the others'; cluster.node_checks.max_clock_skew_s is 2",
+        "node1": " s ahead of the others'; at most 5 s are expected",
         "node2": "it does not share the run folder with rank 0",
         "node3": "a slow network",
         "node4": "the code in pipeline/ and launch/",

@@ -77,16 +77,12 @@ def open_conversion(
     chosen = {name: of_file[stored.path] for name, stored in files.tensors.items()} if files.copied else {}
     identity = on_first_rank(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config, head)[0], chosen))
     cache = ConversionCache(root, policy.model_name, identity)
-
-    def find() -> str | None:
-        return None if policy.megatron_cfg.force_reconvert_from_hf else cache.find()
-
     with contextlib.ExitStack() as stack:
-        path = on_first_rank(group, find)
+        path = on_first_rank(group, cache.find)
         if not path:
             with phase("wait for another job's conversion"):
                 on_first_rank(group, lambda: stack.enter_context(cache.lock(timeout_s)))
-            path = on_first_rank(group, find)  # another job may have converted it meanwhile
+            path = on_first_rank(group, cache.find)  # another job may have converted it meanwhile
         if not path:
             with phase("convert the checkpoint"):
                 on_first_rank(group, lambda: _check(policy, config, head))

@@ -12,6 +12,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub.constants
 import pytest
@@ -23,7 +24,7 @@ from transformers import AutoConfig
 from launch.preflight import weight_tensors
 from pipeline.boxes import Box, whole
 from pipeline.checkpoints.checkpoint import COMPLETE
-from pipeline.config import MegatronConfig, PolicyConfig
+from pipeline.config import PolicyConfig
 from pipeline.models import family
 from pipeline.models.recorded_layout import record
 from pipeline.models.weight_files import read_header, read_weight_files
@@ -61,9 +62,11 @@ def shared(tmp_path) -> Path:
 
 
 def convert(checkpoint: Path, shared: Path, anew: bool = False, timeout_s: float = 60.0, **overrides) -> conversion.Conversion:
-    policy = PolicyConfig(model_name=str(checkpoint), megatron_cfg=MegatronConfig(force_reconvert_from_hf=anew))
-    config = AutoConfig.from_pretrained(checkpoint, **overrides)
-    return open_conversion(policy, config, dist.group.WORLD, folder=shared, timeout_s=timeout_s)
+    """Return the conversion of a checkpoint. anew: convert it even if a conversion is complete."""
+    policy, config = PolicyConfig(model_name=str(checkpoint)), AutoConfig.from_pretrained(checkpoint, **overrides)
+    hidden = mock.patch.object(conversion_cache.ConversionCache, "find", return_value=None)
+    with hidden if anew else contextlib.nullcontext():
+        return open_conversion(policy, config, dist.group.WORLD, folder=shared, timeout_s=timeout_s)
 
 
 def read(checkpoint: Path, made: conversion.Conversion) -> dict[str, torch.Tensor]:
