@@ -56,6 +56,7 @@ from pipeline.config import (
     trains,
     uses_megatron,
 )
+from pipeline.config.cluster import COPIES_GB_PER_S, LATENCY_US
 from pipeline.models.shape import ModelShape
 from pipeline.refit import plan
 from pipeline.refit.schedule import RefitSchedule
@@ -209,7 +210,7 @@ def _headline(predicted: RefitPrediction, choice: backend_choice.BackendChoice) 
         f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {parallel_sizes(vllm)};"
         f" {_plural(ranks(cluster.generate) // engine, 'engine')} of {_plural(engine, 'rank')}",
         f"{'network':14s}{network.nic_gb_per_s:g} GB/s a NIC, {network.node_gb_per_s:g} GB/s within a node,"
-        f" {network.latency_us:g} us a message, copies at {network.memory_gb_per_s:g} GB/s",
+        f" {LATENCY_US:g} us a message, copies at {COPIES_GB_PER_S:g} GB/s",
     ]
 
 

@@ -79,10 +79,7 @@ def execute(request: TimelineRequest) -> int:
     run = RunFolder.at(request.run)
     recorded = attempt_traces(run.attempts)
     if not recorded:
-        enabled = run.value("logger.timeline_enabled", True)
-        why = (
-            "it has not started, or an older version wrote it" if enabled else "logger.timeline_enabled is false in its recipe"
-        )
+        why = "it has not started, or an older version wrote it"
         raise RecipeError(Problem("run", "no-records", f"{run.folder} has no timeline: {why}"))
     number = request.step if request.step is not None or request.steps is None else request.steps[1]
     drawn = trace_with_step(recorded, number)

@@ -60,10 +60,7 @@ def main(run_dir: Path) -> None:
     except Exception as error:
         Failure.of(error, info, workers, Activity()).record(info.folder)
         raise
-    if recipe.logger.timeline_enabled:
-        world.timeline.write(info.folder)
-    else:
-        world.timeline.disable_file()
+    world.timeline.write(info.folder)
     client = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([client.overdue] if client else []))
     startup = Startup(info.folder, workers.by_component(), watchdog.activities) if client else Startup()

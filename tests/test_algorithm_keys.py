@@ -136,6 +136,7 @@ REFUSED = [
         "ppo.adv_estimator.gae_lambda_policy",
         "contradiction",
     ),
+    ("ppo", "ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.name", "unsupported"),
     ("ppo", "ppo.policy_training_start_step=10 ppo.max_num_steps=10", "ppo.policy_training_start_step", "too-large"),
     ("ppo", "value.model_name=''", "value.model_name", "missing-value"),
     # ---- distillation
@@ -236,7 +237,7 @@ def test_a_derived_algorithm_reads_and_names_the_keys_of_its_own_section():
     recipe = complete("grpo", "grpo.normalize_rewards=false grpo.async_grpo.enabled=true loss_fn.use_generation_logprobs=true")
     recipe.grpo.num_generations_per_prompt = 1
     recipe.algorithm, recipe.derived = "derived", recipe.grpo
-    assert not recipe.derived.adv_estimator.normalize_rewards
+    assert not recipe.derived.normalize_rewards
     assert ahead.settings(recipe) is recipe.grpo.async_grpo and ahead.key_in(recipe.derived, "derived") == "derived.async_grpo"
     keys = [problem.key for problem in GRPO(recipe).problems()]
     assert "derived.num_generations_per_prompt" in keys and not [key for key in keys if key.startswith("grpo.")]

@@ -69,8 +69,8 @@ def test_the_local_executor_starts_ranks_with_them(monkeypatch):
     [
         (FSDP, ["cluster.train.env_vars={NCCL_ALGO: Tree}"], "contradiction"),
         (FSDP, ["cluster.generate.env_vars={VLLM_BATCH_INVARIANT: '0'}"], "contradiction"),
-        (FSDP, ["policy.generation.vllm_cfg.env_vars={NCCL_ALGO: NVLS}"], "contradiction"),
-        (MEGATRON, ["policy.megatron_cfg.env_vars={NVTE_ALLOW_NONDETERMINISTIC_ALGO: '1'}"], "contradiction"),
+        (FSDP, ["cluster.generate.env_vars={NCCL_ALGO: NVLS}"], "contradiction"),
+        (MEGATRON, ["cluster.train.env_vars={NVTE_ALLOW_NONDETERMINISTIC_ALGO: '1'}"], "contradiction"),
         (MEGATRON, ["policy.megatron_cfg.model_overrides={deterministic_mode: false}"], "contradiction"),
         (MEGATRON, ["policy.megatron_cfg.model_overrides={tp_comm_overlap: true}"], "contradiction"),
         (FSDP, ["policy.generation.backend=transformers"], "contradiction"),

@@ -82,7 +82,7 @@ def test_what_is_refused(started, override, key, code):
 
 def test_a_refusal_lists_the_keys_that_may_change_once_and_suggests_the_nearest(started):
     with pytest.raises(RecipeError) as error:
-        asked(started, "policy.optimizer.kwargs.lrr=1", "policy.megatron_cfg.checkpoint.async_save=true")
+        asked(started, "policy.optimizer.kwargs.lrr=1", "checkpointing.async_save=true")
     first, second = error.value.problems
     assert f"did you mean {LR}?" in first.message and "checkpointing.save_period" in first.message
     assert second.message == "is read only when a run starts"

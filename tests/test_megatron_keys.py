@@ -50,6 +50,7 @@ OTHER_VALUES = {
     float: lambda value: value + 0.5,
     str: lambda _: "odd",
     list: lambda _: ["moe"],
+    dict: lambda _: {"A": "1"},
     type(None): lambda _: 2,
 }
 
@@ -67,8 +68,9 @@ def test_a_fixed_key_may_only_have_its_value(load, key):
         load(*on(*other))
     assert str(error.value).endswith(reason)
     assert load(*on(*given(value))) == load(*on(*given(None))) == load(*on(*section))
-    text = MINIMAL.replace("{model_name: x}", f"{{model_name: x, megatron_cfg: {{enabled: false, {nested(key, 'odd')}}}}}")
-    assert load(text=text).policy.megatron_cfg.enabled is False  # nothing reads it
+    if key.startswith(f"{KEY}."):
+        text = MINIMAL.replace("{model_name: x}", f"{{model_name: x, megatron_cfg: {{enabled: false, {nested(key, 'odd')}}}}}")
+        assert load(text=text).policy.megatron_cfg.enabled is False  # nothing reads it
     with pytest.raises(config.RecipeError, match=r"is fixed here to .* because "):
         reference.explained(key)
 
@@ -77,6 +79,24 @@ def nested(key: str, value: str) -> str:
     """Return a key below `policy.megatron_cfg` and its value in YAML's flow style."""
     outer, dot, inner = key.removeprefix(f"{KEY}.").partition(".")
     return f"{outer}: {{{inner}: {value}}}" if dot else f"{outer}: {value}"
+
+
+def test_a_run_of_an_older_version_goes_on_with_what_it_saved(load, tmp_path):
+    recipe, path = load("grpo.normalize_rewards=false"), tmp_path / "recipe.yaml"
+    config.write(recipe, path)
+    saved = yaml.safe_load(path.read_text())
+    saved["grpo"]["normalize_rewards"] = True
+    saved["grpo"] |= {"stop_higher_is_better": False, "val_start_at": 4}
+    saved["grpo"]["adv_estimator"] |= {"normalize_rewards": False, "use_leave_one_out_baseline": True}
+    saved["policy"]["megatron_cfg"] |= {"checkpoint": {"async_save": True}, "env_vars": {"A": "1"}}
+    saved["cluster"]["train"] |= {"container_env": ["A"], "container_writable": True}
+    saved["value"] |= {"random_init": False, "freeze_parameters": []}
+    path.write_text(yaml.safe_dump(saved))
+    assert config.read(path) == recipe
+    saved["value"]["random_init"] = True  # other weights than this version would make
+    path.write_text(yaml.safe_dump(saved))
+    with refused(("value.random_init", "unsupported")):
+        config.read(path)
 
 
 @pytest.mark.parametrize("key", fixed_keys.IGNORED)
@@ -151,8 +171,8 @@ def test_keys_that_megatron_core_also_has_keep_their_names():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     ours_alone = {
-        *("enabled", "force_reconvert_from_hf", "activation_checkpointing", "empty_unused_memory_level", "model_overrides"),
-        *("freeze_moe_router", "optimizer", "scheduler", "distributed_data_parallel_config", "checkpoint", "env_vars", "peft"),
+        *("enabled", "activation_checkpointing", "empty_unused_memory_level", "model_overrides"),
+        *("freeze_moe_router", "optimizer", "scheduler", "distributed_data_parallel_config", "peft"),
     }
 
     def names(cls):

@@ -270,19 +270,6 @@ def test_the_file_is_truncated_only_where_it_was_longer(tmp_path, monkeypatch):
     assert cuts == [0, 0, 1]
 
 
-def test_without_a_file_no_events_are_kept(clock):
-    rank = Timeline(ABOUT, {"train": (0,)})
-    rank.enter("step", "")
-    rank.disable_file()
-    for step in range(3):
-        rank.enter("idle", "")
-        clock.now += 1
-        rank.enter("step", "")
-        clock.now += 1
-        shares = rank.step_ended(step)
-    assert rank.take()[0] == [] and shares == {"idle/train": 0.5}
-
-
 RANK = """
 import sys, time
 from pathlib import Path

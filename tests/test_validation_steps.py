@@ -9,8 +9,7 @@ def steps(**keys: object) -> list[int]:
     return [step for step in range(1, 11) if validates(section, step, step == 10)]
 
 
-def test_validation_begins_at_a_step() -> None:
+def test_validation_has_a_period_and_may_end_the_run() -> None:
     assert steps() == []
     assert steps(val_period=3) == [3, 6, 9]
-    assert steps(val_period=3, val_start_at=6) == [6, 9]
-    assert steps(val_period=3, val_start_at=7, val_at_end=True) == [9, 10]
+    assert steps(val_period=3, val_at_end=True) == [3, 6, 9, 10]

@@ -13,7 +13,8 @@ import torch
 from pipeline.boxes import whole
 from pipeline.checkpoints import checkpoint, verification
 from pipeline.checkpoints.checkpoint import COMPLETE, ROLLOUTS, Checkpoint, Checkpoints
-from pipeline.config import CheckpointingConfig, EncryptionConfig, RecipeError
+from pipeline.config import CheckpointingConfig, RecipeError
+from pipeline.config.checkpointing import EncryptionConfig
 from pipeline.encryption import EncryptionKey
 from pipeline.files.digests import MANIFEST, add_manifest
 from pipeline.train.shards import collect_shards, read_shards

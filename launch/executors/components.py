@@ -14,7 +14,6 @@ from pipeline.config import (
     components_on_train_nodes,
     determinism,
     trains,
-    uses_megatron,
 )
 from pipeline.node import python_path
 
@@ -22,13 +21,11 @@ from pipeline.node import python_path
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """Return name -> component of the job in rank order, with the shared variables and sbatch options merged into each.
 
-    A component's own values override the shared ones. A backend's variables must be set before Python starts, because libraries
-    read some of them on import.
+    A component's own values override the shared ones. Variables are set before Python starts, because libraries read some of
+    them on import.
     """
-    backend_variables = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
-    trainers = cuda_variables.for_train_ranks(recipe) | backend_variables if trains(recipe) else backend_variables
-    engines = cuda_variables.for_generate_ranks(recipe) | recipe.policy.generation.vllm_cfg.env_vars
-    variables = {"train": trainers, "generate": engines, "reward": trainers}
+    trainers = cuda_variables.for_train_ranks(recipe) if trains(recipe) else {}
+    variables = {"train": trainers, "generate": cuda_variables.for_generate_ranks(recipe), "reward": trainers}
     options = recipe.cluster.sbatch_options
     parts = {
         name: replace(

@@ -16,10 +16,7 @@ from launch.executors.executor import ROOT
 from launch.recipes.model_files import hf_home
 from pipeline.config import ComponentConfig
 
-OPTIONS = (
-    *("--container-image", "--container-mounts", "--container-workdir", "--container-env"),
-    *("--container-writable", "--container-readonly"),
-)
+OPTIONS = ("--container-image", "--container-mounts", "--container-workdir")
 """Options of pyxis that have a key in the recipe."""
 CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
 
@@ -38,10 +35,6 @@ def options(component: ComponentConfig) -> list[str]:
         arguments.append(f"--container-mounts={','.join(component.container_mounts)}")
     if component.container_workdir:
         arguments.append(f"--container-workdir={component.container_workdir}")
-    if component.container_env:
-        arguments.append(f"--container-env={','.join(component.container_env)}")
-    if component.container_writable is not None:
-        arguments.append("--container-writable" if component.container_writable else "--container-readonly")
     return arguments
 
 

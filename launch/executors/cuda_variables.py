@@ -27,12 +27,6 @@ def for_generate_ranks(recipe: Recipe) -> dict[str, str]:
     return EXACT_FLOAT32 if exact and recipe.cluster.generate.gpus_per_node else {}
 
 
-def _own(recipe: Recipe) -> dict[str, str]:
-    """Return the variables that the recipe itself sets for train ranks."""
-    of_backend = recipe.policy.megatron_cfg.env_vars if uses_megatron(recipe.policy) else None
-    return {**(of_backend or {}), **recipe.cluster.train.env_vars}
-
-
 def _relies_on_the_order_of_kernels(recipe: Recipe) -> bool:
     """Return whether Megatron-Core trains with tensor or context parallelism on GPUs older than Blackwell.
 
@@ -49,5 +43,5 @@ def _relies_on_the_order_of_kernels(recipe: Recipe) -> bool:
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """Yield a note that names the GPU for which CUDA_DEVICE_MAX_CONNECTIONS is set, as cluster.train.gpu may be the default."""
-    if CONNECTIONS not in _own(recipe) and CONNECTIONS in for_train_ranks(recipe):
+    if CONNECTIONS not in recipe.cluster.train.env_vars and CONNECTIONS in for_train_ranks(recipe):
         yield f"{CONNECTIONS}=1 on train ranks, for cluster.train.gpu={recipe.cluster.train.gpu}; Blackwell GPUs do not need it"

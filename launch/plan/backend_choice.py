@@ -32,7 +32,6 @@ from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural
 from pipeline import config
 from pipeline.config import (
-    MEGATRON_MODEL_TYPES,
     Backend,
     DTensorConfig,
     MegatronConfig,
@@ -44,6 +43,7 @@ from pipeline.config import (
     ranks,
     requested_backend,
 )
+from pipeline.models import FAMILIES
 from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import can_describe
 
@@ -202,7 +202,7 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
         return BackendChoice("dtensor", f"{recipe.policy.model_name} does not exist yet, so its size is unknown")
     shapes = {}
     for section, model in configs.items():
-        if (family := model.get("model_type")) not in MEGATRON_MODEL_TYPES:
+        if (family := model.get("model_type")) not in FAMILIES:
             return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
         shapes[section] = ModelShape.of(model, f"{section}.model_name")
     train_models = models(recipe, shapes)

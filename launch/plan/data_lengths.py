@@ -19,6 +19,7 @@ from pipeline import config
 from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
 from pipeline.data import named
 from pipeline.data.chat import Encoder
+from pipeline.data.columns import recognize_columns
 
 MOST_RECORDS, MOST_TOKENS = 1000, 500_000  # of a data set: about a second of encoding
 
@@ -55,7 +56,7 @@ def _lengths_of(recipe: Recipe, key: str, dataset: DatasetConfig, reading: Model
         return []
     rows = [record for _, record in records.numbered]
     if dataset.dataset_name not in config.NAMED_DATASETS:
-        dataset = config.recognize_columns(recipe, key, dataset, rows).dataset
+        dataset = recognize_columns(recipe, key, dataset, rows).dataset
 
     def work() -> list[int]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class

@@ -26,6 +26,7 @@ from launch.plan.memory_parts import GenerateMemory
 from launch.plan.rank_division import engines
 from launch.plan.roofline import Phase, Rates
 from pipeline.config import OnlineConfig, Recipe, engine_ranks, section
+from pipeline.config.cluster import LATENCY_US
 from pipeline.config.hardware import GPUSpec
 from pipeline.models import flops
 from pipeline.models.mixers import kept_bytes
@@ -44,7 +45,6 @@ class Engine:
     rates: Rates
     ranks: int
     tensor: int
-    latency_us: float  # of a message to another node
 
     def weights(self, batch: float) -> float:
         """Return the bytes of weights that a rank reads in a step of `batch` tokens, without the embedding table."""
@@ -85,7 +85,7 @@ class Engine:
         return parts
 
     def _all_reduces(self, batch: float) -> float:
-        latency = self.rates.gpu.assumed.all_reduce_us + (2 * self.latency_us if self.tensor > self.rates.island else 0.0)
+        latency = self.rates.gpu.assumed.all_reduce_us + (2 * LATENCY_US if self.tensor > self.rates.island else 0.0)
         moved = 2 * self.rates.ring_seconds(self.tensor, batch * self.shape.hidden * self.rates.itemsize)
         shape = self.shape
         reduces = shape.attention_layers + shape.state_layers + shape.mlp_layers + shape.sparse_layers
@@ -111,7 +111,7 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
     vllm_cfg, vllm = recipe.policy.generation.vllm_cfg, recipe.policy.generation.backend == "vllm"
     ranks, tensor = (engine_ranks(vllm_cfg), vllm_cfg.tensor_parallel_size) if vllm else (1, 1)
     rates = roofline.generation(recipe, gpu, shape.experts > 0)
-    return Engine(shape, rates, ranks, tensor, recipe.cluster.network.latency_us)
+    return Engine(shape, rates, ranks, tensor)
 
 
 @dataclass(frozen=True, slots=True)

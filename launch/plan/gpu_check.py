@@ -274,7 +274,7 @@ def _overhead(decoded: _Decoded, shape: ModelShape, measured: float, spec: GPUSp
     measured: seconds of the whole part. rate: the share of the peak that matrix products reach.
     """
     spec = replace(spec, assumed=replace(spec.assumed, engine_step_ms=0.0, dense_training=rate))
-    engine = generate_time.Engine(shape, Rates(spec, spec.nic_gb_per_s, 1, mixture=shape.experts > 0), 1, 1, 0.0)
+    engine = generate_time.Engine(shape, Rates(spec, spec.nic_gb_per_s, 1, mixture=shape.experts > 0), 1, 1)
     lengths = Lengths(decoded.prompt, decoded.answer, decoded.answer, "")
     requests = decoded.requests
     work = sum(generate_time.decoding(engine, requests, requests, lengths, requests).values())

@@ -19,6 +19,7 @@ from launch.plan.variants import Mode
 from launch.terminal.units import plural, seconds, size
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, ahead, generates, hardware, runs_ahead, section, uses_megatron
+from pipeline.config.cluster import LATENCY_US
 
 LABEL, WIDTH = 14, 128
 Line = str | tuple[str, str]
@@ -301,7 +302,7 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         for name in kinds.values():
             yield "", _hardware(plan, name)
         network = recipe.cluster.network
-        yield "", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {network.latency_us:g} us a message; full bisection"
+        yield "", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {LATENCY_US:g} us a message; full bisection"
         if plan.turns:
             yield "", shared_gpus.assumed_rates(recipe)
         if recipe.policy.deterministic:

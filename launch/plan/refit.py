@@ -27,7 +27,7 @@ from pipeline.config import (
     ranks_per_node,
     uses_megatron,
 )
-from pipeline.config.cluster import NetworkConfig
+from pipeline.config.cluster import COPIES_GB_PER_S, LATENCY_US, NetworkConfig
 from pipeline.models.shape import ModelShape
 from pipeline.refit.balance import sharing_groups
 from pipeline.train.adapters.spec import refits_adapters
@@ -71,8 +71,8 @@ def estimate(recipe: Recipe, shape: ModelShape, weights: float) -> RefitEstimate
     }
     limit = max(paths, key=paths.__getitem__)
     rounds = -(-max(received, sent) // policy.generation.refit_cfg.bucket_bytes) + members - 1
-    copies = received * (1 - 1 / members) / network.memory_gb_per_s
-    return RefitEstimate(sent, received, (paths[limit] + copies) / GIGA + rounds * network.latency_us / 1e6, limit)
+    copies = received * (1 - 1 / members) / COPIES_GB_PER_S
+    return RefitEstimate(sent, received, (paths[limit] + copies) / GIGA + rounds * LATENCY_US / 1e6, limit)
 
 
 def broadcast_seconds(total: float, bucket: float, nodes: int, network: NetworkConfig, nics: int = 1) -> float:
@@ -82,7 +82,7 @@ def broadcast_seconds(total: float, bucket: float, nodes: int, network: NetworkC
     nics: NICs of a node that the ring uses.
     """
     rate = GIGA * min(nics * network.nic_gb_per_s, network.node_gb_per_s)
-    return total / rate + (-(-total // bucket) + nodes - 1) * network.latency_us / 1e6
+    return total / rate + (-(-total // bucket) + nodes - 1) * LATENCY_US / 1e6
 
 
 def into_node(recipe: Recipe, received: float) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launch.plan.rank_division import GIGA
-from pipeline.config.cluster import NetworkConfig
+from pipeline.config.cluster import COPIES_GB_PER_S, LATENCY_US, NetworkConfig
 from pipeline.refit.intersection import changes
 from pipeline.refit.schedule import RefitSchedule
 
@@ -104,14 +104,14 @@ class RefitPrice:
 
 def price(loads: Loads, network: NetworkConfig) -> RefitPrice:
     """Return the price of a transfer with these loads."""
-    nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
+    nic, node, memory = (GIGA * rate for rate in (network.nic_gb_per_s, network.node_gb_per_s, COPIES_GB_PER_S))
     paths = {
         "NIC out": loads.nic_out / nic,
         "NIC in": loads.nic_in / nic,
         "node": np.maximum(loads.node_out, loads.node_in) / node,
         "copies": (loads.sent + loads.received) / memory,
     }
-    besides = {"latency": loads.messages * (network.latency_us / 1e6), "relayed copies": loads.relayed / memory}
+    besides = {"latency": loads.messages * (LATENCY_US / 1e6), "relayed copies": loads.relayed / memory}
     of_rank = np.maximum.reduce([*paths.values()]) + sum(besides.values())
     busiest = int(of_rank.argmax())
     spent = {name: float(part[busiest]) for name, part in (paths | besides).items()}

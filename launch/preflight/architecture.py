@@ -17,7 +17,6 @@ from launch.recipes.model_files import is_inside, model_folder, planning_config
 from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import (
-    MEGATRON_MODEL_TYPES,
     PolicyConfig,
     Problem,
     Recipe,
@@ -278,7 +277,7 @@ def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Pro
     vLLM assumes that max_position_embeddings includes YaRN's factor, and multiplies it by other factors.
     """
     generation = recipe.policy.generation
-    environment = {**os.environ, **recipe.cluster.generate.env_vars, **generation.vllm_cfg.env_vars}
+    environment = {**os.environ, **recipe.cluster.generate.env_vars}
     is_unlimited = environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
     if generation.backend != "vllm" or is_unlimited or recipe.policy.max_total_sequence_length > _longest(model):
         return  # _check_attention reports the last case
@@ -326,8 +325,8 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     served: whether refits send only the adapters to the engines. described: whether transformers may describe the model.
     """
     family = model.get("model_type")
-    if family not in MEGATRON_MODEL_TYPES:
-        message = f"got a '{family}' model; the Megatron backend supports only {', '.join(MEGATRON_MODEL_TYPES)}"
+    if family not in models.FAMILIES:
+        message = f"got a '{family}' model; the Megatron backend supports only {', '.join(models.FAMILIES)}"
         yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
         return
     for name, only in PLAIN.items():

@@ -33,12 +33,10 @@ from pipeline.config import (
 )
 from pipeline.models.weight_files import file_fault
 from pipeline.recipe import user_files
-from pipeline.recipe.values import VARIABLE
 
 SQUASHFS = b"hsqs"  # first bytes of a squashfs file; bytes 40 to 48 are its length
 FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")
 IN_REGISTRY = re.compile(r"([a-z]+://)?[A-Za-z0-9][\w.$:+@#/-]*")  # [USER@][REGISTRY#]IMAGE[:TAG][@DIGEST]
-JOB_VARIABLES = ("HETSTEP_", "SLURM_")
 MOST_LINKS = 40  # symbolic links in one path: path_resolution(7)
 
 
@@ -77,7 +75,6 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem
                 yield Problem(f"{key}.python", "file-not-found", message)
             continue
         yield from _check_image(key, component.container_image)
-        yield from _check_variables(f"{key}.container_env", component)
         mounts: list[Mount] = []
         for text in ",".join(component.container_mounts or []).split(","):
             if text:
@@ -128,19 +125,9 @@ def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
         message = f"got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
         yield Problem(f"{key}.python", "bad-format", message)
     if component.container_image is None:
-        for field in ("container_mounts", "container_workdir", "container_env", "container_writable"):
+        for field in ("container_mounts", "container_workdir"):
             if getattr(component, field) not in (None, []):
                 yield Problem(f"{key}.{field}", "has-no-effect", f"has no effect without {key}.container_image")
-
-
-def _check_variables(key: str, component: ComponentConfig) -> Iterator[Problem]:
-    for name in component.container_env:
-        if not VARIABLE.fullmatch(name):
-            yield Problem(
-                key, "bad-format", f"got '{name}'; expected the name of an environment variable. Try env_vars to set values"
-            )
-        elif not (name in os.environ or name in component.env_vars or name.startswith(JOB_VARIABLES)):
-            yield Problem(key, "missing-value", f"got {name}, which is not set here. Try to export it, or set it in env_vars")
 
 
 # ---- the image ----------------------------------------------------------------------------------------------------------

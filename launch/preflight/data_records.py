@@ -7,19 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import (
-    PAIRED,
-    DatasetConfig,
-    Problem,
-    Recipe,
-    answer_check,
-    column,
-    column_names,
-    generates,
-    guess_columns,
-    judged_by_answer,
-    parse_conversation,
-)
+from pipeline.config import PAIRED, DatasetConfig, Problem, Recipe, answer_check, generates
+from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, parse_conversation
 from pipeline.data.records import RecordReader
 
 

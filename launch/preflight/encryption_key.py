@@ -23,7 +23,7 @@ def problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[Probl
             return
         key_problems: list[Problem] = []
         with collected(key_problems):
-            obtain_key(encryption.key_file, None, 0.0)
+            obtain_key(encryption.key_file, None)
         yield from key_problems
     elif encryption.key_command is not None and not on_nodes:
         yield from _command(encryption.key_command)

@@ -40,6 +40,7 @@ from pipeline.config import (
     is_dotted_path,
     nearest_dataset,
 )
+from pipeline.data.columns import recognize_columns
 from pipeline.data.records import check_prompt_text
 from pipeline.recipe import user_files
 
@@ -138,7 +139,7 @@ def _check_records(
     answers: list[tuple[int, str]] = []
     unusable: dict[str, list[int]] = {}
     try:
-        columns = config.recognize_columns(recipe, key, dataset, (record for _, record in numbered))
+        columns = recognize_columns(recipe, key, dataset, (record for _, record in numbered))
     except ValueError as error:
         alike = numbered if dataset.dataset_name in GENERATED_DATASETS else numbered[:1]
         unusable[str(error)] = [number for number, _ in alike]

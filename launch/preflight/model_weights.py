@@ -91,7 +91,7 @@ def _check_weights(
 ) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
-        random = f", or {section}.random_init=true to start from random weights" if section in ("policy", "value") else ""
+        random = f", or {section}.random_init=true to start from random weights" if section == "policy" else ""
         if any(folder.glob("pytorch_model*.bin")):
             message = f"{folder} has weights only as pytorch_model*.bin, which are pickle files. Try safetensors files{random}"
             yield Problem(key, "unsupported", message)

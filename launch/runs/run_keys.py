@@ -28,7 +28,7 @@ def key_of(run_dir: Path) -> FileKey | None:
     """
     if path := os.environ.get(VARIABLE):
         try:
-            return obtain_key(path, None, 0.0)
+            return obtain_key(path, None)
         except RecipeError as error:
             raise RecipeError(*(dataclasses.replace(problem, key=VARIABLE) for problem in error.problems)) from None
     run = RunFolder.at(run_dir)
@@ -36,7 +36,7 @@ def key_of(run_dir: Path) -> FileKey | None:
     if key_command is not None and (owner := (run_dir / "recipe.yaml").stat().st_uid) != os.geteuid():
         message = f"got a command from a run of {user_name(owner)}; expected your own run, because the command runs as you"
         raise RecipeError(Problem(f"{SECTION}.key_command", "permission-denied", f"{message}. Try {VARIABLE}=FILE"))
-    return obtain_key(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
+    return obtain_key(key_file, key_command)
 
 
 def source(run_dir: Path) -> Callable[[], FileKey | None]:

@@ -69,7 +69,6 @@ MAY_DIFFER = (
     "*.stop_at_validation_*",
     "*.stop_patience",
     "*.stop_min_delta",
-    "*.stop_higher_is_better",
     "*.max_val_samples",
     "env.*.served_by",
     "env.*.cpu_offload",
@@ -91,8 +90,6 @@ MAY_DIFFER = (
     "policy.megatron_cfg.num_layers_in_*_pipeline_stage",
     "policy.megatron_cfg.activation_checkpointing",
     "policy.megatron_cfg.recompute_*",
-    "policy.megatron_cfg.checkpoint.*",
-    "policy.megatron_cfg.force_reconvert_from_hf",
 )
 
 

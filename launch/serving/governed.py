@@ -31,8 +31,6 @@ GOVERNED = {
     "cluster.*.container_image": EXECUTES,
     "cluster.*.container_mounts": EXECUTES,
     "cluster.*.container_workdir": EXECUTES,
-    "cluster.*.container_env": EXECUTES,
-    "cluster.*.container_writable": EXECUTES,
     "checkpointing.encryption": "how files are encrypted",
     "env.*.kwargs.sandbox": "where programs of the policy run",
     "env.*.kwargs.readable": "what programs of the policy read",

@@ -13,6 +13,7 @@ from launch.terminal.safe_text import plain
 from pipeline import config
 from pipeline.config import DatasetConfig, Recipe, RecipeError
 from pipeline.data.chat import Encoder
+from pipeline.data.columns import recognize_columns
 
 MOST_TEXT = (600, 200)  # characters shown of a text's beginning and end
 MOST_TOKENS = (24, 8)
@@ -37,7 +38,7 @@ def text(recipe: Recipe) -> str:
 
 def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, records: FirstRecords, reading: ModelReading) -> Iterator[str]:
     numbered = records.numbered
-    columns = config.recognize_columns(recipe, key, dataset, [record for _, record in numbered]).dataset
+    columns = recognize_columns(recipe, key, dataset, [record for _, record in numbered]).dataset
 
     def work() -> dict[str, Any]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class

@@ -19,7 +19,7 @@ from pipeline.config import Loaded, Problem, collected, components_on_train_node
 
 SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
-    *("container_image", "container_mounts", "container_workdir", "container_env", "container_writable"),
+    *("container_image", "container_mounts", "container_workdir"),
 )
 """Keys that say where a component runs. Each recipe has its own sizes and time limit."""
 SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")

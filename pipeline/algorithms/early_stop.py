@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from pipeline.recipe.problems import Problem, RecipeError
-from pipeline.recipe.values import LIVE, Bool, Float, Positive, Text
+from pipeline.recipe.values import LIVE, Float, Positive, Text
 
 
 @dataclass
@@ -19,16 +19,14 @@ class EarlyStopConfig:
 
     stop_at_validation_metric: Annotated[Text | None, LIVE] = None
     """Validation metric that may end the run early, by its name in metrics.jsonl, such as `val/accuracy`; `val:accuracy` is the
-    same. The run is then complete, and its last step is saved. With another rule, the same command continues the run. If the
-    first validation lacks the metric, the run ends with an error. null: never."""
+    same. Lower is better if the name ends in loss. The run is then complete, and its last step is saved. With another rule, the
+    same command continues the run. If the first validation lacks the metric, the run ends with an error. null: never."""
     stop_at_validation_threshold: Annotated[Float | None, LIVE] = None
-    """Stop once the metric is at least this value. If lower is better: at most. null: never."""
+    """Stop once the metric is at least this value or, for a loss, at most. null: never."""
     stop_patience: Annotated[Positive | None, LIVE] = None
     """Stop after this many validations in a row without an improvement. null: never."""
     stop_min_delta: Annotated[Float, LIVE, Field(ge=0)] = 0.0
     """Least change from the best value that counts as an improvement. 0: any."""
-    stop_higher_is_better: Annotated[Bool, LIVE] = True
-    """Whether a higher value of the metric is better; false for a loss."""
 
 
 class EarlyStop:
@@ -36,7 +34,7 @@ class EarlyStop:
 
     def __init__(self, algorithm: str, config: EarlyStopConfig):
         self._algorithm, self._config = algorithm, config
-        self._measured = self._rule  # of the state
+        self._measured = self.metric  # of the state
         self._best: float | None = None
         self._last: float | None = None
         self._since = 0  # validations since the best one
@@ -47,12 +45,13 @@ class EarlyStop:
         return (self._config.stop_at_validation_metric or "").replace(":", "/", 1)
 
     @property
-    def _rule(self) -> tuple[str, bool]:
-        return self.metric, self._config.stop_higher_is_better
+    def _sign(self) -> int:
+        """1 if a higher value of the metric is better, else -1."""
+        return -1 if self.metric.endswith("loss") else 1
 
     def _drop_state_of_another_metric(self) -> None:
-        if self._measured != self._rule:
-            self._measured, self._best, self._last, self._since = self._rule, None, None, 0
+        if self._measured != self.metric:
+            self._measured, self._best, self._last, self._since = self.metric, None, None, 0
 
     def record_validation(self, values: Mapping[str, float]) -> None:
         """Record the metrics of a validation. Raises RecipeError if the metric of the early stop is not among them."""
@@ -73,7 +72,7 @@ class EarlyStop:
     def _improves(self, value: float) -> bool:
         if self._best is None:
             return True
-        gain = value - self._best if self._config.stop_higher_is_better else self._best - value
+        gain = self._sign * (value - self._best)
         return gain > 0 and gain >= self._config.stop_min_delta
 
     @property
@@ -84,10 +83,8 @@ class EarlyStop:
         if not self.metric:
             return None
         threshold, patience = config.stop_at_validation_threshold, config.stop_patience
-        if threshold is not None and self._last is not None:
-            sign = 1 if config.stop_higher_is_better else -1
-            if sign * self._last >= sign * threshold:
-                return f"{self.metric} reached {self._last:g}; stop_at_validation_threshold is {threshold:g}"
+        if threshold is not None and self._last is not None and self._sign * self._last >= self._sign * threshold:
+            return f"{self.metric} reached {self._last:g}; stop_at_validation_threshold is {threshold:g}"
         if patience is not None and self._since >= patience:
             best = "no value" if self._best is None else f"{self._best:g}"
             return f"{self.metric} has not improved on {best} in {self._since} validations; stop_patience is {patience}"
@@ -96,14 +93,14 @@ class EarlyStop:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as JSON values."""
         self._drop_state_of_another_metric()
-        metric, higher = self._measured
-        return {"metric": metric, "higher": higher, "best": self._best, "last": self._last, "since": self._since}
+        of_metric = {"metric": self._measured, "higher": self._sign > 0}
+        return {**of_metric, "best": self._best, "last": self._last, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint if it is of this run's metric and direction; ignore any other state."""
         self._drop_state_of_another_metric()
-        metric, higher = self._measured
-        if metric and (state.get("metric"), state.get("higher", higher)) == (metric, higher):
+        higher = self._sign > 0
+        if self.metric and (state.get("metric"), state.get("higher", higher)) == (self.metric, higher):
             self._best, self._last, self._since = state["best"], state["last"], state["since"]
 
 
@@ -119,10 +116,6 @@ def check_early_stop(algorithm: str, config: EarlyStopConfig, validates: bool) -
         return
     if not metric.startswith(("val/", "val:")):
         yield Problem(key, "bad-format", f"got {metric}; expected a metric of validations, such as val/accuracy or val/loss")
-    elif metric.endswith("loss") and config.stop_higher_is_better:
-        direction = f"{algorithm}.stop_higher_is_better"
-        message = f"got true, but a lower {metric} is better, so a run that learns would stop. Try {direction}=false"
-        yield Problem(direction, "contradiction", message)
     if not rules:
         message = (
             f"got {metric} without a rule; expected {algorithm}.stop_at_validation_threshold or {algorithm}.stop_patience too"

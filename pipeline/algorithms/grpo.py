@@ -32,7 +32,7 @@ from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import RewardedConfig
 from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers, problems, with_teachers
 from pipeline.recipe.problems import Problem
-from pipeline.recipe.values import Bool, Float, interpolation
+from pipeline.recipe.values import Bool, Float
 
 if TYPE_CHECKING:
     from pipeline.config import Recipe
@@ -45,10 +45,6 @@ class AdvantageConfig:
 
     name: Literal["grpo", "reinforce_plus_plus", "opd"] = "grpo"
     """Advantage estimator. opd: the log-probs of on_policy_distillation.teachers, without rewards."""
-    normalize_rewards: Bool = interpolation("${..normalize_rewards}")
-    """See grpo.normalize_rewards."""
-    use_leave_one_out_baseline: Bool = interpolation("${..use_leave_one_out_baseline}")
-    """See grpo.use_leave_one_out_baseline."""
     minus_baseline: Bool = True
     """name=reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline)."""
 
@@ -92,13 +88,13 @@ class GRPO(RewardedAlgorithm):
 
     @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
-        config = self.section.adv_estimator
+        section = self.section
         if self._has_teachers:
             return np.zeros(len(rewards))  # `estimate` computes them
         if self._plus_plus:
-            estimator = partial(sequence_advantages, minus_baseline=config.minus_baseline)
+            estimator = partial(sequence_advantages, minus_baseline=section.adv_estimator.minus_baseline)
         else:
-            options = {"use_leave_one_out": config.use_leave_one_out_baseline, "normalize": config.normalize_rewards}
+            options = {"use_leave_one_out": section.use_leave_one_out_baseline, "normalize": section.normalize_rewards}
             estimator = partial(group_advantages, **options)
         return apply_to_scored(group, rewards, estimator)
 

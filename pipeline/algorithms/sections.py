@@ -71,8 +71,6 @@ class OnlineConfig(EarlyStopConfig):
     limit."""
     val_period: Annotated[NotNegative, LIVE] = 0
     """Steps between two validations. 0: never validate."""
-    val_start_at: Annotated[NotNegative, LIVE] = 0
-    """First step after which val_period may validate. It does not affect val_at_start and val_at_end."""
     val_at_start: Bool = False
     """Whether to validate before the first step."""
     val_at_end: Annotated[Bool, LIVE] = False
@@ -108,8 +106,6 @@ class RewardedConfig(OnlineConfig):
 class GAEConfig:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438)."""
 
-    name: Literal["gae"] = "gae"
-    """Advantage estimator."""
     gae_gamma: Annotated[Float, Field(ge=0, le=1)] = 1.0
     """Discount factor gamma."""
     gae_lambda: Annotated[Float, Field(ge=0, le=1)] = 0.95

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.recipe.values import CHAT_TEMPLATE, HF_OVERRIDES, Float, Int, Line, Positive, Text, interpolation
+from pipeline.recipe.values import CHAT_TEMPLATE, HF_OVERRIDES, Int, Line, Positive, Text, interpolation
 
 
 @dataclass
@@ -45,12 +45,6 @@ class JudgeConfig(ServedModelConfig):
     """In place of model_name: key under `env` of an llm_judge environment. Its endpoint is the judge."""
     max_new_tokens: Positive = 1024
     """With model_name: maximum tokens of a reply."""
-    temperature: Annotated[Float, Field(ge=0)] = 0.0
-    """With model_name: sampling temperature. 0: greedy. A repeated prompt gets at least 0.7."""
-    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """With model_name: nucleus sampling."""
-    tries: Positive = 3
-    """Maximum tries of a prompt, with different seeds, until a reply has a verdict."""
 
 
 @dataclass

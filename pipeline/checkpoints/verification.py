@@ -26,7 +26,7 @@ WHOLE = (0, 1)
 def obtain_key(config: CheckpointingConfig) -> FileKey | None:
     """Return the key that a recipe names, from its file or its command; None without either. Raises RecipeError."""
     section = config.encryption
-    return stored_files.obtain_key(section.key_file, section.key_command, section.key_timeout_s)
+    return stored_files.obtain_key(section.key_file, section.key_command)
 
 
 def check_same_key(key: FileKey | None, fingerprint: str) -> None:

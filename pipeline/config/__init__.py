@@ -11,41 +11,26 @@ from pipeline.algorithms.dpo import DPOConfig
 from pipeline.algorithms.grpo import AdvantageConfig, GRPOConfig
 from pipeline.algorithms.ppo import PPOConfig
 from pipeline.algorithms.sections import (
-    GAEConfig,
     LossConfig,
     OfflineConfig,
     OnlineConfig,
     RewardedConfig,
-    RewardScalingConfig,
-    RewardShapingConfig,
     ValueLossConfig,
     bound,
 )
-from pipeline.config.checkpointing import CheckpointingConfig, EncryptionConfig, Verify
+from pipeline.config.checkpointing import CheckpointingConfig, Verify
 from pipeline.config.cluster import (
-    SHARED,
     ClusterConfig,
     ComponentConfig,
-    NetworkConfig,
     RequeueConfig,
     TimeoutsConfig,
     ranks,
     ranks_per_node,
 )
-from pipeline.config.columns import (
-    Message,
-    column,
-    column_names,
-    guess_columns,
-    judged_by_answer,
-    parse_conversation,
-    recognize_columns,
-)
 from pipeline.config.data import (
     DATASET_CARDS,
     GENERATED_DATASETS,
     NAMED_DATASETS,
-    check_data,
     held_out_sets,
     is_dotted_path,
     keyed_sets,
@@ -80,7 +65,6 @@ from pipeline.config.loading import (
     write,
 )
 from pipeline.config.megatron import (
-    MEGATRON_MODEL_TYPES,
     MegatronConfig,
     MegatronDDPConfig,
     MegatronLoRAConfig,
@@ -88,7 +72,6 @@ from pipeline.config.megatron import (
     MegatronSchedulerConfig,
 )
 from pipeline.config.other_models import (
-    EngineModel,
     critic,
     engine_models,
     evaluated_reward_model,
@@ -121,16 +104,13 @@ from pipeline.config.policy import (
     OptimizerConfig,
     PolicyConfig,
     SequencePackingConfig,
-    TeachersConfig,
     TokenizerConfig,
-    ValueConfig,
 )
 from pipeline.config.recipe_checks import components, has_gpus, problems, validate
 from pipeline.config.schema import (
     DataConfig,
     DatasetConfig,
     LoggerConfig,
-    MonitorConfig,
     Recipe,
     adapters,
     ahead,
@@ -146,4 +126,4 @@ from pipeline.config.schema import (
     trial_lengths,
     uses_megatron,
 )
-from pipeline.recipe.problems import Problem, RecipeError, collected, format_problems, refuse
+from pipeline.recipe.problems import Problem, RecipeError, collected, refuse

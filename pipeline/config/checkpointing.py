@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pipeline.config.cluster import Seconds
 from pipeline.files.stored_files import SECTION
 from pipeline.recipe.problems import Problem
-from pipeline.recipe.values import LIVE, Bool, Duration, Line, Positive, Text, interpolation
+from pipeline.recipe.values import LIVE, Bool, Duration, Line, Positive, Text
 from pipeline.seams import extras
 
 Verify = Literal["full", "size", "off"]
@@ -37,9 +36,7 @@ class EncryptionConfig:
     """File with the key, outside the run folder. Every node must be able to read it, and no other user."""
     key_command: Line | None = None
     """Command that prints the key, such as `vault kv get -field=key secret/hetstep`; an alternative to key_file. Each rank that
-    needs the key runs it once, without a shell. Submission never runs it."""
-    key_timeout_s: Seconds = 60.0
-    """Time limit of key_command, in seconds."""
+    needs the key runs it once, without a shell, for at most a minute. Submission never runs it."""
 
 
 @dataclass
@@ -57,7 +54,7 @@ class CheckpointingConfig:
     keep the latest keep_top_k checkpoints."""
     higher_is_better: Bool = True
     """Whether a higher value of the metric is better."""
-    async_save: Bool = interpolation("${policy.megatron_cfg.checkpoint.async_save}")
+    async_save: Bool = False
     """Write checkpoints while training continues."""
     save_consolidated: Annotated[Bool, LIVE] = False
     """Also write a Hugging Face checkpoint, in `hf/` beside the sharded one. With adapters it needs memory for merged

@@ -91,14 +91,11 @@ class ComponentConfig:
     """Mounts, as SOURCE:TARGET[:FLAGS]. Submission checks that they cover all paths that the component opens."""
     container_workdir: Line | None = None
     """Working directory in the container."""
-    container_env: list[Line] = field(default_factory=list)
-    """Environment variables whose value on the node overrides the image's value."""
-    container_writable: Bool | None = None
-    """Whether the container is writable. null: the site's pyxis configuration decides."""
     python: Line | None = None
     """Python interpreter in the container. null: the one that runs submit.py."""
     srun_args: list[Line] = field(default_factory=list)
-    """Other arguments of srun. They come after --mpi=none, and override it."""
+    """Other arguments of srun, such as --container-env=NAME, with which a variable's value on the node overrides the image's.
+    They come after --mpi=none, and override it."""
     env_vars: Variables = field(default_factory=dict)
     """Environment variables of the ranks."""
 
@@ -144,21 +141,20 @@ def _of_gpu(component: str, name: str) -> Any:
     return f"${{hardware:${{cluster.{component}.gpu}},{name}}}"
 
 
+LATENCY_US = 20.0
+"""Latency of one message, in microseconds, that plans assume."""
+COPIES_GB_PER_S = 1500.0
+"""Rate at which a rank gathers data to send and scatters received data, in GB/s, that plans assume."""
+
+
 @dataclass
 class NetworkConfig:
-    """Network speeds that plan and judge refits. GB/s are 10^9 bytes per second in one direction.
-
-    The first two default to those of cluster.train.gpu.
-    """
+    """Network speeds that plan and judge refits. GB/s are 10^9 bytes per second in one direction."""
 
     nic_gb_per_s: Bandwidth = 50.0
     """Bandwidth of one rank to other nodes, in GB/s."""
     node_gb_per_s: Bandwidth = 450.0
     """Bandwidth of one rank within its node, for example over NVLink, in GB/s."""
-    latency_us: Annotated[Float, Field(ge=0)] = 20.0
-    """Latency of one message, in microseconds."""
-    memory_gb_per_s: Bandwidth = 1500.0
-    """Rate at which a rank gathers data to send and scatters received data, in GB/s."""
 
 
 @dataclass
@@ -179,8 +175,6 @@ class NodeChecksConfig:
     """Whether to check nodes."""
     min_gb_per_s: Annotated[Float | None, Field(ge=1e-6)] = None
     """Minimum bandwidth between neighbors in the ring of nodes, in GB/s. null: measure and report only."""
-    max_clock_skew_s: Seconds = 5.0
-    """Maximum difference between two clocks, in seconds."""
 
 
 @dataclass

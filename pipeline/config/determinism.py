@@ -76,15 +76,9 @@ def problems(recipe: Recipe, components: Mapping[str, ComponentConfig]) -> Itera
 
 def _check_variables(recipe: Recipe, name: str, component: ComponentConfig) -> Iterator[Problem]:
     """Yield a problem for each environment variable of the recipe that would override one of `variables`."""
-    env_vars: dict[str, Mapping[str, str]] = {f"cluster.{name}.env_vars": component.env_vars}
-    if name == "generate":
-        env_vars["policy.generation.vllm_cfg.env_vars"] = recipe.policy.generation.vllm_cfg.env_vars
-    elif uses_megatron(recipe.policy):
-        env_vars["policy.megatron_cfg.env_vars"] = recipe.policy.megatron_cfg.env_vars or {}
     for variable, expected in variables(recipe, name).items():
-        for key, values in env_vars.items():
-            if (value := values.get(variable, expected)) != expected:
-                yield _contradiction(f"{key}.{variable}", value, expected)
+        if (value := component.env_vars.get(variable, expected)) != expected:
+            yield _contradiction(f"cluster.{name}.env_vars.{variable}", value, expected)
 
 
 def _check_engine(recipe: Recipe, component: ComponentConfig) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
-"""NeMo-RL's keys of Megatron-Core that are no keys here: those with only one possible value, and those without effect.
+"""Keys that are no keys here any more, or never were: those with only one possible value, and those without effect.
 
-A recipe may have such a key, so that a section of NeMo-RL's may be copied: with the one value or null, or with any value if
-nothing reads it or FSDP2 trains. The key is then in no resolved recipe.
+They are NeMo-RL's keys of Megatron-Core, so that a section of NeMo-RL's may be copied, and keys of older versions. A recipe may
+have such a key with its one value or null, or with any value if nothing reads it, or if it is one of Megatron-Core's and FSDP2
+trains. The key is then in no resolved recipe.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.algorithms import ALGORITHMS, ONLINE
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, within
+from pipeline.config.hardware import COMPONENTS
 from pipeline.config.interpolation import REFERENCE
 from pipeline.config.parallelism import MEGATRON, Backend
 from pipeline.config.schema_validation import shown
@@ -70,7 +73,50 @@ _REASONS: dict[str, dict[str, Any]] = {
     },
     "a run's checkpoints all have the same structure": {"checkpoint.ckpt_assume_constant_structure": True},
 }
-FIXED = {f"{MEGATRON}.{name}": (value, why) for why, values in _REASONS.items() for name, value in values.items()}
+_SET_ELSEWHERE: dict[str, dict[str, Any]] = {
+    "grpo.normalize_rewards sets it": {"grpo.adv_estimator.normalize_rewards": "${grpo.normalize_rewards}"},
+    "grpo.use_leave_one_out_baseline sets it": {
+        "grpo.adv_estimator.use_leave_one_out_baseline": "${grpo.use_leave_one_out_baseline}"
+    },
+    "it is PPO's only estimator of advantages": {"ppo.adv_estimator.name": "gae"},
+    "the critic starts as the policy does": {"value.random_init": "${policy.random_init}"},
+    "the whole critic is trained": {"value.freeze_parameters": []},
+}
+_FREE: dict[str, dict[str, Any]] = {
+    "lower is better for a metric whose name ends in loss, and higher for all others": {
+        f"{name}.stop_higher_is_better": None for name in ALGORITHMS
+    },
+    "val_period sets when a run validates, and launch/steer.py changes it": {f"{name}.val_start_at": 0 for name in ONLINE},
+    "checkpointing.async_save sets it": {f"{MEGATRON}.checkpoint.async_save": "${checkpointing.async_save}"},
+    "cluster.<component>.env_vars sets variables": {
+        f"{MEGATRON}.env_vars": {},
+        "policy.generation.vllm_cfg.env_vars": {},
+    },
+    "every start reads the Hugging Face files, and no job converts them": {f"{MEGATRON}.force_reconvert_from_hf": False},
+    "srun_args takes it, as in [--container-env=NAME, --container-writable]": {
+        f"cluster.{name}.{key}": value
+        for name in COMPONENTS
+        for key, value in {"container_env": [], "container_writable": None}.items()
+    },
+    "plans assume it": {"cluster.network.latency_us": 20.0, "cluster.network.memory_gb_per_s": 1500.0},
+    "nodes whose clocks differ by more than this are refused": {"cluster.node_checks.max_clock_skew_s": 5.0},
+    "a command that takes longer fails": {"checkpointing.encryption.key_timeout_s": 60.0},
+    "samples are taken every logger.monitor.period_s, null for none, and written in pairs": {
+        "logger.monitor.enabled": True,
+        "logger.monitor.flush_s": 10.0,
+    },
+    "a timeline is always recorded": {"logger.timeline_enabled": True},
+    "an unreadable reply is asked for again, at temperature 0.7": {
+        "evaluate.judge.tries": 3,
+        "evaluate.judge.temperature": 0.0,
+        "evaluate.judge.top_p": 1.0,
+    },
+}
+"""The same for keys that change no number of a run. A run of an older version goes on whatever value it has saved."""
+FIXED = {
+    **{f"{MEGATRON}.{name}": (value, why) for why, values in _REASONS.items() for name, value in values.items()},
+    **{key: (value, why) for why, values in (_SET_ELSEWHERE | _FREE).items() for key, value in values.items()},
+}
 """Key -> (its one value, which may be that of another key, the reason)."""
 
 IGNORED = {
@@ -89,28 +135,28 @@ IGNORED = {
 """Key, or section, that nothing reads -> the reason."""
 
 
+def _text(value: Any) -> str:
+    return "none" if value in ([], {}) else shown(value)
+
+
 def hint(key: str) -> str | None:
     """Return why a key is no key here; None if this file does not know it."""
-    name = key.removeprefix(f"{MEGATRON}.")
+    name = f"Megatron-Core's {key.removeprefix(f'{MEGATRON}.')}" if within(key, [MEGATRON]) else key
     if key in FIXED:
         value, why = FIXED[key]
-        return f"Megatron-Core's {name} is fixed here to {shown(value)}, because {why}"
-    return next(
-        (f"nothing reads Megatron-Core's {name}, because {why}" for known, why in IGNORED.items() if within(key, [known])), None
-    )
+        return f"{name} is fixed here to {_text(value)}, because {why}"
+    return next((f"nothing reads {name}, because {why}" for known, why in IGNORED.items() if within(key, [known])), None)
 
 
 def problems(tree: ConfigMapping, backend: Backend | None) -> Iterator[Problem]:
     """Yield a problem for each fixed key that has another value, in a tree without interpolations.
 
-    backend: the backend that the recipe names. With FSDP2 only keys on the command line are checked.
+    backend: the backend that the recipe names. With FSDP2 only keys of Megatron-Core on the command line are checked.
     """
-    section = tree.find(MEGATRON)
-    for key in FIXED if isinstance(section, ConfigMapping) else ():
+    for key, (fixed, why) in FIXED.items():
         node = tree.find(key)
-        if node is None or (backend == "dtensor" and node.origin != COMMAND_LINE):
+        if node is None or (backend == "dtensor" and within(key, [MEGATRON]) and node.origin != COMMAND_LINE):
             continue
-        fixed, why = FIXED[key]
         if isinstance(fixed, str) and (reference := REFERENCE.fullmatch(fixed)):
             fixed = getattr(tree.find(reference[2]), "value", None)
             if fixed is None:  # its section is null: `megatron_checks.py`
@@ -118,12 +164,19 @@ def problems(tree: ConfigMapping, backend: Backend | None) -> Iterator[Problem]:
         value = node.plain() if isinstance(node, ConfigMapping) else node.value
         is_fixed = value == fixed and isinstance(value, bool) == isinstance(fixed, bool)  # False == 0 in Python
         if value not in (None, "None") and not is_fixed:
-            yield Problem(
-                key,
-                "unsupported",
-                f"got {shown(value)}; expected {shown(fixed)}: {why}",
-                node.origin or "",
-            )
+            yield Problem(key, "unsupported", f"got {shown(value)}; expected {_text(fixed)}: {why}", node.origin or "")
+
+
+def leave_out(saved: ConfigMapping) -> None:
+    """Drop the keys that an older version wrote into a run's recipe and that change none of the run's numbers."""
+    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+        if node := saved.find(f"grpo.adv_estimator.{name}"):  # the value that counted
+            saved.set(f"grpo.{name}", node)
+    for key in (key for keys in _FREE.values() for key in keys):
+        around = key.rpartition(".")[0]
+        saved.drop(key)
+        if isinstance(section := saved.find(around), ConfigMapping) and not section.children:
+            saved.drop(around)
 
 
 def notes(origins: dict[str, str]) -> Iterator[str]:

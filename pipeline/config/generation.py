@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.recipe.values import Bool, Float, Int, Positive, Text, Variables, interpolation
+from pipeline.recipe.values import Bool, Float, Int, Positive, Text, interpolation
 
 MOST_SEQUENCES = 256
 """`max_num_seqs` if it is null and vLLM's own default does not apply: with the transformers backend, and for models with
@@ -47,8 +47,6 @@ class VLLMConfig:
     refit."""
     quantization_ignored_layer_kws: list[Text] | None = None
     """Layers whose names contain one of these texts are not quantized."""
-    env_vars: Variables = field(default_factory=dict)
-    """Environment variables of the generate ranks."""
 
 
 @dataclass

@@ -106,6 +106,7 @@ def read(path: Path) -> Recipe:
     tree = config_tree.load_with_parents(path)
     for _, leaf in tree.leaves():
         leaf.folder = None  # older versions wrote paths relative to the working directory
+    fixed_keys.leave_out(tree)
     with interpolation.without_environment():
         return _resolved(tree)
 

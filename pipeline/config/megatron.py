@@ -9,25 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.recipe.values import LIVE, Bool, Float, NotNegative, Positive, Text, Variables, interpolation
+from pipeline.recipe.values import LIVE, Bool, Float, NotNegative, Positive, Text, interpolation
 
-MEGATRON_MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "deepseek_v3",
-    "gemma3_text",
-    "gpt_oss",
-    "glm4",
-    "glm4_moe",
-    "nemotron_h",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)
-"""The `model_type`s of pipeline/models/."""
 RECOMPUTE = (
     "Recompute activations in the backward pass. null: submit.py chooses the fastest setting that fits according to the plan,"
     " prints it and stores it. A continued run keeps the setting while it fits. Without GPUs, or for a model without a plan,"
@@ -83,14 +66,6 @@ class MegatronDDPConfig:
 
 
 @dataclass
-class MegatronCheckpointConfig:
-    """Writing of checkpoints."""
-
-    async_save: Bool = False
-    """Default of checkpointing.async_save."""
-
-
-@dataclass
 class MegatronLoRAConfig:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only A and B are trained.
 
@@ -129,8 +104,6 @@ class MegatronConfig:
 
     enabled: Bool | None = None
     """Train with Megatron-Core. null: submit.py chooses the backend by the model's size."""
-    force_reconvert_from_hf: Bool = False
-    """Accepted for NeMo-RL's recipes, without effect: every start reads the Hugging Face files, and no job converts them."""
     tensor_model_parallel_size: Positive = 1
     """Tensor-parallel ranks."""
     pipeline_model_parallel_size: Positive = 1
@@ -190,9 +163,6 @@ class MegatronConfig:
     scheduler: MegatronSchedulerConfig | None = None
     """null: policy.scheduler."""
     distributed_data_parallel_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
-    checkpoint: MegatronCheckpointConfig = field(default_factory=MegatronCheckpointConfig)
-    env_vars: Variables | None = None
-    """Environment variables of the train ranks, set before Python starts."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
     """Other arguments of Megatron's TransformerConfig."""
     peft: MegatronLoRAConfig = field(default_factory=MegatronLoRAConfig)

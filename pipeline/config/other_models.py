@@ -55,10 +55,9 @@ def check_reward_model(recipe: Recipe) -> Iterator[Problem]:
 
 def critic(recipe: Recipe) -> PolicyConfig:
     """Return PPO's critic as a policy's configuration."""
-    value = recipe.value
-    return _with_policy_layout(
-        recipe, value, max_grad_norm=value.max_grad_norm, optimizer=value.optimizer, scheduler=value.scheduler
-    )
+    value, random_init = recipe.value, recipe.policy.random_init
+    own = {name: getattr(value, name) for name in ("max_grad_norm", "optimizer", "scheduler")}
+    return _with_policy_layout(recipe, value, random_init, **own)
 
 
 def teachers(recipe: Recipe) -> dict[str, TeacherConfig]:
@@ -168,7 +167,10 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
 
 
 def _with_policy_layout(
-    recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig | ServedModelConfig, **more: Any
+    recipe: Recipe,
+    model: ValueConfig | TeacherConfig | EnvironmentConfig | ServedModelConfig,
+    random_init: bool = False,
+    **more: Any,
 ) -> PolicyConfig:
     """Return the policy's configuration with another model in it.
 
@@ -182,10 +184,10 @@ def _with_policy_layout(
     return replace(
         policy,
         model_name=model.model_name,
-        random_init=getattr(model, "random_init", False),
+        random_init=random_init,
         hf_config_overrides=model.hf_config_overrides,
         precision=model.precision,
-        freeze_parameters=getattr(model, "freeze_parameters", []),
+        freeze_parameters=[],
         dtensor_cfg=replace(policy.dtensor_cfg, lora_cfg=LoRAConfig()),
         megatron_cfg=replace(policy.megatron_cfg, **own),
         **more,

@@ -199,13 +199,9 @@ class ValueConfig:
 
     model_name: Line = interpolation("${policy.model_name}")
     """A folder, or a Hugging Face name whose files are in the local cache."""
-    random_init: Bool = interpolation("${policy.random_init}")
-    """See policy.random_init."""
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Precision = interpolation("${policy.precision}")
     """See policy.precision."""
-    freeze_parameters: list[Text] = field(default_factory=list)
-    """See policy.freeze_parameters. The name of the critic's head is score.weight."""
     max_grad_norm: Annotated[Float | None, Field(ge=0)] = 1.0
     """Maximum norm of gradients. null, 0: do not clip."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -144,20 +144,14 @@ class EvaluationConfig:
 class MonitorConfig:
     """Samples of what each rank uses (GPU, memory, network, engine), metrics `resources/...` and warnings."""
 
-    enabled: Bool = True
-    """Whether to sample. A sample takes a few milliseconds of a CPU."""
-    period_s: Annotated[Float, Field(ge=0.1)] = 5.0
-    """Seconds between two samples of a rank."""
-    flush_s: Annotated[Float, Field(ge=0)] = 10.0
-    """Seconds between two writes of samples to a rank's file."""
+    period_s: Annotated[Float | None, Field(ge=0.1)] = 5.0
+    """Seconds between two samples of a rank, each of a few milliseconds of a CPU. null: take none."""
 
 
 @dataclass
 class _Logs:
     tensorboard_enabled: Bool = True
     """Write TensorBoard events."""
-    timeline_enabled: Bool = True
-    """Record each rank's activity for launch/timeline.py."""
     num_rollouts_to_log: Annotated[NotNegative | None, LIVE] = None
     """Rollouts per step to write as JSONL. null: all."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)

@@ -126,9 +126,9 @@ def unknown_keys(
                 if inner and isinstance(child, ConfigMapping):
                     yield from unknown_keys(inner, child, whole, advice, f"{where}.")
             continue
-        if advice.accepts(key):
-            continue
         leaves = [(key, node)] if isinstance(node, ConfigValue) else list(node.leaves(f"{key}."))
+        if advice.accepts(key) or (leaves and all(advice.accepts(inner) for inner, _ in leaves)):
+            continue
         ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # a key of another section
         misspelt = isinstance(node, ConfigMapping) and (ours or _siblings(section, name))
         hints = {} if misspelt else {inner: hint for inner, _ in leaves if (hint := advice.hint(inner))}
@@ -254,26 +254,6 @@ def validate_mapping(section: type, key: str, given: Mapping[str, Any]) -> tuple
     value, wrong = validate_tree(section, with_defaults(section, known))
     problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in wrong]
     return (None if problems else value), problems
-
-
-def coerce_types(section: type, tree: ConfigMapping) -> dict[str, Problem]:
-    """Convert values to the types of the schema, in place, such as a quoted number to a number.
-
-    Unknown keys and null are skipped. Return key -> problem for the values that have a wrong type.
-    """
-    known = tree.copy()
-    for key, leaf in tree.leaves():
-        if leaf.value in (None, MISSING):
-            known.drop(key)
-    problems = {problem.key: problem for problem in validate_tree(section, known)[1]}
-    for key in problems:
-        known.drop(key)
-    values = from_plain(dataclasses.asdict(validate_tree(section, known)[0]), None)
-    for key, _ in known.leaves():
-        node, own = values.find(key), tree.find(key)
-        if isinstance(node, ConfigValue) and isinstance(own, ConfigValue):
-            own.value = node.value
-    return {key: problem for key, problem in problems.items() if problem.code == "wrong-type"}
 
 
 def _problem(key: str, error: Mapping[str, Any]) -> Problem:

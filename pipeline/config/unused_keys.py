@@ -26,7 +26,6 @@ BOTH = ("optimizer", "scheduler")  # policy.optimizer is for both backends; poli
 ALWAYS_READ = (  # exceptions in these sections
     f"{MEGATRON}.enabled",
     f"{DTENSOR}.enabled",
-    f"{MEGATRON}.checkpoint.async_save",  # the default of checkpointing.async_save
 )
 SAME = (  # keys with the same meaning for different backends
     (f"{MEGATRON}.optimizer.lr", "policy.optimizer.kwargs.lr"),

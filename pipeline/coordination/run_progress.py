@@ -101,5 +101,4 @@ def dropped_records(data: Stream | Mixture) -> dict[str, float]:
 
 def validates(section: OnlineConfig | OfflineConfig, step: int, last: bool) -> bool:
     """Return whether to validate after a step. last: whether it is the run's last step."""
-    begins = step >= section.val_start_at if isinstance(section, OnlineConfig) else True
-    return (section.val_period > 0 and step % section.val_period == 0 and begins) or (section.val_at_end and last)
+    return (section.val_period > 0 and step % section.val_period == 0) or (section.val_at_end and last)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
+from pipeline.config import DataConfig, DatasetConfig, TokenizerConfig
+from pipeline.data.columns import Message
 from pipeline.data.plain_text import PlainText, tokens_with_text
 from pipeline.data.records import Continuation, Example, RecordReader, Turns, check_prompt_text
 from pipeline.data.rendering import ChatTemplate

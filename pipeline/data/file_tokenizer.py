@@ -24,7 +24,8 @@ import jinja2.ext
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeline.config import Message, TokenizerConfig
+from pipeline.config import TokenizerConfig
+from pipeline.data.columns import Message
 from pipeline.data.templates import KEY, SETTINGS, ChosenTemplate, choose_template, folder_template
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError

@@ -27,15 +27,14 @@ from pipeline.config import (
     Recipe,
     answer_check,
     held_out_sets,
-    judged_by_answer,
     judged_by_own_code,
     keyed_sets,
-    recognize_columns,
     section,
     training_sets,
     validation_sets,
 )
 from pipeline.data.chat import Encoder
+from pipeline.data.columns import judged_by_answer, recognize_columns
 from pipeline.data.datasets import load_records, load_split, readable
 from pipeline.data.named import columns
 from pipeline.data.preferences import Pair

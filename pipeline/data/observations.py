@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from pipeline.config import Message, TokenizerConfig
+from pipeline.config import TokenizerConfig
+from pipeline.data.columns import Message
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.turn_ends import TurnEnds, find_turn_ends
 from pipeline.recipe.problems import Problem, RecipeError

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config import DataConfig, DatasetConfig, Message, column, parse_conversation
+from pipeline.config import DataConfig, DatasetConfig
+from pipeline.data.columns import Message, column, parse_conversation
 from pipeline.data.template_fields import read_messages, template_options
 
 Record = dict[str, Any]

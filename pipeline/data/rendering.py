@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from pipeline.config import Message
+from pipeline.data.columns import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

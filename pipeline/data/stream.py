@@ -22,8 +22,9 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pipeline.config import AnswerCheck, column
+from pipeline.config import AnswerCheck
 from pipeline.data.chat import Encoder
+from pipeline.data.columns import column
 from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
 from pipeline.data.records import plain_columns

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.config import Message, column
+from pipeline.data.columns import Message, column
 from pipeline.data.rendering import RESERVED
 
 VARIABLES = "chat_template_kwargs"

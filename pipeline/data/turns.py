@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from pipeline.config import Message
+from pipeline.data.columns import Message
 from pipeline.data.rendering import TemplateRefusal
 
 Span = tuple[int, int]

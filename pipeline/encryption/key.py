@@ -27,6 +27,7 @@ FINGERPRINT_BYTES = 8
 FORM = f"{BYTES} random bytes as {2 * BYTES} hex digits or in base64"
 MAKE = "(umask 077; openssl rand -hex 32 > KEY_FILE)"
 STDERR_CHARACTERS = 300
+TIMEOUT_S = 60.0  # of a command
 
 
 def ciphers():
@@ -67,15 +68,15 @@ class EncryptionKey:
         raise TypeError("an encryption key cannot be pickled, so that it is neither sent nor stored")
 
 
-def obtain(key_file: str | None, key_command: str | None, timeout_s: float) -> EncryptionKey | None:
+def obtain(key_file: str | None, key_command: str | None) -> EncryptionKey | None:
     """Return the key that a file holds or a command prints; None without either. Raises RecipeError, never with the key in it.
 
-    key_command: split into words as by a shell, and started without a shell. timeout_s: seconds after which it is ended.
+    key_command: split into words as by a shell, and started without a shell. It is ended after TIMEOUT_S.
     """
     if key_file is not None:
         return _parse(f"{SECTION}.key_file", key_file, _read(Path(key_file)))
     if key_command is not None:
-        return _parse(f"{SECTION}.key_command", key_command, _run(key_command, timeout_s))
+        return _parse(f"{SECTION}.key_command", key_command, _run(key_command))
     return None
 
 
@@ -98,14 +99,14 @@ def _read(path: Path) -> bytes:
         raise _error("key_file", code, message) from None
 
 
-def _run(command: str, timeout_s: float) -> bytes:
+def _run(command: str) -> bytes:
     try:
         words = shlex.split(command)
         if not words:
             raise ValueError("no program is named")
-        ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
+        ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        message = f"got no key from `{command}` within {timeout_s:g} s (key_timeout_s); expected one. Is its server reachable?"
+        message = f"got no key from `{command}` within {TIMEOUT_S:g} s; expected one. Is its server reachable?"
         raise _error("key_command", "unreachable", message) from None
     except (OSError, ValueError) as error:
         message = f"got `{command}`, which cannot be started here: {error}; expected a program that prints the key"

@@ -104,5 +104,4 @@ class EngineJudge:
 
     def _sampling(self, attempt: int) -> Sampling:
         section = self._section
-        temperature = max(section.temperature, AGAIN_TEMPERATURE) if attempt else section.temperature
-        return Sampling(temperature, section.top_p, 0, section.max_new_tokens)
+        return Sampling(AGAIN_TEMPERATURE if attempt else 0.0, 1.0, 0, section.max_new_tokens)

@@ -27,6 +27,8 @@ from pipeline.types import Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TRIES = 3
+"""Most tries of a prompt, with different seeds, until a reply has a verdict."""
 TEXTS = "texts"
 """Key of `Answer.details` for the texts to judge, one for each turn of the model."""
 
@@ -60,7 +62,7 @@ class JudgedTask:
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
-        self._tokenizer, self._tries = tokenizer, recipe.evaluate.judge.tries
+        self._tokenizer = tokenizer
         self._data = task_data.read(name, config)
         self._prompts, self.warnings = prompts.encode(
             name, replace(config, env_name=None), self._data, recipe.policy, tokenizer
@@ -87,7 +89,7 @@ class JudgedTask:
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Sample the missing answers, and have all unjudged answers judged."""
-        judging = Judging(require_judge(engines.judge, self.name), self.name, self._tries)
+        judging = Judging(require_judge(engines.judge, self.name), self.name, TRIES)
         open_answers: dict[str, _OpenAnswer] = {}
 
         def judge(question: Question, answer: Answer) -> None:

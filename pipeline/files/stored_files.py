@@ -62,13 +62,10 @@ def _encryption(key: str, got: object) -> Any:
 # ---- keys ---------------------------------------------------------------------------------------------------------------
 
 
-def obtain_key(key_file: str | None, key_command: str | None, timeout_s: float) -> FileKey | None:
-    """Return the key that a file holds or a command prints; None without either. Raises RecipeError, never with the key in it.
-
-    timeout_s: seconds after which the command is ended.
-    """
+def obtain_key(key_file: str | None, key_command: str | None) -> FileKey | None:
+    """Return the key that a file holds or a command prints; None without either. Raises RecipeError without the key."""
     name, given = ("key_file", key_file) if key_file is not None else ("key_command", key_command)
-    return None if given is None else _encryption(f"{SECTION}.{name}", given).obtain(key_file, key_command, timeout_s)
+    return None if given is None else _encryption(f"{SECTION}.{name}", given).obtain(key_file, key_command)
 
 
 def fitting(key: Key | None, fingerprint: str, what: object) -> Key:

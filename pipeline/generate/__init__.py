@@ -6,8 +6,6 @@ the fast backend. `build` imports only the backend that the recipe names.
 
 from __future__ import annotations
 
-import os
-
 from pipeline.config import PolicyConfig
 from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.recipe.problems import Problem, RecipeError
@@ -24,8 +22,7 @@ def build(
     adapters: if given, updates deliver only these adapters, and the engine keeps the base weights of policy.model_name.
     """
     if policy.generation.backend == "vllm":
-        os.environ.update(policy.generation.vllm_cfg.env_vars)  # before the import: vLLM reads some of them there
-        from pipeline.generate.vllm import VLLMBackend  # slow, and it reads env_vars
+        from pipeline.generate.vllm import VLLMBackend  # slow
 
         return VLLMBackend(policy, engine_ranks, rank_in_engine, seed, adapters)
     if adapters:

@@ -7,7 +7,7 @@ cut or get equal rewards by chance. But a run should warn within minutes, not ho
 A step without a signal is no error. Its loss and gradient are 0, as in NeMo-RL and verl, whose means over no tokens are 0 too:
 a policy may find its first reward after many steps, and a batch may have no token to learn from.
 
-These warnings do not depend on `logger.monitor.enabled`.
+These warnings do not depend on `logger.monitor.period_s`.
 """
 
 from __future__ import annotations

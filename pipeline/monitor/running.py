@@ -32,16 +32,15 @@ def start(world: World, recipe: Recipe, run_dir: Path) -> Sampler | None:
 
     The first rank of a component on a node reads the node's memory, CPU, disk and NICs.
     """
-    settings = recipe.logger.monitor
-    if not settings.enabled:
+    if (period := recipe.logger.monitor.period_s) is None:
         return None
     about = {"rank": world.rank, "component": world.component, "node": world.info.node}
-    file = SampleFile(samples_file(world.info.folder, world.rank), about, settings.flush_s)
+    file = SampleFile(samples_file(world.info.folder, world.rank), about, 2 * period)
     host = HostReader(run_dir, world.info.local_rank == 0)
     sources = [host.read, lambda: dict(zip(WAITS, world.timeline.waited_s(), strict=True))]
     if world.device.index is not None:
         sources.append(GPUReader(world.device.index).read)
-    sampler = Sampler(sources, settings.period_s, file, StackWatch())
+    sampler = Sampler(sources, period, file, StackWatch())
     sampler.start()
     return sampler
 

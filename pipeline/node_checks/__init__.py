@@ -127,7 +127,7 @@ def _lead(world: World, cluster: ClusterConfig, needs: InstallationNeeds) -> Non
         _measure(world, results, cluster.node_checks.min_gb_per_s)
         probe.remove_marker(world.info, token)
         results.add_problems(diagnosis.links(results.names, results.links, cluster.node_checks.min_gb_per_s))
-        results.add_problems(diagnosis.clocks(results.names, results.links, cluster.node_checks.max_clock_skew_s))
+        results.add_problems(diagnosis.clocks(results.names, results.links))
     content = record(results, time.perf_counter() - start)
     small_files.write(world.info.folder / "nodes.json", content)
     logger.info(text(content))

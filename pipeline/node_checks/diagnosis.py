@@ -29,6 +29,8 @@ LEAST_FREE_GB = 0.016
 """Free space that a temporary folder needs. In /dev/shm NCCL takes about 10 MB for a connection, gloo and vLLM's queues more;
 in $TMPDIR compilers keep their output. With less than 16 MiB none of them starts, and they fail by a bus error without a
 message."""
+MOST_SKEW_S = 5.0
+"""Most seconds between two nodes' clocks."""
 SHARED_GB = 0.01
 """GB that NCCL takes in /dev/shm for a rank without NVLink or another direct path to its neighbours."""
 ONE_FOR_ALL = ("driver", NCCL, NETWORK)
@@ -316,15 +318,15 @@ def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float 
     return problems
 
 
-def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float) -> Problems:
-    """Return problems of nodes whose clock differs from the median by more than `most` seconds plus the measurement's error."""
+def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link]) -> Problems:
+    """Return problems of nodes whose clock differs from the median by more than MOST_SKEW_S plus the measurement's error."""
     skews = clock_offsets(measured)
     middle = statistics.median(skew for skew, _ in skews.values()) if len(skews) > 2 else 0.0
-    off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > most}
+    off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > MOST_SKEW_S}
     if len(skews) == 2 and off:
         off = {0: -sum(off.values()), **off}
     reference = "the others'" if len(skews) > 2 else "the other's"
-    bound = f"cluster.node_checks.max_clock_skew_s is {most:g}"
+    bound = f"at most {MOST_SKEW_S:g} s are expected"
     return {
         names[rank]: [f"its clock is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {reference}; {bound}"]
         for rank, skew in off.items()

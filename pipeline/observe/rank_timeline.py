@@ -144,10 +144,6 @@ class Timeline:
         self._writer = Writer(path, self._about, self.take, self._quiet)
         self._writer.start()
 
-    def disable_file(self) -> None:
-        """Stop recording events for the file. Idle shares do not need them."""
-        self._ended = deque(maxlen=0)
-
     def close(self) -> None:
         """Write the rest of the file, if the disk accepts it."""
         if self._writer:

@@ -110,7 +110,7 @@ FILES = {
     ),
     "no-records": ProblemCode(
         "A file or a run folder has no records of the requested kind.",
-        "Choose another file, run or step. A timeline needs `logger.timeline_enabled=true` during the run.",
+        "Choose another file, run or step.",
     ),
     "not-importable": ProblemCode(
         "Your module cannot be imported, or lacks the named function or class.",

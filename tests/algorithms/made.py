@@ -15,9 +15,9 @@ from pipeline.config import (
     MegatronConfig,
     OfflineConfig,
     OnlineConfig,
-    TeachersConfig,
     ValueLossConfig,
 )
+from pipeline.config.policy import TeachersConfig
 
 
 def made(
@@ -48,8 +48,7 @@ def made(
 
 def grpo(loss: LossConfig | None = None, updates: int = 1, estimator: AdvantageConfig | None = None, **keys) -> Algorithm:
     """Return GRPO with these keys of its section; by default it divides by the deviation and leaves one out."""
-    estimator = estimator or AdvantageConfig(normalize_rewards=True, use_leave_one_out_baseline=True)
-    return made(GRPOConfig(adv_estimator=estimator, **keys), loss, updates)
+    return made(GRPOConfig(adv_estimator=estimator or AdvantageConfig(), **keys), loss, updates)
 
 
 def weighed(kind: str | None = None, high: float | None = None, low: float | None = None, **keys) -> LossConfig:

@@ -10,7 +10,8 @@ import itertools
 import numpy as np
 import torch
 
-from pipeline.config import GAEConfig, LossConfig, ValueLossConfig
+from pipeline.algorithms.sections import GAEConfig
+from pipeline.config import LossConfig, ValueLossConfig
 from tests.algorithms.packed import Packed
 
 

@@ -18,14 +18,8 @@ from pipeline.algorithms.advantages import (
 )
 from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.grpo import GRPO
-from pipeline.config import (
-    AdvantageConfig,
-    GRPOConfig,
-    LossConfig,
-    PPOConfig,
-    RewardScalingConfig,
-    RewardShapingConfig,
-)
+from pipeline.algorithms.sections import RewardScalingConfig, RewardShapingConfig
+from pipeline.config import GRPOConfig, LossConfig, PPOConfig
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of
 from tests.algorithms.made import grpo, made
@@ -112,9 +106,8 @@ def test_leave_one_out_is_the_centered_one_times_g_over_g_minus_1():
 
 def test_dr_grpo_by_hand():
     """Easy and hard prompts count alike: a correct answer's advantage is the share of wrong ones."""
-    estimator = AdvantageConfig(normalize_rewards=False, use_leave_one_out_baseline=False)
     groups = [group_of([1.0, 1.0, 1.0, 0.0]), group_of([1.0, 0.0, 0.0, 0.0])]
-    samples = grpo(estimator=estimator).compute_advantages(groups)
+    samples = grpo(normalize_rewards=False, use_leave_one_out_baseline=False).compute_advantages(groups)
     assert [sample.advantages[-1] for sample in samples] == [0.25, 0.25, 0.25, -0.75, 0.75, -0.25, -0.25, -0.25]
 
 
@@ -122,8 +115,7 @@ def test_dr_grpo_by_hand():
 
 
 def test_samples_mask_the_prompt_and_spreads_the_advantage():
-    estimator = AdvantageConfig(normalize_rewards=False, use_leave_one_out_baseline=True)
-    first, second = grpo(estimator=estimator).compute_advantages([group_of([1.0, 0.25], lengths=[2, 1])])
+    first, second = grpo(normalize_rewards=False).compute_advantages([group_of([1.0, 0.25], lengths=[2, 1])])
     assert first.tokens.tolist() == [5, 6, 7, 8]
     assert first.loss_mask.tolist() == [False, False, True, True]
     np.testing.assert_allclose(first.logprobs, [0, 0, -0.1, -0.2], rtol=1e-6)

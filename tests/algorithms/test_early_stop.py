@@ -8,15 +8,15 @@ import pytest
 from pipeline.algorithms.early_stop import EarlyStop, EarlyStopConfig, check_early_stop
 from tests.problems import named, refused
 
-METRIC = "val/accuracy"
+METRIC, LOSS = "val/accuracy", "val/loss"
 
 
 def stopped_after(values: list[float], restart: bool = False, **keys) -> int | None:
     """Return the number of validations before the stop; None if there is none. restart: save and load after each."""
-    config = EarlyStopConfig(stop_at_validation_metric=METRIC, **keys)
+    config = EarlyStopConfig(**{"stop_at_validation_metric": METRIC, **keys})
     stop = EarlyStop("grpo", config)
     for count, value in enumerate(values, 1):
-        stop.record_validation({METRIC: value, "val/reward": 0.0})
+        stop.record_validation({METRIC: value, LOSS: value, "val/reward": 0.0})
         if restart:
             state = json.loads(json.dumps(stop.state_dict()))
             stop = EarlyStop("grpo", config)
@@ -31,7 +31,7 @@ CASES = [
     ([0.1, 0.3, 0.2, 0.31, 0.2, 0.2, 0.2], {"stop_patience": 3}, 7),
     ([0.1, 0.14, 0.18, 0.2, 0.2], {"stop_patience": 3, "stop_min_delta": 0.09}, None),  # small gains add up from the best
     ([0.1, 0.14, 0.18, 0.2], {"stop_patience": 2, "stop_min_delta": 0.2}, 3),
-    ([2.0, 1.0, 1.5, 1.2], {"stop_patience": 2, "stop_higher_is_better": False}, 4),
+    ([2.0, 1.0, 1.5, 1.2], {"stop_patience": 2, "stop_at_validation_metric": LOSS}, 4),
     ([math.nan, 0.5, math.nan, math.nan], {"stop_patience": 2}, 4),  # nan never improves
     ([math.nan, math.nan], {"stop_patience": 2}, 2),
     ([0.5, 0.4, 0.1], {"stop_patience": 2, "stop_at_validation_threshold": 0.6}, 3),
@@ -48,7 +48,7 @@ def test_stops_without_an_improvement(values, keys, expected, restart):
 def test_stops_at_a_threshold(restart):
     assert stopped_after([0.1, 0.49, 0.5], restart, stop_at_validation_threshold=0.5) == 3
     assert stopped_after([math.nan, 0.4], restart, stop_at_validation_threshold=0.5) is None
-    down = {"stop_at_validation_threshold": 1.0, "stop_higher_is_better": False}
+    down = {"stop_at_validation_threshold": 1.0, "stop_at_validation_metric": LOSS}
     assert stopped_after([1.5, 1.01, 1.0, 0.1], restart, **down) == 3
 
 
@@ -66,9 +66,13 @@ def test_a_resumed_run_follows_the_recipe_that_it_has_now():
         new = EarlyStop("grpo", EarlyStopConfig(stop_at_validation_metric=metric, stop_patience=patience))
         new.load_state_dict(old.state_dict())
         assert (new.reason is None) == goes_on
-    down = EarlyStop("grpo", EarlyStopConfig(METRIC, stop_patience=1, stop_higher_is_better=False))
-    down.load_state_dict(old.state_dict())
-    assert down.reason is None, "what was best upwards is not best downwards"
+
+
+def test_a_state_of_the_other_direction_is_ignored():
+    """An older version could save one."""
+    stop = EarlyStop("grpo", EarlyStopConfig(METRIC, stop_patience=1))
+    stop.load_state_dict({"metric": METRIC, "higher": False, "best": 0.1, "last": 0.2, "since": 1})
+    assert stop.reason is None
 
 
 def test_a_metric_that_validations_lack_is_named():
@@ -81,12 +85,7 @@ def test_a_metric_that_validations_lack_is_named():
     "keys, validates, expected",
     [
         ({}, False, []),
-        ({"stop_at_validation_metric": "val:loss", "stop_patience": 2, "stop_higher_is_better": False}, True, []),
-        (
-            {"stop_at_validation_metric": "val:loss", "stop_patience": 2},
-            True,
-            [("grpo.stop_higher_is_better", "contradiction")],
-        ),
+        ({"stop_at_validation_metric": "val:loss", "stop_patience": 2}, True, []),
         ({"stop_patience": 2}, True, [("grpo.stop_patience", "has-no-effect")]),
         ({"stop_at_validation_metric": METRIC}, True, [("grpo.stop_at_validation_metric", "missing-value")]),
         (
@@ -107,7 +106,7 @@ def test_keys_are_checked_before_submission(keys, validates, expected):
 
 def test_another_metric_begins_anew():
     """Keys of the early stop may change while the run goes on."""
-    config = EarlyStopConfig(stop_at_validation_metric="val/loss", stop_patience=2, stop_higher_is_better=False)
+    config = EarlyStopConfig(stop_at_validation_metric="val/loss", stop_patience=2)
     stop = EarlyStop("sft", config)
     for loss in (1.0, 2.0):
         stop.record_validation({"val/loss": loss, "val/accuracy": 0.5})

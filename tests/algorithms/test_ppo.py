@@ -10,8 +10,9 @@ import torch
 from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.loss import value_loss
 from pipeline.algorithms.ppo import PPO
+from pipeline.algorithms.sections import GAEConfig
 from pipeline.algorithms.token_advantages import discounted_sums, estimate_gae, gather_counted, scatter_counted
-from pipeline.config import GAEConfig, LossConfig, PPOConfig, ValueLossConfig
+from pipeline.config import LossConfig, PPOConfig, ValueLossConfig
 from pipeline.train.outputs import explained_variance
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of

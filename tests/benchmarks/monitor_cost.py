@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config import MonitorConfig
+from pipeline.config.schema import MonitorConfig
 from pipeline.monitor.history import History
 from pipeline.monitor.host import HostReader
 from pipeline.monitor.readings import READINGS

@@ -18,9 +18,9 @@ from pipeline.config import (
     PolicyConfig,
     Recipe,
     TokenizerConfig,
-    check_data,
     validates,
 )
+from pipeline.config.data import check_data
 from pipeline.data.datasets import load_records, load_split
 from pipeline.data.mixture import build_streams
 from pipeline.data.named import READERS

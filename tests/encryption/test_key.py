@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from pipeline import config
-from pipeline.config import CheckpointingConfig, EncryptionConfig
-from pipeline.config.checkpointing import check_encryption
-from pipeline.encryption import EncryptionKey, obtain
+from pipeline.config import CheckpointingConfig
+from pipeline.config.checkpointing import EncryptionConfig, check_encryption
+from pipeline.encryption import EncryptionKey, key, obtain
 from tests.encryption.keys import key_file
 from tests.problems import named, refused
 
@@ -21,44 +21,45 @@ FILE, COMMAND = "checkpointing.encryption.key_file", "checkpointing.encryption.k
 
 @pytest.mark.parametrize("text", [SECRET.hex(), f"{SECRET.hex().upper()}\n", base64.b64encode(SECRET).decode()])
 def test_hex_digits_and_base64_are_the_same_key(tmp_path, text):
-    from_file = obtain(str(key_file(tmp_path / "key", text)), None, 1)
-    from_command = obtain(None, f"{sys.executable} -c \"print('''{text.strip()}''')\"", 60)
+    from_file = obtain(str(key_file(tmp_path / "key", text)), None)
+    from_command = obtain(None, f"{sys.executable} -c \"print('''{text.strip()}''')\"")
     assert from_file.fingerprint == from_command.fingerprint == EncryptionKey(SECRET).fingerprint
-    assert obtain(None, None, 1) is None
+    assert obtain(None, None) is None
 
 
 def test_a_key_shows_its_fingerprint_alone():
-    key = EncryptionKey(SECRET)
-    assert repr(key) == f"EncryptionKey({key.fingerprint})" and len(key.fingerprint) == 16
-    assert key.fingerprint not in SECRET.hex()
+    secret = EncryptionKey(SECRET)
+    assert repr(secret) == f"EncryptionKey({secret.fingerprint})" and len(secret.fingerprint) == 16
+    assert secret.fingerprint not in SECRET.hex()
     with pytest.raises(TypeError, match="neither sent nor stored"):
-        pickle.dumps(key)
+        pickle.dumps(secret)
 
 
 @pytest.mark.parametrize("text", ["", "short", SECRET.hex()[:-2], base64.b64encode(SECRET[:31]).decode(), "g" * 64])
 def test_another_form_is_refused_without_the_text(tmp_path, text):
     with refused((FILE, "bad-format")) as error:
-        obtain(str(key_file(tmp_path / "key", text)), None, 1)
+        obtain(str(key_file(tmp_path / "key", text)), None)
     assert not text or text not in str(error.value)
 
 
 def test_a_file_that_others_may_read_is_refused(tmp_path):
     with refused((FILE, "permission-denied")) as error:
-        obtain(str(key_file(tmp_path / "key", SECRET.hex(), 0o640)), None, 1)
+        obtain(str(key_file(tmp_path / "key", SECRET.hex(), 0o640)), None)
     assert "chmod 600" in str(error.value) and SECRET.hex() not in str(error.value)
     with refused((FILE, "file-not-found")):
-        obtain(str(tmp_path / "none"), None, 1)
+        obtain(str(tmp_path / "none"), None)
 
 
-def test_a_command_that_fails_is_quoted_with_what_it_said():
+def test_a_command_that_fails_is_quoted_with_what_it_said(monkeypatch):
     fails = f"{sys.executable} -c \"import sys; print('{SECRET.hex()}'); sys.exit('permission denied')\""
     with refused((COMMAND, "unreachable")) as error:
-        obtain(None, fails, 60)
+        obtain(None, fails)
     assert "exit status 1" in str(error.value) and "permission denied" in str(error.value)
     with refused((COMMAND, "file-not-found")):
-        obtain(None, "no-such-program-of-hetstep", 60)
+        obtain(None, "no-such-program-of-hetstep")
+    monkeypatch.setattr(key, "TIMEOUT_S", 0.2)
     with refused((COMMAND, "unreachable")) as error:
-        obtain(None, f"{sys.executable} -c 'import time; time.sleep(600)'", 0.2)
+        obtain(None, f"{sys.executable} -c 'import time; time.sleep(600)'")
     assert "0.2 s" in str(error.value)
 
 

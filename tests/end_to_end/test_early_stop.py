@@ -46,7 +46,7 @@ def test_sft_stops_at_a_threshold(tmp_path):
     """Validate before the first step too: nothing is trained once the threshold is reached there."""
     for threshold, step in ((100.0, 0), (0.0, 4)):  # a loss is below 100, and never below 0
         folder = tmp_path / str(step)
-        keys = ["sft.max_num_steps=4", "sft.val_period=2", "sft.val_at_start=true", "sft.stop_higher_is_better=false"]
+        keys = ["sft.max_num_steps=4", "sft.val_period=2", "sft.val_at_start=true"]
         keys += ["sft.stop_at_validation_metric=val:loss", f"sft.stop_at_validation_threshold={threshold}"]
         command = [sys.executable, "launch/submit.py", "recipe=tiny_sft", f"run_dir={folder}", *LOCAL, *keys]
         subprocess.run(command, cwd=ROOT, check=True, timeout=400)

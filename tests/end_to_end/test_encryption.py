@@ -54,7 +54,7 @@ def test_a_killed_encrypted_run_is_the_plain_run_to_the_last_bit(tmp_path, unint
     given = ("checkpointing.async_save=true", *LOCAL)
     broken = submit(folder, *given, *encrypted_by(right), fault=Fault("write checkpoint", victim=1, actor=0, count=3))
     assert broken.status == 1, broken.output
-    key = obtain_key(str(right), None, 1)
+    key = obtain_key(str(right), None)
     assert holding(folder, secrets_of(folder, key, text)) == []
     refused = submit(folder, *given, *encrypted_by(wrong))
     assert refused.status == 2 and f"expected the key with fingerprint {key.fingerprint}" in refused.output  # by submission
@@ -113,7 +113,7 @@ def test_rollouts_that_no_step_has_trained_on_are_encrypted_and_kept(tmp_path):
     resumed = submit(folder, *given)
     assert resumed.status == 0, resumed.output
     assert any(line.get("async/resumed_rollouts_kept", 0) > 0 for line in resumed.metrics())
-    assert holding(folder, secrets_of(folder, obtain_key(str(key_path), None, 1), text)) == []
+    assert holding(folder, secrets_of(folder, obtain_key(str(key_path), None), text)) == []
 
 
 @pytest.mark.full
@@ -126,7 +126,7 @@ def test_an_encrypted_checkpoint_is_evaluated(tmp_path, monkeypatch):
     few = "evaluate.tasks.addition.data.max_samples=8"
     wrong = key_file(tmp_path / "wrong", "ab" * 32)
     refused = command("evaluate", *asked, few, f"{SECTION}.key_file={wrong}", status=1)
-    key = obtain_key(str(key_path), None, 1)
+    key = obtain_key(str(key_path), None)
     assert f"expected the key with fingerprint {key.fingerprint}" in refused
     command("evaluate", *asked, few)
     evaluation = hetstep.load(next(folder.glob("evaluations/tiny/step_*")))

@@ -119,7 +119,7 @@ def tp2(models, tmp_path_factory):
     return run
 
 
-SAVED = ("policy.megatron_cfg.checkpoint.async_save=true", "grpo.val_at_end=true", "grpo.max_val_samples=6")
+SAVED = ("checkpointing.async_save=true", "grpo.val_at_end=true", "grpo.max_val_samples=6")
 
 
 @pytest.mark.full  # by default: tests/train/megatron/test_checkpoints.py

@@ -7,7 +7,7 @@ import pytest
 from pipeline.observe.metrics import read
 from tests.end_to_end.runs import LOCAL, submit
 
-FAST = ("logger.monitor.period_s=0.2", "logger.monitor.flush_s=0")
+FAST = ("logger.monitor.period_s=0.2",)
 
 
 @pytest.mark.full

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipeline.algorithms.evaluate import EvaluateConfig, TaskConfig, TaskDataConfig
-from pipeline.algorithms.served_models import JudgeConfig
+from pipeline.algorithms.evaluate import TaskConfig, TaskDataConfig
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.baseline_comparison import ComparisonTask
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
@@ -73,8 +72,7 @@ def task(folder: Path, kind: str, records: list[dict], form: str, **keys):
         tokenizer=SimpleNamespace(chat_template_kwargs=None),
         generation=SimpleNamespace(vllm_cfg=SimpleNamespace(max_model_len=100_000)),
     )
-    section = EvaluateConfig(judge=JudgeConfig(tries=2))
-    return KINDS[kind](kind, config, SimpleNamespace(policy=policy, evaluate=section), Letters())
+    return KINDS[kind](kind, config, SimpleNamespace(policy=policy), Letters())
 
 
 def asked(made, folder: Path, say: Say, judge: Callable[[JudgeRequest], str | JudgeReply]) -> list[Answer]:

@@ -34,8 +34,7 @@ def row(output: str, name: str) -> list[str]:
 
 def test_a_dense_model_under_fsdp():
     """The recipe's own model may be missing: it has the shape of its needed recipe's initial model."""
-    network = ["cluster.network.nic_gb_per_s=1", "cluster.network.memory_gb_per_s=0.5", "cluster.network.latency_us=0"]
-    status, output, errors = plan("recipe=tiny_grpo", *network)
+    status, output, errors = plan("recipe=tiny_grpo", "cluster.network.nic_gb_per_s=1")
     assert status == 0, errors
     size = parameters(TINY) * 4
     assert f"{parameters(TINY):,} parameters" in output
@@ -54,7 +53,6 @@ def test_a_mixture_of_experts_under_megatron():
         "policy.generation.vllm_cfg.tensor_parallel_size=2",
         "policy.generation.vllm_cfg.expert_parallel_size=2",
         "policy.precision=bfloat16",
-        "cluster.network.memory_gb_per_s=1",
     ]
     status, output, errors = plan("recipe=tiny_grpo", f"model_config={TINY_MOE}", *layout)
     assert status == 0, errors

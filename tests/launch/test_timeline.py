@@ -240,10 +240,10 @@ def test_bad_command_lines(run, capsys, arguments, said):
 
 
 def test_a_run_without_a_timeline_is_refused_with_a_reason(tmp_path, capsys):
-    off = made_runs.folder(tmp_path / "off", "tiny_grpo", "logger.timeline_enabled=false")
-    made_runs.attempt(off, "1", BEGAN)
-    assert timeline.main([str(off)]) == 2
-    assert "logger.timeline_enabled is false" in capsys.readouterr().err
+    new = made_runs.folder(tmp_path / "new", "tiny_grpo")
+    made_runs.attempt(new, "1", BEGAN)
+    assert timeline.main([str(new)]) == 2
+    assert "it has not started" in capsys.readouterr().err
     spoiled = made_runs.folder(tmp_path / "spoiled")
     folder = made_runs.attempt(spoiled, "1", BEGAN) / "timeline"
     folder.mkdir()

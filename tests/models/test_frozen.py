@@ -64,8 +64,8 @@ def test_patterns_are_checked_before_submission(family, patterns, fsdp, megatron
         assert found == {("policy.freeze_parameters", code) for code in expected}
 
 
-def test_a_critic_has_a_head_of_its_own():
+def test_a_reward_model_has_a_head_of_its_own():
     plain = CONFIGS["llama"].to_dict()
     for pattern, codes in (("score.weight", set()), ("lm_head.weight", {"not-a-choice"})):
-        found = named(problems("value", PolicyConfig(freeze_parameters=[pattern]), plain, values=True))
-        assert found == {("value.freeze_parameters", code) for code in codes}
+        found = named(problems("policy", PolicyConfig(freeze_parameters=[pattern]), plain, values=True))
+        assert found == {("policy.freeze_parameters", code) for code in codes}

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import models
-from pipeline.config import MEGATRON_MODEL_TYPES
+from pipeline.models import FAMILIES
 from pipeline.models.hugging_face import config_of
 from pipeline.models.shape import ModelShape, UnknownShape
 from pipeline.models.tensors import tensors
@@ -75,7 +75,7 @@ CASES = {
     "qwen3_5_text_tied": ("qwen3_5_text", {**DELTA_NET, "full_attention_interval": 2, "tie_word_embeddings": True}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 20}),
 }
-assert {family for family, _ in CASES.values()} >= set(MEGATRON_MODEL_TYPES)
+assert {family for family, _ in CASES.values()} >= set(FAMILIES)
 
 
 @pytest.fixture(params=CASES)
@@ -108,7 +108,7 @@ def test_layers_and_experts_follow_the_names(described):
         assert (tensor.part == "routed") == ("experts" in names)
 
 
-@pytest.mark.parametrize("name", [n for n, (family, _) in CASES.items() if family in MEGATRON_MODEL_TYPES])
+@pytest.mark.parametrize("name", [n for n, (family, _) in CASES.items() if family in FAMILIES])
 def test_conversions_to_megatron_core_read_every_tensor_once(name):
     family, changes = CASES[name]
     config = {"model_type": family, **TINY, **changes}

@@ -188,7 +188,7 @@ def test_status_shows_the_warnings_that_hold(tmp_path):
 def test_a_real_run_warns_of_equal_rewards(tmp_path):
     """No answer of the untrained model is right."""
     keys = ["grpo.max_num_steps=4", "env.digits.kind=exact_match", "policy.generation.max_new_tokens=3"]
-    run = submit(tmp_path / "run", *LOCAL, *keys, "logger.monitor.enabled=false")
+    run = submit(tmp_path / "run", *LOCAL, *keys, "logger.monitor.period_s=null")
     assert run.status == 0, run.output
     found = {line["check"]: line["message"] for line in resources.warnings(RunFolder.at(run.folder))}
     assert found["equal_rewards"].count("expected") == 3

@@ -15,8 +15,9 @@ import torch
 
 from launch.recipes.nemo_rl.megatron_keys import has_experts
 from pipeline.algorithms import ONLINE
-from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
+from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, runs_ahead, section, uses_megatron
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
+from pipeline.config.policy import ValueConfig
 from pipeline.recipe.values import leaves
 from pipeline.train.optimizer import LRSchedule
 

@@ -36,15 +36,8 @@ from transformers import (
 )
 
 from pipeline.boxes import whole
-from pipeline.config import (
-    GenerationConfig,
-    NetworkConfig,
-    PolicyConfig,
-    RefitConfig,
-    TokenizerConfig,
-    VLLMConfig,
-    engine_ranks,
-)
+from pipeline.config import GenerationConfig, PolicyConfig, RefitConfig, TokenizerConfig, VLLMConfig, engine_ranks
+from pipeline.config.cluster import NetworkConfig
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule

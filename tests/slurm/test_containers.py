@@ -99,11 +99,11 @@ def contained(here: Path) -> list[str]:
         f"cluster.train.container_image={here}/train image.sqsh",
         f"cluster.train.container_mounts={mounts}",
         f"cluster.train.container_workdir={here}",
-        "cluster.train.container_env=[TEST_VAR]",
+        "cluster.train.srun_args=[--container-env=TEST_VAR]",
         f"cluster.train.python={sys.executable}",
         f"cluster.generate.container_image={here}/generate image.sqsh",
         f"cluster.generate.container_mounts=[{ROOT}:{ROOT}:ro,{here}]",
-        "cluster.generate.container_writable=true",
+        "cluster.generate.srun_args=[--container-writable]",
         f"cluster.generate.python={sys.executable}",
     ]
 

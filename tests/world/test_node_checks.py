@@ -79,7 +79,7 @@ def clocks(ahead: dict[int, float], error_s: float = 1e-4, dead: tuple[tuple[int
     for one, other in [pair for pairs in ring.ring(list(ahead)) for pair in pairs]:
         well = Link(one, other, 1.0, ahead[other] - ahead[one], error_s)
         links[one, other] = Link(one, other, problem="dead") if (one, other) in dead else well
-    return links, diagnosis.clocks({rank: f"node{rank}" for rank in ahead}, links, 5.0)
+    return links, diagnosis.clocks({rank: f"node{rank}" for rank in ahead}, links)
 
 
 def test_the_wrong_clock_is_the_minoritys():

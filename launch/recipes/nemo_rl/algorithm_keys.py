@@ -26,8 +26,8 @@ VALIDATED = {"grpo": (256, 256), "ppo": (256, 256), "distillation": (512, 64)}
 """Algorithm -> NeMo-RL's defaults of (max_val_samples, val_batch_size)."""
 VALIDATED_BATCHES = {"sft": (8, 32), "dpo": (8, 8), "rm": (-1, 32)}
 """Algorithm -> NeMo-RL's defaults of (val_batches, val_global_batch_size)."""
-ESTIMATOR = {"normalize_rewards": True, "use_leave_one_out_baseline": True, "minus_baseline": True}
-"""NeMo-RL's defaults of grpo.adv_estimator. Hetstep's defaults are the values of the same keys in `grpo` instead."""
+BASELINE = ("normalize_rewards", "use_leave_one_out_baseline")
+"""Keys of `grpo` that NeMo-RL reads in grpo.adv_estimator, true by default."""
 KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}
 """NeMo-RL's defaults in loss_fn. NeMo-RL always uses these values for KL in the reward."""
 PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
@@ -52,7 +52,7 @@ COMMON: tuple[Rule, ...] = (
 OFFLINE_COMMON = (*COMMON, Ignored("val_micro_batch_size"))
 SAMPLED = (
     Same("num_prompts_per_step num_generations_per_prompt max_rollout_turns val_num_generations_per_prompt"),
-    Same("val_start_at", lambda step: max(0, step or 0)),  # -1: from the first step on
+    Only("val_start_at", (-1, 0, None), "a first step of validation", "-1, and val_period by launch/steer.py"),
     Done("stop_at_validation_metric stop_at_validation_threshold"),
 )
 REWARDED = (
@@ -72,8 +72,9 @@ AHEAD = (
 )
 GRPO = (
     *under("async_grpo", AHEAD),
-    Same("normalize_rewards use_leave_one_out_baseline advantage_clip_low advantage_clip_high adv_estimator.name"),
-    Same("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline adv_estimator.minus_baseline"),
+    Same("advantage_clip_low advantage_clip_high adv_estimator.name adv_estimator.minus_baseline"),
+    Done("normalize_rewards use_leave_one_out_baseline"),
+    Done("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline"),
     Only("invalid_tool_call_* malformed_thinking_advantage penalize_*", (None, False), REWARD_PENALTIES),
 )
 PPO = (
@@ -167,7 +168,8 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
         _differences(t, algorithm)
     if algorithm == "grpo":
         single_controller.translate(t)
-        t.put_defaults({f"grpo.adv_estimator.{name}": value for name, value in ESTIMATOR.items()}, "grpo.adv_estimator")
+        for name in BASELINE:
+            t.put(f"grpo.{name}", t.get(f"grpo.adv_estimator.{name}", True), f"grpo.adv_estimator.{name}")
         _async(t, "grpo.async_grpo")
     apply(t, (*under(algorithm, SECTIONS[algorithm]), *LOSSES.get(algorithm, ())))
 
@@ -304,7 +306,7 @@ def _differences(t: Translator, algorithm: str) -> None:
         clamp = t.get(f"loss_fn.{name}", always)
         bounds = f"bounds the KL in the reward too, which NeMo-RL always bounds by {always:g}"
         message.append((kl and clamp != always, f"loss_fn.{name}={as_yaml(clamp)}", bounds))
-    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+    for name in BASELINE:
         key = f"grpo.adv_estimator.{name}"
         top, used = t.get(f"grpo.{name}", True), t.get(key, True)
         differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and top != used

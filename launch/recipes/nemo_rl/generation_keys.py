@@ -116,7 +116,7 @@ def _transport(t: Translator) -> None:
 
 def _vllm(t: Translator) -> None:
     kwargs = f"{KEY}.vllm_kwargs"
-    environment_variables(t, f"{VLLM}.env_vars", f"{VLLM}.env_vars")
+    environment_variables(t, f"{VLLM}.env_vars", "cluster.generate.env_vars")
     _precision(t)
     size, tensor = t.consume(f"{VLLM}.expert_parallel_size", 1), t.get(f"{VLLM}.tensor_parallel_size", 1)
     if size in (1, tensor):

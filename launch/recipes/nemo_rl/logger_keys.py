@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.recipes.nemo_rl.rules import Changed, Ignored, Only, Same, apply, if_set, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.nemo_rl.translator import ABSENT, Translator
 
 PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
 TEXT = "Hetstep trains only the text part of a model"
@@ -34,9 +34,8 @@ CHECKPOINTING = under(
 )
 OTHERS = (
     Same("logger.tensorboard_enabled"),
-    Same("logger.monitor_gpus", ours="logger.monitor.enabled"),
     Same("logger.gpu_monitoring.collection_interval", ours="logger.monitor.period_s"),
-    Same("logger.gpu_monitoring.flush_interval", ours="logger.monitor.flush_s"),
+    Same("logger.monitor_gpus", lambda on: None if on is False else ABSENT, ours="logger.monitor.period_s"),
     Ignored("logger.log_dir logger.tensorboard.* logger.num_val_samples_to_print logger.gpu_monitoring.*"),
     Ignored("teacher teachers"),  # null
 )

@@ -24,11 +24,13 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MEGATRON = under(
     "megatron_cfg",
     (
-        Same("force_reconvert_from_hf tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
+        Same("tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
+        Ignored("force_reconvert_from_hf", "every start reads the Hugging Face files, and no job converts them"),
         Same("num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage sequence_parallel"),
         Same("expert_model_parallel_size expert_tensor_parallel_size activation_checkpointing empty_unused_memory_level"),
         Same("defer_fp32_logits pipeline_dtype freeze_moe_router moe_router_dtype moe_shared_expert_overlap"),
-        Same("gradient_accumulation_fusion checkpoint.async_save"),
+        Same("gradient_accumulation_fusion"),
+        Same("checkpoint.async_save", ours="checkpointing.async_save"),
         Same("attention_backend model_overrides", if_set),
         Same("model_overrides.*"),
         Same("distributed_data_parallel_config.grad_reduce_in_fp32 distributed_data_parallel_config.overlap_grad_reduce"),
@@ -102,7 +104,7 @@ SCHEDULER_RULES = under(
 
 def translate(t: Translator, algorithm: str) -> None:
     """Translate Megatron-Core's section with its optimizer and schedule."""
-    environment_variables(t, f"{KEY}.env_vars", f"{KEY}.env_vars")
+    environment_variables(t, f"{KEY}.env_vars", "cluster.train.env_vars")
     dense = has_experts(t.get("policy.model_name")) is False
     for name in BALANCE:  # some recipes of dense models set these too, without effect
         if not dense:

@@ -197,7 +197,6 @@ def _dtensor(t: Translator) -> None:
         t.lacks("policy.optimizer.name", name, "this optimizer", "torch.optim.AdamW")
     t.consume("policy.optimizer")
     t.copy("policy.scheduler")
-    t.put("checkpointing.async_save", False, "policy.dtensor_cfg.enabled")
     environment_variables(t, "policy.dtensor_cfg.env_vars", "cluster.train.env_vars")
     sequence = "policy.dtensor_cfg.sequence_parallel"
     if t.consume(sequence) and t.get("policy.dtensor_cfg.tensor_parallel_size", 1) > 1:  # no effect with one rank

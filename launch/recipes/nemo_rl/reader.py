@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from launch.recipes import nemo_rl
 from launch.recipes.nemo_rl import environment_keys
 from pipeline.config import Problem, Recipe, config_tree, independent, interpolation, schema_validation, unused_keys
-from pipeline.config.config_tree import ConfigMapping, ConfigNode
+from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.loading import Layers, layer
 from pipeline.config.schema import DatasetConfig
 
@@ -45,7 +45,7 @@ def read(path: Path, tree: ConfigMapping, overrides: list[tuple[str, ConfigNode]
 
 def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
     """Return key -> problem, for missing values, and for values of another type than our key of the same name has."""
-    problems = schema_validation.coerce_types(Recipe, tree)
+    problems = _coerce_types(Recipe, tree)
     for key, leaf in tree.leaves():
         if leaf.value == schema_validation.MISSING:
             problems[key] = Problem(key, "missing-value", "got no value; expected a value, since the key has no default")
@@ -57,8 +57,28 @@ def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
         problems.pop(f"env.{name}", None)
     key, default = "data.default", tree.find("data.default")
     if isinstance(default, ConfigMapping):
-        inside = schema_validation.coerce_types(DatasetConfig, default)
+        inside = _coerce_types(DatasetConfig, default)
         return problems | {f"{key}.{name}": replace(problem, key=f"{key}.{name}") for name, problem in inside.items()}
     if default and default.value is not None:
         problems[key] = Problem(key, "wrong-type", f"got {default.value!r}; expected a mapping of keys")
     return problems
+
+
+def _coerce_types(section: type, tree: ConfigMapping) -> dict[str, Problem]:
+    """Convert values to the types of the schema, in place, such as a quoted number to a number.
+
+    Unknown keys and null are skipped. Return key -> problem for the values that have a wrong type.
+    """
+    known = tree.copy()
+    for key, leaf in tree.leaves():
+        if leaf.value in (None, schema_validation.MISSING):
+            known.drop(key)
+    problems = {problem.key: problem for problem in schema_validation.validate_tree(section, known)[1]}
+    for key in problems:
+        known.drop(key)
+    values = config_tree.from_plain(asdict(schema_validation.validate_tree(section, known)[0]), None)
+    for key, _ in known.leaves():
+        node, own = values.find(key), tree.find(key)
+        if isinstance(node, ConfigValue) and isinstance(own, ConfigValue):
+            own.value = node.value
+    return {key: problem for key, problem in problems.items() if problem.code == "wrong-type"}

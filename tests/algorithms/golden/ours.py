@@ -17,18 +17,9 @@ from pipeline.algorithms.algorithm import Variance
 from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss
+from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.algorithms.token_advantages import moments, normalization, standardize
-from pipeline.config import (
-    AdvantageConfig,
-    DPOConfig,
-    GAEConfig,
-    GRPOConfig,
-    LossConfig,
-    PPOConfig,
-    RewardScalingConfig,
-    RewardShapingConfig,
-    ValueLossConfig,
-)
+from pipeline.config import AdvantageConfig, DPOConfig, GRPOConfig, LossConfig, PPOConfig, ValueLossConfig
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.algorithms.golden.files import Golden
 from tests.algorithms.golden.rows import Rows, after, before, tensor

@@ -41,7 +41,7 @@ VARIABLES = (
 )
 KEYS = ("constraint", "mem", "container_image", "container_workdir")
 NAMES = ("partition", "account", "qos")
-LISTS = ("container_mounts", "container_env", "srun_args")
+LISTS = ("container_mounts", "srun_args")
 PATTERNS = "/%\\"
 BOUND_S = 60.0
 
@@ -100,15 +100,13 @@ class Author:
 
     def recipe(self, base: Recipe, folder: Path) -> Recipe:
         """Return `base` with these texts in some of the places that reach its script."""
-        cluster, generation = base.cluster, base.policy.generation
+        cluster = base.cluster
         parts = {name: self.component(getattr(cluster, name), folder) for name in ("train", "generate")}
-        engine = dataclasses.replace(generation.vllm_cfg, env_vars=self.variables() if self.sometimes() else {})
         return dataclasses.replace(
             base,
             name=self.text() if self.sometimes() else "tiny",
             run_dir=f"{folder}/run{self.text('/' if self.refusable else PATTERNS) if self.sometimes() else ''}",
             cluster=dataclasses.replace(cluster, time_min=60, **parts),
-            policy=dataclasses.replace(base.policy, generation=dataclasses.replace(generation, vllm_cfg=engine)),
         )
 
 

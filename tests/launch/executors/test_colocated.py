@@ -13,7 +13,7 @@ from launch.executors.slurm import batch_script
 from launch.preflight import current_allocation as allocated
 from launch.preflight.slurm_request import requests
 from pipeline import config
-from pipeline.config import SHARED
+from pipeline.config.cluster import SHARED
 from tests.launch.model import write_recipe
 from tests.problems import refused
 

@@ -1,5 +1,7 @@
 """The refit time of a plan against closed forms: few ranks, round numbers."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,9 @@ FREE_COPIES = 1e9  # GB/s
 
 
 def network(nic=50.0, node=450.0, latency_us=0.0, memory=FREE_COPIES):
-    return NetworkConfig(nic_gb_per_s=nic, node_gb_per_s=node, latency_us=latency_us, memory_gb_per_s=memory)
+    """Return (the section of the recipe, the assumptions of plans)."""
+    assumed = {"LATENCY_US": latency_us, "COPIES_GB_PER_S": memory}
+    return NetworkConfig(nic_gb_per_s=nic, node_gb_per_s=node), assumed
 
 
 def messages(*rows):
@@ -30,8 +34,14 @@ def apart(ranks):
     return np.arange(ranks)
 
 
+def priced(sent, nodes, described) -> RefitPrice:
+    section, assumed = described
+    with mock.patch.multiple(refit_time, **assumed):
+        return refit_time.price(loads(sent, np.array(nodes)), section)
+
+
 def price(rows, nodes, described) -> RefitPrice:
-    return refit_time.price(loads(messages(*rows), np.array(nodes)), described)
+    return priced(messages(*rows), nodes, described)
 
 
 TO_ONE = [(r, s, 2, GB) for r in range(4) for s in (0, 1)]
@@ -99,7 +109,7 @@ def test_items_of_one_round_and_pair_are_one_message():
 
 
 def test_a_broadcast_takes_all_bytes_over_the_root_s_nics():
-    described = network(nic=50, node=450, latency_us=20)
+    described = NetworkConfig(nic_gb_per_s=50, node_gb_per_s=450)
     assert broadcast_seconds(100 * GB, GB, 4, described) == pytest.approx(100 / 50 + (100 + 3) * 20e-6, rel=1e-6)
     assert broadcast_seconds(100 * GB, GB, 4, described, nics=8) == pytest.approx(100 / 400 + (100 + 3) * 20e-6, rel=1e-6)
 
@@ -129,7 +139,7 @@ def plan(node):
     train = {rank: rows(rank, 4) for rank in range(4)}
     generate = {4 + 2 * engine + rank: rows(rank, 2, ["mlp", "norm"]) for engine in (0, 1) for rank in (0, 1)}
     nodes = {rank: str(number) for rank, number in enumerate(node)}
-    return schedule(train, generate, [[4, 5], [6, 7]], SHAPES, 2, UP, nodes, NetworkConfig(latency_us=0))
+    return schedule(train, generate, [[4, 5], [6, 7]], SHAPES, 2, UP, nodes, NetworkConfig())
 
 
 def test_a_plans_messages_give_each_rank_its_weights(planned):
@@ -152,14 +162,11 @@ def test_a_plans_messages_give_each_rank_its_weights(planned):
 def test_the_lower_bound(node, described, seconds, limit):
     """Each node of two engines needs all of `up`, or half of it; every generate rank needs half and the norm."""
     made, node = plan(node), np.array(node)
-    bound = floor(made, node, described)
+    bound = floor(made, node, described[0])
     assert bound == (pytest.approx(seconds), limit)
-    assert 0 < bound[0] <= refit_time.price(loads(refit_time.messages(made), node), described).seconds
+    assert 0 < bound[0] <= priced(refit_time.messages(made), node, described).seconds
 
 
 def test_a_plan_comes_close_to_the_floor(planned):
     described = network(node=1e5)
-    assert (
-        floor(planned, NODE, described)[0]
-        > 0.8 * refit_time.price(loads(refit_time.messages(planned), NODE), described).seconds
-    )
+    assert floor(planned, NODE, described[0])[0] > 0.8 * priced(refit_time.messages(planned), NODE, described).seconds

@@ -149,7 +149,7 @@ def test_more_and_faster_gpus_never_take_longer():
 
 def engine(name: str = "meta-llama/Llama-3.1-8B-Instruct", ranks: int = 1) -> Engine:
     of = shape(name)
-    return Engine(of, Rates(H100, 50, 8, mixture=of.experts > 0), ranks, ranks, 20)
+    return Engine(of, Rates(H100, 50, 8, mixture=of.experts > 0), ranks, ranks)
 
 
 def test_a_step_of_an_engine_by_hand():

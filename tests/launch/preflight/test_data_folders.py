@@ -12,7 +12,8 @@ import pytest
 from launch.preflight import input_files
 from launch.submission import first_prompt
 from pipeline import config
-from pipeline.config import DatasetConfig, Recipe, recognize_columns
+from pipeline.config import DatasetConfig, Recipe
+from pipeline.data.columns import recognize_columns
 from pipeline.data.datasets import load_records
 from pipeline.data.records import RecordReader
 from tests.launch.preflight.test_columns import CHAT

@@ -55,7 +55,6 @@ def test_an_unread_key_on_the_command_line_is_refused(overrides, key, instead):
         [MEGATRON, RATE],
         [MEGATRON, "policy.dtensor_cfg.enabled=false"],
         ["policy.optimizer.kwargs.lr=1e-4", "policy.megatron_cfg.tensor_model_parallel_size=1"],  # a default changes nothing
-        ["policy.megatron_cfg.checkpoint.async_save=true"],  # what checkpointing.async_save stands for
         ["ppo.max_num_steps=3", "grpo.max_num_steps=${ppo.max_num_steps}"],
         ["grpo.async_grpo.max_generation_failures=3"],
     ],

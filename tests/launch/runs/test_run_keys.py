@@ -50,7 +50,7 @@ def test_a_command_of_another_users_run_is_not_started(tmp_path, key, monkeypatc
 def test_a_report_names_the_rollouts_that_no_key_opens(tmp_path, key, source):
     run = made(tmp_path, f"checkpointing.encryption.{source}")
     (run / "rollouts").mkdir(exist_ok=True)
-    content = encrypt(b"{}\n", obtain_key(str(key), None, 1), "step_000001.jsonl")
+    content = encrypt(b"{}\n", obtain_key(str(key), None), "step_000001.jsonl")
     (run / "rollouts/step_000001.jsonl").write_bytes(content)
     left_out = rollouts.read([run]).left_out
     assert [source.partition("=")[0] in reason for reason in left_out] == [True]

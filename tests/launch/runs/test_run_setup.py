@@ -57,8 +57,6 @@ def load(tmp_path):
         "policy.megatron_cfg.activation_checkpointing=true",
         "policy.megatron_cfg.recompute_granularity=selective",
         "policy.megatron_cfg.recompute_num_layers=2",
-        "policy.megatron_cfg.checkpoint.async_save=true",
-        "policy.megatron_cfg.force_reconvert_from_hf=true",
     ],
 )
 def test_keys_that_a_resumed_run_may_change(load, override):
@@ -91,7 +89,6 @@ def test_a_run_that_stopped_early_continues_with_another_rule(load, tmp_path):
         "grpo.stop_at_validation_threshold=0.9",
         "grpo.stop_patience=3",
         "grpo.stop_min_delta=0.1",
-        "grpo.stop_higher_is_better=false",
     ):
         now = load(*STOPS, rule)
         assert not run_setup.differences(before, now) and run_control.completion_message(now, tmp_path / "run") is None
@@ -148,19 +145,13 @@ def test_megatron_keys_that_change_results_are_differences(load, key):
     )
 
 
-def test_variables_for_vllm_reach_the_generate_ranks_only(load):
-    parts = components(load("policy.generation.vllm_cfg.env_vars={A: '1', B: '2'}", "cluster.generate.env_vars={B: '3'}"))
-    assert parts["generate"].env_vars == {"A": "1", "B": "3"}
-    assert parts["train"].env_vars == {}
-
-
-@pytest.mark.parametrize("given", ["cluster.train.env_vars", "policy.generation.vllm_cfg.env_vars"])
-def test_a_users_python_path_keeps_hetstep(load, given):
+@pytest.mark.parametrize("name", ["train", "generate"])
+def test_a_users_python_path_keeps_hetstep(load, name):
     """Ranks start with python -P, which ignores the working directory."""
-    parts = components(load(f"{given}.PYTHONPATH=/mine:/other"))
-    name = "train" if "train" in given else "generate"
+    given = f"cluster.{name}.env_vars.PYTHONPATH"
+    parts = components(load(f"{given}=/mine:/other"))
     assert parts[name].env_vars == {"PYTHONPATH": f"{ROOT}:/mine:/other"}
-    assert components(load(f"{given}.PYTHONPATH=''"))[name].env_vars == {"PYTHONPATH": str(ROOT)}
+    assert components(load(f"{given}=''"))[name].env_vars == {"PYTHONPATH": str(ROOT)}
 
 
 def test_keys_that_must_stay_are_named_in_the_schemas_order_with_the_reason(load, tmp_path):

@@ -44,8 +44,8 @@ def test_names_of_secrets():
     ("override", "key"),
     [
         ("cluster.train.env_vars={HF_TOKEN: anything}", "cluster.train.env_vars.HF_TOKEN"),
-        ("policy.generation.vllm_cfg.env_vars={VLLM_API_KEY: '1'}", "policy.generation.vllm_cfg.env_vars.VLLM_API_KEY"),
-        ("policy.megatron_cfg.env_vars={WANDB_API_KEY: '1'}", "policy.megatron_cfg.env_vars.WANDB_API_KEY"),
+        ("cluster.generate.env_vars={VLLM_API_KEY: '1'}", "cluster.generate.env_vars.VLLM_API_KEY"),
+        ("cluster.reward.env_vars={WANDB_API_KEY: '1'}", "cluster.reward.env_vars.WANDB_API_KEY"),
         (f"policy.generation.vllm_kwargs={{hf_token: {HF}}}", "policy.generation.vllm_kwargs.hf_token"),
         ("cluster.train.srun_args=['--export=ALL,WANDB_API_KEY=abc']", "cluster.train.srun_args.0"),
         ("cluster.generate.env_vars={GH: ghp_0123456789abcdefghijABCDEFGHIJ012345}", "cluster.generate.env_vars.GH"),

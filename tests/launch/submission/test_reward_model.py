@@ -187,14 +187,6 @@ def test_ranks_of_its_own_are_a_third_component(load, tmp_path):
     assert "HETSTEP_WORLD_SIZE=4" in script and "HETSTEP_RANK=$((2 + SLURM_PROCID))" in script
 
 
-def test_it_runs_the_train_backend_with_its_variables(load):
-    megatron = ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.env_vars={A: backend, B: backend}")
-    parts = components(load(*APART, *megatron, "cluster.reward.env_vars={A: own}"))
-    assert parts["train"].env_vars == {"A": "backend", "B": "backend"}
-    assert parts["reward"].env_vars == {"A": "own", "B": "backend"}
-    assert parts["generate"].env_vars == {}
-
-
 def test_a_resumed_run_may_serve_it_elsewhere(load):
     for override in (*APART, "env.judge.cpu_offload=false"):
         assert not run_setup.differences(load(), load(override))

@@ -18,9 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.algorithms import PAIRED
-from pipeline.config.environments import judged_by_own_code
-from pipeline.config.schema import DatasetConfig, Recipe, generates
+from pipeline.config import PAIRED, DatasetConfig, Recipe, generates, judged_by_own_code
 
 Message = dict[str, Any]
 """A turn of a conversation: {"role": ..., "content": ...} and other fields for its chat template, such as tool_calls."""
