@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.plan.refit import broadcast_seconds
-from launch.plan.refit_time import Messages, floor, loads, merge, price
+from launch.plan.refit_time import Messages, loads, merge, price
 from launch.plan_refit import PlanRefitRequest, RefitPrediction, load, model_folder, predict
 from pipeline.config.cluster import NetworkConfig
 from pipeline.config.generation import RefitConfig
@@ -117,13 +117,10 @@ def print_published() -> None:
 
 def print_ours() -> None:
     """Return `launch/plan_refit.py`'s prediction of our refit for their layouts."""
-    print(f"\n{'our plan, for the same model and layout':44s}{'floor':>12s}{'predicted':>12s}{'bound by':>16s}")
+    print(f"\n{'our plan, for the same model and layout':44s}{'predicted':>12s}{'bound by':>16s}")
     for name, layout in OURS.items():
         found = plan_ours(name, layout)
-        print(
-            f"{name:44s}{f'{floor(found.schedule, found.nodes, NETWORK)[0]:.2f} s':>12s}{f'{found.price.seconds:.2f} s':>12s}"
-            f"{found.price.limit:>16s}"
-        )
+        print(f"{name:44s}{f'{found.price.seconds:.2f} s':>12s}{found.price.limit:>16s}")
         print(textwrap.indent(textwrap.fill(" ".join(layout), 110), "    "))
 
 
