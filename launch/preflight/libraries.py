@@ -29,7 +29,6 @@ from pipeline.config import (
 )
 from pipeline.models import rope
 from pipeline.models.config_values import ALIASES
-from pipeline.models.tensors import can_describe
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
@@ -326,20 +325,33 @@ def _first_texts(tree: ast.Module | None) -> set[str]:
     return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
-def _configuration(family: str | None) -> set[str] | None:
-    """Return the keys of a family's configuration; None if transformers is not installed or lacks the family.
-
-    Imports torch and transformers.
-    """
-    if family is None or not can_describe():
+def _configuration(family: str | None) -> dict[str, Any] | None:
+    """Return the keys of a family's configuration; None if transformers is not installed or lacks the family."""
+    if not family or not family.isidentifier():
         return None
-    from transformers import CONFIG_MAPPING  # the real configurations, which other checks of the model need too
-
-    if family not in CONFIG_MAPPING:
+    dotted = f"transformers.models.{family}.configuration_{family}"
+    base = _known_parameters("transformers.configuration_utils.PreTrainedConfig")
+    tree = signatures.module(dotted)
+    if base is None or tree is None:
         return None
-    config = CONFIG_MAPPING[family]()
-    return {*config.to_dict(), *vars(config), *config.attribute_map, *EVERY_MODEL}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and _assigned_value(node, "model_type") == family:
+            names = _assigned_value(node, "attribute_map") or {}
+            return {**EVERY_MODEL, **base, **signatures.fields(dotted, node), **names, **dict.fromkeys(names.values())}
+    return None
 
 
-EVERY_MODEL = ("num_labels", "torch_dtype", "vocab_size")
-"""Keys that transformers accepts besides a configuration's fields."""
+EVERY_MODEL = dict.fromkeys(  # keys that PreTrainedConfig accepts besides its fields
+    ("num_labels", "torch_dtype", "vocab_size")
+)
+
+
+def _assigned_value(node: ast.ClassDef, name: str) -> Any:
+    """Return the value of the literal that a class body assigns to a name; None if it assigns no literal."""
+    for item in node.body:
+        if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in item.targets):
+            try:
+                return ast.literal_eval(item.value)
+            except ValueError:
+                return None
+    return None
