@@ -2,9 +2,9 @@
 
 Needs the model's config.json, or its description in recipes/models, and the packages of a run, which describe what each rank
 holds or receives: no weights, GPU or job. A model of 70 billion parameters takes about half a minute, one with thousands of
-experts on many ranks takes minutes. Prints what each rank sends and receives, compares that with the network's lower bound and
-with a reference broadcast, and names the bottleneck. If a recipe under `needs` has yet to write the model, the plan uses the
-shape of that recipe's initial model.
+experts on many ranks takes minutes. Prints what each rank sends and receives, compares its time with that of a reference
+broadcast, and names the bottleneck. If a recipe under `needs` has yet to write the model, the plan uses the shape of that
+recipe's initial model.
 
 Exit status: 0; 2 if the command line, the recipe or the model has a problem.
 """
@@ -240,13 +240,11 @@ def _table(predicted: RefitPrediction) -> list[str]:
 
 def _verdict(predicted: RefitPrediction) -> list[str]:
     network, price = predicted.recipe.cluster.network, predicted.price
-    seconds, (floor, limit) = price.seconds, refit_time.floor(predicted.schedule, predicted.nodes, network)
     bucket = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
     broadcast = broadcast_seconds(predicted.total, bucket, len(np.unique(predicted.nodes)), network)
     return [
-        f"{'floor':14s}{_seconds(floor)}, set by {limit}",
-        f"{'predicted':14s}{_seconds(seconds)}, {floor / seconds:.0%} of the floor's rate; bound by {price.limit}",
-        f"{'broadcast':14s}{_seconds(broadcast)} for the reference: {broadcast / seconds:.1f} times as long",
+        f"{'predicted':14s}{_seconds(price.seconds)}, bound by {price.limit}",
+        f"{'broadcast':14s}{_seconds(broadcast)} for the reference: {broadcast / price.seconds:.1f} times as long",
     ]
 
 

@@ -31,7 +31,8 @@ def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> tuple[float,
     """
     if not config.trains(recipe):
         return None
-    sets = config.training_sets(recipe.data)
+    keyed = config.keyed_sets(recipe.data)  # the training sets first
+    sets = dict([*keyed.items()][: len(config.training_sets(recipe.data))])
     try:
         reading = model_readings.read("policy", recipe.policy, pending)
         if reading is None or (reading.problems and recipe.data.apply_chat_template):

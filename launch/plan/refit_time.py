@@ -1,4 +1,4 @@
-"""Price the messages of a planned refit on a network: its seconds, what limits them, and a lower bound for any transfer.
+"""Price the messages of a planned refit on a network: its seconds, and what limits them.
 
 The NIC and the links within the node of every rank work in parallel and in both directions. A refit takes the time of the bytes
 on its busiest path, one latency for each message of a round, and the copies of relayed bytes, which ranks pack after they
@@ -116,30 +116,3 @@ def price(loads: Loads, network: NetworkConfig) -> RefitPrice:
     busiest = int(of_rank.argmax())
     spent = {name: float(part[busiest]) for name, part in (paths | besides).items()}
     return RefitPrice(loads, float(of_rank[busiest]), max(spent, key=spent.__getitem__))
-
-
-def floor(schedule: RefitSchedule, node: np.ndarray, network: NetworkConfig) -> tuple[float, str]:
-    """Return (lower bound of the seconds of any transfer without latencies and copies, name of the limit that sets it).
-
-    node: [ranks], the number of each rank's node. Boxes that overlap but are not equal count twice. There are three limits.
-    train egress: every needed byte leaves a train rank through its NIC or, if generate ranks are on its node, over the links
-    within the node. rank ingress: a generate rank's weights enter through its NIC and over the links within its node. node
-    ingress, if no train rank is on the node: the bytes that a generate node needs enter once through its NICs.
-    """
-    nic, links = GIGA * network.nic_gb_per_s, GIGA * network.node_gb_per_s
-    needed, size = schedule.needed, schedule.needed.boxes.numel * schedule.width[schedule.needed.boxes.tensor]
-    of_rank = np.bincount(needed.receiver, size[needed.box], schedule.engines.shape[1])
-    members: dict[int, set[int]] = {}  # node -> the numbers in an engine of its ranks
-    for rank, (_, member) in schedule.member.items():
-        members.setdefault(int(node[rank]), set()).add(member)
-    near = int(np.bincount(node[schedule.engines.ravel()]).max())  # generate ranks of a node
-    shared = not members.keys().isdisjoint(node[list(schedule.held.rows)].tolist())
-    limits = {
-        "train egress": size.sum() / (len(schedule.held.rows) * (nic + links * shared)),
-        "rank ingress": of_rank.max(initial=0) / (nic + links * (shared or near > 1)),
-    }
-    if not shared:
-        boxes = (np.unique(needed.box[np.isin(needed.receiver, list(held))]) for held in set(map(frozenset, members.values())))
-        limits["node ingress"] = max(size[box].sum() for box in boxes) / (near * nic)
-    name = max(limits, key=limits.__getitem__)
-    return float(limits[name]), name

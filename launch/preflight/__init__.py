@@ -5,12 +5,10 @@ imports torch.
 
     input_files, data_records    the tokenizer, and the records of data files
     architecture                 each model's config.json against the parallel layout
-    evaluation_data              the data of an evaluation's tasks
-    evaluation_checkpoint        the checkpoint of an evaluation is complete, and of the model that the recipe names
+    evaluation_data              the data of an evaluation's tasks, and its checkpoint
     installed                    packages that some keys need, and the compiler of kernels for this machine's GPUs
     libraries, signatures        options that are handed on to vLLM, Megatron-Core, torch and transformers
-    file_systems                 writable folders; calls the next four
-      encryption_key             the file with the key of encrypted checkpoints, or the program that prints it
+    file_systems                 writable folders, the key of encrypted checkpoints; calls the next three
       model_weights              weights are complete and readable
       disk_space                 free space for checkpoints and rollouts
       container_images           images and mounts
@@ -22,6 +20,5 @@ imports torch.
       slurm_sbatch               `sbatch --test-only`, and the nodes that satisfy a request
       slurm_refusals             the recipe's keys that make Slurm refuse a request
       slurm_limits               limits of partitions, accounts and QOS that Slurm does not check at submission
-    squashfuse                   work that a run in containers loses when Slurm ends it
     current_allocation           the allocation of this shell has enough room
 """

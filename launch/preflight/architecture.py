@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from launch.preflight import adapter_names, frozen_parameters, libraries
+from launch.preflight import adapter_names, libraries
 from launch.recipes.model_files import is_inside, model_folder, planning_config
 from pipeline import config, models
 from pipeline.algorithms import build
@@ -28,6 +28,7 @@ from pipeline.config import (
     generates,
     uses_megatron,
 )
+from pipeline.models import frozen_names
 from pipeline.models.backend_support import check_attention, check_fsdp, check_megatron_attention
 from pipeline.models.mixers import has_states
 from pipeline.models.shape import ModelShape
@@ -38,7 +39,6 @@ from pipeline.train.adapters.modules import not_served_modules
 from pipeline.train.adapters.spec import refits_adapters
 
 MEGATRON = "policy.megatron_cfg"
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SCALED_ROPE_TYPES = (
     "su",
     "longrope",
@@ -47,9 +47,6 @@ SCALED_ROPE_TYPES = (
     "deepseek_yarn",
     "deepseek_llama_scaling",
 )  # max_position_embeddings includes their factor in vLLM
-MLA_ROPE_TYPES = ("default", "yarn")
-PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # the only values that pipeline/models supports
-BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention; pipeline/models checks them
 DEQUANTIZED = {  # published models in 8 or 4 bits -> the same in bfloat16
     **{name: f"unsloth/{name}-BF16" for name in ("gpt-oss-20b", "gpt-oss-120b", "Kimi-K2-Instruct")},
     "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
@@ -58,7 +55,6 @@ BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias tha
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Values of model_type that vLLM refuses to serve in float16 (vllm/config/model.py, _FLOAT16_NOT_SUPPORTED_MODELS)."""
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of models that sample
-OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true with policy.megatron_cfg.enabled=false, which supports more models"
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
@@ -115,8 +111,19 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
             layout_problems += _check_support(policy, model, is_described(recipe))
             if is_described(recipe):
                 values = section == "value" or build(recipe).needs.head == "values"
-                layout_problems += frozen_parameters.problems(section, policy, model, values)
+                layout_problems += frozen_problems(section, policy, model, values)
     yield from (replace(problem, key=key) if problem.key == "policy.model_name" else problem for problem in layout_problems)
+
+
+def frozen_problems(section: str, policy: PolicyConfig, model: dict[str, Any], values: bool) -> Iterator[Problem]:
+    """Yield the problems of the patterns in `freeze_parameters` of a recipe's section.
+
+    values: whether the model has a value head. Imports torch and transformers if there are patterns.
+    """
+    if policy.freeze_parameters:
+        groups = frozen_names.known_groups(model, uses_megatron(policy), values)
+        names = [name for sources in groups.values() for name in sources]
+        yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")
 
 
 def asks_description(recipe: Recipe) -> bool:
@@ -327,13 +334,9 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     family = model.get("model_type")
     if family not in models.FAMILIES:
         message = f"got a '{family}' model; the Megatron backend supports only {', '.join(models.FAMILIES)}"
-        yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
+        hint = "Try policy.dtensor_cfg.enabled=true with policy.megatron_cfg.enabled=false, which supports more models"
+        yield Problem(key, "unsupported", f"{message}. {hint}")
         return
-    for name, only in PLAIN.items():
-        if (configured := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
-            message = f"got a {family} model with {name}={configured}; the Megatron backend supports only {only}"
-            yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
-    yield from _check_positions(key, model, family)
     if not described:
         return
     shape_problems: list[Problem] = []
@@ -387,18 +390,6 @@ def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -
         if served:
             yield from not_served_modules(chosen)
     yield from name_problems
-
-
-def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[Problem]:
-    kind, rope = _rope(model)
-    if isinstance(rope.get("full_attention"), dict):  # layers of several kinds, which pipeline/models checks
-        return
-    rope_types = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
-    if kind not in rope_types:
-        message = (
-            f"got a model with rope_type '{kind}'; for {family} the Megatron backend supports only {', '.join(rope_types)}"
-        )
-        yield Problem(key, "unsupported", f"{message}. {OTHER_BACKEND}")
 
 
 def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:

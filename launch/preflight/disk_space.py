@@ -1,4 +1,4 @@
-"""Check that the disks have room for a run's checkpoints, and note rollouts that may not fit.
+"""Check that the disks have room for a run's checkpoints.
 
 A checkpoint of either backend holds the float32 weight of each trained parameter and the optimizer's states of the same size in
 float32: two for Adam and its variants, and for unknown optimizers. Leaves out: replicas that all tensor-parallel ranks write
@@ -19,14 +19,12 @@ from launch.terminal.units import size
 from pipeline import config
 from pipeline.config import (
     PRECISIONS,
-    OnlineConfig,
     OptimizerConfig,
     PolicyConfig,
     Problem,
     Recipe,
     adapters,
     collected,
-    generates,
     ranks,
     uses_megatron,
 )
@@ -36,7 +34,6 @@ from pipeline.models.weight_files import read_weight_files
 STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2}  # per weight; others: 2. With momentum SGD, RMSprop: one more
 ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model with linear layers that get adapters
 LEAST = 2  # checkpoints on disk: one that is kept, and one that is being written
-BYTES_PER_TOKEN = 13  # in a rollout file: a token's id as JSON and its text
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,6 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -
         disks.setdefault(_device(use.folder), []).append(use)
     for disk in disks.values():
         yield from _of_one_disk(recipe, disk, checkpoint)
-    if generates(recipe):
-        _note_rollouts(recipe, run_dir, sum(use.nbytes for use in disks.get(_device(run_dir), [])), notes)
 
 
 def nearest_existing(path: Path) -> Path:
@@ -211,28 +206,3 @@ def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, f
     if keep > 0:
         return f"checkpointing.keep_top_k={keep}, which fits, or another run_dir"
     return "another run_dir, or checkpointing.enabled=false"
-
-
-# ---- rollouts -----------------------------------------------------------------------------------------------------------
-
-
-def _note_rollouts(recipe: Recipe, run_dir: Path, other_bytes: float, notes: list[str]) -> None:
-    """Add a note if the run's rollouts may not fit on its disk and the number of steps is bounded.
-
-    The policy determines the length of rollouts, so only their largest size is known. other_bytes: the bytes that the run will
-    write to the same disk besides.
-    """
-    online, logged = config.section(recipe), recipe.logger.num_rollouts_to_log
-    assert isinstance(online, OnlineConfig)  # `generates`
-    if config.bound(online.max_num_steps) is None:
-        return
-    answers = online.num_prompts_per_step * online.num_generations_per_prompt
-    answers = answers if logged is None else min(answers, logged)
-    most = answers * recipe.policy.max_total_sequence_length * BYTES_PER_TOKEN * online.max_num_steps
-    disk = os.statvfs(nearest_existing(run_dir))
-    if most + other_bytes > disk.f_bavail * disk.f_frsize:
-        notes.append(
-            f"logger.num_rollouts_to_log: {logged or 'all'}: if all rollouts had the maximum length, the rollouts of"
-            f" {online.max_num_steps} steps would take {size(most)}"
-            f" in {run_dir}, which has {size(disk.f_bavail * disk.f_frsize)} free for all files of the run"
-        )

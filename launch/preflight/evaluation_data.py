@@ -1,4 +1,4 @@
-"""Check the data of an evaluation's tasks before anything is submitted.
+"""Check the checkpoint of an evaluation and the data of its tasks before anything is submitted.
 
 A JSONL file is read as the job reads it, up to SCAN_BYTES. For a data set that `datasets` reads, only its presence is checked.
 `user_imports.py` checks the user's own formats and callables.
@@ -11,21 +11,50 @@ from pathlib import Path
 
 from launch.preflight import data_files, input_files
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig
+from pipeline.checkpoints import checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
+from pipeline.config import read as read_recipe
 from pipeline.data.records import parse_record
 from pipeline.evaluation import task_data
 from pipeline.evaluation.questions import Format
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield missing data, and records that do not have the task's format."""
+    """Yield problems of the checkpoint, missing data, and records that do not have the task's format."""
     if trains(recipe):
         return
+    yield from _checkpoint_problems(recipe)
     skipped = skipped_tasks(recipe)
     for name, task in recipe.evaluate.tasks.items():
         if name in skipped:
             continue
         yield from _check_task(f"evaluate.tasks.{name}", task)
+
+
+def _checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if `evaluate.checkpoint` is incomplete, or of another model than the recipe's."""
+    settings = recipe.evaluate
+    if settings.checkpoint is None:
+        return
+    folder = Path(settings.checkpoint)
+    folders = [folder]
+    if settings.run and settings.step:
+        folders.append(Path(settings.run) / f"checkpoints/step_{settings.step:06d}")
+    if not any(map(checkpoint.read, folders)):
+        message = f"got {folders[-1]}; expected a complete checkpoint of a run, RUN_DIR/checkpoints/step_N"
+        yield Problem("evaluate.checkpoint", "no-checkpoint", message)
+    run_dir = Path(settings.run) if settings.run else folder.parent.parent
+    if not (run_dir / "recipe.yaml").exists():
+        return
+    try:
+        trained = read_recipe(run_dir / "recipe.yaml").policy
+    except RecipeError:  # of another version
+        return
+    for key in ("model_name", "hf_config_overrides"):
+        configured, trained_value = getattr(recipe.policy, key), getattr(trained, key)
+        if configured != trained_value:
+            message = f"got {configured}; expected {trained_value}, the value in the recipe of {run_dir}. Try without the key"
+            yield Problem(f"policy.{key}", "contradiction", message)
 
 
 def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Check the file systems of a run: writable folders, a key, model files, container images and free space.
 
-The module calls `encryption_key.py`, `model_weights.py`, `container_images.py` and `disk_space.py`. It sees only the mounts of
+The module calls `model_weights.py`, `container_images.py` and `disk_space.py`. It sees only the mounts of
 the machine that submits the job; those of the nodes may differ.
 """
 
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.executors.executor import ROOT
-from launch.preflight import container_images, disk_space, encryption_key, model_weights
+from launch.preflight import container_images, disk_space, model_weights
 from launch.preflight.disk_space import nearest_existing
-from pipeline.config import Problem, Recipe
+from pipeline.config import Problem, Recipe, collected
 from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
+from pipeline.files.stored_files import SECTION, obtain_key
 from pipeline.seams import extras
 
 LOCAL = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
@@ -34,7 +37,7 @@ def problems(
     checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
     if os.path.lexists(checkpoints):  # of the run folder itself `run_setup` sees to that
         yield from _check_writable("run_dir", checkpoints, "another run_dir")
-    yield from encryption_key.problems(recipe, notes, on_nodes)
+    yield from _key_problems(recipe, notes, on_nodes)
     if recipe.cluster.audit not in (AUDIT_AUTO, AUDIT_NONE):
         yield from extras.missing("audit", "cluster.audit", recipe.cluster.audit)
     yield from model_weights.problems(recipe, pending, notes)
@@ -42,6 +45,35 @@ def problems(
         yield from container_images.problems(recipe, pending)
         _note_local({"run_dir": Path(recipe.run_dir), "the code": ROOT}, notes)
     yield from disk_space.problems(recipe, pending, notes)
+
+
+def _key_problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[Problem]:
+    """Yield the problem of the file with the key, or of the command that prints it. The command is not started here.
+
+    on_nodes: whether the ranks run on other nodes. notes: receives a key file that is missing here and may be on the nodes.
+    """
+    encryption = recipe.checkpointing.encryption
+    if encryption.key_file is not None:
+        if on_nodes and not os.path.exists(encryption.key_file):
+            notes.append(f"not checked: {SECTION}.key_file, as {encryption.key_file} is not on this machine")
+            return
+        key_problems: list[Problem] = []
+        with collected(key_problems):
+            obtain_key(encryption.key_file, None)
+        yield from key_problems
+    elif encryption.key_command is not None and not on_nodes:
+        yield from _key_command_problems(encryption.key_command)
+
+
+def _key_command_problems(command: str) -> Iterator[Problem]:
+    key = f"{SECTION}.key_command"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield Problem(key, "bad-format", f"got `{command}`: {error}; expected a program and its arguments, quoted for a shell")
+        return
+    if not words or shutil.which(words[0]) is None:
+        yield Problem(key, "file-not-found", f"got `{command}`; expected a program that is installed here and prints the key")
 
 
 def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:

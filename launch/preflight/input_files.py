@@ -21,7 +21,6 @@ from launch.preflight import (
     libraries,
     model_tokenizers,
     prompt_tokens,
-    teacher_vocabulary,
 )
 from launch.preflight.data_files import FirstRecords
 from launch.preflight.data_records import Fields
@@ -64,7 +63,7 @@ def problems(
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
-    yield from teacher_vocabulary.problems(recipe, tokenizer, pending)
+    yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if config.trains(recipe) else ():
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})
 

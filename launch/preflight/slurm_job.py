@@ -7,7 +7,6 @@ refusal. A check to which Slurm gives no answer becomes a note.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from itertools import combinations
 from launch.executors import slurm_client
 from launch.executors.components import components
 from launch.executors.slurm_client import SlurmError
-from launch.preflight import container_images, slurm_limits, slurm_request, squashfuse
+from launch.preflight import container_images, slurm_limits, slurm_request
 from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, count_whole_nodes
 from launch.preflight.slurm_refusals import RefusalExaminer
@@ -108,8 +107,7 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
 def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
     """Yield a problem for each image key if srun lacks pyxis's options.
 
-    notes: receives warnings that an image's import delays the start, that cancelling the job loses the steps since the last
-    checkpoint, and that srun's options could not be checked.
+    notes: receives warnings that an image's import delays the start, and that srun's options could not be checked.
     """
     used = [f"cluster.{name}.container_image" for name, component in components(recipe).items() if component.container_image]
     if not used:
@@ -120,8 +118,6 @@ def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
     except SlurmError as why:
         notes.append(f"whether srun takes a container image was not checked: {why}")
         return
-    with contextlib.suppress(SlurmError):  # other checks note it
-        notes += squashfuse.notes(used, slurm_client.configuration())
     if "--container-image" not in options:
         for key in used:
             yield Problem(

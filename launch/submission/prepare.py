@@ -18,7 +18,6 @@ from launch.plan.estimate import Plan, plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
     architecture,
-    evaluation_checkpoint,
     evaluation_data,
     file_systems,
     harness_tasks,
@@ -242,7 +241,6 @@ def site_problems_of(
     delay the start.
     """
     yield from placement.problems(recipe)
-    yield from evaluation_checkpoint.problems(recipe)
     code = user_imports.probe(recipe, trust.current(dry))
     yield from input_files.problems(recipe, pending, notes, user_imports.fields(recipe, code))
     yield from record_counts.problems(recipe, notes)

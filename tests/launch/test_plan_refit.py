@@ -40,8 +40,6 @@ def test_a_dense_model_under_fsdp():
     assert f"{parameters(TINY):,} parameters" in output
     assert "FSDP2 trains" in output
     assert row(output, "bytes into a generate rank") == [f"{size / 1e6:.3g} MB"] * 3  # TP 1: all of it, once
-    # Both engines share a node, so the model comes in once, and each NIC brings half of it at 1 GB/s.
-    assert f"{size / 2 / 1e9 * 1e3:.3g} ms, set by" in output
     assert re.search(r"predicted .* bound by (copies|NIC out|NIC in|node|relayed copies)", output)
     assert re.search(r"broadcast .* for the reference", output)
 

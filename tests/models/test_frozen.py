@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.preflight.frozen_parameters import problems
+from launch.preflight.architecture import frozen_problems as problems
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
 from pipeline.models.frozen_names import grouped, known_groups, matched

@@ -14,10 +14,7 @@ import pytest
 
 from launch.executors.executor import ROOT
 from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
-from launch.preflight import slurm_job as preflight
-from launch.preflight import squashfuse
 from launch.runs.attempts import AttemptFolder, all_attempts
-from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import tasks
 from tests.launch.model import write_recipe
@@ -140,61 +137,3 @@ def test_in_a_batch_job_of_ones_own(cluster, tmp_path, monkeypatch):
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=1")
     wait_for("is not complete", out, 120)
     left(tmp_path / "run", "SIGUSR2 came")
-
-
-# ---- notes at submission ------------------------------------------------------------------------------------------------
-
-
-@on_slurm
-def test_signals_that_prevent_a_save_are_noted(cluster, tmp_path):
-    recipe = config.inspect(str(write_recipe(tmp_path, cluster={})), []).recipe
-    recipe.cluster.train.container_image = "/x.sqsh"
-    notes: list[str] = []
-    assert list(preflight.container_problems(recipe, notes)) == []
-    (note,) = notes
-    assert note.startswith("cluster.train.container_image: pyxis mounts images with squashfuse here (use_squashfuse=1 in /")
-    assert "scancel and scontrol requeue lose all training steps after the last checkpoint; checkpointing.save_period" in note
-    assert "preemption" not in note  # which sends SIGUSR2 here, to the batch script
-
-
-CGROUPS = {"ProctrackType": "proctrack/cgroup", "SignalChildrenProcesses": "no"}
-
-
-@pytest.mark.parametrize(
-    ("line", "slurm_says", "says"),
-    [
-        ("required /usr/lib/spank_pyxis.so use_squashfuse=1", {}, "scancel and scontrol requeue lose"),
-        ("include more/*.conf", {}, "use_squashfuse=yes in"),
-        ("required spank_pyxis.so use_squashfuse=1", {"PreemptMode": "REQUEUE"}, "scontrol requeue and preemption lose"),
-        ("required spank_pyxis.so use_squashfuse=1", {"PreemptMode": "REQUEUE"}, "set SlurmctldParameters=preempt_send_user"),
-        (
-            "required spank_pyxis.so use_squashfuse=1",
-            {"PreemptMode": "REQUEUE", "PreemptParameters": "(null)"},
-            "set PreemptParameters=send_user_signal",
-        ),
-        (
-            "required spank_pyxis.so use_squashfuse=1",
-            {"PreemptMode": "REQUEUE", "PreemptParameters": "send_user_signal"},
-            "scancel and scontrol requeue lose",
-        ),
-        ("required spank_pyxis.so use_squashfuse=1", {**CGROUPS, "SignalChildrenProcesses": "yes"}, "lose"),
-        ("required spank_pyxis.so use_squashfuse=1", CGROUPS, None),  # there only tasks get signals
-        ("required spank_pyxis.so use_squashfuse=0", {}, None),
-        ("required spank_pyxis.so", {}, None),
-        ("# required spank_pyxis.so use_squashfuse=1", {}, None),
-        ("required another.so use_squashfuse=1", {}, None),
-        ("", {}, None),
-    ],
-)
-def test_where_signals_reach_squashfuse(tmp_path, line, slurm_says, says):
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more/pyxis.conf").write_text("optional /opt/pyxis/spank_pyxis.so runtime_path=/run use_squashfuse=yes\n")
-    (tmp_path / "plugstack.conf").write_text(f"# as an administrator writes it\n{line}\n")
-    defaults = {"ProctrackType": "proctrack/linuxproc", "PreemptMode": "OFF", "PlugStackConfig": f"{tmp_path}/plugstack.conf"}
-    found = list(squashfuse.notes(["cluster.train.container_image"], defaults | slurm_says))
-    assert [says in note and "with squashfuse here (use_squashfuse=" in note for note in found] == ([True] if says else [])
-
-
-def test_a_missing_plugstack_is_not_noted(tmp_path):
-    there = {"ProctrackType": "proctrack/linuxproc", "PlugStackConfig": f"{tmp_path}/no/plugstack.conf"}
-    assert list(squashfuse.notes(["cluster.train.container_image"], there)) == []

@@ -17,9 +17,8 @@ SOURCE = re.compile(
     r"|\b(?:vllm|pipeline|docs|src)[/.]\w+|\bissues? \d|\bpull request \d|`\w+\.\w+`|performance summary"
 )
 OF_THE_PROGRAM = {  # units, widths of tables, numbers of samples and of points, formats
-    *("GB", "GIB", "GIGA", "EULER", "LABEL", "WIDTH", "WIDTHS", "FULL", "GENERATE_ROWS", "MOST", "FORMAT", "RECEIVERS"),
-    *("BUNDLES", "OLDEST", "POINTS", "ROUNDS", "SAMPLED", "WARM_UP", "MOST_RECORDS", "MOST_CHARACTERS"),
-    *("LANE", "GAP", "FLIGHT", "_STACKED"),
+    *("GB", "GIB", "GIGA", "EULER", "LABEL", "WIDTH", "COLUMNS", "MOST", "FORMAT", "RECEIVERS"),
+    *("BUNDLES", "OLDEST", "POINTS", "SAMPLED", "WARM_UP", "MOST_RECORDS", "MOST_TOKENS", "_STACKED"),
     *("CACHE_BYTES", "STATE_BYTES"),  # of types that have this size
 }
 FILES = sorted(Path(plan.__file__).parent.glob("*.py"))

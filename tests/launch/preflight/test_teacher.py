@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import input_files, teacher_vocabulary
+from launch.preflight import input_files, model_tokenizers
 from pipeline import config
 from tests.launch.model import write_model, write_recipe
 from tests.problems import named, refused
@@ -41,13 +41,13 @@ def several(tmp_path):
 
 
 def test_each_of_several_teachers_needs_the_policys_tokenizer(several, tmp_path):
-    config.refuse(teacher_vocabulary.problems(several, tmp_path / "teacher/tokenizer.json", []))
+    config.refuse(model_tokenizers.teacher_problems(several, tmp_path / "teacher/tokenizer.json", []))
 
     def swap(vocabulary):
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
     tokens(tmp_path / "other", swap)
-    found = named(teacher_vocabulary.problems(several, tmp_path / "teacher/tokenizer.json", []))
+    found = named(model_tokenizers.teacher_problems(several, tmp_path / "teacher/tokenizer.json", []))
     assert found == {("on_policy_distillation.teachers.second.model_name", "contradiction")}
 
 
