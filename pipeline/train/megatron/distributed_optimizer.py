@@ -92,7 +92,7 @@ class ScheduledOptimizer:
 
     def advance_schedule(self) -> None:
         """Advance the schedule by one step of the algorithm."""
-        self.schedule.step()
+        self.schedule.advance(1)  # without torch's warning: the schedule's own optimizer takes no steps
         self._follow(self.schedule)
 
     def zero_grad(self) -> None:
