@@ -247,6 +247,7 @@ def test_the_format_is_evaluated(example):
 TRACKERS = ROOT / "pipeline/trackers/README.md"
 
 
+@pytest.mark.full
 def test_the_tracker_has_its_keys(example):
     folder = example(TRACKERS)
     write, explain, train = page_commands(TRACKERS, folder)
