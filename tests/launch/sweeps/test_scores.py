@@ -1,8 +1,10 @@
 """Gates on scores: bounds, and paired comparisons that a planted worse checkpoint fails."""
 
+import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.runs import suites as evaluation_suites
 from launch.sweeps import measurements
@@ -12,7 +14,8 @@ from launch.sweeps.measurements import RunMeasurements
 from launch.sweeps.suite import BandConfig, EvaluationGateConfig, GateConfig, RunConfig, Suite, load
 from tests.evaluation import made
 from tests.launch import made_runs
-from tests.launch.sweeps.suites import write_suite
+from tests.launch.sweeps.suites import outcomes, write_suite
+from tests.launch.sweeps.suites import sweep as run_sweep
 from tests.problems import refused
 
 PASSED, FAILED = GateResult.PASSED, GateResult.FAILED
@@ -142,3 +145,30 @@ def test_faulty_gates_are_refused(tmp_path, gate, key, code):
     path = write_suite(tmp_path, gates={}, runs=runs)
     with refused((f"runs.a.gates.g.{key}".rstrip("."), code)):
         load(str(path))
+
+
+@pytest.mark.long
+def test_a_planted_worse_checkpoint_fails_the_gate(tmp_path):
+    """Three trainings, and the check's evaluations of them, which no run has asked for."""
+
+    def trained(steps: int, gates: dict) -> dict:
+        return {"recipe": "tiny_sft", "overrides": {"sft": {"max_num_steps": steps}}, "gates": gates}
+
+    gate = {"as good": {"evaluation": {"suite": "tiny", "task": "addition", "not_worse_than": "good"}}}
+    runs = {
+        "good": trained(150, {"learns": {"evaluation": {"suite": "tiny", "task": "addition"}, "at_least": 0.1}}),
+        "planted": trained(4, gate),
+        "same": trained(150, gate),
+    }
+    overrides = {"cluster": {"executor": "local", "train": {"ranks_per_node": 1}}}
+    suite = {"seeds": [1], "max_concurrent": 1, "folder": str(tmp_path), "overrides": overrides, "runs": runs}
+    (tmp_path / "planted.yaml").write_text(yaml.safe_dump(suite))
+    status, output = run_sweep(f"sweep={tmp_path / 'planted.yaml'}", "id=a", env={**os.environ}, timeout=580)
+    assert status == 1, output
+    found = outcomes(tmp_path / "planted/a")
+    assert {run: found[run, gate] for run, gate in found if "completes" not in gate} == {
+        "good": "passed",
+        "planted": "failed",
+        "same": "passed",
+    }
+    assert "planted, as good: worse: -0." in output
