@@ -5,9 +5,10 @@
     in flight    a refit does not wait for the engines
 
 In flight, max_trajectory_age_steps + 1 rollouts overlap (`pipeline/coordination/buffer.py` with `stragglers: wait`): each refit
-starts one, and a step waits for the oldest. A step then takes a refit, during which engines do not decode, and the longest of:
-training; the time in which full engines decode as many tokens as a rollout has; and the time from the start of a rollout to its
-refit, divided by the rollouts in flight.
+starts one, and a step waits for the oldest. A step then takes the longest of: training and refit; the time in which full
+engines decode as many tokens as a rollout has, and a refit; and the time from the start of a rollout to its refit, divided by
+the rollouts in flight. Engines do not decode during a refit. The longest answer decodes beside the answers of all rollouts,
+whose number follows from the step (Little's law).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe, ahead, colocated, runs_ahead
 from pipeline.models.shape import ModelShape
+
+ROUNDS = 20  # in which a step and the number of sequences that decode at once approach each other
 
 
 def is_priced(recipe: Recipe) -> bool:
@@ -108,7 +111,15 @@ def in_flight(load: EngineLoad, sampling: float, train: float, refit: float, age
     """
     lengths, rollouts = load.lengths, age + 1
     context = lengths.prompt + lengths.squared_answer / (2 * lengths.answer)
-    alone = sum(decoding(load.engine, load.count, load.slots, lengths, load.answers).values())
+    scale = sampling / sum(decoding(load.engine, load.count, load.slots, lengths, load.answers).values())
+
+    def token(batch: float) -> float:
+        return scale * sum(load.engine.parts(batch, context).values())
+
     most = min(load.slots, rollouts * load.count)
-    token = sampling / alone * sum(load.engine.parts(most, context).values())
-    return refit + max(train, load.count * lengths.answer / most * token, (sampling + train) / rollouts)
+    full, batch, step = load.count * lengths.answer / most * token(most), most, 0.0
+    for _ in range(ROUNDS):
+        oldest = max(sampling, lengths.longest(load.answers) * token(batch))
+        step = max(train + refit, full + refit, (oldest + train) / rollouts + refit)
+        batch = min(most, max(1.0, load.count / (step - refit) * lengths.answer * token(batch)))
+    return step

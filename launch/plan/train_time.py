@@ -4,15 +4,15 @@
     tensor     two all-reduces a layer of the tokens' hidden states, or an equivalent all-gather and reduce-scatter; exposed
     context    all-gather of a layer's keys and values; exposed
     expert     all-to-all of tokens to their experts and back, twice a layer; exposed
-    pipeline   the bubble of 1F1B, (stages - 1) / microbatches of the work (Narayanan et al. 2021, arXiv 2104.04473,
-               section 2.2)
+    pipeline   hidden states from stage to stage; and the bubble of 1F1B, (stages - 1) / microbatches of the work (Narayanan et
+               al. 2021, arXiv 2104.04473, section 2.2)
     gradients  Megatron-Core: one reduction an update, which overlaps with the last microbatch's backward pass if
                overlap_grad_reduce is set; then an exposed all-gather of updated weights
     weights    FSDP2: an all-gather of the weights in each forward and backward pass of a microbatch, and a reduce-scatter of
                the gradients, with an all-reduce over replicas; these overlap with the pass
 
 Not counted: unequal microbatches, latencies, imbalance between data ranks, packing on the CPU, gradient clipping, an optimizer
-in host memory, hidden states between pipeline stages, copies of offloaded models from the host.
+in host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from launch.plan import roofline
 from launch.plan.activations import whole_mixers
 from launch.plan.lengths import Lengths
-from launch.plan.rank_division import Parallelism, train_parallelism
+from launch.plan.rank_division import GIGA, Parallelism, train_parallelism
 from launch.plan.roofline import Phase, Rates
 from pipeline import config
 from pipeline.algorithms import build
@@ -118,6 +118,7 @@ def _pass(job: Job, count: float, microbatches: int, forward: float, backward: f
         return parts | ({"weights": weights - seconds} if weights > seconds else {})
     if job.layout.pipeline > 1:
         parts["pipeline bubble"] = seconds * (job.layout.pipeline - 1) / microbatches
+        parts["pipeline transfers"] = _stage_transfers(job, count, 2 if backward else 1)
     return parts
 
 
@@ -133,6 +134,8 @@ def _exposed(job: Job, count: float, passes: float) -> dict[str, float]:
     parts = {}
     if layout.tensor > 1:
         sparse = 2.0 if layout.expert_tensor > 1 else 1.0
+        if layout.expert > 1 and not layout.sequence and not uses_megatron(job.policy):
+            sparse += 0.5  # the outputs of experts, whose tokens are split, are gathered
         reduces = shape.attention_layers + shape.state_layers + shape.mlp_layers + (sparse - 1) * shape.sparse_layers
         parts["tensor parallelism"] = times * reduces * 2 * rates.ring_seconds(layout.tensor, hidden)
     if layout.context > 1:
@@ -146,6 +149,14 @@ def _exposed(job: Job, count: float, passes: float) -> dict[str, float]:
         exchange = rates.exchange_seconds(layout.expert, sent_bytes, layout.expert_tensor)
         parts["expert parallelism"] = times * shape.sparse_layers * 2 * exchange
     return parts
+
+
+def _stage_transfers(job: Job, count: float, directions: int) -> float:
+    layout = job.layout
+    tokens = count * job.lengths.sequence / layout.data / layout.context / (layout.tensor if layout.sequence else 1)
+    near = layout.ranks // layout.pipeline < job.rates.island
+    rate = job.rates.gpu.nvlink_gb_per_s if near else job.rates.nic_gb_per_s
+    return directions * tokens * job.shape.hidden * job.rates.itemsize / (GIGA * rate)
 
 
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], exposed: float) -> float:
@@ -207,7 +218,8 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
         work = forward_pass(policy, algorithm.old_share * count)
         step_phases.append(Phase("train", "log-probs before the updates", *work))
     if algorithm.needs.reference:
-        step_phases.append(Phase("train", "log-probs of the reference", *forward_pass(replace(policy, frozen=True), count)))
+        work, parts = forward_pass(replace(policy, frozen=True), count)
+        step_phases.append(Phase("train", "log-probs of the reference", work, parts | _reference_fetched(policy)))
     critic = replace(jobs["value"], head=False) if "value" in jobs else None
     if critic:
         step_phases.append(Phase("train", "values of the critic", *forward_pass(critic, count)))
@@ -227,10 +239,11 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
 def _teacher_phases(recipe: Recipe, jobs: Mapping[str, Job], count: float) -> Iterator[Phase]:
     """Yield the forward pass of each teacher. Several teachers are assumed to score equal numbers of samples."""
     teachers, scores = config.teachers(recipe), "top k" if build(recipe).needs.teacher_top_k else "log-probs"
-    for name in teachers:
+    for name, teacher in teachers.items():
         if (of_teacher := jobs.get(config.teacher_section(name))) is not None:
+            work, parts = forward_pass(of_teacher, count / len(teachers))
             label = f"{scores} of the teacher {name}" if name else f"the teacher's {scores}"
-            yield Phase("train", label, *forward_pass(of_teacher, count / len(teachers)))
+            yield Phase("train", label, work, parts | _host_copies(of_teacher, teacher.cpu_offload))
 
 
 def reward_phase(
@@ -240,6 +253,29 @@ def reward_phase(
     name = config.reward_environment(recipe)
     if name is None:
         return None
-    component = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
+    served = config.serves_rewards(recipe)
+    component = recipe.cluster.reward if served else recipe.cluster.train
     judge = job(recipe, config.reward_model_policy(recipe), shapes[f"env.{name}"], lengths, gpu, component)
-    return Phase("rollout", "scores of the reward model", *forward_pass(replace(judge, head=False), count))
+    work, parts = forward_pass(replace(judge, head=False), count)
+    copies = _host_copies(judge, not served and recipe.env[name].cpu_offload)
+    return Phase("rollout", "scores of the reward model", work, parts | copies)
+
+
+def _reference_fetched(job: Job) -> dict[str, float]:
+    """Return part -> seconds of copying the reference's weights from the host to the GPU; empty if nothing is copied.
+
+    With cpu_offload, FSDP2 copies nothing here, since each microbatch gathers the weights from the host (`_fsdp_weights`). With
+    adapters the reference is the base model, which is on the GPU.
+    """
+    dtensor = job.policy.dtensor_cfg
+    offloaded = uses_megatron(job.policy) or (dtensor.reference_cpu_offload and not dtensor.cpu_offload)
+    return _host_copies(job, offloaded and not config.adapters(job.policy))
+
+
+def _host_copies(job: Job, offloaded: bool) -> dict[str, float]:
+    """Return part -> seconds of copying weights from host memory; empty if they are not `offloaded`."""
+    if not offloaded:
+        return {}
+    of_rank = sum(job.layout.parameters_of_rank(job.shape)) if uses_megatron(job.policy) else None
+    parameters = job.shape.parameters / job.layout.ranks if of_rank is None else of_rank
+    return {"host copies": job.rates.itemsize * parameters / job.rates.host}

@@ -18,7 +18,7 @@ SOURCE = re.compile(
 )
 OF_THE_PROGRAM = {  # units, widths of tables, numbers of samples and of points, formats
     *("GB", "GIB", "GIGA", "EULER", "LABEL", "WIDTH", "COLUMNS", "MOST", "FORMAT", "RECEIVERS"),
-    *("BUNDLES", "OLDEST", "POINTS", "SAMPLED", "WARM_UP", "MOST_RECORDS", "MOST_TOKENS", "_STACKED"),
+    *("BUNDLES", "OLDEST", "POINTS", "ROUNDS", "SAMPLED", "WARM_UP", "MOST_RECORDS", "MOST_TOKENS", "_STACKED"),
     *("CACHE_BYTES", "STATE_BYTES"),  # of types that have this size
 }
 FILES = sorted(Path(plan.__file__).parent.glob("*.py"))

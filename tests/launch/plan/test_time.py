@@ -78,6 +78,7 @@ def test_parallelism_communicates():
     parts = passed(Lengths(0.0, 2048, 4096, ""), *pipeline, count=512, trains=True)
     microbatches = 512 / 2 * 2048 / 8192  # 2 data ranks
     assert parts["pipeline bubble"] == pytest.approx(parts["matrix products"] * 3 / microbatches)
+    assert parts["pipeline transfers"] == pytest.approx(2 * 512 / 2 * 2048 * 4096 * 2 / 450e9)
     tensor = (f"{KEY}.tensor_model_parallel_size=4", f"{KEY}.sequence_parallel=true")
     parts = passed(Lengths(0.0, 1000, 4096, ""), *tensor, count=100)
     hidden = 100 * 1000 / 2 * 4096 * 2  # bytes of a data rank's
@@ -110,14 +111,22 @@ def test_links():
     assert apart - one.parts(64, 1000)["tensor parallelism"] > 32 * 2 * 2 * 20e-6  # the latency of 64 all-reduces
 
 
-def test_an_offloaded_reference_is_gathered_from_the_host_in_2_bytes_where_the_policy_takes_4():
+def test_a_reference_comes_from_the_host():
+    """Load the reference in 2 bytes a parameter: once, or with cpu_offload for each microbatch, where the policy takes 4
+    bytes.
+    """
     every = "grpo.seq_logprob_error_threshold=2"  # for it, old log-probs are those of all samples
     lone = ("cluster.train.gpus_per_node=1", "policy.sequence_packing.logprob_mb_tokens=4096", every)
+    before, of_reference = "log-probs before the updates", "log-probs of the reference"
+    once, host = train_phases(*lone), 64e9 * 0.3
+    copies = 2 * shape("meta-llama/Llama-3.1-8B-Instruct").parameters / host
+    assert once[of_reference].seconds - once[before].seconds == pytest.approx(copies)
     each = train_phases(*lone, "policy.dtensor_cfg.cpu_offload=true")
-    before, reference = each["log-probs before the updates"].seconds, each["log-probs of the reference"].seconds
-    copies = 2 * shape("meta-llama/Llama-3.1-8B-Instruct").parameters / (64e9 * 0.3)
-    assert before == pytest.approx(2 * reference)
-    assert reference / copies == pytest.approx(round(reference / copies))  # microbatches
+    assert "host copies" not in each[of_reference].parts
+    assert each[before].seconds == pytest.approx(2 * each[of_reference].seconds)
+    assert each[of_reference].seconds / copies == pytest.approx(round(each[of_reference].seconds / copies))  # microbatches
+    megatron = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+    assert train_phases(*lone, *megatron)[of_reference].parts["host copies"] == pytest.approx(copies)
 
 
 def test_the_first_updates_samples_need_no_separate_pass():
