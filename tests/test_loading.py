@@ -332,7 +332,7 @@ def test_show_prints_the_recipe_as_yaml_with_each_values_origin(write):
 
 def test_a_reference_to_a_section_of_another_kind_is_refused_key_by_key(write):
     loaded = config.inspect(write("a.yaml", BASE + "teacher: '${value}'\nsft: '${policy.optimizer}'\n"))
-    unknown = {f"teacher.{name}" for name in ("random_init", "freeze_parameters", "max_grad_norm", "optimizer", "scheduler")}
+    unknown = {f"teacher.{name}" for name in ("max_grad_norm", "optimizer", "scheduler")}
     assert named(loaded.problems) == {(key, "unknown-key") for key in (*unknown, "sft.name", "sft.kwargs")}
     assert {problem.origin for problem in loaded.problems if problem.key == "sft.kwargs"} == {"a.yaml:5"}
     assert config.inspect(write("b.yaml", BASE + "grpo: '${grpo}'\nvalue: {optimizer: '${value}'}\n")).problems

@@ -55,7 +55,7 @@ OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize("key", fixed_keys.FIXED)
+@pytest.mark.parametrize("key", [key for key in fixed_keys.FIXED if not key.endswith(fixed_keys.HIGHER)])
 def test_a_fixed_key_may_only_have_its_value(load, key):
     value, reason = fixed_keys.FIXED[key]
     section = [f"{KEY}.optimizer={{}}", f"{KEY}.scheduler={{}}"]
@@ -68,7 +68,7 @@ def test_a_fixed_key_may_only_have_its_value(load, key):
         load(*on(*other))
     assert str(error.value).endswith(reason)
     assert load(*on(*given(value))) == load(*on(*given(None))) == load(*on(*section))
-    if key.startswith(f"{KEY}."):
+    if key.startswith(f"{KEY}.") and key != fixed_keys.ASYNC_SAVE:
         text = MINIMAL.replace("{model_name: x}", f"{{model_name: x, megatron_cfg: {{enabled: false, {nested(key, 'odd')}}}}}")
         assert load(text=text).policy.megatron_cfg.enabled is False  # nothing reads it
     with pytest.raises(config.RecipeError, match=r"is fixed here to .* because "):
@@ -92,7 +92,12 @@ def test_a_run_of_an_older_version_goes_on_with_what_it_saved(load, tmp_path):
     saved["cluster"]["train"] |= {"container_env": ["A"], "container_writable": True}
     saved["value"] |= {"random_init": False, "freeze_parameters": []}
     path.write_text(yaml.safe_dump(saved))
+    recipe.cluster.train.env_vars = recipe.cluster.reward.env_vars = {"A": "1"}
     assert config.read(path) == recipe
+    stop = {"stop_at_validation_metric": "val/length", "stop_at_validation_threshold": 9.0, "stop_higher_is_better": False}
+    path.write_text(yaml.safe_dump(saved | {"grpo": saved["grpo"] | stop}))
+    with pytest.raises(config.RecipeError, match=r"grpo\.stop_higher_is_better: got false; expected true"):
+        config.read(path)
     saved["value"]["random_init"] = True  # other weights than this version would make
     path.write_text(yaml.safe_dump(saved))
     with refused(("value.random_init", "unsupported")):
@@ -269,3 +274,20 @@ def test_megatron_is_not_used_unless_requested():
     assert not config.uses_megatron(policy)
     policy.megatron_cfg.enabled = True
     assert config.uses_megatron(policy)
+
+
+@pytest.mark.parametrize(("metric", "applies"), [("val/loss", False), ("val/accuracy", True), (None, None)])
+def test_a_direction_of_early_stop_may_be_the_one_that_applies(tmp_path, metric, applies):
+    (tmp_path / "a.yaml").write_text(MINIMAL)
+    of = [f"grpo.stop_at_validation_metric={metric}"] if metric else []
+    for higher in (True, False):
+        problems = config.inspect(str(tmp_path / "a.yaml"), [*of, f"grpo.stop_higher_is_better={higher}"]).problems
+        keys = [problem.key for problem in problems if problem.key.endswith("higher_is_better")]
+        assert keys == ([] if applies in (None, higher) else ["grpo.stop_higher_is_better"])
+
+
+def test_asynchronous_saving_of_megatrons_section_is_refused_with_fsdp2_too(tmp_path):
+    section = "  dtensor_cfg: {enabled: true}\n  megatron_cfg: {checkpoint: {async_save: true}}\n"
+    (tmp_path / "a.yaml").write_text(MINIMAL.replace("policy: {model_name: x}\n", f"policy:\n  model_name: x\n{section}"))
+    (problem,) = config.inspect(str(tmp_path / "a.yaml"), []).problems
+    assert (problem.key, problem.code) == ("policy.megatron_cfg.checkpoint.async_save", "unsupported")

@@ -23,7 +23,7 @@ from typing import Any
 
 from launch.plan.activations import latent_projections
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
-from pipeline.config import PRECISIONS, Problem, Recipe, engine_ranks, refits_by_ipc, trains
+from pipeline.config import PRECISIONS, Problem, Recipe, engine_ranks, refits_by_ipc, refuse, trains
 from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes
@@ -47,6 +47,7 @@ NEIGHBOUR_BYTES = 32 * 9.63e6
 protocols (computeBuffSizes in src/init.cc of NCCL 2.30.7; p2pRecvSetup in src/transport/p2p.cc). Counted, not measured."""
 LARGE, MIDDLE = 160, 70  # GiB of a GPU (vllm/engine/arg_utils.py)
 OF_CPUS = 256, 4096  # sequences and tokens of each rank (vllm/engine/arg_utils.py)
+SIZES = ("max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,18 @@ class EngineRank:
 
 
 def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
-    """Return the memory of the fullest generate rank."""
+    """Return the memory of the fullest generate rank. Raises RecipeError for sizes in vllm_kwargs that are no such numbers."""
     policy, component = recipe.policy, recipe.cluster.generate
     size, cuda = PRECISIONS[policy.precision], component.gpus_per_node > 0
     if policy.generation.backend == "transformers":
         return _transformers(recipe, shape, size, cuda)
     vllm = policy.generation.vllm_cfg
     arguments = {key: value for key, value in policy.generation.vllm_kwargs.items() if value is not None}
+    refuse(
+        Problem(f"policy.generation.vllm_kwargs.{key}", "wrong-type", f"got {arguments[key]!r}; expected a number above 0")
+        for key in SIZES
+        if key in arguments and not _is_size(arguments[key])
+    )
     ignored = vllm.quantization_ignored_layer_kws
     fp8, spread = vllm.precision == "fp8" and not ignored, vllm.expert_parallel_size > 1
     rank = EngineRank(shape, size, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, spread, fp8)
@@ -200,6 +206,10 @@ def _defaults(recipe: Recipe) -> tuple[int, int]:
     return (1024, 16384) if large else (256, 8192)
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
+
+
 def _number(value: Any, default: float) -> int:
     """Return a value of vllm_kwargs as an integer; `default` if it is not a number. null stands for vLLM's own default."""
     return int(value if isinstance(value, int | float) and not isinstance(value, bool) else default)
@@ -258,7 +268,8 @@ def _connections(recipe: Recipe) -> float:
     """Return the bytes of NCCL's buffers on a generate rank for a refit from train ranks of its node."""
     cluster = recipe.cluster
     shared = trains(recipe) and cluster.share_nodes and cluster.train.nodes == 1 and cluster.generate.gpus_per_node
-    return NEIGHBOUR_BYTES * (cluster.train.gpus_per_node + 1) if shared else 0.0
+    near = 1 if recipe.policy.generation.refit_transport == "broadcast" else cluster.train.gpus_per_node + 1
+    return NEIGHBOUR_BYTES * near if shared else 0.0
 
 
 def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> GenerateMemory:

@@ -80,6 +80,8 @@ class GenerateMemory:
 def add_parts(*parts: Mapping[str, float]) -> Parts:
     """Return part -> sum of its bytes in all mappings, in the order of PARTS, without parts that are 0."""
     sums = {name: sum(part.get(name, 0.0) for part in parts) for name in PARTS}
+    if unknown := {name for part in parts for name in part} - sums.keys():
+        raise AssertionError(f"not parts of memory: {unknown}")
     return {name: size for name, size in sums.items() if size}
 
 

@@ -39,6 +39,7 @@ from launch.plan.rank_division import Parallelism
 from pipeline.config import compiles, trial_lengths
 from pipeline.models.frozen_names import matched
 from pipeline.models.mixers import DeltaNet
+from pipeline.models.tensors import Tensor
 from pipeline.train.adapters.adapted_layers import is_adapted
 from pipeline.train.adapters.modules import adapts_experts
 
@@ -157,18 +158,35 @@ class RankMemory:
         return self.adapters if self._adapted else self.parameters.less(self._frozen())
 
     def _frozen(self) -> RankParameters:
-        """Return the numbers of parameters that `freeze_parameters` freezes, as shares of the whole model's."""
-        shape, patterns = self.model.shape, self.model.policy.freeze_parameters
-        if not patterns:
-            return RankParameters(0.0, 0.0)
-        names = matched(patterns, (tensor.name for tensor in shape.tensors))
-        frozen = [tensor for tensor in shape.tensors if tensor.name in names and tensor.part != "buffer"]
-        routed = sum(tensor.numel for tensor in frozen if tensor.part == "routed")
-        dense = sum(tensor.numel for tensor in frozen) - routed
-        return RankParameters(
-            self.parameters.dense * dense / (shape.parameters - shape.routed),
-            self.parameters.experts * routed / max(1, shape.routed),
+        """Return the numbers of parameters that `freeze_parameters`, and with Megatron-Core freeze_moe_router, freeze."""
+        shape, stage, policy = self.model.shape, self.stage, self.model.policy
+        routers = self.megatron and policy.megatron_cfg.freeze_moe_router
+        dense = stage.sparse * shape.hidden * shape.experts * routers
+        if not policy.freeze_parameters:
+            return RankParameters(dense, 0.0)
+        names = matched(policy.freeze_parameters, (tensor.name for tensor in shape.tensors))
+        tensors = [tensor for tensor in shape.tensors if tensor.name in names and self._has(tensor)]
+        tensors = [
+            tensor
+            for tensor in tensors
+            if not (routers and tensor.part == "router" and tensor.shape == (shape.experts, shape.hidden))
+        ]
+        dense += sum(
+            t.numel / (1 if t.part in ("norm", "router") else self.layout.tensor) for t in tensors if t.part != "routed"
         )
+        routed = sum(tensor.numel for tensor in tensors if tensor.part == "routed")
+        return RankParameters(dense, self._experts * routed / max(1, shape.routed_layer))
+
+    def _has(self, tensor: Tensor) -> bool:
+        """Return whether the stage has a tensor. A tied embedding is on the first and on the last stage."""
+        stage, values = self.stage, self.model.values
+        if tensor.part == "buffer" or (values and tensor.part == "output"):
+            return False
+        if tensor.layer is not None:
+            return stage.start <= tensor.layer < stage.start + stage.layers
+        if tensor.part == "embedding":
+            return stage.first or (self.model.shape.tied and stage.last and not values)
+        return stage.last
 
     @property
     def adapters(self) -> RankParameters:

@@ -114,9 +114,14 @@ def assumed_rates(recipe: Recipe) -> str:
     """Return a text with the assumed transfer rates of shared GPUs, for the plan's table."""
     gpu = _gpu(recipe)
     by_ipc = refits_by_ipc(recipe)
+    between = (
+        f" and {TCP_GB_PER_S:g} GB/s between nodes, on the interface of GLOO_SOCKET_IFNAME"
+        if recipe.cluster.train.nodes > 1
+        else ""
+    )
     rate, way = (gpu.assumed.ipc_gb_per_s, "CUDA IPC") if by_ipc else (gpu.assumed.gloo_gb_per_s, "host memory")
     return (
         f"ranks that share a GPU: page-locked copies reach {gpu.assumed.page_locked:.0%} of the host link's"
-        f" {gpu.host_gb_per_s:g} GB/s, a refit reaches {rate:.3g} GB/s per rank by {way} and {TCP_GB_PER_S:g} GB/s between"
-        " nodes; the time in which an engine sleeps and wakes is not counted"
+        f" {gpu.host_gb_per_s:g} GB/s, a refit reaches {rate:.3g} GB/s per rank by {way}{between};"
+        " the time in which an engine sleeps and wakes is not counted"
     )

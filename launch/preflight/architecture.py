@@ -47,6 +47,9 @@ SCALED_ROPE_TYPES = (
     "deepseek_yarn",
     "deepseek_llama_scaling",
 )  # max_position_embeddings includes their factor in vLLM
+PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""The values that most families support with Megatron-Core. Where transformers describes models, pipeline/models checks."""
+BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention
 DEQUANTIZED = {  # published models in 8 or 4 bits -> the same in bfloat16
     **{name: f"unsloth/{name}-BF16" for name in ("gpt-oss-20b", "gpt-oss-120b", "Kimi-K2-Instruct")},
     "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
@@ -338,6 +341,10 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
         yield Problem(key, "unsupported", f"{message}. {hint}")
         return
     if not described:
+        for name, only in PLAIN.items():
+            if (configured := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
+                message = f"got a {family} model with {name}={configured}; the Megatron backend supports only {only}"
+                yield Problem(key, "unsupported", message)
         return
     shape_problems: list[Problem] = []
     with collected(shape_problems):

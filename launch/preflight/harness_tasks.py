@@ -6,6 +6,7 @@ accepts by mistake.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import re
@@ -24,6 +25,8 @@ NAME = re.compile(
     re.MULTILINE | re.VERBOSE,
 )
 SUFFIXES = ("", ".yaml", ".yml")
+MOST_BYTES = 1 << 20
+"""Largest size of a file that is read; a folder of the user's may hold others, such as weights without a suffix."""
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -61,7 +64,15 @@ def _defined(folders: Iterable[Path]) -> set[str]:
     names: set[str] = set()
     for folder in folders:
         for path in folder.rglob("*"):
-            if (path.suffix in SUFFIXES or "yaml" in path.name) and path.is_file():
-                for value, entry in NAME.findall(path.read_text(errors="replace")):
+            if path.suffix in SUFFIXES or "yaml" in path.name:
+                for value, entry in NAME.findall(_text(path)):
                     names |= {word.strip(" \t\r\"'") for word in value.strip().strip("[]").split(",")} if value else {entry}
     return names
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; "" if it is no file, is large, or cannot be read."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.stat().st_size <= MOST_BYTES:
+            return path.read_text(errors="replace")
+    return ""

@@ -19,6 +19,9 @@ from pipeline.config.schema_validation import shown
 from pipeline.recipe.problems import Problem
 
 _SHARDED = "the optimizer's state is always sharded over the data-parallel ranks and stays on the GPUs"
+UNREAD = object()
+HIGHER = ".stop_higher_is_better"
+ASYNC_SAVE = f"{MEGATRON}.checkpoint.async_save"
 _REASONS: dict[str, dict[str, Any]] = {
     "interleaved pipeline stages are not supported": {"virtual_pipeline_model_parallel_size": None},
     "other dispatchers do not accept sequences of varying length, or need DeepEP": {"moe_token_dispatcher_type": "alltoall"},
@@ -84,10 +87,10 @@ _SET_ELSEWHERE: dict[str, dict[str, Any]] = {
 }
 _FREE: dict[str, dict[str, Any]] = {
     "lower is better for a metric whose name ends in loss, and higher for all others": {
-        f"{name}.stop_higher_is_better": None for name in ALGORITHMS
+        f"{name}{HIGHER}": None for name in ALGORITHMS
     },
     "val_period sets when a run validates, and launch/steer.py changes it": {f"{name}.val_start_at": 0 for name in ONLINE},
-    "checkpointing.async_save sets it": {f"{MEGATRON}.checkpoint.async_save": "${checkpointing.async_save}"},
+    "checkpointing.async_save sets it": {ASYNC_SAVE: "${checkpointing.async_save}"},
     "cluster.<component>.env_vars sets variables": {
         f"{MEGATRON}.env_vars": {},
         "policy.generation.vllm_cfg.env_vars": {},
@@ -101,18 +104,15 @@ _FREE: dict[str, dict[str, Any]] = {
     "plans assume it": {"cluster.network.latency_us": 20.0, "cluster.network.memory_gb_per_s": 1500.0},
     "nodes whose clocks differ by more than this are refused": {"cluster.node_checks.max_clock_skew_s": 5.0},
     "a command that takes longer fails": {"checkpointing.encryption.key_timeout_s": 60.0},
-    "samples are taken every logger.monitor.period_s, null for none, and written in pairs": {
-        "logger.monitor.enabled": True,
-        "logger.monitor.flush_s": 10.0,
-    },
+    "logger.monitor.period_s=null takes no samples": {"logger.monitor.enabled": True},
     "a timeline is always recorded": {"logger.timeline_enabled": True},
-    "an unreadable reply is asked for again, at temperature 0.7": {
+    "the judge's replies are greedy, and an unreadable reply is asked for twice more, at temperature 0.7": {
         "evaluate.judge.tries": 3,
         "evaluate.judge.temperature": 0.0,
         "evaluate.judge.top_p": 1.0,
     },
 }
-"""The same for keys that change no number of a run. A run of an older version goes on whatever value it has saved."""
+"""The same for keys that change no number of a training. A run of an older version goes on whatever value it has saved."""
 FIXED = {
     **{f"{MEGATRON}.{name}": (value, why) for why, values in _REASONS.items() for name, value in values.items()},
     **{key: (value, why) for why, values in (_SET_ELSEWHERE | _FREE).items() for key, value in values.items()},
@@ -124,6 +124,7 @@ IGNORED = {
     f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather": (
         "a refit reads all gathered weights before the next forward pass starts"
     ),
+    "logger.monitor.flush_s": "samples are written two periods at a time",
     f"{MEGATRON}.fp8_cfg": "training in 8 bits is not supported",
     f"{MEGATRON}.optimizer.bf16": "main weights are float32 with any policy.precision",
     f"{MEGATRON}.optimizer.sgd_momentum": "the only optimizer is adam",
@@ -155,25 +156,48 @@ def problems(tree: ConfigMapping, backend: Backend | None) -> Iterator[Problem]:
     """
     for key, (fixed, why) in FIXED.items():
         node = tree.find(key)
-        if node is None or (backend == "dtensor" and within(key, [MEGATRON]) and node.origin != COMMAND_LINE):
+        of_megatron = within(key, [MEGATRON]) and key != ASYNC_SAVE  # which counted for both backends
+        if node is None or (backend == "dtensor" and of_megatron and node.origin != COMMAND_LINE):
             continue
-        if isinstance(fixed, str) and (reference := REFERENCE.fullmatch(fixed)):
-            fixed = getattr(tree.find(reference[2]), "value", None)
-            if fixed is None:  # its section is null: `megatron_checks.py`
-                continue
+        fixed = _applying(tree, key, fixed)
+        if fixed is UNREAD:
+            continue
         value = node.plain() if isinstance(node, ConfigMapping) else node.value
         is_fixed = value == fixed and isinstance(value, bool) == isinstance(fixed, bool)  # False == 0 in Python
         if value not in (None, "None") and not is_fixed:
             yield Problem(key, "unsupported", f"got {shown(value)}; expected {_text(fixed)}: {why}", node.origin or "")
 
 
+def _applying(tree: ConfigMapping, key: str, fixed: Any) -> Any:
+    """Return the value that applies in place of a fixed key; UNREAD if nothing reads it, or the section that has it is null."""
+    if key.endswith(HIGHER):
+        metric = getattr(tree.find(f"{key.removesuffix(HIGHER)}.stop_at_validation_metric"), "value", None)
+        return UNREAD if metric is None else not str(metric).endswith("loss")
+    if isinstance(fixed, str) and (reference := REFERENCE.fullmatch(fixed)):
+        value = getattr(tree.find(reference[2]), "value", None)
+        return UNREAD if value is None else value
+    return fixed
+
+
 def leave_out(saved: ConfigMapping) -> None:
-    """Drop the keys that an older version wrote into a run's recipe and that change none of the run's numbers."""
+    """Drop the keys that an older version wrote into a run's recipe and that change none of the run's numbers.
+
+    Variables of a backend become those of its component. A direction of early stop that no longer applies stays, to be refused.
+    """
+    for section, components in {MEGATRON: ("train", "reward"), "policy.generation.vllm_cfg": ("generate",)}.items():
+        variables = saved.find(f"{section}.env_vars")
+        for name, node in variables.children.items() if isinstance(variables, ConfigMapping) else ():
+            for component in components:
+                if saved.find(f"cluster.{component}") and not saved.find(f"cluster.{component}.env_vars.{name}"):
+                    saved.set(f"cluster.{component}.env_vars.{name}", node)
     for name in ("normalize_rewards", "use_leave_one_out_baseline"):
         if node := saved.find(f"grpo.adv_estimator.{name}"):  # the value that counted
             saved.set(f"grpo.{name}", node)
     for key in (key for keys in _FREE.values() for key in keys):
         around = key.rpartition(".")[0]
+        higher = _applying(saved, key, None) if key.endswith(HIGHER) else UNREAD
+        if higher is not UNREAD and getattr(saved.find(key), "value", None) is (not higher):
+            continue
         saved.drop(key)
         if isinstance(section := saved.find(around), ConfigMapping) and not section.children:
             saved.drop(around)

@@ -72,7 +72,7 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
 
 
 def _experts(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
-    """Return the parameters of the experts. Those from one tensor are adjacent, so that a conversion reads each tensor once."""
+    """Return the parameters of the experts."""
     tensors = {
         "linear_fc1.weight": "gate_up_proj",
         "linear_fc1.bias": "gate_up_proj_bias",

@@ -97,8 +97,9 @@ def _forward(
     if tokens is None:
         return _dispatch(module, kind, experts, hidden, index, weights)
     # Zeros fill the last ranks' parts, so that all parts are equally long.
-    padding = (0, 0, 0, -len(hidden) % tokens.size())
-    parts = (SplitRows.apply(F.pad(rows, padding), tokens) for rows in (hidden, index, weights))
+    missing = -len(hidden) % tokens.size()
+    whole = (F.pad(rows, (0, 0, 0, missing)) if missing else rows for rows in (hidden, index, weights))
+    parts = (SplitRows.apply(rows, tokens) for rows in whole)
     return GatherContextParallel.apply(_dispatch(module, kind, experts, *parts), tokens)[: len(hidden)]
 
 

@@ -72,8 +72,11 @@ def export_checkpoint(
     does not fit, StorageError if the files cannot be written.
     """
     weights = checkpoint_weights(checkpoint, policy, head, key)
-    with new_folder(folder) as partial:
-        write_model(weights, policy, partial, head, shard_bytes)
+    try:
+        with new_folder(folder) as partial:
+            write_model(weights, policy, partial, head, shard_bytes)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
