@@ -53,7 +53,7 @@ def test_readers_refuse_what_is_no_regular_file(special):
     with pytest.raises(RecipeError):
         hardware.gpu(str(special))
     with pytest.raises(RecipeError):
-        obtain(str(special), None, 1.0)
+        obtain(str(special), None)
     with pytest.raises(RecipeError):
         JudgePrompt.of_file("evaluate.tasks.x.judge_prompt_file", str(special), "", ())
     assert file_fault(special) is not None
