@@ -182,8 +182,6 @@ def test_each_mistake_is_one_problem(arguments, problems):
         ("timeline", ["a", "steps=3-2"], ("steps", "wrong-type")),
         ("timeline", ["a", "steps=1-2", "attempts=all"], ("steps", "contradiction")),
         ("plan_refit", ["recipe=a", "model_config=nowhere/config.json"], ("model_config", "file-not-found")),
-        ("plan_refit", ["recipe=a", "out=nowhere/a.svg"], ("out", "file-not-found")),
-        ("plan_refit", ["recipe=a", "out=a.jpg"], ("out", "bad-format")),
     ],
 )
 def test_keys_that_exclude_each_other_are_refused(name, arguments, problem):
