@@ -125,7 +125,7 @@ def test_bad_records_are_named_or_dropped(tmp_path: Path, form: str, bad: dict, 
 
 @pytest.mark.parametrize("form", ["hellaswag", "piqa"])
 def test_bad_records_are_no_examples(folder: Path, tmp_path: Path, form: str):
-    """Of the questions' own split, and of a split of their own; the first record is a bad one."""
+    """The examples come from the split of the questions, then from another split. The first record of each split is bad."""
     good, bad = records(form, 4), {**records(form, 1)[0], "label": "-1" if form == "piqa" else None}
     for split in ("test", "train"):
         write_jsonl(tmp_path / f"{split}.jsonl", [bad, *good])

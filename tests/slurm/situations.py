@@ -1,4 +1,4 @@
-"""What `cluster.executor=auto` chooses in each situation of a user's shell, by README's command."""
+"""Run README's command in each situation of a user's shell, and return what `cluster.executor=auto` chooses."""
 
 from __future__ import annotations
 

@@ -185,9 +185,9 @@ def test_a_dependent_job_waits_and_never_starts_if_the_first_fails(cluster, tmp_
 
 
 def test_slurm_variables_of_the_submitting_shell_do_not_reach_the_ranks(cluster, tmp_path, monkeypatch):
-    """Of a plain job, since the recipe does not generate.
+    """The job is a plain one, since the recipe does not generate.
 
-    They are as in a step with --export=NONE, in a heterogeneous salloc, and with another format of times.
+    The variables are as in a step with --export=NONE, in a heterogeneous salloc, and with another format of times.
     """
     around = "SLURM_CPU_BIND=mask_cpu:nonsense SLURM_MEM_BIND=nonsense SLURM_GPU_BIND=single:1 SLURM_DISTRIBUTION=cyclic"
     around += " SLURM_EXPORT_ENV=NONE SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n99 SLURM_TIME_FORMAT=%s"

@@ -1,6 +1,6 @@
-"""What trains in a pipeline stage: the adapters of its modules, or all parameters but the frozen ones.
+"""Choose the parameters of a pipeline stage that train: those of its adapters, or all that are not frozen.
 
-Adapters are attached to modules, initialized, merged, and disabled for the reference.
+The stage attaches its adapters to modules, initializes and merges them, and disables them for the reference.
 """
 
 from __future__ import annotations
