@@ -14,11 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launch.executors import containers
-from pipeline.algorithms.evaluate import HARNESS_FORMATS, HARNESS_KINDS
+from pipeline.algorithms.evaluate import HARNESS_DOCUMENTS, HARNESS_FORMATS, HARNESS_KINDS
 from pipeline.config import Problem, Recipe, skipped_tasks, trains
 
-DOCUMENTS = "documents"
-"""The format of own texts, which is not a task of the harness."""
 NAME = re.compile(
     r"""^[ \t]*(?:-\ *)?["']?(?:task|group|tag)["']?\ *:\ *([^#\n]+)  # one name, or a list in brackets
     | ^[ \t]*-\ *["']?([\w.:+-]+)["']?""",  # an entry of a list
@@ -52,7 +50,7 @@ def _names(recipe: Recipe) -> Iterator[tuple[str, str]]:
     skipped = skipped_tasks(recipe)
     for name, task in recipe.evaluate.tasks.items():
         form: str = task.format
-        if task.kind in HARNESS_KINDS and form != DOCUMENTS and name not in skipped:
+        if task.kind in HARNESS_KINDS and form != HARNESS_DOCUMENTS and name not in skipped:
             yield f"evaluate.tasks.{name}.format", HARNESS_FORMATS.get(form, form)
     for name in recipe.evaluate.lm_eval.tasks:
         if not set(name) & set("*?["):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 HARNESS_KINDS = ("lm_eval", "choices", "continuation", "perplexity")
 """Kinds whose format is a task or a group of lm-evaluation-harness; all are one kind, and the last three its earlier names."""
+HARNESS_DOCUMENTS = "documents"
+"""The format of these kinds for own texts, which is no task of the harness."""
 HARNESS_FORMATS = {"arc": "arc_easy", "lambada": "lambada_openai"}
 """Other name of a format of these kinds -> the harness's name of a task with the same prompt."""
 KINDS = {

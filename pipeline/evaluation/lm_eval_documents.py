@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports] a
 from lm_eval.tasks._yaml_loader import load_yaml  # pyright: ignore[reportMissingImports] as above
 from typing_extensions import override
 
-from pipeline.algorithms.evaluate import HARNESS_FORMATS, TaskConfig
+from pipeline.algorithms.evaluate import HARNESS_DOCUMENTS, HARNESS_FORMATS, TaskConfig
 from pipeline.data.datasets import record_location
 from pipeline.evaluation import task_data
 from pipeline.evaluation.questions import Question, Record
@@ -31,7 +31,7 @@ from pipeline.recipe.problems import Problem, RecipeError
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 DOCUMENTS = {
-    "task": "documents",
+    "task": HARNESS_DOCUMENTS,
     "output_type": "loglikelihood_rolling",
     "test_split": "test",
     "doc_to_text": "",
@@ -129,7 +129,7 @@ def manager(formats: Sequence[str], include_path: str | None) -> TaskManager:
     names = [HARNESS_FORMATS.get(name, name) for name in formats]
     folders = [str(path) for path in TASKS.iterdir() if path.is_dir() and any(name.startswith(path.name) for name in names)]
     few = TaskManager(include_path=[*folders, *([include_path] if include_path else [])], include_defaults=False)
-    entries = [few.task_index.get(name) for name in names if name != DOCUMENTS["task"]]
+    entries = [few.task_index.get(name) for name in names if name != HARNESS_DOCUMENTS]
     if names and all(entry is not None and entry.kind.name != "TAG" for entry in entries):
         return few
     return TaskManager(include_path=include_path)
@@ -316,7 +316,7 @@ def _of_harness(key: str, config: TaskConfig, configs: dict[str, dict[str, Any]]
 def _configs(key: str, config: TaskConfig, manager: TaskManager) -> dict[str, dict[str, Any]]:
     """Return the harness's configuration of each task that the format names: one task, or the tasks of a group or a tag."""
     name = HARNESS_FORMATS.get(config.format, config.format)
-    if name == DOCUMENTS["task"]:
+    if name == HARNESS_DOCUMENTS:
         return {name: {**DOCUMENTS, "doc_to_target": operator.itemgetter(config.format_kwargs.get("text_key", "text"))}}
     if name not in manager.task_index:
         raise RecipeError(Problem(f"{key}.format", "not-a-choice", f"lm_eval has no task {name}"))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
@@ -99,28 +99,16 @@ def build(
     RecipeError if the model or the layout is not supported.
     """
     config = model_config(policy, role.head)
-    check_attention(config)
     adapted = role.trained and policy.dtensor_cfg.lora_cfg.enabled
-    precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
-    hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
-    function = check_model(hf, role)
-    # transformers gives the padding token's embedding no gradient. Here nothing is padded, so this token was sampled.
-    if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
-        embedding.padding_idx = None
     trains = role.trained or like is not None  # so that compiled layers have the same graphs as those of `like`
-    hf.requires_grad_(trains)
-    freeze_buffers(hf)
-    pieces = layout(hf)
-    if trains:
-        _freeze(hf, pieces, policy)
+    model = _described(policy, config, role, adapted, trains)
+    hf = model.hf
     source: PackedModel | ReadBox | None = like
     if like is None and device.type != "meta":
         source = initial_weights(policy, config, seed, role.head)
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
-    model = PackedModel(hf, OutputHead.of(policy, role, function))
-    model.layout = pieces
     if adapted:
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
@@ -146,6 +134,24 @@ def build(
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
     derive_buffers(hf, device)
     _load(model, source, seed)
+    return model
+
+
+def _described(policy: PolicyConfig, config: PreTrainedConfig, role: ModelRole, adapted: bool, trains: bool) -> PackedModel:
+    """Return the model on the meta device, whole, with the parameters that train. Raises RecipeError if it is not supported."""
+    check_attention(config)
+    precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
+    hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
+    function = check_model(hf, role)
+    # transformers gives the padding token's embedding no gradient. Here nothing is padded, so this token was sampled.
+    if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
+        embedding.padding_idx = None
+    hf.requires_grad_(trains)
+    freeze_buffers(hf)
+    model = PackedModel(hf, OutputHead.of(policy, role, function))
+    model.layout = layout(hf)
+    if trains:
+        _freeze(hf, model.layout, policy)
     return model
 
 

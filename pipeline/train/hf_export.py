@@ -72,25 +72,27 @@ def export_checkpoint(
     does not fit, StorageError if the files cannot be written.
     """
     weights = checkpoint_weights(checkpoint, policy, head, key)
-    try:
-        with new_folder(folder) as partial:
-            write_model(weights, policy, partial, head, shard_bytes)
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    with new_folder(folder) as partial:
+        write_model(weights, policy, partial, head, shard_bytes)
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `folder`, and rename it to `folder` at the end of the context, unless writing fails."""
+    """Yield an empty folder next to `folder`, and rename it to `folder` at the end of the context.
+
+    If writing fails, remove the new folder, and raise StorageError.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # an earlier attempt was killed
         shutil.rmtree(partial)
     try:
         partial.mkdir(parents=True)
         yield partial
-    except (OSError, StorageError):  # the partial folder may be what fills the disk
+    except (OSError, StorageError) as error:  # the partial folder may be what fills the disk
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"writing {folder} failed: {error}") from error
     partial.rename(folder)
     sync(folder.parent)
 

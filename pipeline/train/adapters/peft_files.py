@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.files.digests import add_manifest
-from pipeline.files.storage import StorageError, sync
+from pipeline.files.storage import sync
 from pipeline.files.stored_files import FileKey
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, layout, meta_model, model_config
 from pipeline.train.adapters.adapted_experts import ExpertParameter, parameter_of, stack_for_peft
@@ -59,16 +59,13 @@ def export_adapters(
     files = _linear(saved, modules) | _stacked(saved, config, policy, head)
     if head == "values":
         files[ROOT + SCORE] = reader.read(f"model.{SCORE}", whole(reader.shapes[f"model.{SCORE}"]))
-    try:
-        with new_folder(folder) as partial:
-            weights = partial / "adapter_model.safetensors"
-            digest = write_tensors({name: tensor.float().contiguous() for name, tensor in files.items()}, weights)
-            config.save_pretrained(str(partial))
-            for path in partial.iterdir():
-                sync(path)
-            add_manifest(partial, {weights.name: digest})
-    except OSError as error:
-        raise StorageError(f"writing the adapters to {folder} failed: {error}") from error
+    with new_folder(folder) as partial:
+        weights = partial / "adapter_model.safetensors"
+        digest = write_tensors({name: tensor.float().contiguous() for name, tensor in files.items()}, weights)
+        config.save_pretrained(str(partial))
+        for path in partial.iterdir():
+            sync(path)
+        add_manifest(partial, {weights.name: digest})
 
 
 def _modules(policy: PolicyConfig, head: Head) -> dict[str, str]:
