@@ -146,11 +146,7 @@ def _check_records(
         if columns.description:
             notes.append(f"{key}: {columns.description}")
         if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
-            message = (
-                f"{records.location(numbered[0][0])}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
-            )
-            hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
-            yield Problem(records.key, "contradiction", f"{message} {hint}")
+            yield _untemplated(records, columns.dataset.messages_key)
             return [], []
         rows = [record for _, record in numbered]
         notes += data_records.absent_tools(recipe, key, dataset, rows)
@@ -180,6 +176,13 @@ def _check_records(
     bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
     yield from bad_record_problems(records, bad)
     return inputs, answers
+
+
+def _untemplated(records: FirstRecords, column: str | None) -> Problem:
+    """Return the problem of a column with conversations while data.apply_chat_template is false."""
+    message = f"{records.location(records.numbered[0][0])}: '{column}' is a conversation, which needs a chat template"
+    hint = "but data.apply_chat_template is false. Try data.apply_chat_template=true"
+    return Problem(records.key, "contradiction", f"{message}, {hint}")
 
 
 def bad_record_problems(records: FirstRecords, bad: dict[str, list[int]]) -> Iterator[Problem]:
