@@ -77,7 +77,9 @@ class Role(GenerateRole):
     def _before_step(self, steps: int) -> None:
         if self._scenario == "check":
             time.sleep(0.05)  # parts of an answer come before its end
-            while (self._world.info.folder / "hold").exists():
+            hold = self._world.info.folder / "hold"
+            while hold.exists():
+                hold.with_name("held").touch()
                 time.sleep(0.01)
         elif steps == 3:
             if self._scenario == "hang":
@@ -125,8 +127,12 @@ def check(generate: RpcGroup[Role], gate: Path) -> None:
     assert not waits.done and all(not stand.open[0] for stand in generate.call(Role.snapshot).result()[0])
     generate.call(Role.receive).result()
     hold = gate.with_name("hold")
-    hold.touch()  # the answers begin, and do not end before the cut is sent
+    hold.touch()  # the answers begin before the cut is sent, and do not end before it
     generate.call(Role.commit, Commit(3)).result()
+    end = time.monotonic() + TIMEOUTS.join
+    while not hold.with_name("held").exists():
+        assert time.monotonic() < end, "no answer has begun"
+        time.sleep(0.01)
     cut = generate.call(Role.cut, [1])
     hold.unlink()
     cut.result()
