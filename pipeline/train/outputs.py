@@ -1,7 +1,4 @@
-"""Reduce the loss and metrics of microbatches to those of a step, and exchange small messages between ranks.
-
-Messages are sent as bytes, never as pickled objects.
-"""
+"""Reduce the loss and metrics of microbatches to the loss and metrics of a step."""
 
 from __future__ import annotations
 
@@ -98,14 +95,3 @@ def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessG
         payload.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     dist.broadcast(payload, group_src=source, group=group)
     return json.loads(payload.cpu().numpy().tobytes())
-
-
-def all_gather_bytes(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
-    """Return every rank's message, in rank order."""
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(lengths, torch.tensor([len(message)]), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
-    rows = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(rows, padded, group=group)
-    return [row.numpy().tobytes()[: int(length)] for row, length in zip(rows, lengths, strict=True)]

@@ -47,7 +47,7 @@ HOST = (
     "pipeline.rpc.messages",
     "pipeline.rpc.serving",
     "pipeline.rollout.lockstep",
-    "pipeline.train.megatron.collectives",
+    "pipeline.train.host_messages",
 )
 """Modules that send tensors of the host on a machine with GPUs too."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from pipeline.train.outputs import all_gather_bytes
+from pipeline.train.host_messages import all_gather_bytes
 from tests.nccl import install
 
 SIZE = 3

@@ -19,9 +19,9 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 
 from pipeline.train.gradients import squared_norm
+from pipeline.train.host_messages import all_gather_bytes
 from pipeline.train.megatron.groups import expert_tensor_group, tensor_group
 from pipeline.train.megatron.local_tensors import LocalTensor
-from pipeline.train.outputs import all_gather_bytes
 
 SAME = 0.01
 """The largest accepted relative difference between norms that should be equal; kernels may sum in another order."""

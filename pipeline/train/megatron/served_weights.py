@@ -16,10 +16,10 @@ import torch.distributed as dist
 from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape
+from pipeline.train.host_messages import all_gather_bytes
 from pipeline.train.megatron.adapted_stage import StageAdapters
 from pipeline.train.megatron.local_tensors import LocalTensor
 from pipeline.train.megatron.saved_state import is_data_parallel_leader
-from pipeline.train.outputs import all_gather_bytes
 
 
 class ServedWeights:
