@@ -98,9 +98,9 @@ class TextAnalysis:
         try:
             detector_factory = importlib.import_module("langdetect.detector_factory")
             self._detection_error: type[Exception] = importlib.import_module("langdetect").LangDetectException
-        except ImportError:
+        except ImportError as error:
             raise ValueError(
-                "the package langdetect is not installed where this rank runs. Try pip install langdetect==1.0.9 in its image"
+                f"langdetect is missing where this rank runs ({error}). Try pip install langdetect==1.0.9 in its image"
             ) from None
         self._factory: Any = detector_factory.DetectorFactory()
         self._factory.seed = 0  # otherwise its result differs from call to call
