@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.train.outputs import all_gather_bytes
+from pipeline.train.host_messages import all_gather_bytes
 from tests import cuda_world
 
 

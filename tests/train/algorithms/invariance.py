@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from pipeline import algorithms, coordinator
 from pipeline.config import generates
 from pipeline.roles.train import TrainRole
-from pipeline.train.outputs import all_gather_bytes
+from pipeline.train.host_messages import all_gather_bytes
 from pipeline.types import DataParallelRank, Moments, Update
 from tests.train import ranks
 from tests.train.algorithms import cases

@@ -77,7 +77,7 @@ def check_resumed(layout: Layout, folder: Path, family: str) -> None:
         (step, name, ours[name], value)
         for step, (ours, theirs) in enumerate(zip(metrics, after["metrics"], strict=True))
         for name, value in theirs.items()
-        if abs(ours[name] - value) > 1e-5 * max(abs(value), 0.01)
+        if abs(ours[name] - value) > 1e-4 * max(abs(value), 0.01)  # sums in another order, and the updates that follow
     ]
     assert not off, f"{family}: {off}"
 
