@@ -91,8 +91,10 @@ def start_isolated(
     contents = {name: sealed_file(name, content) for name, content in files.items()}
     inherited = [block, report_writer, filter_file := sealed_file("filter", rules), *contents.values()]
     options = ["--perms", "0700", "--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH]  # first: others may lie below it
+    keeper = None
     if linux.is_root():
-        inherited.append(users := _namespace_of_nobody())
+        users, keeper = _namespace_of_nobody()
+        inherited.append(users)
         options += ["--userns", str(users), "--sync-fd", str(users)]  # the second closes it for the program
     else:
         options += ["--unshare-user"]
@@ -121,6 +123,8 @@ def start_isolated(
         line += piece
     os.set_blocking(report, False)
     init = json.loads(line)["child-pid"]
+    if keeper is not None:
+        os.write(keeper, str(init).encode())
     _limit(init, limits, linux.counts_processes_by_namespace())
     return StartedProgram(child, init, go, report)
 
@@ -182,34 +186,41 @@ def _limit(pid: int, limits: ResourceLimits, count_processes: bool) -> None:
     cgroup.join(pid, limits)
 
 
-def _namespace_of_nobody() -> int:
-    """Return a descriptor of a new user namespace for bubblewrap, with the machine's nobody and root.
+def _namespace_of_nobody() -> tuple[int, int]:
+    """Return descriptors of a new user namespace for bubblewrap, with the machine's nobody and root, and of a pipe.
 
     Root is user 1 there. If it were 0, bubblewrap would lose its capabilities when it becomes nobody; without it, bubblewrap
     could not mount what only root may read, such as Python in root's home folder.
+
+    The process that makes the namespace waits for the id of the sandbox's process 1 on the pipe, and kills that process when
+    the guard dies. The kernel does not: bubblewrap's own end sends the signal, without the right to kill nobody's processes.
     """
     reader, writer = os.pipe()
+    watched, keeper = os.pipe()
     maker = os.fork()
     if maker == 0:
         try:
+            for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {writer, watched}:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(descriptor)
             linux.call("unshare", NEWUSER)
-            linux.die_with_parent()
             os.write(writer, b"1")
-            signal.pause()
+            os.close(writer)
+            if (init := os.read(watched, 32)) and not os.read(watched, 1):  # empty: the guard has ended
+                os.kill(int(init), signal.SIGKILL)
         finally:
             os._exit(1)
     os.close(writer)
+    os.close(watched)
     try:
         os.read(reader, 1)
         for kind in ("uid", "gid"):
             Path(f"/proc/{maker}/{kind}_map").write_text(f"1 0 1\n{USER} {USER} 1\n")
-        return os.open(f"/proc/{maker}/ns/user", os.O_RDONLY)
+        return os.open(f"/proc/{maker}/ns/user", os.O_RDONLY), keeper
     except OSError as error:
         raise SandboxError(f"the kernel refuses a user namespace: {error}") from None
     finally:
         os.close(reader)
-        os.kill(maker, signal.SIGKILL)
-        os.waitpid(maker, 0)
 
 
 def _protect_devices() -> None:

@@ -112,7 +112,7 @@ sandbox.run(argv)
     ("kind", "killed"),
     [
         ("run", "rank"),
-        pytest.param("talk", "guard", marks=pytest.mark.full),
+        ("talk", "guard"),
         *(pytest.param(*pair, marks=pytest.mark.long) for pair in [("run", "guard"), ("talk", "rank")]),
     ],
 )
