@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from launch.sweeps.expressions import Curve
-from launch.sweeps.measurements import by_step, spread
+from launch.sweeps.expressions import Curve, by_step
 from pipeline.config import config_tree, refuse, schema_validation, yaml_text
 from pipeline.files.storage import write_durably
 from pipeline.recipe.values import Bool, Float, Int, Text
@@ -98,6 +97,12 @@ def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
     points = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
     mean, deviation = ([_short(reduce(values[step])) for step in points] for reduce in (statistics.fmean, spread))
     return StoredCurve(points, mean, deviation)
+
+
+def spread(values: Iterable[float]) -> float:
+    """Return the sample standard deviation; 0 for a single value."""
+    values = list(values)
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _short(value: float) -> float:

@@ -29,12 +29,12 @@ from launch.executors.local import start_time
 from launch.executors.record import JobRecord, read_record, write_record
 from launch.executors.slurm import HetSlurmJob
 from launch.runs import folder_lock, run_setup
-from launch.runs.run_setup import flat
 from launch.sweeps import suite as suites
 from launch.sweeps.suite import Suite
 from pipeline.config import Problem, RecipeError
 from pipeline.files import small_files
-from pipeline.files.storage import listed, write_durably
+from pipeline.files.storage import StorageError, wait_for, write_durably
+from pipeline.recipe.values import leaves
 
 JOBS = "jobs.jsonl"
 CANCELLED = "cancelled"
@@ -60,6 +60,10 @@ class SweepJob:
     run: str | None = None  # None if other jobs need this one
     seed: int | None = None
     needs: list[str] = field(default_factory=list)  # names of jobs
+
+    def __str__(self) -> str:
+        after = f"  after {', '.join(self.needs)}" if self.needs else ""
+        return f"{self.name}: recipe={self.recipe} {' '.join(self.overrides)}{after}"
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,8 @@ class SweepFolder:
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
         """Raise RecipeError if the sweep in this folder began with another suite, or with other overrides."""
-        before = {**flat(asdict(self.suite)), "the command line": self.plan.overrides}
-        now = {**flat(asdict(suite)), "the command line": overrides}
+        before = {**dict(leaves(asdict(self.suite))), "the command line": self.plan.overrides}
+        now = {**dict(leaves(asdict(suite))), "the command line": overrides}
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
                 expected = f"expected {before.get(key)}, with which {self.path} began. Try this value, or another id=NAME"
@@ -219,8 +223,10 @@ class SweepFolder:
         if orphan := queue.writing_into(run_dir):  # its submitter was killed before it wrote job.json
             write_record(run_dir, orphan)
             return JobState(job, "live", orphan, queue.of(orphan, run_dir), len(ids) + 1)
-        if status and status.succeeded and _appears(run_dir / "done.json"):
-            return JobState(job, "done", record, status, len(ids))
+        if status and status.succeeded:
+            with contextlib.suppress(StorageError):
+                wait_for(run_dir / "done.json", SETTLE_S)
+                return JobState(job, "done", record, status, len(ids))
         if record is None or record.job_id not in ids:  # the record is of a job before this sweep
             return JobState(job, "missing")
         return JobState(job, "failed", record, status, len(ids))
@@ -298,11 +304,3 @@ def _controller(run_dir: Path) -> int | None:
     ends_with = ["-m", "launch.executors.local", str(run_dir)]
     processes = psutil.process_iter(["cmdline"])  # without a command line, if it has ended or belongs to another user
     return next((process.pid for process in processes if (process.info["cmdline"] or [])[-3:] == ends_with), None)
-
-
-def _appears(path: Path) -> bool:
-    """Return whether a file exists now or within SETTLE_S. The time is for files that another node has just written."""
-    deadline = time.monotonic() + SETTLE_S
-    while not (exists := listed(path)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return exists

@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("optuna")
 
+
 from launch.api import sweeps as api
 from launch.submission.prepare import examine
+from launch.sweeps import submission
 from launch.sweeps import suite as suites
-from launch.sweeps.search import checks
-from launch.sweeps.search.section import SearchConfig
-from launch.sweeps.search.study import JOURNAL, TrialStudy
+from launch.sweeps.search_loop import JOURNAL, TrialStudy
+from launch.sweeps.suite import SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
 from tests.launch.search import tasks
@@ -209,7 +210,7 @@ def test_the_command_refuses_a_budget_that_is_too_small_and_writes_nothing(tmp_p
     assert f"Try at most {math.floor(1000 / plan.gpu_hours)} trials" in output
     assert not (tmp_path / "sweeps").exists()
     budget = SearchConfig(trials=8, budget_gpu_hours=1e6)
-    assert not [*checks.budget_problems(budget, checks.price_of(budget, [plan]))]
+    assert not [*submission.budget_problems(budget, submission.price_of(budget, [plan]))]
 
 
 @pytest.mark.full

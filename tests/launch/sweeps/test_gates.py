@@ -3,9 +3,8 @@
 import pytest
 
 from launch.sweeps.baseline import Baseline, Provenance, StoredGate, StoredRun, read, stored_curve, write
-from launch.sweeps.expressions import Curve, NoValue
+from launch.sweeps.expressions import Curve, NoValue, RunMeasurements, by_kind
 from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, judge
-from launch.sweeps.measurements import RunMeasurements, by_kind
 from launch.sweeps.suite import BandConfig, GateConfig, RunConfig, SameConfig, SpeedConfig, Suite
 from tests.problems import refused
 

@@ -12,9 +12,9 @@ import pytest
 
 from launch.executors.record import JobRecord, write_record
 from launch.sweeps import baseline, suite, verdict
-from launch.sweeps.reports import junit, markdown, page
 from launch.sweeps.submission import jobs_of
 from launch.sweeps.sweep_folder import SweepFolder, SweepPlan
+from launch.sweeps.verdict import junit, markdown, page
 from tests.launch.sweeps.suites import write_suite
 
 SLOW = {"b": {"time/step": 0.15}}
@@ -25,7 +25,7 @@ def finished(folder: Path, values: dict, lr: float = 0.5, **changes):
     path = write_suite(folder, **changes)
     asked = suite.load(str(path), [f"runs.a.overrides.policy.optimizer.kwargs.lr={lr}"])
     place = SweepFolder(folder / f"sweeps/some/{len(list(folder.glob('sweeps/some/*')))}")
-    jobs, executor = jobs_of(asked, place.path)
+    jobs, executor, _ = jobs_of(asked, place.path)
     with place.locked():
         place.begin(asked.suite, SweepPlan(place.path.name, executor, str(folder), str(asked.baseline), [], jobs))
     for job in jobs:

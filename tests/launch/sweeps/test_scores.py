@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from launch.runs import suites as evaluation_suites
-from launch.sweeps import measurements
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun, read, write
+from launch.sweeps.expressions import RunMeasurements
 from launch.sweeps.gates import GateCase, GateResult, Sweep, judge
-from launch.sweeps.measurements import RunMeasurements
 from launch.sweeps.suite import BandConfig, EvaluationGateConfig, GateConfig, RunConfig, Suite, load
+from launch.sweeps.verdict import missing
 from tests.evaluation import made
 from tests.launch import made_runs
 from tests.launch.sweeps.suites import outcomes, write_suite
@@ -118,9 +118,9 @@ def test_an_evaluation_of_an_earlier_step_does_not_count(tmp_path):
     run = trained(tmp_path / "a-1", 0.8, step=20, evaluated=10).folder
     assert run is not None
     suite = Suite("s", [1], runs={"a": RunConfig(gates={"g": GateConfig(evaluation=EvaluationGateConfig("tiny", "addition"))})})
-    assert [*measurements.missing(suite, "a", run)] == [("suite=tiny", f"run={run}", "step=20")]
+    assert [*missing(suite, "a", run)] == [("suite=tiny", f"run={run}", "step=20")]
     made.evaluation(run, 20, {"addition": made.answers()}, suite="tiny")
-    assert [*measurements.missing(suite, "a", run)] == []
+    assert [*missing(suite, "a", run)] == []
     assert evaluation_suites.find("tiny")[0] == "tiny"
 
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from launch.drawing.html import Html, table, tag
 from launch.pages.chart import Chart, Series, drawing, figures, plotly_text
 from launch.pages.document import Section, document
-from launch.sweeps.measurements import RunMeasurements, measure
-from launch.sweeps.reports import suite_section
-from launch.sweeps.search.section import ParameterConfig, SearchConfig, Values, as_arguments
-from launch.sweeps.suite import Suite
+from launch.runs.run_folder import RunFolder
+from launch.sweeps.expressions import RunMeasurements, measure
+from launch.sweeps.suite import ParameterConfig, SearchConfig, Suite, Values, as_arguments
 from launch.sweeps.sweep_folder import SweepFolder
-from pipeline import config
+from launch.sweeps.verdict import suite_section
 
 CLASSES = {"complete": "good", "pruned": "warn", "failed": "bad"}
 BEST_SHARE = 4  # one complete trial of so many is drawn as one of the best
@@ -71,6 +70,12 @@ class TrialResult:
         curve = self.measured.curves.get("time/step")
         return statistics.median([value for value in curve.values if value is not None] or [0.0]) if curve else 0.0
 
+    def as_json(self) -> dict[str, object]:
+        """Return the entry of the trial in verdict.json."""
+        reports = {step: value if math.isfinite(value) else None for step, value in self.trial.reports.items()}
+        measured = {"name": self.trial.name, "seconds": self.measured.seconds, "devices": self.devices}
+        return {**asdict(self.trial), "reports": reports, **measured}
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -98,6 +103,10 @@ class SearchResult:
     def best(self) -> TrialResult | None:
         """The complete trial with the best value; None without a complete trial."""
         return next(iter(self.ranking), None)
+
+    def command(self, entry: TrialResult) -> str:
+        """Return the command that runs the recipe with the values of a trial."""
+        return f"python launch/submit.py recipe={self.search.recipe} {' '.join(as_arguments(entry.trial.values))}"
 
     @property
     def summary(self) -> str:
@@ -129,12 +138,12 @@ def result(
     results, units = [], set()
     for trial in trials:
         run_dir = folder.path / "runs" / trial.name
-        recipe = config.read(run_dir / "recipe.yaml") if (run_dir / "recipe.yaml").exists() else None
-        parts = config.components(recipe) if recipe else {}
-        hosts = [part for name, part in parts.items() if name != "generate" or not recipe or not config.colocated(recipe)]
-        gpus = sum(part.nodes * part.gpus_per_node for part in hosts)  # which colocated components share
-        units |= {"GPU" if gpus else "rank"} if recipe else set()
-        devices = gpus or sum(map(config.ranks, parts.values()))
+        devices = 0
+        if (run_dir / "recipe.yaml").exists():  # it has been submitted
+            submitted = RunFolder.at(run_dir)
+            ranks = sum(part.get("nodes", 1) * (part.get("ranks_per_node") or 1) for part in submitted.components.values())
+            devices = submitted.gpus or ranks
+            units.add("GPU" if submitted.gpus else "rank")
         results.append(TrialResult(trial, measure(run_dir), devices))
     unit = units.pop() if len(units) == 1 else "device"
     return SearchResult(folder.title, folder.path, search, results, importances, max_steps, unit)
@@ -162,10 +171,9 @@ def _link(trial: Trial) -> Html:
 def _best(result: SearchResult) -> Iterator[Section]:
     if (best := result.best) is None:
         return
-    command = f"python launch/submit.py recipe={result.search.recipe} {' '.join(as_arguments(best.trial.values))}"
     value = tag("p", f"{result.search.metric} {_number(best.trial.value)} in ", _link(best.trial))
     rows = [[key, _number(value)] for key, value in best.trial.values.items()]
-    yield Section("Best", [value, table(["parameter", "value"], rows), tag("pre", command)])
+    yield Section("Best", [value, table(["parameter", "value"], rows), tag("pre", result.command(best))])
 
 
 # ---- drawings -----------------------------------------------------------------------------------------------------------
