@@ -30,7 +30,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch.recipes.trust import Trust, trusting
-from launch.sweeps import baseline, search_loop, submission, suite, verdict
+from launch.sweeps import gates, search_loop, submission, suite, verdict
 from launch.sweeps.gates import GateResult
 from launch.sweeps.submission import Price
 from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, Queue, SweepFolder, SweepJob, SweepPlan
@@ -121,7 +121,7 @@ def begin(request: SweepRequest) -> int:
     searched = loaded.suite.search
     if searched and request.update_baseline:
         raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
-    if not searched and baseline.read(loaded.baseline) is None and not request.update_baseline:
+    if not searched and gates.read_baseline(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet ({loaded.baseline}): gates that need a baseline fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
     if folder.begun and (searched or not request.dry_run):

@@ -27,11 +27,9 @@ from launch.pages.chart import Chart, Series, figures
 from launch.pages.document import Section, add_plotly, details, document
 from launch.runs import run_files
 from launch.runs.attempts import all_attempts
-from launch.sweeps import baseline as baselines
 from launch.sweeps import gates, suite
-from launch.sweeps.baseline import Baseline, Provenance, StoredCurve, StoredRun
 from launch.sweeps.expressions import Curve, Expression, NoValue, RunMeasurements, by_step, measure
-from launch.sweeps.gates import GateResult, GateSkipped, Sweep, Verdict
+from launch.sweeps.gates import Baseline, GateResult, GateSkipped, Provenance, StoredCurve, StoredRun, Sweep, Verdict
 from launch.sweeps.submission import main_line, why_failed
 from launch.sweeps.suite import Suite
 from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
@@ -146,12 +144,12 @@ def conclude(folder: SweepFolder) -> SweepResult:
         assert job.run is not None and job.seed is not None, "a run's job has both"
         runs[job.run][job.seed] = measure(Path(job.run_dir))
     ran = [JobResult.of(folder, state) for state in job_states]
-    sweep = Sweep(suite, runs, baselines.read(Path(plan.baseline)))
+    sweep = Sweep(suite, runs, gates.read_baseline(Path(plan.baseline)))
     commits, notes, refused = _commits(plan.jobs), [], []
     if plan.update_baseline:
         renewed, refused = _new_baseline(folder, sweep, ran, commits)
         if not refused:
-            baselines.write(renewed, Path(plan.baseline))
+            gates.write_baseline(renewed, Path(plan.baseline))
             sweep = replace(sweep, baseline=renewed)
             notes.append(f"wrote a new baseline: {plan.baseline}")
     if len(commits) > 1:
@@ -236,7 +234,7 @@ def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commi
                 problems.append(f"{run}, {case.name}: {error}")
             for metric in case.metrics:
                 seeds = [measured.curves[metric] for measured in sweep.runs[run].values() if metric in measured.curves]
-                stored.curves[metric] = baselines.stored_curve(seeds)
+                stored.curves[metric] = gates.stored_curve(seeds)
     commit = commits[0] if len(commits) == 1 else ""
     date = datetime.now(UTC).date().isoformat()
     provenance = Provenance(folder.title, date, commit.partition(",")[0] or None, "changed" in commit)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from launch.executors.record import JobRecord, write_record
-from launch.sweeps import baseline, suite, verdict
+from launch.sweeps import gates, suite, verdict
 from launch.sweeps.submission import jobs_of
 from launch.sweeps.sweep_folder import SweepFolder, SweepPlan
 from launch.sweeps.verdict import junit, markdown, page
@@ -49,7 +49,7 @@ def sweeps(tmp_path_factory):
     good = finished(tmp_path, {})
     good.request_baseline(True)
     first = verdict.conclude(good)
-    assert first.passed and baseline.read(tmp_path / "baselines/some.yaml").of("a").hardware == "2 x slide rule"
+    assert first.passed and gates.read_baseline(tmp_path / "baselines/some.yaml").of("a").hardware == "2 x slide rule"
     return first, verdict.conclude(finished(tmp_path, SLOW, lr=5.0))
 
 

@@ -7,9 +7,18 @@ import pytest
 import yaml
 
 from launch.runs import suites as evaluation_suites
-from launch.sweeps.baseline import Baseline, Provenance, StoredRun, read, write
 from launch.sweeps.expressions import RunMeasurements
-from launch.sweeps.gates import GateCase, GateResult, Sweep, judge
+from launch.sweeps.gates import (
+    Baseline,
+    GateCase,
+    GateResult,
+    Provenance,
+    StoredRun,
+    Sweep,
+    judge,
+    read_baseline,
+    write_baseline,
+)
 from launch.sweeps.suite import BandConfig, EvaluationGateConfig, GateConfig, RunConfig, Suite, load
 from launch.sweeps.verdict import missing
 from tests.evaluation import made
@@ -81,8 +90,8 @@ def test_a_stored_evaluation_and_the_baseline_are_references(tmp_path, share, ou
     (case,) = good.cases("a")
     assert "there is no baseline yet" in case.verdict().message and case.needs_baseline
     stored = Baseline(Provenance("s", "2026-01-01"), {"a": StoredRun(gates={"g": case.to_store()})})
-    write(stored, tmp_path / "baseline.yaml")
-    again = read(tmp_path / "baseline.yaml")
+    write_baseline(stored, tmp_path / "baseline.yaml")
+    again = read_baseline(tmp_path / "baseline.yaml")
     assert again == stored and len(stored.runs["a"].gates["g"].questions) == 80
     assert verdict(tmp_path / "now", asked, {"a": share}, again).outcome is outcome
 
