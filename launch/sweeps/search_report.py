@@ -194,8 +194,8 @@ def _over_trials(result: SearchResult) -> Iterator[Section]:
     }
     pruned = [entry for entry in result.of_state("pruned") if entry.trial.value is not None]
     traces = [line, _dots(result, complete, "var(--c0)", "circle"), _dots(result, pruned, "var(--c7)", "circle-open")]
-    titles = {"xaxis": "trial", "yaxis": plotly_text(result.search.metric)}
-    layout = {"height": 260, **{axis: {"title": {"text": text}} for axis, text in titles.items()}}
+    metric = plotly_text(result.search.metric)
+    layout = {"height": 260, "xaxis": {"title": {"text": "trial"}}, "yaxis": {"title": {"text": metric}}}
     note = "The best value so far, each complete trial, and the last value of each pruned one (open)."
     yield Section("Best value over trials", [drawing(result.search.metric, traces, layout)], note)
 
@@ -220,35 +220,43 @@ def _hover(result: SearchResult, entry: TrialResult) -> str:
 def _parallel(result: SearchResult) -> Iterator[Section]:
     """Yield the parallel coordinates: a line per trial across one axis per parameter and one for the metric.
 
-    Each axis runs from its lowest to its highest value.
+    Each axis runs from its lowest to its highest value, which are beside its ends.
     """
     entries = [entry for entry in result.trials if entry.trial.value is not None]
     if not entries:
         return
-    parameters = result.search.parameters
     measured = [entry.trial.value or 0.0 for entry in entries]
-    metric = ParameterConfig(low=min(measured), high=max(measured))
+    axes = {**result.search.parameters, result.search.metric: ParameterConfig(low=min(measured), high=max(measured))}
     good = {entry.trial.number for entry in result.ranking[: math.ceil(len(result.ranking) / BEST_SHARE)]}
     traces = []
     for entry in sorted(entries, key=lambda entry: entry.trial.number in good):  # the best above the others
-        heights = [_height(parameter, entry.trial.values[key]) for key, parameter in parameters.items()]
-        heights.append(_height(metric, entry.trial.value))
+        values = {**entry.trial.values, result.search.metric: entry.trial.value}
         is_good = entry.trial.number in good
         colour = "var(--c1)" if is_good else "var(--c0)"
         dash = "dot" if entry.trial.state == "pruned" else "solid"
         traces.append(
             {
-                "x": list(range(len(heights))),
-                "y": heights,
+                "x": [*range(len(axes))],
+                "y": [_height(axis, values[key]) for key, axis in axes.items()],
                 "mode": "lines+markers",
                 "line": {"color": colour, "width": 2 if is_good else 1, "dash": dash},
-                "text": [_hover(result, entry)] * len(heights),
+                "text": [_hover(result, entry)] * len(axes),
                 "marker": {"color": colour, "size": 4},
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
+    ends = [axis.choices or [axis.low, axis.high] for axis in axes.values()]
+    beside = {"showarrow": False, "xanchor": "left", "xshift": 4}
+    labels = [
+        {**beside, "x": i, "y": y, "text": plotly_text(_number(end)), "yshift": shift}
+        for i, values in enumerate(ends)
+        for y, end, shift in ((0, values[0], -8), (1, values[-1], 8))
+    ]
+    names = [plotly_text(key.rpartition(".")[2]) for key in axes]
+    ticks = {"tickvals": [*range(len(axes))], "ticktext": names, "range": [-0.1, len(axes) - 0.6]}
+    hidden = {"visible": False, "range": [-0.12, 1.12]}
+    layout = {"height": 320, "xaxis": ticks, "yaxis": hidden, "annotations": labels}
     note = f"Orange: the best {len(good)} of the complete trials. Dotted: pruned ones, at their last value."
-    layout = _axes([*parameters, result.search.metric], [*map(_ends, parameters.values()), _ends(metric)])
     yield Section("Parallel coordinates", [drawing("Parameters and metric", traces, layout)], note)
 
 
@@ -260,29 +268,6 @@ def _height(parameter: ParameterConfig, value: Any) -> float:
     scale = math.log if parameter.log else float
     low, high = scale(parameter.low), scale(parameter.high)
     return 0.5 if high == low else (scale(value) - low) / (high - low)
-
-
-def _ends(parameter: ParameterConfig) -> tuple[str, str]:
-    values = parameter.choices or [parameter.low, parameter.high]
-    return _number(values[0]), _number(values[-1])
-
-
-def _axes(names: Sequence[str], ends: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the Plotly layout of vertical axes. names: shown below them. ends: (lowest, highest) label of each axis."""
-    common = {"showarrow": False, "xanchor": "left", "xshift": 4}
-    notes = [
-        {**common, "x": i, "y": y, "text": plotly_text(end), "yshift": shift}
-        for i, pair in enumerate(ends)
-        for y, end, shift in zip((0, 1), pair, (-8, 8), strict=True)
-    ]
-    lines = [
-        {"type": "line", "x0": i, "x1": i, "y0": 0, "y1": 1, "line": {"color": "var(--line)", "width": 1}, "layer": "below"}
-        for i in range(len(names))
-    ]
-    labels = [plotly_text(name.rpartition(".")[2]) for name in names]
-    ticks = {"tickvals": [*range(len(names))], "ticktext": labels, "showgrid": False, "range": [-0.1, len(names) - 0.6]}
-    hidden = {"visible": False, "range": [-0.12, 1.12]}
-    return {"height": 320, "xaxis": ticks, "yaxis": hidden, "annotations": notes, "shapes": lines}
 
 
 def _importances(result: SearchResult) -> Iterator[Section]:

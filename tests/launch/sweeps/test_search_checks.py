@@ -13,7 +13,7 @@ from launch.sweeps.search_loop import values_by_step
 from launch.sweeps.suite import ParameterConfig, SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
 from pipeline.config import Problem, RecipeError
-from tests.launch.search.suites import KL, LR, write_search
+from tests.launch.sweeps.suites import KL, LR, write_search
 
 
 def problems_of(path) -> dict[str, str]:

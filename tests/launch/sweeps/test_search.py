@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("optuna")
 
-
 from launch.api import sweeps as api
 from launch.submission.prepare import examine
 from launch.sweeps import submission
@@ -24,9 +23,8 @@ from launch.sweeps.search_loop import JOURNAL, TrialStudy
 from launch.sweeps.suite import SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
-from tests.launch.search import tasks
-from tests.launch.search.suites import KL, LR, write_search
-from tests.launch.sweeps.suites import environment, in_process, known, launch, submitted, sweep
+from tests.launch.sweeps import tasks
+from tests.launch.sweeps.suites import KL, LR, environment, in_process, known, launch, submitted, sweep, write_search
 from tests.launch.waiting import wait_until
 
 ASHA = {"pruner": "asha", "min_steps": 2, "reduction_factor": 2}
@@ -82,7 +80,7 @@ def test_worse_trials_are_stopped_and_the_best_is_told(tmp_path, here):
 
 def test_a_failed_trial_is_told_and_does_not_end_the_search(tmp_path, here):
     path = write_search(tmp_path, parameters={LR: [0.5, 1.0]}, parallel=2)
-    status, output = here(f"sweep={path}", "id=x", fails="0.5")
+    status, output = here(f"sweep={path}", "id=x", fails="trial-0000:1")
     assert status == 0, output
     folder = tmp_path / "sweeps/some/x"
     assert trials(folder) == [("failed", 0.5, None), ("complete", 1.0, 4.0)] and starts(folder) == [1, 1]
@@ -145,7 +143,7 @@ def test_a_search_waits_for_one_who_only_looks(tmp_path, here, monkeypatch):
 def test_a_cancelled_search_submits_nothing_more_and_goes_on_later(tmp_path, here):
     path = write_search(tmp_path, parameters={LR: [0.5, 1.0]})  # 0.5 waits to be asked
     folder = tmp_path / "sweeps/some/x"
-    process = launch(f"sweep={path}", "id=x", env=environment(HETSTEP_TEST_TASK="tests.launch.search.tasks:climb"))
+    process = launch(f"sweep={path}", "id=x", env=environment(HETSTEP_TEST_TASK="tests.launch.sweeps.tasks:climb"))
     wait_until(lambda: [*folder.glob("runs/trial-0000/starts")], "the first trial", 120)
     run = api.SweepRun(folder)
     assert run.state() == "running" and run.cancel() == "cancelled"
@@ -161,7 +159,7 @@ def test_a_cancelled_search_submits_nothing_more_and_goes_on_later(tmp_path, her
 def test_a_killed_search_goes_on_and_submits_nothing_twice(tmp_path):
     """Kill it after 0, 1, 2 and 3 submissions; and once delete its record of a run."""
     path = write_search(tmp_path, parameters={LR: [1.0, 2.0, 3.0, 4.0]}, parallel=2)
-    env = environment(HETSTEP_TEST_SLEEP="2", HETSTEP_TEST_TASK="tests.launch.search.tasks:climb")
+    env = environment(HETSTEP_TEST_SLEEP="2", HETSTEP_TEST_TASK="tests.launch.sweeps.tasks:climb")
     folder = tmp_path / "sweeps/some/x"
     for count in range(4):
         process = launch(f"sweep={path}", "id=x", env=env)
@@ -215,7 +213,7 @@ def test_the_command_refuses_a_budget_that_is_too_small_and_writes_nothing(tmp_p
 
 @pytest.mark.full
 def test_a_program_begins_a_search_and_waits_for_its_verdict(tmp_path, monkeypatch):
-    for key, value in environment(HETSTEP_TEST_TASK="tests.launch.search.tasks:climb").items():
+    for key, value in environment(HETSTEP_TEST_TASK="tests.launch.sweeps.tasks:climb").items():
         monkeypatch.setenv(key, value)
     path = write_search(tmp_path, parameters={LR: [1.0]})
     with pytest.raises(RecipeError) as refused:
