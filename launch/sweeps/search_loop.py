@@ -30,7 +30,7 @@ from launch.sweeps.suite import ParameterConfig, SearchConfig, as_arguments, as_
 from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
 from launch.terminal import console
 from launch.terminal.safe_text import on_one_line
-from pipeline.config import Problem, RecipeError, bound, refuse, section
+from pipeline.config import Problem, RecipeError, refuse
 from pipeline.files import small_files
 from pipeline.files.storage import write_durably
 from pipeline.observe import metrics
@@ -65,7 +65,7 @@ class TrialStudy:
 
         max_steps: the number of steps of a trial; None if only its data limit it.
         """
-        optuna = self._optuna = _optuna()
+        optuna = _optuna()
         self._search, self._max_steps = search, max_steps
         self._distributions = {key: _distribution(key, parameter) for key, parameter in search.parameters.items()}
         path = folder / JOURNAL
@@ -90,11 +90,10 @@ class TrialStudy:
 
     def ask(self) -> Trial:
         """Return a new trial: the next point of the grid, or values that the sampler chose."""
-        optuna = self._optuna
         if self._search.sampler == "grid":
-            values = grid(self._search)[len(self.trials())]
-            running = optuna.trial.TrialState.RUNNING
-            self._study.add_trial(optuna.trial.create_trial(state=running, params=values, distributions=self._distributions))
+            values, create_trial = grid(self._search)[len(self.trials())], _optuna().trial.create_trial
+            running = _optuna().trial.TrialState.RUNNING
+            self._study.add_trial(create_trial(state=running, params=values, distributions=self._distributions))
         else:
             self._study.sampler = _sampler(self._search, len(self._study.get_trials(deepcopy=False)))
             self._study.ask(self._distributions)
@@ -103,7 +102,7 @@ class TrialStudy:
     def _open(self, number: int) -> Any:
         """Return Optuna's object for reports and attributes of a running trial."""
         study_id = self._storage.get_study_id_from_name(STUDY)
-        return self._optuna.trial.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number))
+        return _optuna().trial.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Record the metric of a running trial at a step, and return whether to prune the trial.
@@ -124,7 +123,7 @@ class TrialStudy:
     def end(self, number: int, state: StateOfTrial, value: float | None = None) -> None:
         """Record the end of a trial: complete with its final metric, pruned at the last value that it reported, or failed."""
         name = next(name for name, ours in STATES.items() if ours == state)
-        self._study.tell(number, value, self._optuna.trial.TrialState[name])
+        self._study.tell(number, value, _optuna().trial.TrialState[name])
 
     def importances(self) -> dict[str, float]:
         """Return parameter -> its share of the importance, largest first.
@@ -133,7 +132,7 @@ class TrialStudy:
         (https://arxiv.org/abs/2304.10255), which needs no further package, unlike fANOVA.
         """
         distinct = {trial.value for trial in self.trials() if trial.state == "complete"}
-        return dict(self._optuna.importance.get_param_importances(self._study)) if len(distinct) > 1 else {}
+        return dict(_optuna().importance.get_param_importances(self._study)) if len(distinct) > 1 else {}
 
 
 def trials_of(folder: SweepFolder) -> list[Trial]:
@@ -280,7 +279,7 @@ class BegunSearch:
         self._overrides = self._suite.overrides_of(self._search, plan.overrides)
         refuse(submission.package_problems(self._search))
         recipe = reading.load(self._search.recipe, self._overrides)
-        self._max_steps = bound(section(recipe).max_num_steps)  # of a trial; None if only its data bound it
+        self._max_steps = run_control.max_steps(recipe)  # of a trial; None if only its data bound it
         self._study = TrialStudy(folder.path, self._search, self._max_steps)
         self._expression = self._search.expression
 

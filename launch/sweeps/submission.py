@@ -27,14 +27,14 @@ from launch.plan.estimate import Plan
 from launch.recipes import reading
 from launch.runs.attempts import latest
 from launch.runs.follow import failure
-from launch.submission import foreground
+from launch.submission import foreground, run_control
 from launch.submission.prepare import Prepared, examine, folder_name, prepare
 from launch.sweeps.suite import LoadedSuite, SearchConfig, Values, as_arguments, as_text, corners
 from launch.sweeps.sweep_folder import JobState, Queue, SweepFolder, SweepJob
 from launch.terminal import console
 from launch.terminal.safe_text import on_one_line
 from pipeline import config
-from pipeline.config import Problem, RecipeError, bound, collected, refuse
+from pipeline.config import Problem, RecipeError, collected, refuse
 
 POLL_S = {"local": 0.5, "slurm": 5.0}
 """Executor -> seconds between two checks of the jobs."""
@@ -128,7 +128,7 @@ def _jobs_of_search(search: SearchConfig, overrides: list[str], folder: Path) ->
         plans.append(plan if isinstance(plan, Plan) else None)
     price = price_of(search, plans)
     refuse([*budget_problems(search, price), *problems.values()])
-    refuse(_pruner_problems(search, bound(config.section(lowest[-1].recipe).max_num_steps)))
+    refuse(_pruner_problems(search, run_control.max_steps(lowest[-1].recipe)))
     executor = lowest[-1].executor.name
     refuse(_not_submitting({executor}))
     return with_needs(search.recipe, overrides, lowest, "trial", 0)[:-1], executor, price
@@ -334,9 +334,7 @@ def _submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
         "chdir": plan.cwd,
         "ntasks": 1,
         "time": suite.check.time_min,
-        "partition": suite.check.partition or first.partition,
-        "account": suite.check.account or first.account,
-        "qos": suite.check.qos or first.qos,
+        **{key: getattr(suite.check, key) or getattr(first, key) for key in ("partition", "account", "qos")},
         "mem": suite.check.mem,
         "dependency": slurm.dependency(afterany=tuple(waits_for)),
     }

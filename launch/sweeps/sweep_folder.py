@@ -275,8 +275,11 @@ class Queue:
         if self._executor == "slurm":
             job_id = self.writing_to(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out")
             return JobRecord("slurm", job_id, socket.gethostname()) if job_id else None
-        controller = _controller(run_dir)
-        return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
+        ends_with = ["-m", "launch.executors.local", str(run_dir)]
+        for process in psutil.process_iter(["cmdline"]):  # without a command line, if it has ended or belongs to another user
+            if (process.info["cmdline"] or [])[-3:] == ends_with:
+                return JobRecord("local", str(process.pid), socket.gethostname(), start_time(process.pid))
+        return None
 
     def writing_to(self, output: str, other_than: str | None = None) -> str | None:
         """Return the id of the live Slurm job, not `other_than`, whose log's path matches a pattern; None if there is none."""
@@ -297,10 +300,3 @@ def _scontrol() -> str:
                 raise RecipeError(Problem("", "unreachable", message)) from None
             time.sleep(pause)
     raise AssertionError("the last pause is None")
-
-
-def _controller(run_dir: Path) -> int | None:
-    """Return the process id of the local executor's controller of a run folder; None if there is none."""
-    ends_with = ["-m", "launch.executors.local", str(run_dir)]
-    processes = psutil.process_iter(["cmdline"])  # without a command line, if it has ended or belongs to another user
-    return next((process.pid for process in processes if (process.info["cmdline"] or [])[-3:] == ends_with), None)

@@ -29,7 +29,7 @@ from launch.runs import run_files
 from launch.runs.attempts import all_attempts
 from launch.sweeps import gates, suite
 from launch.sweeps.expressions import Curve, Expression, NoValue, RunMeasurements, by_step, measure
-from launch.sweeps.gates import Baseline, GateResult, GateSkipped, Provenance, StoredCurve, StoredRun, Sweep, Verdict
+from launch.sweeps.gates import Baseline, GateResult, GateSkipped, Provenance, StoredRun, Sweep, Verdict
 from launch.sweeps.submission import main_line, why_failed
 from launch.sweeps.suite import Suite
 from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
@@ -399,7 +399,11 @@ def _curves(result: SweepResult) -> Iterator[Section]:
 def _chart(result: SweepResult, run: str, metric: str, title: str) -> Chart:
     seeds = {seed: m.curves[metric] for seed, m in sorted(result.sweep.runs[run].items()) if metric in m.curves}
     stored = result.sweep.baseline.of(run).curves.get(metric) if result.sweep.baseline else None
-    series = [_before(stored)] if stored and stored.steps else []
+    series: list[Series] = []
+    if stored and stored.steps:
+        ends = zip(stored.mean, stored.spread, strict=True)
+        low, high = zip(*((mean - spread, mean + spread) for mean, spread in ends), strict=True)
+        series.append(Series("mean", stored.steps, stored.mean, BEFORE, "band", low, high))
     if len(seeds) > 1:
         values = by_step(seeds.values())
         low, high = [*map(min, values.values())], [*map(max, values.values())]
@@ -413,11 +417,6 @@ def _kind(curve: Curve) -> Literal["line", "points"]:
     """Return how to draw a curve: `points` if it has values at few steps, else `line`."""
     gaps = [after - before for before, after in zip(curve.steps, curve.steps[1:], strict=False)]
     return "points" if not gaps or statistics.median(gaps) > 1 else "line"
-
-
-def _before(stored: StoredCurve) -> Series:
-    low, high = ([mean + sign * spread for mean, spread in zip(stored.mean, stored.spread, strict=True)] for sign in (-1, 1))
-    return Series("mean", stored.steps, stored.mean, BEFORE, "band", low, high)
 
 
 def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str]]:
