@@ -99,8 +99,8 @@ class TrialStudy:
             self._study.ask(self._distributions)
         return self.trials()[-1]
 
-    def _open(self, number: int) -> Any:
-        """Return Optuna's object for reports and attributes of a running trial."""
+    def handle(self, number: int) -> Any:
+        """Return Optuna's object for reports and attributes of a running trial. Optuna's own tools show the attributes too."""
         study_id = self._storage.get_study_id_from_name(STUDY)
         return _optuna().trial.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
@@ -109,16 +109,12 @@ class TrialStudy:
 
         A decision to prune is recorded too. No trial is pruned at its last step.
         """
-        trial = self._open(number)
+        trial = self.handle(number)
         trial.report(value, step)
         if (self._max_steps is not None and step >= self._max_steps) or not trial.should_prune():
             return False
         trial.set_user_attr(PRUNED_AT, step)
         return True
-
-    def mark(self, number: int, key: str, value: Any) -> None:
-        """Record an attribute of a running trial, which Optuna's own tools show too."""
-        self._open(number).set_user_attr(key, value)
 
     def end(self, number: int, state: StateOfTrial, value: float | None = None) -> None:
         """Record the end of a trial: complete with its final metric, pruned at the last value that it reported, or failed."""
@@ -329,7 +325,7 @@ class BegunSearch:
         run_dir = self._folder.path / "runs" / trial.name
         values = [*as_arguments(trial.values), f"run_dir={run_dir}", f"cluster.executor={self._executor}"]
         job = SweepJob(trial.name, self._search.recipe, [*self._overrides, *values], str(run_dir), trial.name)
-        self._study.mark(trial.number, "run_dir", str(run_dir))
+        self._study.handle(trial.number).set_user_attr("run_dir", str(run_dir))
         self._folder.add_job(job)
         print(on_one_line(f"{trial.name}: {as_text(trial.values)}"), flush=True)
         try:
@@ -371,7 +367,7 @@ class BegunSearch:
         self._end(trial, "complete", f"{self._search.metric} {value:.6g}", value)
 
     def _fail(self, trial: Trial, reason: str) -> None:
-        self._study.mark(trial.number, WHY, on_one_line(reason))
+        self._study.handle(trial.number).set_user_attr(WHY, on_one_line(reason))
         self._end(trial, "failed", f"failed: {reason}")
 
     def _end(self, trial: Trial, state: StateOfTrial, message: str, value: float | None = None) -> None:

@@ -117,10 +117,10 @@ def _jobs_of_search(search: SearchConfig, overrides: list[str], folder: Path) ->
     chosen = corners(search)
     for corner in chosen if len(chosen) <= MOST_PLANS else [chosen[0], chosen[-1]]:
         examined = examine(search.recipe, [*overrides, *as_arguments(corner), f"run_dir={folder}/runs/trial-0000"], dry=False)
-        found: list[Problem] = []
-        with collected(found):
+        of_corner: list[Problem] = []
+        with collected(of_corner):
             examined.refuse()
-        for problem in found:
+        for problem in of_corner:
             shown = _at_parameter(search, problem) if corner is chosen[0] else _of_corner(search, problem, corner)
             problems.setdefault((problem.key, problem.code), shown)
         lowest = lowest or examined.prepared
