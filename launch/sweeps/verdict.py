@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import TypedDict
 from xml.etree import ElementTree
 
 from launch.drawing.html import table, tag
@@ -27,8 +26,9 @@ from launch.pages.chart import Chart, Series, figures
 from launch.pages.document import Section, add_plotly, details, document
 from launch.runs import run_files
 from launch.runs.attempts import all_attempts
-from launch.sweeps import gates, suite
-from launch.sweeps.expressions import Curve, Expression, NoValue, RunMeasurements, by_step, measure
+from launch.sweeps import gates
+from launch.sweeps import suite as suites
+from launch.sweeps.expressions import Expression, NoValue, RunMeasurements, by_step, measure
 from launch.sweeps.gates import Baseline, GateResult, GateSkipped, Provenance, StoredRun, Sweep, Verdict
 from launch.sweeps.submission import main_line, why_failed
 from launch.sweeps.suite import Suite
@@ -166,7 +166,7 @@ def _evaluate_missing(suite: Suite, job: SweepJob, log: Path) -> None:
 
     A failed evaluation raises nothing; its gate fails later. The output of launch/evaluate.py goes into `log`.
     """
-    for command in dict.fromkeys(missing(suite, job.run, Path(job.run_dir))):
+    for command in dict.fromkeys(missing_evaluations(suite, job.run, Path(job.run_dir))):
         print(on_one_line(f"evaluates {' '.join(command)}"), flush=True)
         with open(log, "ab") as output:
             program = [sys.executable, "-u", str(ROOT / "launch/evaluate.py"), *command]
@@ -175,7 +175,7 @@ def _evaluate_missing(suite: Suite, job: SweepJob, log: Path) -> None:
             print(f"the evaluation ended with status {status}: {log}", flush=True)
 
 
-def missing(suite: Suite, run: str | None, run_dir: Path) -> Iterator[tuple[str, ...]]:
+def missing_evaluations(suite: Suite, run: str | None, run_dir: Path) -> Iterator[tuple[str, ...]]:
     """Yield the arguments of launch/evaluate.py for each evaluation of a run that gates need and that does not exist."""
     for name in suite.runs:
         for gate in suite.gates_of(name).values():
@@ -282,12 +282,12 @@ def write(result: SweepResult) -> None:
 def markdown(result: SweepResult) -> str:
     """Return the report as Markdown: failed gates, all gates, the runs."""
     parts = [f"# {result.title}: {'passed' if result.passed else 'failed'}", "", f"{result.summary}."]
-    gates = [(row.run, row.gate, SIGNS[row.outcome], row.message) for row in result.verdicts]
+    verdicts = [(row.run, row.gate, SIGNS[row.outcome], row.message) for row in result.verdicts]
     runs = [(*ran.row, "; ".join(map(main_line, ran.why))) for ran in result.ran]
     sections = {
         "Failed": [f"- **{verdict.run}, {verdict.gate}**: {_plain(verdict.message)}" for verdict in result.failed],
         "Notes": [f"- {_plain(note)}" for note in result.notes],
-        "Gates": _markdown_table(("run", "gate", "", "found and expected"), gates),
+        "Gates": _markdown_table(("run", "gate", "", "found and expected"), verdicts),
         "Runs": _markdown_table(("run", "", "tries", "restarts", "seconds", "failures"), runs),
     }
     for title, lines in sections.items():
@@ -366,9 +366,9 @@ def page(result: SweepResult) -> str:
     return document(result.title, [*sections, _runs(result), suite_section(result.sweep.suite)], RUNS, intro)
 
 
-def suite_section(of: Suite) -> Section:
+def suite_section(suite: Suite) -> Section:
     """Return the section of a page that shows the suite."""
-    return Section("Suite", [details("suite.yaml, resolved", tag("pre", suite.to_yaml(of)))])
+    return Section("Suite", [details("suite.yaml, resolved", tag("pre", suites.to_yaml(suite)))])
 
 
 def _seeds(verdict: Verdict) -> str:
@@ -408,15 +408,10 @@ def _chart(result: SweepResult, run: str, metric: str, title: str) -> Chart:
         values = by_step(seeds.values())
         low, high = [*map(min, values.values())], [*map(max, values.values())]
         series.append(Series("all seeds", [*values], (), NOW, "band", low, high))
-    series += [Series(f"seed {seed}", curve.steps, curve.values, NOW, _kind(curve)) for seed, curve in seeds.items()]
+    kind = "points" if metric.startswith("val/") else "line"
+    series += [Series(f"seed {seed}", curve.steps, curve.values, NOW, kind) for seed, curve in seeds.items()]
     unit = "s" if metric.startswith("time/") else ""
     return Chart(title, series, unit, levels=_levels(result, run, metric), note="" if series else "no run has this metric")
-
-
-def _kind(curve: Curve) -> Literal["line", "points"]:
-    """Return how to draw a curve: `points` if it has values at few steps, else `line`."""
-    gaps = [after - before for before, after in zip(curve.steps, curve.steps[1:], strict=False)]
-    return "points" if not gaps or statistics.median(gaps) > 1 else "line"
 
 
 def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str]]:

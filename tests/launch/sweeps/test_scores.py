@@ -20,7 +20,7 @@ from launch.sweeps.gates import (
     write_baseline,
 )
 from launch.sweeps.suite import BandConfig, EvaluationGateConfig, GateConfig, RunConfig, Suite, load
-from launch.sweeps.verdict import missing
+from launch.sweeps.verdict import missing_evaluations
 from tests.evaluation import made
 from tests.launch import made_runs
 from tests.launch.sweeps.suites import outcomes, write_suite
@@ -127,9 +127,9 @@ def test_an_evaluation_of_an_earlier_step_does_not_count(tmp_path):
     run = trained(tmp_path / "a-1", 0.8, step=20, evaluated=10).folder
     assert run is not None
     suite = Suite("s", [1], runs={"a": RunConfig(gates={"g": GateConfig(evaluation=EvaluationGateConfig("tiny", "addition"))})})
-    assert [*missing(suite, "a", run)] == [("suite=tiny", f"run={run}", "step=20")]
+    assert [*missing_evaluations(suite, "a", run)] == [("suite=tiny", f"run={run}", "step=20")]
     made.evaluation(run, 20, {"addition": made.answers()}, suite="tiny")
-    assert [*missing(suite, "a", run)] == []
+    assert [*missing_evaluations(suite, "a", run)] == []
     assert evaluation_suites.find("tiny")[0] == "tiny"
 
 
