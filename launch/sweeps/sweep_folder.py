@@ -17,7 +17,8 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -121,11 +122,10 @@ class SweepFolder:
     @property
     def plan(self) -> SweepPlan:
         """The contents of sweep.json. Raises RecipeError if there is none."""
-        if not self.begun:
+        plan = small_files.read(self.path / "sweep.json", SweepPlan, "check", "Try to restore it from a copy")
+        if plan is None:
             message = f"{self.path} is not a sweep's folder: it has no sweep.json"
             raise RecipeError(Problem("check", "not-a-run", message))
-        plan = small_files.read(self.path / "sweep.json", SweepPlan, "check", "Try to restore it from a copy")
-        assert plan is not None, "it has begun"
         return plan
 
     @property
@@ -157,15 +157,9 @@ class SweepFolder:
                 expected = f"expected {before.get(key)}, with which {self.path} began. Try this value, or another id=NAME"
                 raise RecipeError(Problem(key, "run-exists", f"got {now.get(key)}; {expected}"))
 
-    @contextlib.contextmanager
-    def locked(self, wait_s: float = 0.0) -> Iterator[None]:
+    def locked(self, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Create the folder if necessary, and lock it during the block. Raises RecipeError if another process holds it."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RecipeError(folder_lock.unwritable(self.path, "folder", error)) from None
-        with folder_lock.hold_lock(self.path, "folder", wait_s):
-            yield
+        return folder_lock.hold_lock(self.path, "folder", wait_s)
 
     # ---- cancelling -----------------------------------------------------------------------------------------------------
 
