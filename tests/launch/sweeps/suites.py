@@ -102,6 +102,11 @@ def known(folder: Path) -> int:
     return len({path.parent for name in ("job", "done") for path in folder.glob(f"runs/*/{name}.json")})
 
 
+def starts(folder: Path) -> dict[str, int]:
+    """Return how often each run was started."""
+    return {path.parent.name: len(path.read_text().splitlines()) for path in folder.glob("runs/*/starts")}
+
+
 def submitted(folder: Path) -> list[str]:
     """Return the names of the jobs, one for each submission, from the run folders and Slurm's ids."""
     return [json.loads(line)["job"] for line in (folder / "jobs.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ from launch.sweeps.suite import SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
 from tests.launch.sweeps import tasks
-from tests.launch.sweeps.suites import KL, LR, environment, in_process, known, launch, submitted, sweep, write_search
+from tests.launch.sweeps.suites import KL, LR, environment, in_process, known, launch, starts, submitted, sweep, write_search
 from tests.launch.waiting import wait_until
 
 ASHA = {"pruner": "asha", "min_steps": 2, "reduction_factor": 2}
@@ -41,18 +41,13 @@ def trials(folder: Path) -> list[tuple[str, float, float | None]]:
     return [(each["state"], each["values"][LR], each["value"]) for each in found]
 
 
-def starts(folder: Path) -> list[int]:
-    """Return how often each trial's run was started."""
-    return [len(path.read_text().splitlines()) for path in sorted(folder.glob("runs/*/starts"))]
-
-
 def test_worse_trials_are_stopped_and_the_best_is_told(tmp_path, here):
     path = write_search(tmp_path, **ASHA, parameters={LR: [1.0, 0.5, 0.25]}, parallel=1)
     status, output = here(f"sweep={path}", "id=x")
     assert status == 0, output
     folder = tmp_path / "sweeps/some/x"
     assert trials(folder) == [("complete", 1.0, 4.0), ("pruned", 0.5, 1.0), ("pruned", 0.25, 0.5)]
-    assert submitted(folder) == ["trial-0000", "trial-0001", "trial-0002"] and starts(folder) == [1, 1, 1]
+    assert submitted(folder) == ["trial-0000", "trial-0001", "trial-0002"] and [*starts(folder).values()] == [1, 1, 1]
     assert all(attempt.read_text() for attempt in folder.glob("runs/trial-000[12]/attempts/*/stop"))
     verdict = json.loads((folder / "verdict.json").read_text())
     assert verdict["passed"] and verdict["best"]["name"] == "trial-0000" and verdict["trials"][1]["pruned_at"] == 2
@@ -69,7 +64,7 @@ def test_worse_trials_are_stopped_and_the_best_is_told(tmp_path, here):
         assert text in page
 
     status, output = here(f"sweep={path}", "id=x")
-    assert status == 0 and "is complete; id=NAME begins another search" in output and starts(folder) == [1, 1, 1]
+    assert status == 0 and "is complete; id=NAME begins another search" in output and [*starts(folder).values()] == [1, 1, 1]
     status, output = here(f"sweep={path}", "id=x", "dry_run=true")
     assert status == 0 and f"{LR}=0.5 run_dir={folder}/runs/trial-0001 cluster.executor=local  pruned 1" in output
     status, output = here(f"check={folder}")
@@ -83,7 +78,7 @@ def test_a_failed_trial_is_told_and_does_not_end_the_search(tmp_path, here):
     status, output = here(f"sweep={path}", "id=x", fails="trial-0000:1")
     assert status == 0, output
     folder = tmp_path / "sweeps/some/x"
-    assert trials(folder) == [("failed", 0.5, None), ("complete", 1.0, 4.0)] and starts(folder) == [1, 1]
+    assert trials(folder) == [("failed", 0.5, None), ("complete", 1.0, 4.0)] and [*starts(folder).values()] == [1, 1]
     assert "trial-0000: failed: rank 0 (realm train, host here, verb step): the dog ate it" in output
     assert "the dog ate it" in (folder / "report.html").read_text()
 
@@ -126,7 +121,7 @@ def test_what_a_killed_process_left_is_taken_up(tmp_path, here, monkeypatch):
     status, output = here(f"sweep={path}", "id=x")
     assert status == 0, output
     assert trials(folder.path) == [("complete", 1.0, 4.0), ("complete", 2.0, 8.0), ("complete", 4.0, 16.0)]
-    assert starts(folder.path) == [1, 1, 1] and len(submitted(folder.path)) == 3
+    assert [*starts(folder.path).values()] == [1, 1, 1] and len(submitted(folder.path)) == 3
     assert [each["name"] for each in json.loads((folder.path / "verdict.json").read_text())["trials"]][2] == "trial-0003"
 
 
@@ -171,7 +166,7 @@ def test_a_killed_search_goes_on_and_submits_nothing_twice(tmp_path):
             (folder / "jobs.jsonl").write_text('{"job": "trial-0000", "jo')
     status, output = sweep(f"sweep={path}", "id=x", env=env)
     assert status == 0, output
-    assert starts(folder) == [1, 1, 1, 1]
+    assert [*starts(folder).values()] == [1, 1, 1, 1]
     assert sorted(trials(folder)) == [("complete", rate, 4 * rate) for rate in (1.0, 2.0, 3.0, 4.0)]
 
 
