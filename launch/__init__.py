@@ -2,7 +2,7 @@
 
     serving/                 the REST service
     api/                     the Python API, whose package is launch/api/hetstep
-    sweeps/, sweeps/search/  suites and gates; hyperparameter search
+    sweeps/                  suites and gates; hyperparameter search
     evaluations/             evaluation of checkpoints and models, comparisons, contamination
     governance/              lineage, the registry, the verification of the audit log
     submission/              a recipe becomes a job: its checks, the needed recipes, the run folder, the start

@@ -30,16 +30,14 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch.recipes.trust import Trust, trusting
-from launch.sweeps import baseline, reports, submission, suite, verdict
-from launch.sweeps.search import checks, search_loop
-from launch.sweeps.search.checks import Price
-from launch.sweeps.search.section import as_arguments, corners
+from launch.sweeps import gates, search_loop, submission, suite, verdict
+from launch.sweeps.gates import GateResult
+from launch.sweeps.submission import Price
 from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, Queue, SweepFolder, SweepJob, SweepPlan
-from launch.sweeps.verdict import GateResult, SweepResult
 from launch.terminal import command_line, console
 from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line, plain
-from pipeline.config import Problem, RecipeError, refuse
+from pipeline.config import Problem, RecipeError
 
 POLL_S = 2.0
 
@@ -120,39 +118,35 @@ def begin(request: SweepRequest) -> int:
     folder = SweepFolder(loaded.folder(name))
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
-    search, price = loaded.suite.search, None
-    if search:
-        if request.update_baseline:
-            raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
-        refuse(checks.package_problems(search))
-    elif baseline.read(loaded.baseline) is None and not request.update_baseline:
+    searched = loaded.suite.search
+    if searched and request.update_baseline:
+        raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
+    if not searched and gates.read_baseline(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet ({loaded.baseline}): gates that need a baseline fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
-    if folder.begun and (search or not request.dry_run):
-        jobs, executor = [], folder.plan.executor
-    elif search:
-        jobs, executor, price = checks.check(loaded, folder.path)
+    if folder.begun and (searched or not request.dry_run):
+        jobs, executor, price = [], folder.plan.executor, None
     else:
-        jobs, executor = submission.jobs_of(loaded, folder.path)
+        jobs, executor, price = submission.jobs_of(loaded, folder.path)
     if request.dry_run:
         show(loaded, folder, jobs, executor, price)
         return 0
     with folder.locked(PROBE_S):
         folder.take_up()
         if not folder.begun:
-            stored = "" if search else str(loaded.baseline)
+            stored = "" if searched else str(loaded.baseline)
             folder.begin(loaded.suite, SweepPlan(name, executor, str(Path.cwd()), stored, loaded.overrides, jobs))
         folder.refuse_other(loaded.suite, loaded.overrides)  # with which another process may have begun it meanwhile
         if request.update_baseline:
             folder.request_baseline(True)
         if (over := verdict.read(folder.path)) and not request.update_baseline:
-            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another {'search' if search else 'sweep'}")
+            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another {'search' if searched else 'sweep'}")
             return 0 if over["passed"] else 1
-        size = f"{search.number_of_trials} trials, {search.parallel} at once" if search else f"{len(folder.plan.jobs)} jobs"
-        print(f"{folder.title}: {size}, in {folder.path}", flush=True)
+        size = searched and f"{searched.number_of_trials} trials, {searched.parallel} at once"
+        print(f"{folder.title}: {size or f'{len(folder.plan.jobs)} jobs'}, in {folder.path}", flush=True)
         if price:
             print(price, flush=True)
-        if search:
+        if searched:
             return search_loop.run(folder)
         if executor == "local":
             submission.run_jobs(folder, folder.plan.jobs)
@@ -164,22 +158,20 @@ def begin(request: SweepRequest) -> int:
 
 def show(loaded: suite.LoadedSuite, folder: SweepFolder, jobs: list[SweepJob], executor: str, price: Price | None) -> None:
     """Print the jobs of a sweep; of a search its price and its corners or, once it has begun, its trials."""
-    if search := loaded.suite.search:
-        size = f"{search.number_of_trials} trials by {search.sampler}, {search.parallel} at once"
+    if searched := loaded.suite.search:
+        size = f"{searched.number_of_trials} trials by {searched.sampler}, {searched.parallel} at once"
     else:
         size = f"{len(jobs)} jobs on {executor}, at most {loaded.suite.max_concurrent} at once"
     print(f"{folder.title}: {size}, in {folder.path}")
-    if search and folder.begun:
+    if searched and folder.begun:
         search_loop.show(folder)
-    elif search:
+    elif searched:
         print(price or "its price is not known: the plan has no times")
-        for corner in corners(search):
-            values = [*suite.trial_overrides(loaded.suite, loaded.overrides), *as_arguments(corner)]
-            print(f"corner: recipe={search.recipe} {' '.join(values)}")
+        for corner in suite.corners(searched):
+            values = [*loaded.suite.overrides_of(searched, loaded.overrides), *suite.as_arguments(corner)]
+            print(f"corner: recipe={searched.recipe} {' '.join(values)}")
     else:
-        for job in jobs:
-            after = f"  after {', '.join(job.needs)}" if job.needs else ""
-            print(f"{job.name}: recipe={job.recipe} {' '.join(job.overrides)}{after}")
+        print(*jobs, sep="\n")
 
 
 # ---- check and report ---------------------------------------------------------------------------------------------------
@@ -204,23 +196,17 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
 
 
 def report(folder: SweepFolder) -> int:
-    """Check the gates, and write the reports into the folder. Return 0 if the sweep passed, else 1."""
+    """Check the gates, write the reports, and print failed, skipped and retried gates. Return 0 if the sweep passed, else 1."""
     result = verdict.conclude(folder)
     folder.request_baseline(False)  # it is written, or cannot be
-    reports.write(result)
-    print_result(result)
-    return 0 if result.passed else 1
-
-
-def print_result(result: SweepResult) -> None:
-    """Print failed, skipped and retried gates, notes, and the summary."""
-    for each in result.verdicts:
-        if each.outcome is not GateResult.PASSED or "RETRIED" in each.message:
-            gate = on_one_line(f"{each.run}, {each.gate}: {each.message}")
-            console.print_state(each.outcome.value, gate)
+    verdict.write(result)
+    for gate in result.verdicts:
+        if gate.outcome is not GateResult.PASSED or "RETRIED" in gate.message:
+            console.print_state(gate.outcome.value, on_one_line(f"{gate.run}, {gate.gate}: {gate.message}"))
     for note in map(on_one_line, result.notes):
         console.print_field("note", note, f"note: {note}")
     print(f"{result.summary}\n{result.folder}/report.html", flush=True)
+    return 0 if result.passed else 1
 
 
 def follow(folder: SweepFolder) -> int:

@@ -21,10 +21,9 @@ from launch.executors.slurm_client import SlurmError
 from launch.governance import audit_log
 from launch.runs.failure_logs import tail
 from launch.submission import run_control
+from launch.sweeps import search_loop, submission
 from launch.sweeps import suite as suites
-from launch.sweeps.search import checks, search_loop
-from launch.sweeps.search.search_report import Trial
-from launch.sweeps.submission import jobs_of
+from launch.sweeps.search_report import Trial
 from launch.sweeps.suite import LoadedSuite
 from launch.sweeps.sweep_folder import PROBE_S, SweepFolder
 from launch.sweeps.verdict import read as read_verdict
@@ -79,7 +78,7 @@ class SweepRun:
             return {}
         states: dict[str, str] = {job.job.name: job.state for job in folder.job_states()}
         searched = folder.suite.search
-        if searched is None or any(checks.package_problems(searched)):
+        if searched is None or any(submission.package_problems(searched)):
             return states
         return states | {job.name: "pruned" for job in self.trials() if job.state == "pruned"}
 
@@ -255,10 +254,8 @@ def begin(loaded: LoadedSuite, name: str, values: list[str], id: str | None = No
     folder = SweepFolder(loaded.folder(sweep_id))
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
-    elif loaded.suite.search is not None:
-        checks.check(loaded, folder.path)  # raises RecipeError with the problems of all its corners
     else:
-        jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs
+        submission.jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs or corners
     with folder.locked(PROBE_S):  # raises RecipeError while another process works on the sweep
         if not update_baseline and (folder.path / "verdict.json").exists():
             return SweepRun(folder.path)

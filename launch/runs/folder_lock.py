@@ -17,12 +17,14 @@ RETRY_S = 0.2
 
 @contextlib.contextmanager
 def hold_lock(folder: Path, key: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of an existing folder during the block.
+    """Create a folder if necessary, and hold its lock during the block.
 
     key: the folder's key on the command line or in the recipe. wait_s: how long to wait for another process that holds the
-    lock. Raises RecipeError if that process keeps it, if the lock belongs to another user, or if the file system has no locks.
+    lock. Raises RecipeError if that process keeps it, if the lock belongs to another user, or if the folder cannot be written
+    or its file system has no locks.
     """
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock = open(open_own(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w")  # noqa: SIM115 closed below
     except NotOwn as error:
         raise RecipeError(Problem(key, "permission-denied", f"{error}, or another {key}=...")) from None

@@ -1,14 +1,13 @@
-"""Run convergence sweeps: recipes x seeds as jobs, and gates on their metrics. The command is launch/sweep.py; start there.
+"""Run convergence sweeps: recipes x seeds as jobs, and gates on their metrics. Search hyperparameters.
 
-    expressions   `mean(train/reward, last=10)`: one number from one run's metrics
-    suite         the YAML of a sweep: schema and checks
-    measurements  what gates read from run folders: curves, hardware, scores
-    baseline      the numbers and curves of an earlier sweep, as a file for Git
-    gates         bounds, bands and speeds of such numbers over the seeds
-    sweep_folder  a sweep's folder: its jobs, submissions, and each job's state
-    submission    recipes x seeds as jobs, each submitted once, as many at a time as the suite allows
-    verdict       evaluates the gates at the end
-    reports       Markdown, JUnit, HTML
+    suite          the YAML of a sweep or a search: schema and checks
+    expressions    a run's metrics, and `mean(train/reward, last=10)`: one number from them
+    gates          bounds, bands and speeds of such numbers over the seeds; comparisons of scores; the baseline, a file for Git
+    sweep_folder   a sweep's folder: its jobs, submissions, and each job's state
+    submission     the jobs, each submitted once, as many at a time as the suite allows; the checks before
+    verdict        evaluates the gates at the end, and writes Markdown, JUnit, HTML
+    search_loop    runs a suite with a section `search`; alone imports Optuna
+    search_report  the trials with what their runs cost, and the page that shows them
 
-launch/sweeps/search/ runs a suite with a section `search`.
+The command is launch/sweep.py; start there.
 """

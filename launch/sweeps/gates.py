@@ -3,31 +3,144 @@
 A gate fails if an input is missing, such as a metric, a finite value or the gate's entry in the baseline. A gate is skipped,
 and reported as `not judged`, if the run did not complete (which fails the suite anyway). A gate on speed is also skipped if the
 run's hardware is unknown, differs between seeds, or is not the baseline's.
+
+A baseline is the numbers of a sweep that passed, as YAML for Git. It holds, for each run, the value of each gate with each seed
+and, for the report, the mean curve over the seeds of each metric that a gate reads. Keys are sorted, with one number a line.
+The provenance is recorded: commit, date, seeds, hardware.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
+from launch.runs import evaluation_folder, run_setup, suites
 from launch.runs.evaluation_comparison import is_lower_better
 from launch.runs.evaluation_folder import EvaluationFolder
-from launch.sweeps import measurements
-from launch.sweeps.baseline import Baseline, StoredGate, StoredRun
-from launch.sweeps.expressions import Curve, Expression, NoValue
-from launch.sweeps.measurements import RunMeasurements, by_step, spread
-from launch.sweeps.suite import BASELINE, EvaluationGateConfig, GateConfig, Suite, gates_of, kind, seeds_of
+from launch.runs.run_folder import RunFolder
+from launch.runs.score_tables import SCORES
+from launch.sweeps.expressions import Curve, Expression, NoValue, RunMeasurements, by_step
+from launch.sweeps.suite import BASELINE, EvaluationGateConfig, GateConfig, Suite
+from pipeline.config import config_tree, refuse, schema_validation, yaml_text
 from pipeline.evaluation.statistics import difference
+from pipeline.files.storage import write_durably
+from pipeline.observe.metrics import NOT_REPRODUCIBLE
+from pipeline.recipe.values import MISSING, Bool, Float, Int, Text
 
+DIGITS = 12  # of a question's hash
+HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep compare with it.\n"
+MAX_POINTS = 40
+"""Maximum number of points of a stored curve."""
 UPDATE = "update_baseline=true writes it"
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
+    "each": statistics.fmean,  # of the values that a band or a ratio compares with
     "mean": statistics.fmean,
     "median": statistics.median,
     "min": min,
     "max": max,
 }
+
+
+# ---- the baseline -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Provenance:
+    """The sweep and the code that a baseline comes from."""
+
+    sweep: Text = MISSING  # the suite's name and the sweep's id
+    date: Text = MISSING
+    commit: Text | None = None  # of the code that ran; null if it was no Git checkout
+    dirty: Bool = False  # whether the code had changes
+
+
+@dataclass
+class StoredGate:
+    """Holds a gate's value with each seed, and its expression, because values of different expressions cannot be compared."""
+
+    value: Text = MISSING
+    relative_to: Text | None = None
+    seeds: dict[str, Float] = field(default_factory=dict)
+    questions: dict[str, list[Float]] = field(default_factory=dict)  # of a paired gate: values by a hash of the question
+
+
+@dataclass
+class StoredCurve:
+    """Holds the mean and the standard deviation over the seeds at each step."""
+
+    steps: list[Int] = field(default_factory=list)
+    mean: list[Float] = field(default_factory=list)
+    spread: list[Float] = field(default_factory=list)
+
+
+@dataclass
+class StoredRun:
+    """The gates and curves of one run."""
+
+    hardware: Text | None = None  # null if the runs did not record it
+    overrides: list[Text] = field(default_factory=list)  # of the recipe, to find later changes
+    gates: dict[str, StoredGate] = field(default_factory=dict)
+    curves: dict[str, StoredCurve] = field(default_factory=dict)
+
+
+@dataclass
+class Baseline:
+    """Holds the numbers of each run of a sweep that passed."""
+
+    provenance: Provenance = field(default_factory=Provenance)
+    runs: dict[str, StoredRun] = field(default_factory=dict)
+
+    def of(self, run: str) -> StoredRun:
+        """Return a run's numbers; an empty StoredRun if the baseline lacks the run."""
+        return self.runs.get(run, StoredRun())
+
+
+def read_baseline(path: Path) -> Baseline | None:
+    """Return the baseline in a file; None if the file does not exist yet. Raises RecipeError for an invalid file."""
+    if not path.exists():
+        return None
+    tree = config_tree.load_with_parents(path)
+    baseline, wrong = schema_validation.validate_tree(Baseline, schema_validation.with_defaults(Baseline, tree))
+    refuse(problem.within(f"baseline {path}") for problem in [*schema_validation.unknown_keys(Baseline, tree), *wrong])
+    return baseline
+
+
+def write_baseline(baseline: Baseline, path: Path) -> None:
+    """Write a baseline, and create its folder if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, HEADER + yaml_text.dump(_sort(asdict(baseline))))
+
+
+def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
+    """Return the mean and the standard deviation of the seeds' curves, thinned to MAX_POINTS."""
+    values = by_step(seeds)
+    steps = [*values]
+    count = min(MAX_POINTS, len(steps))
+    points = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
+    mean, deviation = ([float(f"{reduce(values[step]):.4g}") for step in points] for reduce in (statistics.fmean, spread))
+    return StoredCurve(points, mean, deviation)
+
+
+def _sort(value: object) -> object:
+    """Return the value with all keys sorted, at every level; keys that are seeds are sorted as numbers."""
+    if isinstance(value, Mapping):
+        return {key: _sort(value[key]) for key in sorted(value, key=lambda key: (int(key) if key.isdigit() else -1, key))}
+    return value
+
+
+def spread(values: Iterable[float]) -> float:
+    """Return the sample standard deviation; 0 for a single value."""
+    values = list(values)
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+# ---- the gates --------------------------------------------------------------------------------------------------------
 
 
 class GateResult(Enum):
@@ -82,14 +195,23 @@ class Sweep:
 
     def seeds(self, run: str) -> dict[int, RunMeasurements]:
         """Return seed -> its measurements, for a run. Raises GateSkipped if the run did not complete with every seed."""
-        seeds, complete = sorted(seeds_of(self.suite, run)), self.runs.get(run, {})
+        seeds, complete = sorted(self.suite.seeds_of(run)), self.runs.get(run, {})
         if missing := [seed for seed in seeds if seed not in complete]:
             raise GateSkipped(f"{run} did not complete with seed {', '.join(map(str, missing))}")
         return {seed: complete[seed] for seed in seeds}
 
+    def hardware(self, run: str) -> str:
+        """Return the hardware that all seeds ran on. Raises GateSkipped if it is unknown, or differs between seeds."""
+        kinds = {measured.hardware or "" for measured in self.seeds(run).values()}
+        if "" in kinds:
+            raise GateSkipped("a run did not record its hardware, so its speed cannot be compared")
+        if len(kinds) > 1:
+            raise GateSkipped(f"the seeds ran on different hardware: {' | '.join(sorted(kinds))}")
+        return kinds.pop()
+
     def cases(self, run: str) -> list[GateCase]:
         """Return the gates of a run, in the suite's order."""
-        return [GateCase(self, run, name, gate) for name, gate in gates_of(self.suite, run).items()]
+        return [GateCase(self, run, name, gate) for name, gate in self.suite.gates_of(run).items()]
 
 
 def judge(sweep: Sweep) -> list[Verdict]:
@@ -127,13 +249,13 @@ class GateCase:
     @property
     def over(self) -> str:
         """The name of the reduction of the values of all seeds to one; `each` if the value of every seed is compared."""
-        return self.gate.over or {"bounds": "each", "band": "mean", "speed": "median"}[kind(self.gate)]
+        return self.gate.over or {"bounds": "each", "band": "mean", "speed": "median"}[self.gate.kind]
 
     @property
     def needs_baseline(self) -> bool:
         """Return whether the gate compares with the baseline."""
         evaluation = self.gate.evaluation
-        return kind(self.gate) in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
+        return self.gate.kind in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
 
     def verdict(self) -> Verdict:
         """Evaluate the gate, and return its verdict."""
@@ -143,10 +265,10 @@ class GateCase:
                 message = self._same()
             else:
                 values = self.values()
-                if kind(self.gate) == "paired":
+                if self.gate.kind == "paired":
                     message = self._not_worse()
                 else:
-                    limits, expected = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
+                    limits, expected = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[self.gate.kind]()
                     outcome, message = self._compare(values, limits, expected)
         except GateSkipped as reason:
             outcome, message = GateResult.NOT_JUDGED, str(reason)
@@ -160,7 +282,7 @@ class GateCase:
             bad = {seed: value for seed, value in values.items() if not limits.contains(value)}
             text = ", ".join(f"seed {seed}: {value:.4g}" for seed, value in (bad or values).items())
         else:
-            value = REDUCTIONS[self.over](values.values())
+            value = self._reduced(values)
             bad, text = not limits.contains(value), f"{value:.4g}, {self.over} of the seeds"
         step = self._departure() if bad else None
         since = "" if step is None else f"; outside the baseline's curve from step {step} on"
@@ -170,17 +292,17 @@ class GateCase:
 
     def values(self) -> dict[int, float]:
         """Return seed -> value. A relative gate's values are divided by those of another run. Raises NoValue, GateSkipped."""
-        values = self._of(self.run)
+        values = self._values_of(self.run)
         if self.relative_to is None:
             return values
-        divisors = self._of(self.relative_to)
+        divisors = self._values_of(self.relative_to)
         if 0 in divisors.values():
             raise NoValue(f"{self.expression} of {self.relative_to} is 0")
         return {seed: value / divisors[seed] for seed, value in values.items()}
 
-    def _of(self, run: str) -> dict[int, float]:
+    def _values_of(self, run: str) -> dict[int, float]:
         if evaluation := self.gate.evaluation:
-            return {seed: measurements.score(folder, evaluation) for seed, folder in self._evaluations(run, evaluation).items()}
+            return {seed: _score(folder, evaluation) for seed, folder in self._evaluations(run, evaluation).items()}
         expression, values = Expression(self.expression), {}
         for seed, measured in self.sweep.seeds(run).items():
             try:
@@ -189,14 +311,8 @@ class GateCase:
                 raise NoValue(f"{self.expression} of {run} has no value with seed {seed}: {error}") from None
         return values
 
-    def _evaluations(self, run: str, evaluation: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
-        """Return seed -> the evaluation of the run's checkpoint with that seed. Raises NoValue, GateSkipped."""
-        folders = {seed: measured.folder for seed, measured in self.sweep.seeds(run).items()}
-        return {seed: measurements.evaluation_of(folder, evaluation) for seed, folder in folders.items() if folder is not None}
-
-    def _middle(self, values: Iterable[float]) -> float:
-        """Reduce the values of the seeds to one, as `over` says; `each` takes their mean."""
-        return REDUCTIONS["mean" if self.over == "each" else self.over](values)
+    def _reduced(self, values: Mapping[Any, float]) -> float:
+        return REDUCTIONS[self.over](values.values())
 
     # ---- limits ---------------------------------------------------------------------------------------------------------
 
@@ -207,11 +323,11 @@ class GateCase:
 
     def _band(self) -> tuple[Limits, str]:
         assert self.gate.band is not None
-        stored = self._stored_gate()[1].seeds.values()
-        middle, half = self._middle(stored), self.gate.band.spreads * max(spread(stored), self.gate.band.floor)
+        stored = self._stored_gate()[1].seeds
+        middle, half = self._reduced(stored), self.gate.band.spreads * max(spread(stored.values()), self.gate.band.floor)
         better = self.gate.band.better
         limits = Limits(None if better == "lower" else middle - half, None if better == "higher" else middle + half)
-        above = self._middle(self.values().values()) - middle
+        above = self._reduced(self.values()) - middle
         ahead = {"higher": above, "lower": -above, "neither": 0.0}[better] > half
         hint = "; better than the whole band: try update_baseline=true" if ahead else ""
         return limits, f"expected {limits} (baseline {middle:.4g}, band {half:.3g}{hint})"
@@ -219,16 +335,14 @@ class GateCase:
     def _speed(self) -> tuple[Limits, str]:
         assert self.gate.speed is not None
         of_run, stored = self._stored_gate()
-        if self.relative_to is None:
-            now = hardware(self.sweep.seeds(self.run).values())
-            if now != of_run.hardware:
-                raise GateSkipped(f"ran on {now}; expected the baseline's hardware: {of_run.hardware or 'unknown'}")
-        middle = self._middle(stored.seeds.values())
+        if self.relative_to is None and (now := self.sweep.hardware(self.run)) != of_run.hardware:
+            raise GateSkipped(f"ran on {now}; expected the baseline's hardware: {of_run.hardware or 'unknown'}")
+        middle = self._reduced(stored.seeds)
         if middle <= 0:
             raise NoValue(f"the baseline is {middle:g}; expected a positive number, to compare a ratio")
         ratios = Limits(self.gate.speed.at_least, self.gate.speed.at_most)
         limits = Limits(*(None if ratio is None else ratio * middle for ratio in (ratios.low, ratios.high)))
-        times = self._middle(self.values().values()) / middle
+        times = self._reduced(self.values()) / middle
         reference = f"the baseline's {middle:.4g}" + (f", both relative to {self.relative_to}" if self.relative_to else "")
         return limits, f"{times:.3g} times {reference}; expected {ratios} times"
 
@@ -269,14 +383,29 @@ class GateCase:
     def to_store(self) -> StoredGate:
         """Return the entry of this gate for a new baseline. Raises NoValue, GateSkipped."""
         seeds = {str(seed): value for seed, value in self.values().items()}
-        evaluation = self.gate.evaluation
-        questions = self._questions(self.run, evaluation) if evaluation and kind(self.gate) == "paired" else {}
+        questions = self._questions(self.run) if self.gate.kind == "paired" else {}
         return StoredGate(self.expression, self.relative_to, seeds, questions)
 
-    # ---- evaluations, question by question ----------------------------------------------------------------------------------
+    # ---- evaluations, question by question ------------------------------------------------------------------------------
 
-    def _questions(self, run: str, evaluation: EvaluationGateConfig) -> dict[str, list[float]]:
-        return measurements.questions(self._evaluations(run, evaluation).values(), evaluation)
+    def _evaluations(self, run: str, gate: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
+        """Return seed -> the evaluation of the run's checkpoint with that seed. Raises NoValue, GateSkipped."""
+        folders = {seed: measured.folder for seed, measured in self.sweep.seeds(run).items()}
+        return {seed: _evaluation_of(folder, gate) for seed, folder in folders.items() if folder is not None}
+
+    def _questions(self, run: str) -> dict[str, list[float]]:
+        """Return hash of a question's id -> the values of its samples in the evaluations of all seeds.
+
+        run: a run of the sweep, or the folder of an evaluation.
+        """
+        gate, samples = self.gate.evaluation, {}
+        assert gate is not None, "a paired gate has one"
+        in_sweep = run in self.sweep.suite.runs
+        for evaluation in self._evaluations(run, gate).values() if in_sweep else [_evaluation_in(Path(run), gate)]:
+            for question, values in evaluation.values(gate.task, gate.metric).items():
+                digest = hashlib.sha256(question.encode(errors="surrogatepass")).hexdigest()[:DIGITS]
+                samples.setdefault(f"q{digest}", []).extend(values)
+        return dict(sorted(samples.items()))
 
     def _not_worse(self) -> str:
         """Check that the scores are not worse than the reference's, question by question over all seeds.
@@ -286,15 +415,10 @@ class GateCase:
         evaluation = self.gate.evaluation
         assert evaluation is not None and evaluation.not_worse_than is not None, "a paired gate has both"
         reference = evaluation.not_worse_than
-        if reference == BASELINE:
-            before: measurements.Questions = self._stored_gate()[1].questions
-        elif reference in self.sweep.suite.runs:
-            before = self._questions(reference, evaluation)
-        else:
-            before = measurements.questions([measurements.evaluation_in(reference, evaluation)], evaluation)
+        before = self._stored_gate()[1].questions if reference == BASELINE else self._questions(reference)
         first = next(iter(self._evaluations(self.run, evaluation).values()))
         lower = is_lower_better(evaluation.metric or first.tasks[evaluation.task]["metric"])
-        change = difference(before, self._questions(self.run, evaluation), lower)
+        change = difference(before, self._questions(self.run), lower)
         if not change.questions:
             raise NoValue(f"has no question in common with {reference}")
         ends = f"{change.shown} against {reference}"
@@ -316,29 +440,65 @@ class GateCase:
         reference, patterns, compared = self.gate.same_as.run, self.gate.same_as.metrics, 0
         reference_seeds = self.sweep.seeds(reference)
         for seed, measured in self.sweep.seeds(self.run).items():
-            curves, reference_curves = measured.reproducible(patterns), reference_seeds[seed].reproducible(patterns)
-            if not curves:
+            texts, expected = _texts(measured.curves, patterns), _texts(reference_seeds[seed].curves, patterns)
+            if not texts:
                 raise NoValue(f"seed {seed} has no metric that matches {' or '.join(patterns)}")
-            if alone := sorted(curves.keys() ^ reference_curves.keys()):
+            if alone := sorted(texts.keys() ^ expected.keys()):
                 raise NoValue(f"seed {seed}: only one of {self.run} and {reference} has {alone[0]}")
-            texts = {name: (_texts(curves[name]), _texts(reference_curves[name])) for name in curves}
-            if different := [(step, name) for name, (a, b) in texts.items() for step, _ in a.items() ^ b.items()]:
+            if different := [(step, name) for name in texts for step, _ in texts[name].items() ^ expected[name].items()]:
                 step, name = min(different)
-                value, other_value = (values.get(step, "missing") for values in texts[name])
+                value, other_value = (values[name].get(step, "missing") for values in (texts, expected))
                 raise NoValue(f"seed {seed}: {name} is {value} at step {step}, and {other_value} in {reference}")
-            compared += sum(len(curve.steps) for curve in curves.values())
+            compared += sum(map(len, texts.values()))
         return f"{compared} values are bitwise equal to the values of {reference}"
 
 
-def _texts(curve: Curve) -> dict[int, str]:
-    return dict(zip(curve.steps, map(repr, curve.values), strict=True))
+def _texts(curves: Mapping[str, Curve], patterns: list[str]) -> dict[str, dict[int, str]]:
+    """Return metric -> step -> text of its value, for the metrics that match a pattern and that an equal run reproduces."""
+    return {
+        name: dict(zip(curve.steps, map(repr, curve.values), strict=True))
+        for name, curve in curves.items()
+        if not name.startswith(NOT_REPRODUCIBLE) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
-def hardware(seeds: Iterable[RunMeasurements]) -> str:
-    """Return the hardware that all seeds ran on. Raises GateSkipped if it is unknown, or differs between seeds."""
-    kinds = {measured.hardware or "" for measured in seeds}
-    if "" in kinds:
-        raise GateSkipped("a run did not record its hardware, so its speed cannot be compared")
-    if len(kinds) > 1:
-        raise GateSkipped(f"the seeds ran on different hardware: {' | '.join(sorted(kinds))}")
-    return kinds.pop()
+# ---- scores -------------------------------------------------------------------------------------------------------------
+
+
+def evaluations(run_dir: Path, gate: EvaluationGateConfig) -> tuple[int | None, list[EvaluationFolder]]:
+    """Return (the step of the checkpoint that a gate reads, the run's evaluations of it). An evaluation itself has no step."""
+    step = run_setup.done_step(run_dir) if gate.step is None else gate.step
+    if RunFolder.at(run_dir).algorithm == "evaluate":
+        step = None
+    wanted = suites.find(gate.suite)[0], step
+    of_run = evaluation_folder.of_run(run_dir)
+    return step, [evaluation for evaluation in of_run if (evaluation.suite, evaluation.step) == wanted]
+
+
+def _evaluation_of(run_dir: Path, gate: EvaluationGateConfig) -> EvaluationFolder:
+    """Return the evaluation of a run that a gate reads. Raises NoValue if the evaluation or its task is missing."""
+    step, existing = evaluations(run_dir, gate)
+    if not existing:
+        name, at = suites.find(gate.suite)[0], "" if step is None else f" at step {step}"
+        raise NoValue(f"{run_dir} has no evaluation with the suite {name}{at}")
+    return _evaluation_in(existing[-1].folder, gate)
+
+
+def _evaluation_in(folder: Path, gate: EvaluationGateConfig) -> EvaluationFolder:
+    """Return the evaluation in a folder. Raises NoValue if the evaluation or the gate's task is missing."""
+    evaluation = evaluation_folder.read(folder)
+    if evaluation is None:
+        raise NoValue(f"{folder} has no {SCORES}")
+    if gate.task not in evaluation.tasks:
+        raise NoValue(f"{evaluation.folder} has no task {gate.task}; it has {', '.join(evaluation.tasks) or 'none'}")
+    return evaluation
+
+
+def _score(evaluation: EvaluationFolder, gate: EvaluationGateConfig) -> float:
+    """Return the score that a gate reads from an evaluation. Raises NoValue."""
+    task = evaluation.tasks[gate.task]
+    metric = gate.metric or task["metric"]
+    value = task["metrics"].get(metric, {}).get("value")
+    if value is None:
+        raise NoValue(f"{evaluation.folder}: {gate.task} has no {metric}; it has {', '.join(task['metrics']) or 'none'}")
+    return value

@@ -1,88 +1,94 @@
-"""Make the jobs of a suite and submit them: as many at once as the suite allows, and each once, even if a submitter is killed.
+"""Make the jobs of a suite or a search, and submit them: as many at once as the suite allows, and each once.
 
 A suite has a job for each run and seed, and one for each recipe that they need. Seeds are the outer loop, so that runs that
-gates compare with each other run close in time.
+gates compare with each other run close in time. The recipe of a search is checked at the corners of the space, and their plans
+price the search.
 
 Under Slurm no process has to stay. Dependencies (`--dependency=afterany`) make each run wait for the run `max_concurrent`
 places before it, and make the check wait for all runs. On this machine the process stays, and starts a run when another has
-ended.
+ended. A submitter that is killed at any moment loses nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import itertools
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.executors import slurm, slurm_client, slurm_environment
 from launch.executors.executor import ROOT, JobStatus
+from launch.plan.estimate import Plan
 from launch.recipes import reading
 from launch.runs.attempts import latest
 from launch.runs.follow import failure
-from launch.submission import foreground
-from launch.submission.prepare import Prepared, folder_name, prepare
-from launch.sweeps.search.section import as_arguments
-from launch.sweeps.suite import LoadedSuite, seeds_of
+from launch.submission import foreground, run_control
+from launch.submission.prepare import Prepared, examine, folder_name, prepare
+from launch.sweeps.suite import LoadedSuite, SearchConfig, Values, as_arguments, as_text, corners
 from launch.sweeps.sweep_folder import JobState, Queue, SweepFolder, SweepJob
 from launch.terminal import console
 from launch.terminal.safe_text import on_one_line
 from pipeline import config
-from pipeline.config import Problem, RecipeError, refuse
+from pipeline.config import Problem, RecipeError, collected, refuse
 
 POLL_S = {"local": 0.5, "slurm": 5.0}
 """Executor -> seconds between two checks of the jobs."""
+PACKAGES = {"optuna": "5."}  # and the start of the version whose interface and files are known
+INSTALL = "pip install 'hetstep[search]'"
+MOST_PLANS = 4
+"""Maximum number of corners that are planned. In a larger space, the lowest and the highest corner are."""
+BUDGET = "search.budget_gpu_hours"
 
 
 # ---- the jobs -----------------------------------------------------------------------------------------------------------
 
 
-def jobs_of(loaded: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
-    """Return (the jobs of a suite, the needed recipes first; the executor, slurm or local).
+def jobs_of(loaded: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str, Price | None]:
+    """Return (the jobs of a suite, the needed recipes first; the executor, slurm or local; the price of a search).
 
-    Raises RecipeError with the problems of all runs.
+    The jobs of a search are those of the needed recipes. Its price is None if the plan has no times. Raises RecipeError with
+    the problems of all runs, or of all corners of the search.
     """
     suite, problems, jobs = loaded.suite, [], {}
+    if suite.search is not None:
+        return _jobs_of_search(suite.search, suite.overrides_of(suite.search, loaded.overrides), folder)
     executors: dict[str, str | None] = {}  # None: the run has problems
-    longest = max(len(seeds_of(suite, run)) for run in suite.runs)
-    for run, seed in [(run, seeds_of(suite, run)[i : i + 1]) for i in range(longest) for run in suite.runs]:
-        if not seed or (run in executors and executors[run] is None):
+    by_seed = itertools.zip_longest(*([(run, seed) for seed in suite.seeds_of(run)] for run in suite.runs))
+    for run, seed in filter(None, itertools.chain.from_iterable(by_seed)):
+        if run in executors and executors[run] is None:
             continue  # its first seed has reported the problems
+        section = suite.runs[run]
+        recipe, arguments = section.recipe or run, suite.overrides_of(section, loaded.overrides)
         try:
-            arguments, prepared = _prepare_run(loaded, run, seed[0], folder)
+            inspection = reading.inspect(recipe, arguments)
+            arguments += [] if "algorithm" in inspection.faulty else [f"{inspection.recipe.algorithm}.seed={seed}"]
+            arguments += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
+            prepared = prepare(recipe, arguments)
         except RecipeError as error:
             problems += [problem.within(f"run '{run}'") for problem in error.problems]
             executors[run] = None
             continue
         executors[run] = prepared[-1].executor.name
-        for job in with_needs(suite.runs[run].recipe or run, arguments, prepared, run, seed[0]):
+        for job in with_needs(recipe, arguments, prepared, run, seed):
             jobs.setdefault(job.name, job)
     kinds = {executor for executor in executors.values() if executor}
     if len(kinds) > 1:
         by_run = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
         problems.append(Problem("cluster.executor", "contradiction", f"got {by_run}; expected the same for all runs"))
-    refuse([*problems, *not_submitting(kinds)])
-    return sorted(jobs.values(), key=lambda job: job.run is not None), kinds.pop()
+    refuse([*problems, *_not_submitting(kinds)])
+    return sorted(jobs.values(), key=lambda job: job.run is not None), kinds.pop(), None
 
 
-def not_submitting(executors: set[str]) -> Iterator[Problem]:
+def _not_submitting(executors: set[str]) -> Iterator[Problem]:
     """Yield a problem if the executor of a run is this Slurm allocation, in which a sweep cannot submit jobs."""
     if executors - {"slurm", "local"}:
         message = "got allocation; expected slurm or local, since a sweep submits jobs"
         yield Problem("cluster.executor", "not-a-choice", message)
-
-
-def _prepare_run(loaded: LoadedSuite, run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
-    """Return (a run's overrides, the prepared recipes: needed ones first, then the run's own). Raises RecipeError."""
-    section, suite = loaded.suite.runs[run], loaded.suite
-    recipe = section.recipe or run
-    arguments = [*as_arguments(suite.overrides), *as_arguments(section.overrides), *loaded.overrides]
-    inspection = reading.inspect(recipe, arguments)
-    arguments += [] if "algorithm" in inspection.faulty else [f"{inspection.recipe.algorithm}.seed={seed}"]
-    arguments += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
-    return arguments, prepare(recipe, arguments)
 
 
 def with_needs(recipe: str, arguments: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
@@ -97,6 +103,137 @@ def with_needs(recipe: str, arguments: list[str], prepared: list[Prepared], run:
         jobs.append(SweepJob(name, recipe_of[name], overrides, str(Path(item.recipe.run_dir).absolute()), needs=needed))
     main = prepared[-1].recipe
     return [*jobs, SweepJob(f"{run}-{seed}", recipe, [*arguments, executor], main.run_dir, run, seed, needs[-1])]
+
+
+# ---- a search before it starts ------------------------------------------------------------------------------------------
+
+
+def _jobs_of_search(search: SearchConfig, overrides: list[str], folder: Path) -> tuple[list[SweepJob], str, Price | None]:
+    """Return (the jobs of needed recipes, the executor, the price) of a new search, as `jobs_of` does."""
+    refuse([*package_problems(search), *corner_problems(search, overrides)])
+    lowest: list[Prepared] = []
+    plans: list[Plan | None] = []
+    problems: dict[tuple[str, str], Problem] = {}
+    chosen = corners(search)
+    for corner in chosen if len(chosen) <= MOST_PLANS else [chosen[0], chosen[-1]]:
+        examined = examine(search.recipe, [*overrides, *as_arguments(corner), f"run_dir={folder}/runs/trial-0000"], dry=False)
+        of_corner: list[Problem] = []
+        with collected(of_corner):
+            examined.refuse()
+        for problem in of_corner:
+            shown = _at_parameter(search, problem) if corner is chosen[0] else _of_corner(search, problem, corner)
+            problems.setdefault((problem.key, problem.code), shown)
+        lowest = lowest or examined.prepared
+        plan = examined.prepared[-1].plan if examined.prepared else None
+        plans.append(plan if isinstance(plan, Plan) else None)
+    price = price_of(search, plans)
+    refuse([*budget_problems(search, price), *problems.values()])
+    refuse(_pruner_problems(search, run_control.max_steps(lowest[-1].recipe)))
+    executor = lowest[-1].executor.name
+    refuse(_not_submitting({executor}))
+    return with_needs(search.recipe, overrides, lowest, "trial", 0)[:-1], executor, price
+
+
+def package_problems(search: SearchConfig) -> Iterator[Problem]:
+    """Yield a problem if Optuna is missing or has another version, or if sampler=cmaes lacks its package."""
+    versions = {**PACKAGES, **({"cmaes": ""} if search.sampler == "cmaes" else {})}
+    for package, version in versions.items():
+        try:
+            present = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            present = "none"
+        if present == "none" or not present.startswith(version):
+            expected = f"{package} {version}*" if version else package
+            yield Problem("search", "not-installed", f"got {present}; expected the package {expected}. Try {INSTALL}")
+
+
+def _pruner_problems(search: SearchConfig, max_steps: int | None) -> Iterator[Problem]:
+    """Yield a problem if the pruner cannot prune anything. max_steps: of a trial; None if only its data bound it."""
+    if search.pruner != "none" and max_steps is not None and search.min_steps >= max_steps:
+        expected = f"expected less than the {max_steps} steps of a trial, because otherwise no trial is pruned"
+        yield Problem("search.min_steps", "too-large", f"got {search.min_steps}; {expected}")
+    if search.pruner == "hyperband" and max_steps is None:
+        message = "hyperband needs trials with a last step. Try search.pruner=asha, or set max_num_steps"
+        yield Problem("search.pruner", "unsupported", message)
+
+
+# ---- the recipe at the corners ------------------------------------------------------------------------------------------
+
+
+def corner_problems(search: SearchConfig, overrides: list[str]) -> Iterator[Problem]:
+    """Yield the problems of the recipe itself, then the problems that only corners have, each once."""
+    base = [fault for fault in reading.inspect(search.recipe, overrides).problems if fault.key not in search.parameters]
+    yield from (problem.within("search.recipe") for problem in base)
+    reported = {(problem.key, problem.code) for problem in base}
+    for corner in corners(search):
+        for problem in reading.inspect(search.recipe, [*overrides, *as_arguments(corner)]).problems:
+            if (problem.key, problem.code) not in reported:
+                yield _of_corner(search, problem, corner)
+            reported.add((problem.key, problem.code))
+
+
+def _of_corner(search: SearchConfig, problem: Problem, corner: Values) -> Problem:
+    """Return a problem of a corner as a problem of the parameter that causes it; else it names the values of the corner."""
+    at_parameter = _at_parameter(search, problem)
+    return at_parameter if at_parameter != problem else problem.within(f"with {as_text(corner)}")
+
+
+def _at_parameter(search: SearchConfig, problem: Problem) -> Problem:
+    """Return a problem with the key that the parameter has in the suite; problems of other keys unchanged.
+
+    An unknown section above a parameter's key also counts as a problem of that parameter.
+    """
+    is_section = problem.code == "unknown-key"
+    for key in search.parameters:
+        if key == problem.key or (is_section and key.startswith(f"{problem.key}.")):
+            message = problem.message if key == problem.key else f"{problem.key} {problem.message}"
+            return replace(problem, key=f"search.parameters.{key}", message=message, origin="")
+    return problem
+
+
+# ---- the budget ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Price:
+    """Holds the price of a search without pruning. Every trial is taken to cost as much as the costliest planned corner."""
+
+    trials: int
+    plan: Plan  # of the costliest corner
+    trial_gpu_hours: float  # with validations
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of all trials."""
+        return self.trials * self.trial_gpu_hours
+
+    def __str__(self) -> str:
+        steps = f"{self.plan.steps:,} steps of {self.plan.step:.3g} s on {self.plan.gpus} GPUs"
+        trial = f"{self.trial_gpu_hours:,.4g} GPU-hours with validations"
+        return f"{self.gpu_hours:,.4g} GPU-hours by the plan: {self.trials} trials x {trial} ({steps})"
+
+
+def price_of(search: SearchConfig, plans: Sequence[Plan | None]) -> Price | None:
+    """Return the price of a search by the plans of its corners; None if a plan is missing or has no times or no last step."""
+    priced = [(plan.gpu_hours, plan) for plan in plans if plan and plan.phases and plan.gpu_hours is not None]
+    if not priced or len(priced) < len(plans):
+        return None
+    hours, plan = max(priced, key=lambda pair: pair[0])
+    return Price(search.number_of_trials, plan, hours)
+
+
+def budget_problems(search: SearchConfig, price: Price | None) -> Iterator[Problem]:
+    """Yield a problem if a search with a budget costs more than that, or if its price is not known."""
+    budget = search.budget_gpu_hours
+    if budget is None:
+        return
+    if price is None:
+        message = "the plan cannot price a trial without GPUs, a known model and a last step. Try null"
+        yield Problem(BUDGET, "has-no-effect", message)
+    elif price.gpu_hours > budget:
+        most = int(budget / price.trial_gpu_hours)
+        cure = f"at most {most} trials" if most else "fewer steps"
+        yield Problem(BUDGET, "too-small", f"got {budget:g}; expected at least {price}. Try {cure}, or a larger budget")
 
 
 # ---- one job ------------------------------------------------------------------------------------------------------------
@@ -197,9 +334,7 @@ def _submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
         "chdir": plan.cwd,
         "ntasks": 1,
         "time": suite.check.time_min,
-        "partition": suite.check.partition or first.partition,
-        "account": suite.check.account or first.account,
-        "qos": suite.check.qos or first.qos,
+        **{key: getattr(suite.check, key) or getattr(first, key) for key in ("partition", "account", "qos")},
         "mem": suite.check.mem,
         "dependency": slurm.dependency(afterany=tuple(waits_for)),
     }

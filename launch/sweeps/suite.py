@@ -9,25 +9,26 @@ Suites have parents like recipes (`defaults: other.yaml`). The problem of an unk
 from __future__ import annotations
 
 import difflib
+import itertools
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from launch.runs import suites as evaluation_suites
-from launch.runs.run_setup import flat
-from launch.sweeps import expressions
-from launch.sweeps.search import section
-from launch.sweeps.search.section import SearchConfig
+from launch.sweeps.expressions import Expression, fault
 from pipeline.config import (
     RECIPES,
     Problem,
     Recipe,
     RecipeError,
     config_tree,
+    formatting,
     independent,
     loading,
     refuse,
@@ -35,16 +36,28 @@ from pipeline.config import (
     yaml_text,
 )
 from pipeline.config.config_tree import COMMAND_LINE
-from pipeline.recipe.values import Check, Float, NotNegative, Positive, Text
+from pipeline.recipe.values import MISSING, Bool, Check, Float, Int, NotNegative, Positive, Text, leaves
 
 SUITES = RECIPES / "sweeps"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 BASELINE = "baseline"
 SET_BY_SWEEP = ("run_dir", "name")  # keys of each recipe that the sweep sets
 READ_BY_SEARCH = ("name", "overrides", "folder", "search", "retries")
+METRIC = re.compile(r"[A-Za-z_][\w./:-]*")
+MOST_CORNERS = 64
+"""Maximum number of corners of a space that are checked.
+
+Of a larger space, these are checked: the lowest and the highest corner, and each end of each parameter with the others at their
+lowest.
+"""
+MOST_POINTS = 10_000
+"""Maximum number of points of a grid."""
+
+Values = Mapping[str, Any]
+"""Dotted key of the recipe -> value."""
 
 
-# ---- the schema ---------------------------------------------------------------------------------------------------------
+# ---- the schema of runs and gates ---------------------------------------------------------------------------------------
 
 
 def _doubles(seeds: list[int]) -> str | None:
@@ -88,7 +101,7 @@ class SameConfig:
     Equal runs on GPUs have equal metrics only with policy.deterministic=true.
     """
 
-    run: Text = schema_validation.MISSING
+    run: Text = MISSING
     metrics: list[Text] = field(default_factory=lambda: ["*"])  # patterns of the names to compare
 
 
@@ -100,24 +113,20 @@ class EvaluationGateConfig:
     question.
     """
 
-    suite: Text = schema_validation.MISSING  # as of launch/evaluate.py
-    task: Text = schema_validation.MISSING
+    suite: Text = MISSING  # as of launch/evaluate.py
+    task: Text = MISSING
     metric: Text | None = None  # null: the task's own
     step: NotNegative | None = None  # of the checkpoint; null: the run's last one
     not_worse_than: Text | None = None  # `baseline`, a run of this sweep, or the folder of an evaluation, with a slash
-    margin: Annotated[Float | None, Field(ge=0)] = (
-        None  # null: `worse` fails; else a loss up to it is allowed, and must be shown
-    )
+    margin: Annotated[Float | None, Field(ge=0)] = None  # null: `worse` fails; else an allowed loss, which must be shown
 
 
 @dataclass
 class GateConfig:
     """One check: bounds (at_least, at_most, equals), a band, a speed, same_as, or a paired comparison of an evaluation."""
 
-    value: Annotated[Text, Check(expressions.fault)] | None = None  # an expression, launch/sweeps/expressions.py
-    over: Literal["each", "mean", "median", "min", "max"] | None = (
-        None  # reduction of the seeds' values; null: see `GateCase.over`
-    )
+    value: Annotated[Text, Check(fault)] | None = None  # an expression, launch/sweeps/expressions.py
+    over: Literal["each", "mean", "median", "min", "max"] | None = None  # of the seeds' values; null: see `GateCase.over`
     at_least: Float | None = None
     at_most: Float | None = None
     equals: Float | None = None  # exactly
@@ -126,6 +135,14 @@ class GateConfig:
     same_as: SameConfig | None = None
     evaluation: EvaluationGateConfig | None = None  # a score, in place of `value`
     runs: list[Text] | None = None  # runs that a suite's gate applies to; null: all
+
+    @property
+    def kind(self) -> str:
+        """The kind: bounds, band, speed, same_as or paired. "" if it has none; several are joined by `and`."""
+        bounds = any(bound is not None for bound in (self.at_least, self.at_most, self.equals))
+        paired = self.evaluation and self.evaluation.not_worse_than
+        kinds = {"bounds": bounds, "band": self.band, "speed": self.speed, "same_as": self.same_as, "paired": paired}
+        return " and ".join(name for name, is_set in kinds.items() if is_set)
 
 
 @dataclass
@@ -149,11 +166,76 @@ class CheckConfig:
     time_min: Positive = 30
 
 
+# ---- the schema of a search ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ParameterConfig:
+    """The values of one key: a range of numbers, or choices. A list stands for `{choices: [...]}`."""
+
+    low: Float | None = None  # ends of a range, both included
+    high: Float | None = None
+    log: Bool = False  # draw from the range on a logarithmic scale
+    step: Annotated[Float | None, Field(gt=0)] = None  # between values, from `low` on; null: any value
+    choices: list[Any] | None = None  # texts, numbers, true, false or null, in place of a range
+
+    @property
+    def count(self) -> int:
+        """The number of values in a grid. A range needs a step."""
+        if self.choices is not None:
+            return len(self.choices)
+        low, high, step = (Decimal(str(end)) for end in (self.low, self.high, self.step))
+        return int((high - low) // step) + 1  # in binary, three steps of 0.1 exceed 0.3
+
+
+def _formula(metric: str) -> str:
+    """Return a metric as the text of an expression; a metric's name alone stands for its last value."""
+    return f"last({metric})" if METRIC.fullmatch(metric.strip()) else metric
+
+
+def _spell_out(value: Any) -> Any:
+    return {"choices": value} if isinstance(value, list) else value
+
+
+@dataclass
+class SearchConfig:
+    """A search of hyperparameters by Optuna. Each trial is a run of one recipe with values of its own."""
+
+    recipe: Text = MISSING  # of every trial: a name in recipes/, or a path
+    overrides: dict[str, Any] = field(default_factory=dict)  # of every trial; they override the suite's
+    parameters: dict[str, Annotated[ParameterConfig, BeforeValidator(_spell_out)]] = field(default_factory=dict)
+    metric: Annotated[Text, Check(lambda text: fault(_formula(text)))] = MISSING  # a metric, or an expression; see `expression`
+    direction: Literal["maximize", "minimize"] = MISSING  # pyright: ignore[reportAssignmentType] as for texts
+    trials: Positive | None = None  # null: only with sampler=grid, the number of its points
+    sampler: Literal["random", "tpe", "grid", "cmaes"] = "tpe"  # tpe: a tree-structured Parzen estimator
+    # asha stops trials that are not among the best 1 / reduction_factor at step min_steps * reduction_factor^k; hyperband does
+    # in several brackets; median stops trials worse than the median.
+    pruner: Literal["none", "asha", "hyperband", "median"] = "none"
+    min_steps: Positive = 1  # no trial is pruned before this step
+    reduction_factor: Annotated[Int, Field(ge=2)] = 3
+    parallel: Positive = 1  # trials at once
+    seed: NotNegative = 0  # of the sampler; the recipe's own seed is the same in all trials
+    budget_gpu_hours: Annotated[Float | None, Field(gt=0)] = None  # maximum of the plan's GPU-hours, as if no trial were pruned
+
+    @property
+    def expression(self) -> Expression:
+        """The metric as an expression, which pruning evaluates at every step."""
+        return Expression(_formula(self.metric))
+
+    @property
+    def number_of_trials(self) -> int:
+        """The number of trials; without the key `trials`, the number of points of the grid."""
+        return math.prod(parameter.count for parameter in self.parameters.values()) if self.trials is None else self.trials
+
+
+# ---- the whole schema ---------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Suite:
-    """A suite of runs and gates."""
+    """A suite of runs and gates, or of a search."""
 
-    name: Text = schema_validation.MISSING  # the file's, without .yaml
+    name: Text = MISSING  # the file's, without .yaml
     seeds: Seeds = field(default_factory=lambda: [1, 2, 3])
     max_concurrent: Positive = 4  # runs at once
     retries: NotNegative = 1  # of a run that failed
@@ -165,31 +247,24 @@ class Suite:
     search: SearchConfig | None = None  # in place of runs
     check: CheckConfig = field(default_factory=CheckConfig)
 
+    def seeds_of(self, run: str) -> list[int]:
+        """Return the seeds of a run: the run's own, else the suite's."""
+        seeds = self.runs[run].seeds
+        return self.seeds if seeds is None else seeds
 
-def seeds_of(suite: Suite, run: str) -> list[int]:
-    """Return the seeds of a run: the run's own, else the suite's."""
-    seeds = suite.runs[run].seeds
-    return suite.seeds if seeds is None else seeds
+    def gates_of(self, run: str) -> dict[str, GateConfig]:
+        """Return name -> gate of a run: the suite's gates, updated with the run's own."""
+        shared = {name: gate for name, gate in self.gates.items() if gate.runs is None or run in gate.runs}
+        return {**shared, **self.runs[run].gates}
 
-
-def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
-    """Return name -> gate of a run: the suite's gates, updated with the run's own."""
-    shared = {name: gate for name, gate in suite.gates.items() if gate.runs is None or run in gate.runs}
-    return {**shared, **suite.runs[run].gates}
-
-
-def trial_overrides(suite: Suite, command_line: list[str]) -> list[str]:
-    """Return the overrides of every trial of a search: the suite's, those of the section `search`, the command line's."""
-    assert suite.search is not None, "the caller has looked"
-    return [*section.as_arguments(suite.overrides), *section.as_arguments(suite.search.overrides), *command_line]
+    def overrides_of(self, section: RunConfig | SearchConfig, command_line: list[str]) -> list[str]:
+        """Return the overrides of a run, or of every trial: the suite's, the section's, the command line's."""
+        return [*as_arguments(self.overrides), *as_arguments(section.overrides), *command_line]
 
 
-def kind(gate: GateConfig) -> str:
-    """Return the kind of a gate: bounds, band, speed, same_as or paired. "" if it has none; several are joined by `and`."""
-    bounds = [gate.at_least, gate.at_most, gate.equals]
-    kinds = {"bounds": any(bound is not None for bound in bounds), "band": gate.band, "speed": gate.speed}
-    paired = gate.evaluation and gate.evaluation.not_worse_than
-    return " and ".join(name for name, is_set in {**kinds, "same_as": gate.same_as, "paired": paired}.items() if is_set)
+def as_arguments(values: Values) -> list[str]:
+    """Return values of a recipe's keys, which may be nested, as `key=value` arguments."""
+    return [f"{key}={formatting.on_one_line(value)}" for key, value in leaves(values)]
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------------
@@ -271,7 +346,7 @@ def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], 
     return changes, overrides, problems
 
 
-# ---- checks across keys -------------------------------------------------------------------------------------------------
+# ---- checks of runs and gates -------------------------------------------------------------------------------------------
 
 
 def problems(suite: Suite) -> Iterator[Problem]:
@@ -298,9 +373,9 @@ def problems(suite: Suite) -> Iterator[Problem]:
             if gate.runs is not None:
                 several = "a gate of a run applies only to that run. Try `gates` for several runs"
                 yield Problem(f"{key}.gates.{gate_name}.runs", "has-no-effect", several)
-        if not gates_of(suite, name):
+        if not suite.gates_of(name):
             yield Problem(f"{key}.gates", "missing-value", "the run has no gate. Try a gate here or in `gates`")
-        for gate_name, gate in gates_of(suite, name).items():
+        for gate_name, gate in suite.gates_of(name).items():
             yield from _of_run(suite, name, f"{f'{key}.' if gate_name in run.gates else ''}gates.{gate_name}", gate)
 
 
@@ -309,24 +384,8 @@ def bad_name(key: str, name: str) -> Problem:
     return Problem(key, "bad-format", f"got '{name}'; expected letters, digits, '.', '_' and '-', since it names a folder")
 
 
-def _search_problems(suite: Suite, search: SearchConfig) -> Iterator[Problem]:
-    """Yield the problems of a suite with a search: keys that a search does not read, keys that are set twice, the section's."""
-    default = asdict(Suite())
-    for key, value in asdict(suite).items():
-        if key not in READ_BY_SEARCH and value != default[key]:
-            yield Problem(key, "contradiction", f"a suite with search does not read this key. Try a suite without {key}")
-    keys = {"overrides": suite.overrides, "search.overrides": search.overrides, "search.parameters": search.parameters}
-    for key, values in keys.items():
-        for name in flat(values) if values and key != "search.parameters" else values:
-            if name in SET_BY_SWEEP:
-                yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each trial")
-            elif name in search.parameters and key != "search.parameters":
-                yield Problem(f"{key}.{name}", "has-no-effect", "search.parameters sets this key for every trial")
-    yield from section.problems(search)
-
-
-def _override_problems(key: str, overrides: dict[str, Any]) -> Iterator[Problem]:
-    for name in flat(overrides) if overrides else ():
+def _override_problems(key: str, overrides: Values) -> Iterator[Problem]:
+    for name, _ in leaves(overrides):
         if name in SET_BY_SWEEP:
             yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each run")
         if re.fullmatch(r"\w+\.seed", name):
@@ -345,7 +404,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
-    kinds, bounds = kind(gate), (gate.at_least, gate.at_most)
+    kinds, bounds = gate.kind, (gate.at_least, gate.at_most)
     if not kinds:
         nothing = "got no condition; expected at_least, at_most, equals, band, speed, same_as or not_worse_than"
         yield Problem(key, "missing-value", nothing)
@@ -390,7 +449,7 @@ def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) ->
 
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:
     """Yield the problems of a gate with one of its runs, such as those of the other run that the gate compares with."""
-    seeds = seeds_of(suite, run)
+    seeds = {*suite.seeds_of(run)}
     if gate.band and gate.band.floor == 0 and len(seeds) < 2:
         point = f"got 0 with one seed of run '{run}'; expected above 0, since one seed has no standard deviation"
         yield Problem(f"{key}.band.floor", "missing-value", point)
@@ -403,7 +462,157 @@ def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Prob
             yield Problem(f"{key}.{name}", "contradiction", f"got '{run}', the run itself; expected another run")
         elif target is not None and target not in suite.runs:
             yield from _is_run(suite, f"{key}.{name}", target)
-        elif target is not None and name != "evaluation.not_worse_than" and not {*seeds}.issubset(seeds_of(suite, target)):
-            lacking = sorted({*seeds} - {*seeds_of(suite, target)})
-            message = f"'{target}' has no seed {', '.join(map(str, lacking))}; expected every seed of '{run}'"
-            yield Problem(f"{key}.{name}", "contradiction", message)
+        elif target is not None and name != "evaluation.not_worse_than" and (lacking := seeds - {*suite.seeds_of(target)}):
+            missing = ", ".join(map(str, sorted(lacking)))
+            yield Problem(f"{key}.{name}", "contradiction", f"'{target}' has no seed {missing}; expected every seed of '{run}'")
+
+
+# ---- checks of a search -------------------------------------------------------------------------------------------------
+
+
+def _search_problems(suite: Suite, search: SearchConfig) -> Iterator[Problem]:
+    """Yield the problems of a suite with a search, such as keys that are not read or set twice. Recipes are not read."""
+    default = asdict(Suite())
+    for key, value in asdict(suite).items():
+        if key not in READ_BY_SEARCH and value != default[key]:
+            yield Problem(key, "contradiction", f"a suite with search does not read this key. Try a suite without {key}")
+    keys = [("search.parameters", name) for name in search.parameters]
+    keys += [("overrides", name) for name, _ in leaves(suite.overrides)]
+    keys += [("search.overrides", name) for name, _ in leaves(search.overrides)]
+    for key, name in keys:
+        if name in SET_BY_SWEEP:
+            yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each trial")
+        elif name in search.parameters and key != "search.parameters":
+            yield Problem(f"{key}.{name}", "has-no-effect", "search.parameters sets this key for every trial")
+    if not search.parameters:
+        example = "such as policy.optimizer.kwargs.lr: {low: 1.0e-6, high: 1.0e-4, log: true}"
+        yield Problem("search.parameters", "missing-value", f"got none; expected at least one, {example}")
+    faults = [fault for key, parameter in search.parameters.items() for fault in _parameter(search, key, parameter)]
+    yield from faults
+    reads = {"none": (), "median": ("min_steps",)}.get(search.pruner, ("min_steps", "reduction_factor"))
+    for name in ("min_steps", "reduction_factor"):
+        if name not in reads and getattr(search, name) != getattr(SearchConfig, name):
+            yield Problem(f"search.{name}", "has-no-effect", f"pruner={search.pruner} does not read it")
+    if search.parameters and not faults:
+        yield from _sampler(search)
+
+
+def _parameter(search: SearchConfig, key: str, parameter: ParameterConfig) -> Iterator[Problem]:
+    path = f"search.parameters.{key}"
+    for inner in search.parameters:
+        if inner.startswith(f"{key}."):
+            yield Problem(path, "contradiction", f"got {inner} too, which is part of this key; expected one of them")
+    yield from _range(path, key, parameter) if parameter.choices is None else _choices(path, parameter, parameter.choices)
+
+
+def _choices(path: str, parameter: ParameterConfig, choices: list[Any]) -> Iterator[Problem]:
+    if not choices:
+        yield Problem(f"{path}.choices", "missing-value", "got none; expected at least one")
+    for choice in choices:
+        if not isinstance(choice, str | int | float | None) or (isinstance(choice, float) and not math.isfinite(choice)):
+            yield Problem(f"{path}.choices", "wrong-type", f"got {choice}; expected texts, numbers, true, false or null")
+            return
+    if doubles := [item for i, item in enumerate(choices) if item in choices[:i]]:
+        yield Problem(f"{path}.choices", "given-twice", f"got {doubles[0]} twice; expected distinct choices")
+    for name in ("low", "high", "step"):
+        if getattr(parameter, name) is not None:
+            yield Problem(f"{path}.{name}", "contradiction", "got choices too; expected a range or choices")
+    if parameter.log:
+        message = "only a range is drawn on a logarithmic scale; this parameter has choices"
+        yield Problem(f"{path}.log", "has-no-effect", message)
+
+
+def _range(path: str, key: str, parameter: ParameterConfig) -> Iterator[Problem]:
+    low, high, step = parameter.low, parameter.high, parameter.step
+    if low is None or high is None:
+        lacking = "low" if low is None else "high"
+        yield Problem(f"{path}.{lacking}", "missing-value", "got none; expected both ends of the range, or a list of choices")
+        return
+    if low >= high:
+        yield Problem(f"{path}.low", "contradiction", f"got {low:g}; expected below high, {high:g}")
+        return
+    if parameter.log and low <= 0:
+        yield Problem(f"{path}.low", "too-small", f"got {low:g}; expected above 0, since log is true")
+    if parameter.log and step is not None:
+        yield Problem(f"{path}.step", "contradiction", f"got {step:g}; expected null, as log is true. Try a list of choices")
+    if step is not None and parameter.count < 2:
+        yield Problem(f"{path}.step", "too-large", f"got {step:g}; expected at most {high - low:g}, the width of the range")
+    if is_whole(key, parameter):
+        for name, value in {"low": low, "high": high, "step": step}.items():
+            if value is not None and not float(value).is_integer():
+                yield Problem(f"{path}.{name}", "wrong-type", f"got {value:g}; expected a whole number, as {key} takes")
+
+
+def _sampler(search: SearchConfig) -> Iterator[Problem]:
+    """Yield the problems of a sampler with parameters that are each valid."""
+    if search.sampler == "grid":
+        without = [key for key, item in search.parameters.items() if item.choices is None and item.step is None]
+        for key in without:
+            message = "got none; expected the step between points of the grid, or a list of choices in place of the range"
+            yield Problem(f"search.parameters.{key}.step", "missing-value", message)
+        size = 0 if without else math.prod(parameter.count for parameter in search.parameters.values())
+        if size > MOST_POINTS:
+            yield Problem("search.sampler", "too-large", f"got a grid of {size:,} points; expected at most {MOST_POINTS:,}")
+        elif size and search.trials not in (None, size):
+            message = f"got {search.trials}; expected null or {size}, the number of points of the grid"
+            yield Problem("search.trials", "contradiction", message)
+    elif search.trials is None:
+        message = f"got none; expected the number of trials, because the sampler is {search.sampler}"
+        yield Problem("search.trials", "missing-value", message)
+    if search.sampler == "cmaes":
+        for key, parameter in search.parameters.items():
+            if parameter.choices is not None:
+                yield Problem(f"search.parameters.{key}", "unsupported", "cmaes draws from ranges only. Try sampler=tpe")
+        if len(search.parameters) < 2:
+            yield Problem("search.sampler", "unsupported", "cmaes needs at least two parameters. Try tpe")
+
+
+# ---- the space of a search ----------------------------------------------------------------------------------------------
+
+
+def is_whole(key: str, parameter: ParameterConfig) -> bool:
+    """Return whether a range has whole numbers only, by the type of the key in the recipe's schema.
+
+    Where the schema has no type, as for arguments of an optimizer, the range has whole numbers if its ends and its step are
+    whole.
+    """
+    section, kind, names = Recipe, None, key.split(".")
+    while section and names:
+        name, *names = names
+        kind = schema_validation.fields(section).get(name)
+        section, several = schema_validation.sections(section).get(name, (None, False))
+        names = names[1:] if several else names
+    kinds = set() if names else {kind, *get_args(kind)}
+    if kinds & {int, float}:
+        return int in kinds and float not in kinds
+    return all(end is not None and float(end).is_integer() for end in (parameter.low, parameter.high, parameter.step))
+
+
+def points(key: str, parameter: ParameterConfig, ends: bool = False) -> list[Any]:
+    """Return the values of one parameter: its choices, or the points of a range in a grid. ends: only the range's two ends."""
+    if parameter.choices is not None:
+        return parameter.choices
+    low, high, step = (Decimal(str(end)) for end in (parameter.low, parameter.high, parameter.step or 0))
+    values = [low, high] if ends else [low + i * step for i in range(parameter.count)]
+    whole = is_whole(key, parameter)
+    return list(dict.fromkeys(int(value) if whole else float(value) for value in values))
+
+
+def grid(search: SearchConfig, ends: bool = False) -> list[dict[str, Any]]:
+    """Return every combination of the `points` of all parameters. The last parameter changes fastest."""
+    by_key = {key: points(key, parameter, ends) for key, parameter in search.parameters.items()}
+    return [dict(zip(by_key, values, strict=True)) for values in itertools.product(*by_key.values())]
+
+
+def corners(search: SearchConfig) -> list[dict[str, Any]]:
+    """Return the corners of the space, the lowest first and the highest last. A large space has only some of them here."""
+    ends = {key: points(key, parameter, ends=True) for key, parameter in search.parameters.items()}
+    if math.prod(map(len, ends.values())) <= MOST_CORNERS:
+        return grid(search, ends=True)
+    lowest, highest = ({key: values[i] for key, values in ends.items()} for i in (0, -1))
+    return [lowest, *({**lowest, key: value} for key, values in ends.items() for value in values[1:]), highest]
+
+
+def as_text(values: Values) -> str:
+    """Return the values as a text such as `policy.optimizer.kwargs.lr=0.000123 ...`, with four significant digits."""
+    return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())

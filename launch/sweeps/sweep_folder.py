@@ -17,7 +17,8 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -29,12 +30,12 @@ from launch.executors.local import start_time
 from launch.executors.record import JobRecord, read_record, write_record
 from launch.executors.slurm import HetSlurmJob
 from launch.runs import folder_lock, run_setup
-from launch.runs.run_setup import flat
 from launch.sweeps import suite as suites
 from launch.sweeps.suite import Suite
 from pipeline.config import Problem, RecipeError
 from pipeline.files import small_files
-from pipeline.files.storage import listed, write_durably
+from pipeline.files.storage import StorageError, wait_for, write_durably
+from pipeline.recipe.values import leaves
 
 JOBS = "jobs.jsonl"
 CANCELLED = "cancelled"
@@ -60,6 +61,10 @@ class SweepJob:
     run: str | None = None  # None if other jobs need this one
     seed: int | None = None
     needs: list[str] = field(default_factory=list)  # names of jobs
+
+    def __str__(self) -> str:
+        after = f"  after {', '.join(self.needs)}" if self.needs else ""
+        return f"{self.name}: recipe={self.recipe} {' '.join(self.overrides)}{after}"
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,10 @@ class SweepFolder:
     @property
     def plan(self) -> SweepPlan:
         """The contents of sweep.json. Raises RecipeError if there is none."""
-        if not self.begun:
+        plan = small_files.read(self.path / "sweep.json", SweepPlan, "check", "Try to restore it from a copy")
+        if plan is None:
             message = f"{self.path} is not a sweep's folder: it has no sweep.json"
             raise RecipeError(Problem("check", "not-a-run", message))
-        plan = small_files.read(self.path / "sweep.json", SweepPlan, "check", "Try to restore it from a copy")
-        assert plan is not None, "it has begun"
         return plan
 
     @property
@@ -146,22 +150,16 @@ class SweepFolder:
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
         """Raise RecipeError if the sweep in this folder began with another suite, or with other overrides."""
-        before = {**flat(asdict(self.suite)), "the command line": self.plan.overrides}
-        now = {**flat(asdict(suite)), "the command line": overrides}
+        before = {**dict(leaves(asdict(self.suite))), "the command line": self.plan.overrides}
+        now = {**dict(leaves(asdict(suite))), "the command line": overrides}
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
                 expected = f"expected {before.get(key)}, with which {self.path} began. Try this value, or another id=NAME"
                 raise RecipeError(Problem(key, "run-exists", f"got {now.get(key)}; {expected}"))
 
-    @contextlib.contextmanager
-    def locked(self, wait_s: float = 0.0) -> Iterator[None]:
+    def locked(self, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Create the folder if necessary, and lock it during the block. Raises RecipeError if another process holds it."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RecipeError(folder_lock.unwritable(self.path, "folder", error)) from None
-        with folder_lock.hold_lock(self.path, "folder", wait_s):
-            yield
+        return folder_lock.hold_lock(self.path, "folder", wait_s)
 
     # ---- cancelling -----------------------------------------------------------------------------------------------------
 
@@ -219,8 +217,10 @@ class SweepFolder:
         if orphan := queue.writing_into(run_dir):  # its submitter was killed before it wrote job.json
             write_record(run_dir, orphan)
             return JobState(job, "live", orphan, queue.of(orphan, run_dir), len(ids) + 1)
-        if status and status.succeeded and _appears(run_dir / "done.json"):
-            return JobState(job, "done", record, status, len(ids))
+        if status and status.succeeded:
+            with contextlib.suppress(StorageError):
+                wait_for(run_dir / "done.json", SETTLE_S)
+                return JobState(job, "done", record, status, len(ids))
         if record is None or record.job_id not in ids:  # the record is of a job before this sweep
             return JobState(job, "missing")
         return JobState(job, "failed", record, status, len(ids))
@@ -269,8 +269,11 @@ class Queue:
         if self._executor == "slurm":
             job_id = self.writing_to(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out")
             return JobRecord("slurm", job_id, socket.gethostname()) if job_id else None
-        controller = _controller(run_dir)
-        return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
+        ends_with = ["-m", "launch.executors.local", str(run_dir)]
+        for process in psutil.process_iter(["cmdline"]):  # without a command line, if it has ended or belongs to another user
+            if (process.info["cmdline"] or [])[-3:] == ends_with:
+                return JobRecord("local", str(process.pid), socket.gethostname(), start_time(process.pid))
+        return None
 
     def writing_to(self, output: str, other_than: str | None = None) -> str | None:
         """Return the id of the live Slurm job, not `other_than`, whose log's path matches a pattern; None if there is none."""
@@ -291,18 +294,3 @@ def _scontrol() -> str:
                 raise RecipeError(Problem("", "unreachable", message)) from None
             time.sleep(pause)
     raise AssertionError("the last pause is None")
-
-
-def _controller(run_dir: Path) -> int | None:
-    """Return the process id of the local executor's controller of a run folder; None if there is none."""
-    ends_with = ["-m", "launch.executors.local", str(run_dir)]
-    processes = psutil.process_iter(["cmdline"])  # without a command line, if it has ended or belongs to another user
-    return next((process.pid for process in processes if (process.info["cmdline"] or [])[-3:] == ends_with), None)
-
-
-def _appears(path: Path) -> bool:
-    """Return whether a file exists now or within SETTLE_S. The time is for files that another node has just written."""
-    deadline = time.monotonic() + SETTLE_S
-    while not (exists := listed(path)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return exists

@@ -22,7 +22,7 @@ from launch.api.training import Run
 from launch.governance.graph import LineageNode
 from launch.governance.model_registry import ModelRegistry, ModelVersion
 from launch.governance.search import Descendant
-from launch.sweeps.search.search_report import Trial
+from launch.sweeps.search_report import Trial
 from pipeline.checkpoints.checkpoint import Checkpoint
 from pipeline.config import Recipe
 from pipeline.recipe.problems import HetstepError, Problem, RecipeError

@@ -14,6 +14,8 @@ from launch import sweep as command
 from launch.sweeps import submission
 from tests.launch.model import write_recipe
 
+LR = "policy.optimizer.kwargs.lr"
+KL = "loss_fn.reference_policy_kl_penalty"
 ROOT = Path(__file__).parents[3]
 STANDIN = Path(__file__).parent / "standin"
 GATES = {
@@ -26,10 +28,26 @@ GATES = {
 def write_suite(folder: Path, **changes: Any) -> Path:
     """Write a suite `some` of two runs, `a` and `b`, with two seeds each, of a recipe that passes every check."""
     recipe = str(write_recipe(folder))
-    runs = {name: {"recipe": recipe, "overrides": {"policy.optimizer.kwargs.lr": 0.5}} for name in ("a", "b")}
+    runs = {name: {"recipe": recipe, "overrides": {LR: 0.5}} for name in ("a", "b")}
     suite = {"seeds": [1, 2], "max_concurrent": 2, "folder": str(folder / "sweeps"), "runs": runs, "gates": GATES}
     path = folder / "some.yaml"
     path.write_text(yaml.safe_dump({**suite, **changes}, sort_keys=False))
+    return path
+
+
+def write_search(folder: Path, *, recipe: str | None = None, top: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """Write a suite `some` with a search of a grid of two learning rates; `changes` are keys of the search, `top` others."""
+    search = {
+        "recipe": recipe or str(write_recipe(folder)),
+        "overrides": {"grpo.max_num_steps": 4},
+        "parameters": {LR: [1.0, 0.5]},
+        "metric": "train/reward",
+        "direction": "maximize",
+        "sampler": "grid",
+    }
+    path = folder / "some.yaml"
+    suite = {"folder": str(folder / "sweeps"), "search": {**search, **changes}, **(top or {})}
+    path.write_text(yaml.safe_dump(suite, sort_keys=False))
     return path
 
 
@@ -82,6 +100,11 @@ def outcomes(folder: Path) -> dict[tuple[str, str], str]:
 def known(folder: Path) -> int:
     """Return how many runs have a job, or have ended before their lost job was found again."""
     return len({path.parent for name in ("job", "done") for path in folder.glob(f"runs/*/{name}.json")})
+
+
+def starts(folder: Path) -> dict[str, int]:
+    """Return how often each run was started."""
+    return {path.parent.name: len(path.read_text().splitlines()) for path in folder.glob("runs/*/starts")}
 
 
 def submitted(folder: Path) -> list[str]:

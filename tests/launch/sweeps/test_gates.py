@@ -2,10 +2,21 @@
 
 import pytest
 
-from launch.sweeps.baseline import Baseline, Provenance, StoredGate, StoredRun, read, stored_curve, write
-from launch.sweeps.expressions import Curve, NoValue
-from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, judge
-from launch.sweeps.measurements import RunMeasurements, by_kind
+from launch.sweeps.expressions import Curve, NoValue, RunMeasurements, by_kind
+from launch.sweeps.gates import (
+    Baseline,
+    GateCase,
+    GateResult,
+    GateSkipped,
+    Provenance,
+    StoredGate,
+    StoredRun,
+    Sweep,
+    judge,
+    read_baseline,
+    stored_curve,
+    write_baseline,
+)
 from launch.sweeps.suite import BandConfig, GateConfig, RunConfig, SameConfig, SpeedConfig, Suite
 from tests.problems import refused
 
@@ -259,19 +270,19 @@ def test_a_baseline_survives_a_round_trip(tmp_path):
     assert curve.spread == pytest.approx([2**0.5, 0, 0], rel=1e-3)
     runs = {name: StoredRun("1 x abacus", ["a.b=1"], {"g g": stored(0.1 + 0.2, 1e-9)}, {"x/y": curve}) for name in ("b", "a")}
     baseline = Baseline(Provenance("s 1", "2026-01-01", "abc", True), runs)
-    write(baseline, path := tmp_path / "new/base.yaml")
-    assert read(path) == baseline
+    write_baseline(baseline, path := tmp_path / "new/base.yaml")
+    assert read_baseline(path) == baseline
     text = path.read_text()
     assert text.startswith("# Written by") and text.index("  a:") < text.index("  b:")
-    write(read(path), path)
+    write_baseline(read_baseline(path), path)
     assert path.read_text() == text
-    assert read(tmp_path / "none.yaml") is None
+    assert read_baseline(tmp_path / "none.yaml") is None
 
 
 def test_a_file_that_is_not_a_baseline_is_refused(tmp_path):
     (tmp_path / "x.yaml").write_text("runs: {a: {gatez: {}, hardware: 3}}\nprovenance: {sweep: s}\n")
     with refused(("runs.a.gatez", "unknown-key"), ("provenance.date", "missing-value")):
-        read(tmp_path / "x.yaml")
+        read_baseline(tmp_path / "x.yaml")
 
 
 def test_a_stored_curve_is_thinned_and_keeps_both_ends():

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from launch.executors.record import JobRecord, write_record
-from launch.sweeps import baseline, suite, verdict
-from launch.sweeps.reports import junit, markdown, page
+from launch.sweeps import gates, suite, verdict
 from launch.sweeps.submission import jobs_of
 from launch.sweeps.sweep_folder import SweepFolder, SweepPlan
+from launch.sweeps.verdict import junit, markdown, page
 from tests.launch.sweeps.suites import write_suite
 
 SLOW = {"b": {"time/step": 0.15}}
@@ -25,7 +25,7 @@ def finished(folder: Path, values: dict, lr: float = 0.5, **changes):
     path = write_suite(folder, **changes)
     asked = suite.load(str(path), [f"runs.a.overrides.policy.optimizer.kwargs.lr={lr}"])
     place = SweepFolder(folder / f"sweeps/some/{len(list(folder.glob('sweeps/some/*')))}")
-    jobs, executor = jobs_of(asked, place.path)
+    jobs, executor, _ = jobs_of(asked, place.path)
     with place.locked():
         place.begin(asked.suite, SweepPlan(place.path.name, executor, str(folder), str(asked.baseline), [], jobs))
     for job in jobs:
@@ -49,7 +49,7 @@ def sweeps(tmp_path_factory):
     good = finished(tmp_path, {})
     good.request_baseline(True)
     first = verdict.conclude(good)
-    assert first.passed and baseline.read(tmp_path / "baselines/some.yaml").of("a").hardware == "2 x slide rule"
+    assert first.passed and gates.read_baseline(tmp_path / "baselines/some.yaml").of("a").hardware == "2 x slide rule"
     return first, verdict.conclude(finished(tmp_path, SLOW, lr=5.0))
 
 

@@ -7,11 +7,20 @@ import pytest
 import yaml
 
 from launch.runs import suites as evaluation_suites
-from launch.sweeps import measurements
-from launch.sweeps.baseline import Baseline, Provenance, StoredRun, read, write
-from launch.sweeps.gates import GateCase, GateResult, Sweep, judge
-from launch.sweeps.measurements import RunMeasurements
+from launch.sweeps.expressions import RunMeasurements
+from launch.sweeps.gates import (
+    Baseline,
+    GateCase,
+    GateResult,
+    Provenance,
+    StoredRun,
+    Sweep,
+    judge,
+    read_baseline,
+    write_baseline,
+)
 from launch.sweeps.suite import BandConfig, EvaluationGateConfig, GateConfig, RunConfig, Suite, load
+from launch.sweeps.verdict import missing_evaluations
 from tests.evaluation import made
 from tests.launch import made_runs
 from tests.launch.sweeps.suites import outcomes, write_suite
@@ -81,8 +90,8 @@ def test_a_stored_evaluation_and_the_baseline_are_references(tmp_path, share, ou
     (case,) = good.cases("a")
     assert "there is no baseline yet" in case.verdict().message and case.needs_baseline
     stored = Baseline(Provenance("s", "2026-01-01"), {"a": StoredRun(gates={"g": case.to_store()})})
-    write(stored, tmp_path / "baseline.yaml")
-    again = read(tmp_path / "baseline.yaml")
+    write_baseline(stored, tmp_path / "baseline.yaml")
+    again = read_baseline(tmp_path / "baseline.yaml")
     assert again == stored and len(stored.runs["a"].gates["g"].questions) == 80
     assert verdict(tmp_path / "now", asked, {"a": share}, again).outcome is outcome
 
@@ -118,9 +127,9 @@ def test_an_evaluation_of_an_earlier_step_does_not_count(tmp_path):
     run = trained(tmp_path / "a-1", 0.8, step=20, evaluated=10).folder
     assert run is not None
     suite = Suite("s", [1], runs={"a": RunConfig(gates={"g": GateConfig(evaluation=EvaluationGateConfig("tiny", "addition"))})})
-    assert [*measurements.missing(suite, "a", run)] == [("suite=tiny", f"run={run}", "step=20")]
+    assert [*missing_evaluations(suite, "a", run)] == [("suite=tiny", f"run={run}", "step=20")]
     made.evaluation(run, 20, {"addition": made.answers()}, suite="tiny")
-    assert [*measurements.missing(suite, "a", run)] == []
+    assert [*missing_evaluations(suite, "a", run)] == []
     assert evaluation_suites.find("tiny")[0] == "tiny"
 
 

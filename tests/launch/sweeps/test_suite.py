@@ -4,7 +4,6 @@ import pytest
 
 from launch import sweep
 from launch.sweeps import suite
-from launch.sweeps.search.section import as_arguments
 from pipeline.config import config_tree
 from tests.launch.sweeps.suites import write_suite
 from tests.problems import refused
@@ -96,13 +95,13 @@ def test_the_command_line_changes_the_suite_or_every_recipe(tmp_path):
     path = write_suite(tmp_path)
     asked = suite.load(str(path), ["seeds=[4]", "runs.a.overrides.grpo.max_num_steps=7", "cluster.time_min=5"])
     assert (asked.suite.seeds, asked.overrides) == ([4], ["cluster.time_min=5"])
-    assert as_arguments(asked.suite.runs["a"].overrides) == ["policy.optimizer.kwargs.lr=0.5", "grpo.max_num_steps=7"]
-    assert as_arguments(asked.suite.runs["b"].overrides) == ["policy.optimizer.kwargs.lr=0.5"]
+    assert suite.as_arguments(asked.suite.runs["a"].overrides) == ["policy.optimizer.kwargs.lr=0.5", "grpo.max_num_steps=7"]
+    assert suite.as_arguments(asked.suite.runs["b"].overrides) == ["policy.optimizer.kwargs.lr=0.5"]
 
 
 def test_overrides_become_command_line_arguments():
     given = {"a": {"b": 1.5, "c": [1, "x y"], "d": None}, "e.f": "it's: so", "g": {}, "h": True, "i": "true"}
-    told = as_arguments(given)
+    told = suite.as_arguments(given)
     assert [each.partition("=")[0] for each in told] == ["a.b", "a.c", "a.d", "e.f", "g", "h", "i"]
     read = [node for each in told for _, node in config_tree.parse_overrides([each])]
     values = [node.plain() if isinstance(node, config_tree.ConfigMapping) else [node.value] for node in read]

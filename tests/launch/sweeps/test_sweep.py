@@ -4,7 +4,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from launch.sweeps.submission import jobs_of
 from launch.sweeps.sweep_folder import SweepFolder, SweepPlan
 from tests.launch.model import write_recipe
 from tests.launch.sweeps import tasks
-from tests.launch.sweeps.suites import environment, in_process, known, launch, outcomes, submitted, sweep, write_suite
+from tests.launch.sweeps.suites import environment, in_process, known, launch, outcomes, starts, submitted, sweep, write_suite
 from tests.launch.waiting import wait_until
 
 ONE_SEED = {"seeds": [1], "gates": {"on policy": {"value": "at(train/ppo_kl, 1)", "equals": 0}}}
@@ -36,11 +35,6 @@ def test_following_reads_the_queue_once_a_turn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep_command, "POLL_S", 0.0)
     assert sweep_command.follow(folder) == 1 and "ended without a verdict" in capsys.readouterr().err
     assert commands == [("scontrol", "show", "job", "-o")] * 2  # the second looks for the check again, after a pause
-
-
-def starts(folder: Path) -> dict[str, int]:
-    """Return how often each run was started."""
-    return {path.parent.name: len(path.read_text().splitlines()) for path in folder.glob("runs/*/starts")}
 
 
 @pytest.mark.full  # by default: test_gates.py

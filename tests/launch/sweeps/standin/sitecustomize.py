@@ -2,9 +2,6 @@
 
 Ranks run HETSTEP_TEST_TASK=module:function in place of the pipeline. HETSTEP_TEST_SLOWER=1.5 makes every step of the real
 pipeline take that many times as long. The product does not refer to this: functions are replaced as modules are imported.
-
-HETSTEP_TEST_TASK=module:function is what ranks run in place of the pipeline. HETSTEP_TEST_SLOWER=1.5 makes every step of the
-real pipeline take so many times as long. The product knows nothing of this: functions are replaced as modules are imported.
 """
 
 import importlib.abc

@@ -17,15 +17,14 @@ pytest.importorskip("optuna")
 
 from launch.api import sweeps as api
 from launch.submission.prepare import examine
+from launch.sweeps import submission
 from launch.sweeps import suite as suites
-from launch.sweeps.search import checks
-from launch.sweeps.search.section import SearchConfig
-from launch.sweeps.search.study import JOURNAL, TrialStudy
+from launch.sweeps.search_loop import JOURNAL, TrialStudy
+from launch.sweeps.suite import SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
-from tests.launch.search import tasks
-from tests.launch.search.suites import KL, LR, write_search
-from tests.launch.sweeps.suites import environment, in_process, known, launch, submitted, sweep
+from tests.launch.sweeps import tasks
+from tests.launch.sweeps.suites import KL, LR, environment, in_process, known, launch, starts, submitted, sweep, write_search
 from tests.launch.waiting import wait_until
 
 ASHA = {"pruner": "asha", "min_steps": 2, "reduction_factor": 2}
@@ -42,18 +41,13 @@ def trials(folder: Path) -> list[tuple[str, float, float | None]]:
     return [(each["state"], each["values"][LR], each["value"]) for each in found]
 
 
-def starts(folder: Path) -> list[int]:
-    """Return how often each trial's run was started."""
-    return [len(path.read_text().splitlines()) for path in sorted(folder.glob("runs/*/starts"))]
-
-
 def test_worse_trials_are_stopped_and_the_best_is_told(tmp_path, here):
     path = write_search(tmp_path, **ASHA, parameters={LR: [1.0, 0.5, 0.25]}, parallel=1)
     status, output = here(f"sweep={path}", "id=x")
     assert status == 0, output
     folder = tmp_path / "sweeps/some/x"
     assert trials(folder) == [("complete", 1.0, 4.0), ("pruned", 0.5, 1.0), ("pruned", 0.25, 0.5)]
-    assert submitted(folder) == ["trial-0000", "trial-0001", "trial-0002"] and starts(folder) == [1, 1, 1]
+    assert submitted(folder) == ["trial-0000", "trial-0001", "trial-0002"] and [*starts(folder).values()] == [1, 1, 1]
     assert all(attempt.read_text() for attempt in folder.glob("runs/trial-000[12]/attempts/*/stop"))
     verdict = json.loads((folder / "verdict.json").read_text())
     assert verdict["passed"] and verdict["best"]["name"] == "trial-0000" and verdict["trials"][1]["pruned_at"] == 2
@@ -70,7 +64,7 @@ def test_worse_trials_are_stopped_and_the_best_is_told(tmp_path, here):
         assert text in page
 
     status, output = here(f"sweep={path}", "id=x")
-    assert status == 0 and "is complete; id=NAME begins another search" in output and starts(folder) == [1, 1, 1]
+    assert status == 0 and "is complete; id=NAME begins another search" in output and [*starts(folder).values()] == [1, 1, 1]
     status, output = here(f"sweep={path}", "id=x", "dry_run=true")
     assert status == 0 and f"{LR}=0.5 run_dir={folder}/runs/trial-0001 cluster.executor=local  pruned 1" in output
     status, output = here(f"check={folder}")
@@ -81,10 +75,10 @@ def test_worse_trials_are_stopped_and_the_best_is_told(tmp_path, here):
 
 def test_a_failed_trial_is_told_and_does_not_end_the_search(tmp_path, here):
     path = write_search(tmp_path, parameters={LR: [0.5, 1.0]}, parallel=2)
-    status, output = here(f"sweep={path}", "id=x", fails="0.5")
+    status, output = here(f"sweep={path}", "id=x", fails="trial-0000:1")
     assert status == 0, output
     folder = tmp_path / "sweeps/some/x"
-    assert trials(folder) == [("failed", 0.5, None), ("complete", 1.0, 4.0)] and starts(folder) == [1, 1]
+    assert trials(folder) == [("failed", 0.5, None), ("complete", 1.0, 4.0)] and [*starts(folder).values()] == [1, 1]
     assert "trial-0000: failed: rank 0 (realm train, host here, verb step): the dog ate it" in output
     assert "the dog ate it" in (folder / "report.html").read_text()
 
@@ -127,7 +121,7 @@ def test_what_a_killed_process_left_is_taken_up(tmp_path, here, monkeypatch):
     status, output = here(f"sweep={path}", "id=x")
     assert status == 0, output
     assert trials(folder.path) == [("complete", 1.0, 4.0), ("complete", 2.0, 8.0), ("complete", 4.0, 16.0)]
-    assert starts(folder.path) == [1, 1, 1] and len(submitted(folder.path)) == 3
+    assert [*starts(folder.path).values()] == [1, 1, 1] and len(submitted(folder.path)) == 3
     assert [each["name"] for each in json.loads((folder.path / "verdict.json").read_text())["trials"]][2] == "trial-0003"
 
 
@@ -144,7 +138,7 @@ def test_a_search_waits_for_one_who_only_looks(tmp_path, here, monkeypatch):
 def test_a_cancelled_search_submits_nothing_more_and_goes_on_later(tmp_path, here):
     path = write_search(tmp_path, parameters={LR: [0.5, 1.0]})  # 0.5 waits to be asked
     folder = tmp_path / "sweeps/some/x"
-    process = launch(f"sweep={path}", "id=x", env=environment(HETSTEP_TEST_TASK="tests.launch.search.tasks:climb"))
+    process = launch(f"sweep={path}", "id=x", env=environment(HETSTEP_TEST_TASK="tests.launch.sweeps.tasks:climb"))
     wait_until(lambda: [*folder.glob("runs/trial-0000/starts")], "the first trial", 120)
     run = api.SweepRun(folder)
     assert run.state() == "running" and run.cancel() == "cancelled"
@@ -160,7 +154,7 @@ def test_a_cancelled_search_submits_nothing_more_and_goes_on_later(tmp_path, her
 def test_a_killed_search_goes_on_and_submits_nothing_twice(tmp_path):
     """Kill it after 0, 1, 2 and 3 submissions; and once delete its record of a run."""
     path = write_search(tmp_path, parameters={LR: [1.0, 2.0, 3.0, 4.0]}, parallel=2)
-    env = environment(HETSTEP_TEST_SLEEP="2", HETSTEP_TEST_TASK="tests.launch.search.tasks:climb")
+    env = environment(HETSTEP_TEST_SLEEP="2", HETSTEP_TEST_TASK="tests.launch.sweeps.tasks:climb")
     folder = tmp_path / "sweeps/some/x"
     for count in range(4):
         process = launch(f"sweep={path}", "id=x", env=env)
@@ -172,7 +166,7 @@ def test_a_killed_search_goes_on_and_submits_nothing_twice(tmp_path):
             (folder / "jobs.jsonl").write_text('{"job": "trial-0000", "jo')
     status, output = sweep(f"sweep={path}", "id=x", env=env)
     assert status == 0, output
-    assert starts(folder) == [1, 1, 1, 1]
+    assert [*starts(folder).values()] == [1, 1, 1, 1]
     assert sorted(trials(folder)) == [("complete", rate, 4 * rate) for rate in (1.0, 2.0, 3.0, 4.0)]
 
 
@@ -209,12 +203,12 @@ def test_the_command_refuses_a_budget_that_is_too_small_and_writes_nothing(tmp_p
     assert f"Try at most {math.floor(1000 / plan.gpu_hours)} trials" in output
     assert not (tmp_path / "sweeps").exists()
     budget = SearchConfig(trials=8, budget_gpu_hours=1e6)
-    assert not [*checks.budget_problems(budget, checks.price_of(budget, [plan]))]
+    assert not [*submission.budget_problems(budget, submission.price_of(budget, [plan]))]
 
 
 @pytest.mark.full
 def test_a_program_begins_a_search_and_waits_for_its_verdict(tmp_path, monkeypatch):
-    for key, value in environment(HETSTEP_TEST_TASK="tests.launch.search.tasks:climb").items():
+    for key, value in environment(HETSTEP_TEST_TASK="tests.launch.sweeps.tasks:climb").items():
         monkeypatch.setenv(key, value)
     path = write_search(tmp_path, parameters={LR: [1.0]})
     with pytest.raises(RecipeError) as refused:

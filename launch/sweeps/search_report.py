@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from launch.drawing.html import Html, table, tag
 from launch.pages.chart import Chart, Series, drawing, figures, plotly_text
 from launch.pages.document import Section, document
-from launch.sweeps.measurements import RunMeasurements, measure
-from launch.sweeps.reports import suite_section
-from launch.sweeps.search.section import ParameterConfig, SearchConfig, Values, as_arguments
-from launch.sweeps.suite import Suite
+from launch.runs.run_folder import RunFolder
+from launch.sweeps.expressions import RunMeasurements, measure
+from launch.sweeps.suite import ParameterConfig, SearchConfig, Suite, Values, as_arguments
 from launch.sweeps.sweep_folder import SweepFolder
-from pipeline import config
+from launch.sweeps.verdict import suite_section
 
 CLASSES = {"complete": "good", "pruned": "warn", "failed": "bad"}
 BEST_SHARE = 4  # one complete trial of so many is drawn as one of the best
@@ -71,6 +70,12 @@ class TrialResult:
         curve = self.measured.curves.get("time/step")
         return statistics.median([value for value in curve.values if value is not None] or [0.0]) if curve else 0.0
 
+    def as_json(self) -> dict[str, object]:
+        """Return the entry of the trial in verdict.json."""
+        reports = {step: value if math.isfinite(value) else None for step, value in self.trial.reports.items()}
+        measured = {"name": self.trial.name, "seconds": self.measured.seconds, "devices": self.devices}
+        return {**asdict(self.trial), "reports": reports, **measured}
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -98,6 +103,10 @@ class SearchResult:
     def best(self) -> TrialResult | None:
         """The complete trial with the best value; None without a complete trial."""
         return next(iter(self.ranking), None)
+
+    def command(self, entry: TrialResult) -> str:
+        """Return the command that runs the recipe with the values of a trial."""
+        return f"python launch/submit.py recipe={self.search.recipe} {' '.join(as_arguments(entry.trial.values))}"
 
     @property
     def summary(self) -> str:
@@ -129,12 +138,12 @@ def result(
     results, units = [], set()
     for trial in trials:
         run_dir = folder.path / "runs" / trial.name
-        recipe = config.read(run_dir / "recipe.yaml") if (run_dir / "recipe.yaml").exists() else None
-        parts = config.components(recipe) if recipe else {}
-        hosts = [part for name, part in parts.items() if name != "generate" or not recipe or not config.colocated(recipe)]
-        gpus = sum(part.nodes * part.gpus_per_node for part in hosts)  # which colocated components share
-        units |= {"GPU" if gpus else "rank"} if recipe else set()
-        devices = gpus or sum(map(config.ranks, parts.values()))
+        devices = 0
+        if (run_dir / "recipe.yaml").exists():  # it has been submitted
+            submitted = RunFolder.at(run_dir)
+            ranks = sum(part.get("nodes", 1) * (part.get("ranks_per_node") or 1) for part in submitted.components.values())
+            devices = submitted.gpus or ranks
+            units.add("GPU" if submitted.gpus else "rank")
         results.append(TrialResult(trial, measure(run_dir), devices))
     unit = units.pop() if len(units) == 1 else "device"
     return SearchResult(folder.title, folder.path, search, results, importances, max_steps, unit)
@@ -162,10 +171,9 @@ def _link(trial: Trial) -> Html:
 def _best(result: SearchResult) -> Iterator[Section]:
     if (best := result.best) is None:
         return
-    command = f"python launch/submit.py recipe={result.search.recipe} {' '.join(as_arguments(best.trial.values))}"
     value = tag("p", f"{result.search.metric} {_number(best.trial.value)} in ", _link(best.trial))
     rows = [[key, _number(value)] for key, value in best.trial.values.items()]
-    yield Section("Best", [value, table(["parameter", "value"], rows), tag("pre", command)])
+    yield Section("Best", [value, table(["parameter", "value"], rows), tag("pre", result.command(best))])
 
 
 # ---- drawings -----------------------------------------------------------------------------------------------------------
@@ -186,8 +194,8 @@ def _over_trials(result: SearchResult) -> Iterator[Section]:
     }
     pruned = [entry for entry in result.of_state("pruned") if entry.trial.value is not None]
     traces = [line, _dots(result, complete, "var(--c0)", "circle"), _dots(result, pruned, "var(--c7)", "circle-open")]
-    titles = {"xaxis": "trial", "yaxis": plotly_text(result.search.metric)}
-    layout = {"height": 260, **{axis: {"title": {"text": text}} for axis, text in titles.items()}}
+    metric = plotly_text(result.search.metric)
+    layout = {"height": 260, "xaxis": {"title": {"text": "trial"}}, "yaxis": {"title": {"text": metric}}}
     note = "The best value so far, each complete trial, and the last value of each pruned one (open)."
     yield Section("Best value over trials", [drawing(result.search.metric, traces, layout)], note)
 
@@ -212,35 +220,43 @@ def _hover(result: SearchResult, entry: TrialResult) -> str:
 def _parallel(result: SearchResult) -> Iterator[Section]:
     """Yield the parallel coordinates: a line per trial across one axis per parameter and one for the metric.
 
-    Each axis runs from its lowest to its highest value.
+    Each axis runs from its lowest to its highest value, which are beside its ends.
     """
     entries = [entry for entry in result.trials if entry.trial.value is not None]
     if not entries:
         return
-    parameters = result.search.parameters
     measured = [entry.trial.value or 0.0 for entry in entries]
-    metric = ParameterConfig(low=min(measured), high=max(measured))
+    axes = {**result.search.parameters, result.search.metric: ParameterConfig(low=min(measured), high=max(measured))}
     good = {entry.trial.number for entry in result.ranking[: math.ceil(len(result.ranking) / BEST_SHARE)]}
     traces = []
     for entry in sorted(entries, key=lambda entry: entry.trial.number in good):  # the best above the others
-        heights = [_height(parameter, entry.trial.values[key]) for key, parameter in parameters.items()]
-        heights.append(_height(metric, entry.trial.value))
+        values = {**entry.trial.values, result.search.metric: entry.trial.value}
         is_good = entry.trial.number in good
         colour = "var(--c1)" if is_good else "var(--c0)"
         dash = "dot" if entry.trial.state == "pruned" else "solid"
         traces.append(
             {
-                "x": list(range(len(heights))),
-                "y": heights,
+                "x": [*range(len(axes))],
+                "y": [_height(axis, values[key]) for key, axis in axes.items()],
                 "mode": "lines+markers",
                 "line": {"color": colour, "width": 2 if is_good else 1, "dash": dash},
-                "text": [_hover(result, entry)] * len(heights),
+                "text": [_hover(result, entry)] * len(axes),
                 "marker": {"color": colour, "size": 4},
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
+    ends = [axis.choices or [axis.low, axis.high] for axis in axes.values()]
+    beside = {"showarrow": False, "xanchor": "left", "xshift": 4}
+    labels = [
+        {**beside, "x": i, "y": y, "text": plotly_text(_number(end)), "yshift": shift}
+        for i, values in enumerate(ends)
+        for y, end, shift in ((0, values[0], -8), (1, values[-1], 8))
+    ]
+    names = [plotly_text(key.rpartition(".")[2]) for key in axes]
+    ticks = {"tickvals": [*range(len(axes))], "ticktext": names, "range": [-0.1, len(axes) - 0.6]}
+    hidden = {"visible": False, "range": [-0.12, 1.12]}
+    layout = {"height": 320, "xaxis": ticks, "yaxis": hidden, "annotations": labels}
     note = f"Orange: the best {len(good)} of the complete trials. Dotted: pruned ones, at their last value."
-    layout = _axes([*parameters, result.search.metric], [*map(_ends, parameters.values()), _ends(metric)])
     yield Section("Parallel coordinates", [drawing("Parameters and metric", traces, layout)], note)
 
 
@@ -252,29 +268,6 @@ def _height(parameter: ParameterConfig, value: Any) -> float:
     scale = math.log if parameter.log else float
     low, high = scale(parameter.low), scale(parameter.high)
     return 0.5 if high == low else (scale(value) - low) / (high - low)
-
-
-def _ends(parameter: ParameterConfig) -> tuple[str, str]:
-    values = parameter.choices or [parameter.low, parameter.high]
-    return _number(values[0]), _number(values[-1])
-
-
-def _axes(names: Sequence[str], ends: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the Plotly layout of vertical axes. names: shown below them. ends: (lowest, highest) label of each axis."""
-    common = {"showarrow": False, "xanchor": "left", "xshift": 4}
-    notes = [
-        {**common, "x": i, "y": y, "text": plotly_text(end), "yshift": shift}
-        for i, pair in enumerate(ends)
-        for y, end, shift in zip((0, 1), pair, (-8, 8), strict=True)
-    ]
-    lines = [
-        {"type": "line", "x0": i, "x1": i, "y0": 0, "y1": 1, "line": {"color": "var(--line)", "width": 1}, "layer": "below"}
-        for i in range(len(names))
-    ]
-    labels = [plotly_text(name.rpartition(".")[2]) for name in names]
-    ticks = {"tickvals": [*range(len(names))], "ticktext": labels, "showgrid": False, "range": [-0.1, len(names) - 0.6]}
-    hidden = {"visible": False, "range": [-0.12, 1.12]}
-    return {"height": 320, "xaxis": ticks, "yaxis": hidden, "annotations": notes, "shapes": lines}
 
 
 def _importances(result: SearchResult) -> Iterator[Section]:
