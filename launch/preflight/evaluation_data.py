@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.preflight import data_files, input_files
+from launch.preflight import data_files, data_records, input_files
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
@@ -109,4 +109,4 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from file_problems
-    yield from input_files.bad_record_problems(records, input_files.droppable(f"{key}.bad_records", drops, bad, count))
+    yield from data_records.bad_record_problems(records, data_records.droppable(f"{key}.bad_records", drops, bad, count))
