@@ -7,19 +7,21 @@ the same keys must fit them all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from launch.preflight import adapter_names, libraries
+from launch.preflight import libraries
 from launch.recipes.model_files import is_inside, model_folder, planning_config
 from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import (
+    LoRAConfig,
     PolicyConfig,
     Problem,
     Recipe,
+    RecipeError,
     VLLMConfig,
     check_expert_layout,
     collected,
@@ -129,6 +131,26 @@ def frozen_problems(section: str, policy: PolicyConfig, model: dict[str, Any], v
         yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")
 
 
+def adapter_problems(lora_cfg: LoRAConfig, model: Mapping[str, Any], served: bool = False) -> Iterator[Problem]:
+    """Yield a problem for each name of an FSDP2 adapter that no layer has, and for adapters that engines cannot serve.
+
+    served: whether refits send only the adapters to the engines. Imports torch and transformers if there are adapters.
+    """
+    if not lora_cfg.enabled:
+        return
+    from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
+    from pipeline.train import lora
+
+    hf = hugging_face.meta_model(hugging_face.config_of(model))
+    try:
+        adapters = lora.inject(hf, lora_cfg, hugging_face.layout(hf))
+    except RecipeError as error:
+        yield from error.problems
+        return
+    if served:
+        yield from lora.not_served(adapters)
+
+
 def asks_description(recipe: Recipe) -> bool:
     """Return whether checks here need transformers' description of the recipe's models, whose import takes seconds.
 
@@ -175,7 +197,7 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     if uses_megatron(policy):
         yield from _check_megatron(key, policy, model, served, is_described(recipe))
     elif is_described(recipe):
-        yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model, served)
+        yield from adapter_problems(policy.dtensor_cfg.lora_cfg, model, served)
     yield from _check_attention(section, policy, model)
     samples = section == "policy" and generates(recipe) and not config.only_scores(recipe)
     if samples and policy.generation.backend == "vllm":

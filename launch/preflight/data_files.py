@@ -1,12 +1,14 @@
 """Read the first records of a data set before submission: of JSONL or Parquet files, or of a generated data set.
 
-The job reads a folder with the `datasets` library, which a login node need not have.
+The job reads a folder with the `datasets` library, which a login node need not have. If the number of all records is known, of
+generated data or of files up to COUNT_BYTES, the training data must fill a step.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,22 @@ from typing import Any
 
 from launch.preflight import bounded
 from launch.recipes.model_files import hub_snapshot
-from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, Problem, RecipeError, collected, refuse
-from pipeline.data import named
+from launch.terminal.units import plural
+from pipeline.config import (
+    GENERATED_DATASETS,
+    NAMED_DATASETS,
+    DatasetConfig,
+    Problem,
+    Recipe,
+    RecipeError,
+    collected,
+    only_evaluates,
+    refuse,
+    section,
+    training_sets,
+    trains,
+)
+from pipeline.data import epochs, named
 from pipeline.data.arrow_records import ArrowRecords
 from pipeline.data.datasets import load_records
 from pipeline.data.records import parse_record
@@ -24,6 +40,7 @@ from pipeline.recipe import user_files
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
 SCAN_LINE = 8 << 20  # longest line there
+COUNT_BYTES = 32 << 20  # largest file whose lines are counted, in tens of milliseconds; a larger one is likely to fill a step
 BATCH_ROWS = 64  # of Parquet, read at a time
 GENERATED_ROWS = 16  # of a generated data set
 SHOWN_NUMBERS = 5  # reported per fault, besides the first
@@ -237,6 +254,50 @@ def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None)
         raise RecipeError(Problem(records.key, "no-records", f"{records.path} has no rows; expected at least one"))
     records.numbered = list(enumerate(ArrowRecords(rows[:most], str(records.path), dataset.tools_key)))
     return records
+
+
+# ---- the number of records -------------------------------------------------------------------------------------------------
+
+
+def step_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
+    """Yield a problem if the training data fill no step.
+
+    notes: receives the number of steps if the end of the data ends the run.
+    """
+    if not trains(recipe) or only_evaluates(recipe):
+        return
+    counts = [count(dataset) for dataset in training_sets(recipe.data).values()]
+    if not counts or None in counts:
+        return
+    supply = epochs.of_records(recipe, sum(filter(None, counts)))
+    if problem := supply.problem():
+        yield problem
+    elif supply.steps is not None and supply.steps < section(recipe).max_num_steps:
+        rest_text = f"; the last {plural(supply.left_over, 'record')} fill no step and are not used" if supply.left_over else ""
+        notes.append(f"data: {supply.source} make {plural(supply.steps, 'step')} of {supply.per_step} records{rest_text}")
+
+
+def count(dataset: DatasetConfig) -> int | None:
+    """Return the number of records that a run trains on in one epoch; None if it is not known."""
+    generated = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
+    records = _lines(Path(dataset.data_path)) if dataset.data_path else generated
+    if not isinstance(records, int):
+        return None
+    records = min(records, dataset.max_samples or records)
+    if size := dataset.split_validation_size:
+        records -= math.ceil(size * records) if size < 1 else int(size)
+    return max(0, records) * dataset.repeat
+
+
+def _lines(path: Path) -> int | None:
+    """Return the number of lines that are not blank; None for a large file, or one that another check refuses."""
+    try:
+        with user_files.open_file(path) as file:
+            if user_files.other_format(file.read(8)) or path.stat().st_size > COUNT_BYTES:
+                return None
+        return user_files.count_lines(path)
+    except (OSError, ValueError):
+        return None
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.preflight import architecture
@@ -36,40 +35,39 @@ ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model with line
 LEAST = 2  # checkpoints on disk: one that is kept, and one that is being written
 
 
-@dataclass(frozen=True)
-class PlannedWrite:
-    """Data that the run will write."""
-
-    folder: Path  # may not exist yet
-    nbytes: float
-    files: int
-    description: str
-    key: str
-
-
 def problems(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -> Iterator[Problem]:
-    """Yield a problem for each disk with too little room.
+    """Yield a problem if the disk of the run folder has too little room for the run's checkpoints.
 
-    notes: receives disks that may have too little room, and checks that were not possible.
+    notes: receives checks that were not possible.
     """
-    if not config.trains(recipe):
+    if not config.trains(recipe) or not (nbytes := _checkpoint(recipe, pending, notes)):
         return
-    uses: list[PlannedWrite] = []
-    checkpoint = _checkpoint(recipe, pending, notes)
-    run_dir = Path(recipe.run_dir).absolute()
-    if checkpoint:
-        keep = recipe.checkpointing.keep_top_k
-        uses.append(_checkpoints(recipe, run_dir, checkpoint, keep))
-        if keep is None and config.bound(config.section(recipe).max_num_steps) is None:
-            notes.append(
-                f"checkpointing.keep_top_k: null keeps every checkpoint, {size(checkpoint)} each, and their number"
-                f" is not known without {recipe.algorithm}.max_num_steps; room was checked for {LEAST}"
-            )
-    disks: dict[int, list[PlannedWrite]] = {}
-    for use in uses:
-        disks.setdefault(_device(use.folder), []).append(use)
-    for disk in disks.values():
-        yield from _of_one_disk(recipe, disk, checkpoint)
+    keep, run_dir = recipe.checkpointing.keep_top_k, Path(recipe.run_dir).absolute()
+    if keep is None and config.bound(config.section(recipe).max_num_steps) is None:
+        notes.append(
+            f"checkpointing.keep_top_k: null keeps every checkpoint, {size(nbytes)} each, and their number"
+            f" is not known without {recipe.algorithm}.max_num_steps; room was checked for {LEAST}"
+        )
+    folder = nearest_existing(run_dir / "checkpoints")
+    disk = os.statvfs(folder)
+    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # file_systems.py reports this
+        return
+    free, at_once = disk.f_bavail * disk.f_frsize, _at_once(recipe, keep)
+    existing = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step_*/**/*") if path.is_file())
+    needed = max(0.0, at_once * nbytes - existing)
+    files = at_once * (2 * ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys()) + 2)
+    if needed > free:
+        consolidated = ", checkpointing.save_consolidated" if recipe.checkpointing.save_consolidated else ""
+        terms = f"{at_once} checkpoints of {size(nbytes)} at once (checkpointing.keep_top_k={keep}{consolidated})"
+        terms += f", of which {size(existing)} are on the disk" if existing else ""
+        fewer = int((free + existing) // nbytes) - (2 if recipe.checkpointing.metric_name else 1)  # the inverse of `_at_once`
+        hint = f"checkpointing.keep_top_k={fewer}, which fits, or another run_dir"
+        hint = hint if fewer > 0 else "another run_dir, or checkpointing.enabled=false"
+        message = f"{size(free)} are free on the file system of {folder}, and this run will write {size(needed)} there: {terms}"
+        yield Problem("run_dir", "no-space", f"{message}. Try {hint}")
+    elif disk.f_files and files > disk.f_favail:
+        message = f"the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files} there"
+        yield Problem("run_dir", "no-space", f"{message}. Try another folder")
 
 
 def nearest_existing(path: Path) -> Path:
@@ -78,26 +76,14 @@ def nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
-def _device(path: Path) -> int:
-    return nearest_existing(path).stat().st_dev
-
-
-def _of_one_disk(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None) -> Iterator[Problem]:
-    folder = nearest_existing(uses[0].folder)
-    disk = os.statvfs(folder)
-    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # file_systems.py reports this
-        return
-    free, nbytes, files = disk.f_bavail * disk.f_frsize, sum(use.nbytes for use in uses), sum(use.files for use in uses)
-    key, terms = max(uses, key=lambda use: use.nbytes).key, "; ".join(use.description for use in uses)
-    if nbytes > free:
-        message = f"{size(free)} are free on the file system of {folder}, and this run will write {size(nbytes)} there: {terms}"
-        yield Problem(key, "no-space", f"{message}. Try {_fewer(recipe, uses, checkpoint, free) or 'another folder'}")
-    elif disk.f_files and files > disk.f_favail:
-        message = f"the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files} there"
-        yield Problem(key, "no-space", f"{message}. Try another folder")
-
-
-# ---- checkpoints --------------------------------------------------------------------------------------------------------
+def _at_once(recipe: Recipe, keep: int | None) -> int:
+    """Return how many checkpoints exist at the same time. keep: checkpointing.keep_top_k."""
+    checkpointing, steps = recipe.checkpointing, config.bound(config.section(recipe).max_num_steps)
+    saves = None if steps is None else max(1, math.ceil(steps / checkpointing.save_period))
+    if keep is None:
+        return saves or LEAST
+    at_once = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest one, and the best ones
+    return min(saves or at_once + 1, at_once + 1)
 
 
 def _checkpoint(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -> float | None:
@@ -160,49 +146,3 @@ def _states(policy: PolicyConfig) -> int:
     name, kwargs = optimizer.name.rpartition(".")[2], optimizer.kwargs
     count = STATES.get(name, 2) + bool(kwargs.get("amsgrad"))
     return count + (name in ("SGD", "RMSprop") and bool(kwargs.get("momentum")))
-
-
-def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> PlannedWrite:
-    """Return the planned write of checkpoints: as many as exist at the same time, less the bytes already on disk.
-
-    nbytes: size of one checkpoint. keep: checkpointing.keep_top_k.
-    """
-    at_once = _at_once(recipe, keep)
-    existing = _existing_bytes(run_dir)
-    writers = ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys())
-    consolidated = ", checkpointing.save_consolidated" if recipe.checkpointing.save_consolidated else ""
-    return PlannedWrite(
-        folder=run_dir / "checkpoints",
-        nbytes=max(0.0, at_once * nbytes - existing),
-        files=at_once * (2 * writers + 2),
-        description=f"{at_once} checkpoints of {size(nbytes)} at once (checkpointing.keep_top_k={keep}{consolidated})"
-        + (f", of which {size(existing)} are on the disk" if existing else ""),
-        key="run_dir",
-    )
-
-
-def _existing_bytes(run_dir: Path) -> int:
-    """Return the bytes of the checkpoints already on disk."""
-    return sum(path.stat().st_size for path in run_dir.glob("checkpoints/step_*/**/*") if path.is_file())
-
-
-def _at_once(recipe: Recipe, keep: int | None) -> int:
-    checkpointing, steps = recipe.checkpointing, config.bound(config.section(recipe).max_num_steps)
-    saves = None if steps is None else max(1, math.ceil(steps / checkpointing.save_period))
-    if keep is None:
-        return saves or LEAST
-    at_once = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest one, and the best ones
-    return min(saves or at_once + 1, at_once + 1)
-
-
-def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, free: int) -> str | None:
-    of_run = [use for use in uses if use.key == "run_dir"]
-    if not of_run:
-        return None
-    other_bytes = sum(use.nbytes for use in uses if use not in of_run)
-    assert checkpoint is not None  # uses of run_dir are checkpoints
-    at_once = int((free - other_bytes + _existing_bytes(Path(recipe.run_dir).absolute())) // checkpoint)
-    keep = at_once - (2 if recipe.checkpointing.metric_name else 1)  # the inverse of `_at_once`
-    if keep > 0:
-        return f"checkpointing.keep_top_k={keep}, which fits, or another run_dir"
-    return "another run_dir, or checkpointing.enabled=false"

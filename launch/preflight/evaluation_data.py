@@ -1,22 +1,37 @@
 """Check the checkpoint of an evaluation and the data of its tasks before anything is submitted.
 
 A JSONL file is read as the job reads it, up to SCAN_BYTES. For a data set that `datasets` reads, only its presence is checked.
-`user_imports.py` checks the user's own formats and callables.
+`user_imports.py` checks the user's own formats and callables. lm-evaluation-harness takes seconds of CPU to index its tasks, so
+its files are searched as text; the job refuses a name that the search accepts by mistake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from launch.executors import containers
 from launch.preflight import data_files, data_records, input_files
-from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig
+from pipeline.algorithms.evaluate import FORMATS, HARNESS_DOCUMENTS, HARNESS_FORMATS, HARNESS_KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.config import read as read_recipe
 from pipeline.data.records import parse_record
 from pipeline.evaluation import task_data
 from pipeline.evaluation.questions import Format
+
+TASK_NAME = re.compile(
+    r"""^[ \t]*(?:-\ *)?["']?(?:task|group|tag)["']?\ *:\ *([^#\n]+)  # one name, or a list in brackets
+    | ^[ \t]*-\ *["']?([\w.:+-]+)["']?""",  # an entry of a list
+    re.MULTILINE | re.VERBOSE,
+)
+SUFFIXES = ("", ".yaml", ".yml")
+MOST_BYTES = 1 << 20
+"""Largest size of a file that is read; a folder of the user's may hold others, such as weights without a suffix."""
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -29,6 +44,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         if name in skipped:
             continue
         yield from _check_task(f"evaluate.tasks.{name}", task)
+    yield from harness_problems(recipe)
 
 
 def _checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -110,3 +126,55 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
                 bad.setdefault(str(error), []).append(number)
     yield from file_problems
     yield from data_records.bad_record_problems(records, data_records.droppable(f"{key}.bad_records", drops, bad, count))
+
+
+# ---- lm-evaluation-harness -------------------------------------------------------------------------------------------------
+
+
+def harness_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each name that is not a task, a group or a tag of the harness installed here."""
+    asked = [] if containers.has_another_python(recipe.cluster.generate) else list(_harness_names(recipe))
+    spec = importlib.util.find_spec("lm_eval") if asked else None
+    if spec is None or not spec.submodule_search_locations:
+        return
+    root, own = Path(spec.submodule_search_locations[0]) / "tasks", recipe.evaluate.lm_eval.include_path
+    likely = [path for path in root.iterdir() if path.is_dir() and any(name.startswith(path.name) for _, name in asked)]
+    known = _defined([*likely, *([Path(own)] if own else [])])
+    if not known.issuperset(name for _, name in asked):
+        known |= _defined([root])
+    for key, name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.75)
+            hint = f"Try {near[0]}" if near else "Try a name that `lm_eval ls tasks` prints, or evaluate.lm_eval.include_path"
+            yield Problem(key, "not-a-choice", f"got {name}; expected a task of lm-evaluation-harness. {hint}")
+
+
+def _harness_names(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (key, the task that it names). The job looks up patterns such as `mmlu_*`."""
+    skipped = skipped_tasks(recipe)
+    for name, task in recipe.evaluate.tasks.items():
+        form: str = task.format
+        if task.kind in HARNESS_KINDS and form != HARNESS_DOCUMENTS and name not in skipped:
+            yield f"evaluate.tasks.{name}.format", HARNESS_FORMATS.get(form, form)
+    for name in recipe.evaluate.lm_eval.tasks:
+        if not set(name) & set("*?["):
+            yield "evaluate.lm_eval.tasks", name
+
+
+def _defined(folders: Iterable[Path]) -> set[str]:
+    """Return the names of tasks, groups and tags in the files below folders, and other words that stand where names may."""
+    names: set[str] = set()
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.suffix in SUFFIXES or "yaml" in path.name:
+                for value, entry in TASK_NAME.findall(_text(path)):
+                    names |= {word.strip(" \t\r\"'") for word in value.strip().strip("[]").split(",")} if value else {entry}
+    return names
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; "" if it is no file, is large, or cannot be read."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.stat().st_size <= MOST_BYTES:
+            return path.read_text(errors="replace")
+    return ""
