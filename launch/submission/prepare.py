@@ -24,9 +24,9 @@ from launch.preflight import (
     input_files,
     installed,
     libraries,
+    slurm_cluster,
     slurm_job,
     slurm_request,
-    slurm_sbatch,
     user_imports,
 )
 from launch.preflight import current_allocation as allocated
@@ -253,7 +253,7 @@ def site_problems_of(
         problem = Problem("cluster.executor", "unreachable", why)
         notes += [str(problem), *slurm_request.notes(recipe)] if dry else []
         yield from [] if dry else [problem]
-        yield from slurm_sbatch.option_problems(slurm_request.requests(recipe))
+        yield from slurm_cluster.option_problems(slurm_request.requests(recipe))
     else:
         yield from _executor_problems(recipe, chosen, notes)
     yield from installed.sandbox_problems(recipe, chosen.name, notes)
