@@ -96,7 +96,7 @@ def folder_of(path: str, recipe: Recipe) -> Path | None:
 
 
 Replies = Mapping[str, dict[str, Any]] | str
-"""Key -> reply of `launch/preflight/user_code_probe.py`; or a text that says why there are no replies."""
+"""Key -> reply of `user_source.py`; or a text that says why there are no replies."""
 
 
 def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
@@ -202,7 +202,7 @@ def _unnamed_arguments(reference: CodeReference, answer: dict[str, Any]) -> Iter
 def _probe(
     recipe: Recipe, references: list[CodeReference], trust: Trust = Trust.EVERYTHING, trusted: Sequence[Path] = ()
 ) -> Replies:
-    """Run `user_code_probe.py` on some references, and return its replies, or why there are none.
+    """Run `user_source.py` on some references, and return its replies, or why there are none.
 
     trusted: the folders to search, if the trust is not Trust.EVERYTHING.
     """
@@ -214,7 +214,7 @@ def _probe(
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.preflight.user_code_probe", str(reply)],
+            [sys.executable, "-P", "-m", "launch.preflight.user_source", str(reply)],
             env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
