@@ -43,7 +43,10 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for name, task in recipe.evaluate.tasks.items():
         if name in skipped:
             continue
-        yield from _check_task(f"evaluate.tasks.{name}", task)
+        task_problems: list[Problem] = []
+        with collected(task_problems):
+            task_problems += _check_task(f"evaluate.tasks.{name}", task)
+        yield from task_problems
     yield from harness_problems(recipe)
 
 
@@ -76,11 +79,7 @@ def _checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
 def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
     form: Format | None = None
     if task.kind in HARNESS_KINDS or task.format in FORMATS:
-        try:
-            form = task_data.load_format(key, task)
-        except RecipeError as error:
-            yield from error.problems
-            return
+        form = task_data.load_format(key, task)
     data = task.data
     if data.data_path is None:
         if data.dataset_name is None and task.kind in HARNESS_KINDS:
@@ -92,18 +91,13 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
         return
     files: list[Path] = []
     file_problems: list[Problem] = []
-    for split in _splits(task):
+    examples = data.few_shot_split if task.num_few_shot else None
+    for split in dict.fromkeys(split for split in (data.split, examples) if split is not None):
         with collected(file_problems):
             files += task_data.data_files(f"{key}.data", data, split)
     yield from file_problems
     for file in files:
         yield from _check_file(f"{key}.data", file, form, data.bad_records == "drop")
-
-
-def _splits(task: TaskConfig) -> list[str]:
-    """Return the splits that the job reads."""
-    examples = task.data.few_shot_split
-    return [task.data.split, *([examples] if task.num_few_shot and examples not in (None, task.data.split) else [])]
 
 
 def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Iterator[Problem]:

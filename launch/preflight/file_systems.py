@@ -1,12 +1,12 @@
 """Check the file systems of a run: writable folders, a key, model files, container images and free space.
 
-The module calls `model_weights.py` and `container_images.py`. It sees only the mounts of the machine that submits the job; those
-of the nodes may differ.
+The module calls `model_weights.py` and `container_images.py`. It sees only the mounts of the machine that submits the job;
+those of the nodes may differ.
 
 A checkpoint of either backend holds the float32 weight of each trained parameter and the optimizer's states of the same size in
 float32: two for Adam and its variants, and for unknown optimizers. The check of free space leaves out: replicas that all
-tensor-parallel ranks write (norms), random states and JSON, together less than 1%; quotas that do not show as free space; writes
-of other jobs.
+tensor-parallel ranks write (norms), random states and JSON, together less than 1%; quotas that do not show as free space;
+writes of other jobs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pipeline.config import (
     Recipe,
     adapters,
     collected,
+    problems_of,
     ranks,
     uses_megatron,
 )
@@ -59,9 +60,7 @@ def problems(
     errors. on_nodes: whether the ranks run on a cluster's nodes, so that containers and shared folders matter.
     """
     notes, pending = [] if notes is None else notes, list(pending)
-    checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
-    if os.path.lexists(checkpoints):  # of the run folder itself `run_setup` sees to that
-        yield from _check_writable("run_dir", checkpoints, "another run_dir")
+    yield from _unwritable(Path(recipe.run_dir).absolute() / "checkpoints")
     yield from _key_problems(recipe, notes, on_nodes)
     if recipe.cluster.audit not in (AUDIT_AUTO, AUDIT_NONE):
         yield from extras.missing("audit", "cluster.audit", recipe.cluster.audit)
@@ -82,10 +81,8 @@ def _key_problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[
         if on_nodes and not os.path.exists(encryption.key_file):
             notes.append(f"not checked: {SECTION}.key_file, as {encryption.key_file} is not on this machine")
             return
-        key_problems: list[Problem] = []
-        with collected(key_problems):
-            obtain_key(encryption.key_file, None)
-        yield from key_problems
+        key_file = encryption.key_file
+        yield from problems_of(lambda: obtain_key(key_file, None))
     elif encryption.key_command is not None and not on_nodes:
         yield from _key_command_problems(encryption.key_command)
 
@@ -101,13 +98,17 @@ def _key_command_problems(command: str) -> Iterator[Problem]:
         yield Problem(key, "file-not-found", f"got `{command}`; expected a program that is installed here and prints the key")
 
 
-def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
-    existing = nearest_existing(folder)
+def _unwritable(checkpoints: Path) -> Iterator[Problem]:
+    """Yield a problem if the folder of checkpoints exists and is not writable; `run_setup` checks the run folder itself."""
+    if not os.path.lexists(checkpoints):
+        return
+    existing = nearest_existing(checkpoints)
     if not existing.is_dir():
-        yield Problem(key, "not-a-folder", f"{existing} is a file, so the folder {folder} cannot be made. Try {instead}")
+        message = f"{existing} is a file, so the folder {checkpoints} cannot be made"
+        yield Problem("run_dir", "not-a-folder", f"{message}. Try another run_dir")
     elif not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        message = f"{folder} cannot be written: {getpass.getuser()} cannot write to {existing}. Try {instead}"
-        yield Problem(key, "permission-denied", message)
+        message = f"{checkpoints} cannot be written: {getpass.getuser()} cannot write to {existing}. Try another run_dir"
+        yield Problem("run_dir", "permission-denied", message)
 
 
 def _note_local(folders: dict[str, Path], notes: list[str]) -> None:

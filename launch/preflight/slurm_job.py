@@ -74,25 +74,25 @@ def _site_problems(cluster: Cluster, requests: list[ComponentRequest], notes: li
         refusal = examiner.refusal(request)
         yield from refusal
         accepted += [] if refusal else [request]
-    limits_of = accounting if cluster.enforced_parts & {"limits", "safe"} else None
-    if len(accepted) > 1 or limits_of:
+    has_limits = bool(accounting.associations and cluster.enforced_parts & {"limits", "safe"})
+    if len(accepted) > 1 or has_limits:
         suitable = {request: cluster.suitable(request) for request in accepted}
         yield from _start_together(suitable)
-        if limits_of is not None:
+        if has_limits:
             counted = [cluster.as_counted(request, names) for request, names in suitable.items()]
-            yield from slurm_limits.problems(limits_of, user, [(request, cluster.partition(request)) for request in counted])
+            yield from slurm_limits.problems(accounting, user, [(request, cluster.partition(request)) for request in counted])
 
 
-def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | None:
-    """Return the user's accounting; None, with a note, if the cluster does not enforce it, or sacctmgr does not answer."""
+def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting:
+    """Return the user's accounting; empty, with a note, if the cluster does not enforce it, or sacctmgr does not answer."""
     if "associations" not in cluster.enforced_parts:
         notes.append("accounts and QOS were not checked: this cluster does not enforce them")
-        return None
+        return Accounting()
     try:
         return slurm_limits.accounting(cluster.config["ClusterName"], user)
     except SlurmError as why:
         notes.append(f"accounts and QOS were not checked: {why}")
-        return None
+        return Accounting()
 
 
 def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterator[Problem]:
@@ -150,7 +150,7 @@ class RefusalExaminer:
     """Finds the causes of refusals by further test requests. All methods may raise SlurmError."""
 
     cluster: Cluster
-    accounting: Accounting | None
+    accounting: Accounting
     notes: list[str]  # receives what only delays the job
 
     def refusal(self, request: ComponentRequest) -> list[Problem]:
@@ -261,7 +261,7 @@ class RefusalExaminer:
         elif name == "constraint":
             values = request.features
             choices = sorted({feature for node in self.cluster.members(request) for feature in node.features})
-        elif name in ("account", "qos") and self.accounting:
+        elif name in ("account", "qos") and self.accounting.associations:
             values, rows = [getattr(request.host, name) or ""], self.accounting.associations
             accounts = {row["Account"] + (f" (in {row['Partition']})" if row["Partition"] else "") for row in rows}
             choices = sorted(accounts if name == "account" else {qos for row in rows for qos in row["QOS"].split(",") if qos})
