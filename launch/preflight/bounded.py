@@ -20,6 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pipeline.recipe.problems import Problem, RecipeError
+
 SECONDS = 5.0
 """Limit of CPU time, not of wall-clock time: on a busy machine a short function may take long."""
 WAIT_S = 30.0
@@ -33,7 +35,10 @@ class Unbounded(Exception):
 
 
 def call(function: Callable[[], Any]) -> Any:
-    """Call a function in a fork with limits, and return its result, which must be JSON-serializable. Raises Unbounded."""
+    """Call a function in a fork with limits, and return its result, which must be JSON-serializable.
+
+    Raises Unbounded, and the function's RecipeError.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(function, sender))
@@ -47,6 +52,8 @@ def call(function: Callable[[], Any]) -> Any:
         receiver.close()
         process.kill()
         process.join()
+    if "problems" in outcome:
+        raise RecipeError(*(Problem(*problem) for problem in outcome["problems"]))
     if "raised" in outcome:
         raise Unbounded(f"it raised {outcome['raised']}")
     if "value" not in outcome:
@@ -74,6 +81,8 @@ def _child(function: Callable[[], Any], sender: Connection) -> None:
             reply = json.dumps({"value": function()})
         except MemoryError:
             raise
+        except RecipeError as error:
+            reply = json.dumps({"problems": [(problem.key, problem.code, problem.message) for problem in error.problems]})
         except Exception as error:
             reply = json.dumps({"raised": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
         sender.send_bytes(reply.encode())

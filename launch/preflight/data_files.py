@@ -10,7 +10,7 @@ import errno
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,7 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
-    collected,
     only_evaluates,
-    refuse,
     section,
     training_sets,
     trains,
@@ -87,14 +85,14 @@ def first_records(
     cannot be read, or has no records.
     """
     if dataset.data_path is not None:
-        return _of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most, drops)
+        return of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most, drops)
     name, key = dataset.dataset_name, f"{key}.dataset_name"
     if name is None or name in NAMED_DATASETS or not Path(name).is_dir():
         return None
     try:
         path = _first_file(Path(name), dataset)
         if path.suffix == ".jsonl":
-            return _of_lines(FirstRecords(key, path), most)
+            return of_lines(FirstRecords(key, path), most)
         return _of_parquet(FirstRecords(key, path, rows=True), dataset, most)
     except _LeftToTheJob as error:
         notes.append(f"{key}: only the job checks the records of {name}: {error}")
@@ -112,20 +110,14 @@ def first_generated(key: str, dataset: DatasetConfig, seed: int, notes: list[str
     few = min(size, GENERATED_ROWS) if isinstance(size, int) else size
     sample = replace(dataset, kwargs={**dataset.kwargs, **({"size": few} if "size" in dataset.kwargs else {})})
 
-    def work() -> dict[str, list[Any]]:
-        faults: list[Problem] = []
-        records: Sequence[Record] = []
-        with collected(faults):
-            records = load_records(sample, seed)
-        return {"records": list(records), "faults": [(fault.code, fault.message) for fault in faults]}
-
     try:
-        reply = bounded.call(work)
+        records = bounded.call(lambda: list(load_records(sample, seed)))
+    except RecipeError as error:
+        raise RecipeError(*(replace(problem, key=key) for problem in error.problems)) from None
     except bounded.Unbounded as error:
         notes.append(f"{key}: only the job generates its records: here {error}")
         return None
-    refuse(Problem(key, code, message) for code, message in reply["faults"])
-    return FirstRecords(f"{key}.dataset_name", Path(dataset.dataset_name), rows=True, numbered=[*enumerate(reply["records"])])
+    return FirstRecords(f"{key}.dataset_name", Path(dataset.dataset_name), rows=True, numbered=[*enumerate(records)])
 
 
 def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | None:
@@ -157,7 +149,8 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
 # ---- JSONL -------------------------------------------------------------------------------------------------------------------
 
 
-def _of_lines(records: FirstRecords, most: int | None, drops: bool = False) -> FirstRecords:
+def of_lines(records: FirstRecords, most: int | None = None, drops: bool = False) -> FirstRecords:
+    """Add the first `most` records of a JSONL file, and the numbers of lines that are none. Raises as `lines_of` does."""
     for number, line in itertools.islice(lines_of(records.key, records.path, drops), most):
         try:
             records.numbered.append((number, parse_record(line)))

@@ -20,7 +20,6 @@ from pipeline.algorithms.evaluate import FORMATS, HARNESS_DOCUMENTS, HARNESS_FOR
 from pipeline.checkpoints import checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.config import read as read_recipe
-from pipeline.data.records import parse_record
 from pipeline.evaluation import task_data
 from pipeline.evaluation.questions import Format
 
@@ -105,20 +104,14 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
 
     key: the key of the task's data. drops: whether bad records are dropped.
     """
-    records = data_files.FirstRecords(f"{key}.data_path", path)
-    file_problems: list[Problem] = []
-    count = 0
-    bad: dict[str, list[int]] = {}  # fault -> line numbers
-    with collected(file_problems):
-        for number, line in data_files.lines_of(records.key, path, drops):
-            count += 1
-            try:
-                record = parse_record(line)
-                if form is not None:
-                    task_data.to_question(form, record, number)
-            except ValueError as error:
-                bad.setdefault(str(error), []).append(number)
-    yield from file_problems
+    records = data_files.of_lines(data_files.FirstRecords(f"{key}.data_path", path), drops=drops)
+    count, bad = len(records.numbered) + sum(map(len, records.bad.values())), records.bad
+    for number, record in records.numbered:
+        try:
+            if form is not None:
+                task_data.to_question(form, record, number)
+        except ValueError as error:
+            bad.setdefault(str(error), []).append(number)
     yield from data_records.bad_record_problems(records, data_records.droppable(f"{key}.bad_records", drops, bad, count))
 
 
