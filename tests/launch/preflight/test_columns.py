@@ -210,6 +210,22 @@ def test_unknown_text_is_named_and_may_be_kept(tmp_path, algorithm, row, key):
         assert examined(tmp_path, algorithm, rows, f"data.unknown_tokens={choice}")[0] == []
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "row", "says"),
+    [
+        ("sft", {"messages": [USER, ASSISTANT | {"content": "1" * 40}]}, "F:2: a sequence of 42 tokens"),
+        ("grpo", {"prompt": [USER | {"content": "1" * 40}], "answer": "1"}, "F:2: a prompt of 40 tokens"),
+    ],
+)
+def test_conversations_are_counted_with_the_chat_template(tmp_path, algorithm, row, says):
+    short = {"messages": [USER, ASSISTANT]} if algorithm == "sft" else {"prompt": [USER], "answer": "1"}
+    given = ("data.max_input_seq_length=30", "data.unknown_tokens=keep", *CHAT, *(ANY_ANSWER if algorithm == "grpo" else ()))
+    problems, _ = examined(tmp_path, algorithm, [short, row], *given)
+    (problem,) = [problem for problem in problems if "data.train" in problem]
+    assert says in problem
+    assert examined(tmp_path, algorithm, [short, row], *given, "data.overlong_prompts=drop")[0] == []
+
+
 def test_more_new_tokens_than_the_context_are_refused(tmp_path):
     problems, notes = examined(tmp_path, "grpo", [{"input": "a=", "answer": "1"}], "policy.generation.max_new_tokens=64")
     assert problems == []
