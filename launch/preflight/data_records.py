@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from pipeline.data.records import RecordReader, Turns
 from pipeline.data.turns import GENERATION_BLOCK
 
 ENCODED = 256  # of the first records, and as many of the longest ones
-MOST_TOKENS = 500_000  # of all these records together: about a second
+MOST_TOKENS = 250_000  # of all these records together: about a second
 SHOWN_FAULTS = 5  # faults reported per data file
 Numbered = list[tuple[int, Record]]
 
@@ -230,7 +231,8 @@ def _encode(
             results.append(
                 (number, None, max(sizes), _unknown(encoder, texts) if recipe.data.unknown_tokens == "error" else "")
             )
-            if (tokens := tokens + sum(sizes)) > MOST_TOKENS:
+            tokens += sum(sizes)
+            if tokens > MOST_TOKENS or time.process_time() > bounded.SECONDS / 2:  # of this fork
                 break
         return results
 
